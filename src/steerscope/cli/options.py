@@ -1,0 +1,115 @@
+"""What the commands share: options, opening a model, showing answers and tables, telling mistakes together."""
+
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+import steerscope as ss
+
+if TYPE_CHECKING:
+    from steerscope.engines.facade import SyncEngine
+    from steerscope.engines.generation import Event
+
+Model = Annotated[str, typer.Argument(help="smollm2-135m, a model directory, or a hub id.")]
+_STEER = "FILE[@LAYERS][:SCALE | :cap=MIN..MAX | :ablate[=KEEP]][;tokens=SELECTOR], or CAPPING_CONFIG.pt#EXPERIMENT."
+Steer = Annotated[list[str] | None, typer.Option(help=_STEER)]
+System = Annotated[str | None, typer.Option(help="The system message.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.")]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16", "auto"] | None, typer.Option(help="Type of the weights.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Keep the most likely tokens that hold this much probability.")]
+TopK = Annotated[int, typer.Option(help="Keep this many most likely tokens; 0 keeps all.")]
+MinP = Annotated[float, typer.Option(help="Keep tokens at least this likely, relative to the most likely one.")]
+Penalty = Annotated[float, typer.Option(help="Above 1, tokens seen before become less likely.")]
+Window = Annotated[int | None, typer.Option(help="Only this many last tokens count as seen.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+
+
+def sampling(given: Mapping[str, object]) -> "ss.Sampling":
+    """From the arguments of a command, which are named like the fields."""
+    fields = ss.Sampling.model_fields
+    return ss.Sampling.parse({name: value for name, value in given.items() if name in fields and value is not None})
+
+
+def mistake(field: str, what: str, remedy: str) -> "ss.InvalidRequest":
+    from steerscope.specs.errors import Problem
+
+    return ss.InvalidRequest([Problem(field, what, remedy)])
+
+
+def together(*steps: Callable[[], object]) -> list[Any]:
+    """Results of all steps, or all that went wrong in them."""
+    results, errors = [], []
+    for step in steps:
+        try:
+            results.append(step())
+        except ss.SteerscopeError as error:
+            errors.append(error)
+    if errors:
+        raise ExceptionGroup("mistakes", errors)
+    return results
+
+
+def mistakes_of(error: Exception) -> list[str]:
+    """What to tell the user, one line per problem; nothing when the error is ours."""
+    if isinstance(error, ExceptionGroup):
+        return [line for part in error.exceptions for line in mistakes_of(part)]
+    if isinstance(error, ss.InvalidRequest):
+        return [str(problem) for problem in error.problems]
+    known = isinstance(error, ss.SteerscopeError | OSError | UnicodeError) and not isinstance(error, BrokenPipeError)
+    return [str(error)] if known else []
+
+
+def note(text: str) -> None:
+    """A dim line on stderr, apart from the answer on stdout."""
+    from rich.console import Console
+
+    Console(stderr=True).print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], err: bool = False) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    drawn = Table(*map(escape, head))
+    for row in rows:
+        drawn.add_row(*map(escape, row))
+    is_terminal = (sys.stderr if err else sys.stdout).isatty()
+    Console(stderr=err, width=None if is_terminal else 1000).print(drawn)  # a pipe gets whole lines
+
+
+def open_engine(model: str, device: str | None, dtype: str | None) -> "SyncEngine":
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch raises either
+        what = str(error).splitlines()[0].rstrip(".")
+        raise mistake(f"--device {device}", what, "use cpu, or a device that doctor lists") from None
+    return ss.load(model, device=device, dtype=dtype, progress=note)
+
+
+def show(events: "Iterator[Event]", live: bool) -> "ss.Generation":
+    """Print tokens as they come (if live) and return the whole."""
+    with closing(cast("Generator[Event]", events)):  # a stream that outlives its engine waits for it for ever
+        for event in events:
+            if isinstance(event, ss.EndEvent):
+                typer.echo(nl=live)
+                return event.generation
+            if live:
+                typer.echo(event.text, nl=False)
+    raise AssertionError("a stream ends with an EndEvent")
+
+
+def speed(generation: "ss.Generation") -> str:
+    count, seconds = sum(len(c.token_ids) for c in generation.choices), max(c.timings.total for c in generation.choices)
+    reasons = ", ".join(choice.finish_reason for choice in generation.choices)
+    return f"{count} tokens in {seconds:.2f} s ({count / max(seconds, 1e-9):.1f} tokens/s), finish: {reasons}"

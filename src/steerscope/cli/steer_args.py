@@ -1,0 +1,89 @@
+"""The text form of a steering: `vector.safetensors@10-14:6;tokens=generated`.
+
+The file is the longest beginning that exists, so its path may hold any of the signs used here.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.steering import Ablate, Add, Cap, Steering
+from steerscope.vectors.files import load
+from steerscope.vectors.legacy import load_capping
+from steerscope.vectors.vector import SteeringVector
+
+FORMS = (
+    "write FILE[@LAYERS][:SCALE], FILE[@LAYERS]:cap=MIN..MAX (one side may be empty), FILE[@LAYERS]:ablate[=KEEP] or "
+    "CAPPING_CONFIG.pt#EXPERIMENT, each with ;tokens=SELECTOR behind it if wanted"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SteerArg:
+    path: str
+    layers: str | None
+    steering: Steering
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).stem
+
+
+def parse(text: str) -> SteerArg:
+    """Read the file and make the ops; every problem names the text."""
+    body, mark, tokens = text.rpartition(";tokens=") if ";tokens=" in text else (text, "", "")
+    try:
+        path, rest = _split(body)
+        match = re.fullmatch(r"(?:@([^@:]+))?(?::(.+))?|(#.*)", rest)
+        if match is None:
+            raise _unreadable(f"cannot read {rest!r} after {path}")
+        ops = _experiment(path, rest[1:]) if match[3] else (_op(load(path), match[1], match[2] or "1"),)
+        if mark:
+            ops = tuple(type(op).parse({**op.model_dump(), "tokens": tokens}) for op in ops)
+    except InvalidRequest as error:
+        problems = [Problem(p.field, p.what, p.remedy).under(f"steer {text!r}") for p in error.problems]
+        raise InvalidRequest(problems) from None
+    return SteerArg(path, match[1], Steering.of(*ops))
+
+
+def joined(args: Sequence[SteerArg]) -> Steering:
+    return Steering.of(*(op for arg in args for op in arg.steering.ops))
+
+
+def _unreadable(what: str) -> InvalidRequest:
+    return InvalidRequest([Problem("", what, FORMS)])
+
+
+def _split(body: str) -> tuple[str, str]:
+    """The longest beginning that exists, and the rest. A rest with a slash belongs to a path that does not exist."""
+    for cut in [len(body), *(sign.start() for sign in reversed([*re.finditer("[@:#]", body)]))]:
+        path, rest = body[:cut], body[cut:]
+        if os.path.exists(path) and ("/" not in rest or (rest[0] == "#" and os.path.isfile(path))):
+            return path, rest
+    path = re.sub(r"(@(all|[\d, -]+))?(:[^:/]*)?$|#[^/]*$", "", body, count=1)
+    raise _unreadable(f"there is no file {path!r}")
+
+
+def _experiment(path: str, name: str) -> tuple[Add | Cap | Ablate, ...]:
+    experiments = load_capping(path)
+    if name not in experiments:
+        raise InvalidRequest([Problem("", f"{path} has no experiment {name!r}", f"it has {', '.join(experiments)}")])
+    return experiments[name].ops
+
+
+def _op(vector: SteeringVector, layers: str | None, strength: str) -> Add | Cap | Ablate:
+    kind, equals, value = strength.partition("=")
+    low, dots, high = value.partition("..")
+    try:
+        if kind == "cap" and dots:
+            return vector.cap(float(low) if low else None, float(high) if high else None, layers=layers)
+        if kind == "ablate":
+            return vector.ablate(float(value) if equals else 0.0, layers=layers)
+        return vector.add(float(strength), layers=layers)
+    except InvalidRequest:  # it is a ValueError too
+        raise
+    except ValueError:
+        raise _unreadable(f"{strength!r} is not a strength") from None

@@ -1,0 +1,156 @@
+"""The demo's instruments: the vector with its units, and the ways to measure what steering did.
+
+The statistics come from `TEST_PROMPTS`, on which nothing was chosen.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+
+from steerscope.demo.results import Control
+from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import Generation
+from steerscope.engines.hf import HFEngine
+from steerscope.extraction.contrast import ContrastSet, mean_difference, row_norms, sentence_rows, sentences
+from steerscope.specs.capture import Capture
+from steerscope.specs.errors import SteerscopeError
+from steerscope.specs.sampling import Sampling
+from steerscope.specs.steering import Add, Steering
+from steerscope.vectors.vector import SteeringVector
+
+RANDOM_DIRECTIONS = 8
+TEST_PROMPTS = [
+    "After the long walk home he felt",
+    "Looking back at the past month, I am",
+    "When the train finally arrived, the passengers were",
+    "My neighbour told me that she has been feeling",
+    "The news from the village made everyone",
+    "At the end of the school year the teacher was",
+    "Sitting by the window, the old man felt",
+    "To be honest, today I feel",
+]
+POSITIVE_WORDS = "happy glad joyful cheerful delighted excited grateful proud wonderful great".split()
+NEGATIVE_WORDS = "sad sorry miserable gloomy devastated lonely afraid ashamed terrible awful".split()
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model, the vector, and the units everything is expressed in."""
+
+    engine: SyncEngine
+    data: ContrastSet
+    unit: SteeringVector  # length 1 at each layer
+    push: SteeringVector  # `push.add(1)` adds one mean row norm in all, in equal parts at the steered layers
+    norms: dict[int, float]  # mean row norm per layer
+    middle: dict[int, float]  # the projection midway between the two classes, per layer
+    extraction: Tensor  # [positive then negative sentences, layers, hidden]
+    heldout: Tensor
+
+    @property
+    def steered(self) -> tuple[int, ...]:
+        return self.push.layers or ()
+
+    @property
+    def read_layer(self) -> int:
+        """The last steered layer: every addition has happened there."""
+        return self.steered[-1]
+
+    @property
+    def hf(self) -> HFEngine:
+        if not isinstance(self.engine.aio, HFEngine):
+            raise SteerscopeError("perplexity needs the weights in this process: load the model with the hf engine")
+        return self.engine.aio
+
+    def place(self, rows: Tensor, layer: int) -> Tensor:
+        """Where rows lie between negative (below 0) and positive (above 0), in mean row norms."""
+        return (self.unit.projection(rows, layer) - self.middle[layer]) / self.norms[layer]
+
+
+def set_up(engine: SyncEngine, data: ContrastSet) -> Subject:
+    """Make the vector. It is added from a third to half of the depth, where SmolLM2 answers to it best."""
+    vector = mean_difference(engine, data.extraction, data_name=data.name)
+    norms = row_norms(engine, sentences(data.extraction))
+    rows = sentence_rows(engine, sentences(data.extraction) + sentences(data.heldout))
+    extraction, heldout = rows.split([2 * len(data.extraction), 2 * len(data.heldout)])
+    unit = vector.normalised()
+    middle = {layer: float(unit.projection(extraction[:, layer], layer).mean()) for layer in norms}
+    steered = range(engine.facts.layers // 3, engine.facts.layers // 2 + 1)
+    push = SteeringVector({layer: unit[layer] * norms[layer] / len(steered) for layer in steered}, model=vector.model)
+    return Subject(engine, data, unit, push, norms, middle, extraction, heldout)
+
+
+def heldout_auroc(subject: Subject) -> list[float]:
+    """Per layer: how well the projection alone tells held-out positive from negative sentences."""
+    n = len(subject.data.heldout)
+    places = [subject.place(subject.heldout[:, layer], layer).tolist() for layer in subject.norms]
+    return [float(roc_auc_score([1] * n + [0] * n, place)) for place in places]
+
+
+def answers(
+    subject: Subject, prompts: Sequence[str], steer: Sequence[Add | Steering | None], tokens: int, capture: Capture
+) -> list[list[Generation]]:
+    """Greedy answers to every prompt under every steering, in one batch: [steering][prompt]."""
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    done = subject.engine.chat(
+        chats * len(steer),
+        Sampling(max_tokens=tokens),
+        steer=[spec for spec in steer for _ in prompts],
+        capture=capture,
+    )
+    return [done[i : i + len(prompts)] for i in range(0, len(done), len(prompts))]
+
+
+def perplexity(subject: Subject, generations: Sequence[Generation]) -> float:
+    """How surprised the unsteered model is by the answers: exp of the mean −log p of their tokens, given the chat."""
+    model, surprises = subject.hf.model, []
+    for generation in generations:
+        count = len(generation.token_ids)
+        ids = torch.tensor([[*generation.prompt_token_ids, *generation.token_ids]], device=model.device)
+        with torch.no_grad():
+            logits = model(ids, logits_to_keep=count + 1).logits[0, :-1].float()
+        surprises.append(-torch.log_softmax(logits, -1).gather(1, ids[0, -count:, None])[:, 0])
+    return math.exp(torch.cat(surprises).mean())
+
+
+def log_odds(subject: Subject, steer: Sequence[Add | None]) -> list[float]:
+    """log p(positive words) − log p(negative words) as the next word, mean over the test prompts, per steering."""
+    model, last = subject.hf.model, subject.engine.facts.layers - 1
+    done = subject.engine.generate(
+        TEST_PROMPTS * len(steer),
+        Sampling(max_tokens=1),
+        steer=[spec for spec in steer for _ in TEST_PROMPTS],
+        capture=Capture(layers=(last,), tokens="last_prompt"),
+    )
+    rows = torch.cat([generation.rows[last] for generation in done]).to(model.device)
+    with torch.no_grad():  # the last layer's row, through the final norm and the unembedding, is the logits
+        logits = model.get_output_embeddings()(model.base_model.norm(rows)).float()
+    positive, negative = (logits[:, _first_ids(subject, words)] for words in (POSITIVE_WORDS, NEGATIVE_WORDS))
+    odds = positive.logsumexp(-1) - negative.logsumexp(-1)
+    return odds.view(len(steer), -1).mean(1).tolist()
+
+
+def _first_ids(subject: Subject, words: Sequence[str]) -> list[int]:
+    encode = subject.hf.tokenizer.encode
+    return [encode(f" {word}", add_special_tokens=False)[0] for word in words]
+
+
+def random_pushes(subject: Subject) -> list[SteeringVector]:
+    """The push under random rotations: same length at every layer, same angles between layers, other directions."""
+    generator, size = torch.Generator().manual_seed(0), subject.push.hidden
+    rotations = [torch.linalg.qr(torch.randn(size, size, generator=generator)).Q for _ in range(RANDOM_DIRECTIONS)]
+    return [SteeringVector({layer: q @ subject.push[layer] for layer in subject.steered}) for q in rotations]
+
+
+def control(subject: Subject, scales: Sequence[float], scale: float) -> tuple[list[float], Control]:
+    """The log-odds at every one of `scales`, and their gap between ±`scale` against that of random directions."""
+    signed = [push.add(sign * scale) for push in random_pushes(subject) for sign in (1, -1)]
+    odds = log_odds(subject, [subject.push.add(s) if s else None for s in scales] + signed)
+    sweep, rest = odds[: len(scales)], odds[len(scales) :]
+    gap = sweep[scales.index(scale)] - sweep[scales.index(-scale)]
+    gaps = [up - down for up, down in zip(rest[::2], rest[1::2], strict=True)]
+    spread = math.sqrt(sum(g * g for g in gaps) / len(gaps))  # about 0: the sign of a random direction means nothing
+    return sweep, Control(gap, gaps, gap / spread, TEST_PROMPTS, POSITIVE_WORDS, NEGATIVE_WORDS)

@@ -1,0 +1,2 @@
+def html_report(r): return ""
+def telling_lines(r): return []

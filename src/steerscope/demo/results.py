@@ -1,0 +1,100 @@
+"""What the demo measured: plain numbers and texts, so that the report can be made (and tested) without a model."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One generated answer and what it measures. `projection` is the mean over its tokens at the read layer."""
+
+    condition: str
+    prompt: str
+    text: str
+    projection: float  # mean row norms, 0 = midway between positive and negative sentences
+    perplexity: float  # of the unsteered model, which reads the answer without steering
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """Projection of every token (columns) on the vector at every layer (rows), in mean row norms."""
+
+    condition: str
+    prompt: str
+    tokens: list[str]
+    answer_start: int
+    values: list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Dose:
+    """One strength of the sweep."""
+
+    scale: float  # mean row norms, in all
+    perplexity: float
+    distinct: float  # different tokens / tokens, mean over answers
+    log_odds: float  # log p(positive words) − log p(negative words), nats, mean over test prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """log-odds at +scale minus at −scale, for the vector and for random directions of the same lengths."""
+
+    gap: float
+    random_gaps: list[float]
+    z: float
+    prompts: list[str]
+    positive_words: list[str]
+    negative_words: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One text in the PCA plane."""
+
+    group: str
+    text: str
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Sentences and answers on two principal components of the topic-free sentences."""
+
+    points: list[Point]
+    explained: tuple[float, ...]  # share of variance of the two components
+    cosine: float  # of the first component with the vector
+    plain_cosines: tuple[float, ...]  # the same for the two components that PCA finds with the topics left in
+    readback_auroc: float  # positive against negative answers, by projection, read without steering
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    model: str
+    layers: int
+    hidden: int
+    positive: str
+    negative: str
+    pairs: int
+    heldout_pairs: int
+    steered_layers: tuple[int, ...]
+    read_layer: int
+    scale: float
+    class_distance: float  # between the two class means at the read layer, in mean row norms
+    cap_at: float  # at the read layer, in mean row norms, 0 = midway
+    auroc: list[float]  # per layer, held-out sentences
+    plane: Plane
+    doses: list[Dose]
+    sweep_prompts: list[str]
+    control: Control
+    answers: list[Answer]
+    heat: list[HeatMap]
+    seconds: float
+    version: str
+
+    @property
+    def heldout_auroc(self) -> float:
+        return self.auroc[self.read_layer]
+
+    def dose(self, scale: float) -> Dose:
+        return min(self.doses, key=lambda dose: abs(dose.scale - scale))

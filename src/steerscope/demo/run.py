@@ -1,0 +1,205 @@
+"""The demo on one model: make a vector, test it, sweep it, steer with it, look inside, write the page.
+
+Prompts serve one purpose each: the scale was chosen on `SWEEP_PROMPTS`, the texts to read answer `SHOWN_PROMPTS`, and
+the statistics come from the test prompts in `measures`.
+"""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from sklearn.decomposition import PCA
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+import steerscope
+from steerscope.demo.measures import (
+    RANDOM_DIRECTIONS,
+    Subject,
+    answers,
+    control,
+    heldout_auroc,
+    perplexity,
+    set_up,
+)
+from steerscope.demo.progress import Steps
+from steerscope.demo.report import html_report, telling_lines
+from steerscope.demo.results import Answer, Dose, HeatMap, Plane, Point, Results
+from steerscope.engines.generation import Generation
+from steerscope.engines.load import load
+from steerscope.extraction.contrast import load_contrast_set, sentence_rows, sentences
+from steerscope.files import atomic_path
+from steerscope.specs.capture import Capture
+from steerscope.specs.steering import Steering
+
+SCALE = 0.3  # mean row norms in all, spread over the steered layers
+SCALES = (-1.0, -0.75, -0.5, -0.3, -0.15, 0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
+SWEEP_PROMPTS = ["How was your week at work?", "What did you do last night?", "What is it like to live in your town?"]
+SHOWN_PROMPTS = [
+    "Describe your morning.",
+    "Tell me a short story about a lighthouse.",
+    "What do you see when you look out of the window?",
+]
+_STEPS = 7
+
+
+def doses(subject: Subject, swept: Sequence[Sequence[Generation]], odds: Sequence[float]) -> list[Dose]:
+    made = []
+    for scale, group, odd in zip(SCALES, swept, odds, strict=True):
+        distinct = sum(len(set(g.token_ids)) / len(g.token_ids) for g in group) / len(group)
+        made.append(Dose(scale, perplexity(subject, group), distinct, odd))
+    return made
+
+
+def steerings(subject: Subject, plain: Sequence[Generation]) -> tuple[dict[str, Steering], dict[int, float]]:
+    """What is shown side by side, and the caps: the mean projection of unsteered answers at each steered layer."""
+    caps = {}
+    for layer in subject.steered:
+        rows = torch.cat([g.rows[layer][torch.from_numpy(g.rows.labels.generated)] for g in plain])
+        caps[layer] = float(subject.unit.projection(rows, layer).mean())
+    unit, push = subject.unit.at(subject.steered), subject.push
+    made = {
+        "unsteered": Steering(),
+        subject.data.positive: Steering.of(push.add(SCALE)),
+        subject.data.negative: Steering.of(push.add(-SCALE)),
+        "capped": Steering.of(push.add(SCALE), *(unit.cap(max=cap, layers=layer) for layer, cap in caps.items())),
+        "ablated": Steering.of(unit.ablate()),
+    }
+    return made, caps
+
+
+def look(subject: Subject, condition: str, prompt: str, generation: Generation) -> tuple[Answer, HeatMap]:
+    """Measure one answer, token by token; the chat template's own tokens are left out."""
+    rows = generation.rows
+    kept = rows.labels.message >= 0
+    generated = rows.labels.generated[kept]
+    tokens = [str(subject.hf.tokenizer.decode([token])) for token in rows.labels.token_id[kept]]
+    places = torch.stack([subject.place(rows[layer][torch.from_numpy(kept)], layer) for layer in rows.layers])
+    mean = float(places[subject.read_layer][torch.from_numpy(generated)].mean())
+    measured = Answer(condition, prompt, generation.text, mean, perplexity(subject, [generation]))
+    return measured, HeatMap(condition, prompt, tokens, int((~generated).sum()), places.tolist())
+
+
+def plane(subject: Subject, texts: Mapping[str, Sequence[str]]) -> Plane:
+    """PCA of the extraction sentences at the read layer; held-out sentences and answers are only placed in it.
+
+    Topic is removed before: each pair is centred, and so are the answers to each prompt. Answers are read like the
+    sentences: as plain text up to their last full stop, without steering. `texts` maps condition → answers, in the
+    order unsteered, positive, negative and with the same prompts in each.
+    """
+    layer, data = subject.read_layer, subject.data
+    read_texts = [_finished(text) for group in texts.values() for text in group]
+    read = sentence_rows(subject.engine, read_texts, layers=layer)[:, 0]
+    extraction, heldout = subject.extraction[:, layer], subject.heldout[:, layer]
+    pca = PCA(2, svd_solver="full").fit(_centred(extraction, 2))
+    plain = PCA(2, svd_solver="full").fit(extraction)
+    direction = subject.unit[layer].numpy()
+    sign = 1 if pca.components_[0] @ direction > 0 else -1  # the sign of a component is arbitrary: positive to the right
+    centred = torch.cat([_centred(extraction, 2), _centred(heldout, 2), _centred(read, len(texts))])
+    groups = [f"{side} {part}" for part in ("sentence", "held out") for side in (data.positive, data.negative)]
+    sizes = [len(data.extraction)] * 2 + [len(data.heldout)] * 2
+    labels = [group for group, size in zip(groups, sizes, strict=True) for _ in range(size)]
+    labels += [f"{group} answer" for group, found in texts.items() for _ in found]
+    points = [
+        Point(label, text, sign * float(x), float(y))
+        for label, text, (x, y) in zip(
+            labels,
+            sentences(data.extraction) + sentences(data.heldout) + read_texts,
+            pca.transform(centred),
+            strict=True,
+        )
+    ]
+    _, positive, negative = subject.place(read, layer).view(len(texts), -1).tolist()
+    return Plane(
+        points=points,
+        explained=tuple(map(float, pca.explained_variance_ratio_)),
+        cosine=abs(float(pca.components_[0] @ direction)),
+        plain_cosines=tuple(abs(float(component @ direction)) for component in plain.components_),
+        readback_auroc=float(roc_auc_score([1] * len(positive) + [0] * len(negative), positive + negative)),
+    )
+
+
+def _centred(rows: Tensor, groups: int) -> Tensor:
+    """Rows of `groups` equal parts; the i-th rows of all parts belong together and their mean is taken away."""
+    parts = rows.view(groups, -1, rows.shape[-1])
+    return (parts - parts.mean(0)).flatten(0, 1)
+
+
+def _finished(text: str) -> str:
+    """Up to the last full stop, if there is one."""
+    found = re.match(r".*[.!?]", text, re.DOTALL)
+    return (found[0] if found and len(found[0]) > 20 else text).strip()
+
+
+def measure(model: str, steps: Steps, *, sweep_tokens: int = 24, answer_tokens: int = 40) -> Results:
+    began = time.perf_counter()
+    steps(f"loading {model}")
+    with load(model, max_batch=64, progress=steps.say) as engine:
+        steps.count_rows(lambda: engine.stats()["rows"])
+        data = load_contrast_set("happy_sad")
+        steps(f"vector from {len(data.extraction)} sentence pairs")
+        subject = set_up(engine, data)
+        auroc = heldout_auroc(subject)
+        steps(f"against {RANDOM_DIRECTIONS} random directions")
+        odds, tested = control(subject, SCALES, SCALE)
+        steps(f"sweeping {len(SCALES)} scales")
+        pushes = [subject.push.add(scale) if scale else None for scale in SCALES]
+        generated = Capture(layers=subject.steered, tokens="generated")
+        swept = answers(subject, SWEEP_PROMPTS, pushes, sweep_tokens, generated)
+        curve = doses(subject, swept, odds)
+        steps("unsteered, steered, capped, ablated")
+        steered, caps = steerings(subject, swept[SCALES.index(0.0)])
+        shown = answers(subject, SHOWN_PROMPTS, list(steered.values()), answer_tokens, Capture())
+        steps("projecting every token at every layer")
+        looks = [
+            look(subject, name, prompt, generation)
+            for name, group in zip(steered, shown, strict=True)
+            for prompt, generation in zip(SHOWN_PROMPTS, group, strict=True)
+        ]
+        steps("principal components")
+        three = zip(list(steered)[:3], shown, (0.0, SCALE, -SCALE), strict=False)
+        texts = {name: [g.text for g in [*group, *swept[SCALES.index(at)]]] for name, group, at in three}
+        layer = subject.read_layer
+        ends = subject.place(subject.extraction[:, layer], layer).view(2, -1).mean(1)
+        return Results(
+            model=model,
+            layers=engine.facts.layers,
+            hidden=engine.facts.hidden,
+            positive=data.positive,
+            negative=data.negative,
+            pairs=len(data.extraction),
+            heldout_pairs=len(data.heldout),
+            steered_layers=subject.steered,
+            read_layer=layer,
+            scale=SCALE,
+            class_distance=float(ends[0] - ends[1]),
+            cap_at=(caps[layer] - subject.middle[layer]) / subject.norms[layer],
+            auroc=auroc,
+            plane=plane(subject, texts),
+            doses=curve,
+            sweep_prompts=SWEEP_PROMPTS,
+            control=tested,
+            answers=[answer for answer, _ in looks],
+            heat=[heat for _, heat in looks if heat.prompt == SHOWN_PROMPTS[-1]][:3],
+            seconds=time.perf_counter() - began,
+            version=steerscope.__version__,
+        )
+
+
+def run_demo(out: Path, model: str = "smollm2-135m") -> None:
+    """Measure, write `out`/index.html, and say what was found."""
+    out.mkdir(parents=True, exist_ok=True)
+    transformers_logging.disable_progress_bar()  # its bar and ours would draw over each other
+    with Steps(_STEPS) as steps:
+        results = measure(model, steps)
+    page = out / "index.html"
+    with atomic_path(page) as temporary:
+        temporary.write_text(html_report(results), encoding="utf-8")
+    console = Console(highlight=False)
+    for line in telling_lines(results):
+        console.print(line, markup=False)
+    console.print(str(page.resolve()), markup=False, soft_wrap=True)

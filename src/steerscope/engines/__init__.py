@@ -1,0 +1,1 @@
+"""What runs the model: `hf` (transformers) here, behind one protocol."""

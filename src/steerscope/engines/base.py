@@ -1,0 +1,432 @@
+"""The Engine: async first, one protocol for both engines.
+
+This class does everything that does not depend on what runs the model: prompts and chats to tokens, specs to plans,
+steering scopes, named vectors, room for captures, n choices, and stable return types. An engine below it runs plans.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import itertools
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Self, TypeVar, overload
+
+from steerscope.capture.budget import ByteBudget
+from steerscope.capture.handle import CaptureHandle
+from steerscope.capture.rows import Rows
+from steerscope.engines.chat import TemplateOptions, render_chat
+from steerscope.engines.generation import (
+    Choice,
+    EndEvent,
+    Event,
+    Generation,
+    Job,
+    Outcome,
+    PromptLike,
+    Sink,
+    TokenPrompt,
+)
+from steerscope.engines.plan import Facts, Plan, Planner, Prompt
+from steerscope.specs.capture import Capture
+from steerscope.specs.chat import Chat, Message, parse_chat
+from steerscope.specs.errors import EngineClosed, InvalidRequest, Problem, RequestFailed
+from steerscope.specs.sampling import Sampling
+from steerscope.specs.steering import Ablate, Add, Cap, Steering, VectorData
+from steerscope.vectors.vector import SteeringVector
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from steerscope.engines.facade import SyncEngine
+
+SteerLike = Steering | Add | Cap | Ablate
+Spec = TypeVar("Spec")
+PerPrompt = Sequence  # a list of specs beside a list of prompts: one each, None for the default
+
+
+class Engine(ABC):
+    """Runs requests on one model. Methods are coroutines; `engine.sync` is the same without await."""
+
+    facts: Facts
+    tokenizer: "PreTrainedTokenizerBase"
+    capture_ttl: float
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self.budget = budget
+        self._vectors: dict[str, VectorData] = {}
+        self._default = Steering()
+        self._scope: contextvars.ContextVar[Steering | None] = contextvars.ContextVar("steering", default=None)
+        self._jobs: dict[str, list[Job]] = {}
+        self._numbers = itertools.count()
+        self._sync: SyncEngine | None = None
+
+    # --- what an engine does
+
+    @abstractmethod
+    def _submit(self, jobs: Sequence[Job]) -> None:
+        """Start jobs; each reports TokenEvents (if it streams), then its Choice or an exception. Never blocks."""
+
+    @abstractmethod
+    def _row_bytes(self, plan: Plan) -> int:
+        """Host bytes that the plan's capture can take at most."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Counters and sizes since the start."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """Release the model; running requests end as cancelled."""
+
+    # --- requests
+
+    @overload
+    async def generate(
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        *,
+        steer: SteerLike | None = None,
+        capture: Capture | None = None,
+    ) -> Generation: ...
+    @overload
+    async def generate(
+        self,
+        prompt: list[str] | list[TokenPrompt],
+        sampling: Sampling | PerPrompt[Sampling | None] | None = None,
+        *,
+        steer: SteerLike | PerPrompt[SteerLike | None] | None = None,
+        capture: Capture | PerPrompt[Capture | None] | None = None,
+    ) -> list[Generation]: ...
+    async def generate(
+        self,
+        prompt: PromptLike | list[str] | list[TokenPrompt],
+        sampling: Sampling | PerPrompt[Sampling | None] | None = None,
+        *,
+        steer: SteerLike | PerPrompt[SteerLike | None] | None = None,
+        capture: Capture | PerPrompt[Capture | None] | None = None,
+    ) -> Generation | list[Generation]:
+        """One prompt → Generation; a list → list[Generation], with one spec for all or a list of specs, one each."""
+        many = isinstance(prompt, list)
+        prompts = [self._tokenize(p) for p in (prompt if many else [prompt])]
+        done = await self._generate(prompts, many, sampling, steer, capture)
+        return done if many else done[0]
+
+    @overload
+    async def chat(
+        self,
+        messages: Chat,
+        sampling: Sampling | None = None,
+        *,
+        steer: SteerLike | None = None,
+        capture: Capture | None = None,
+        continue_final_message: bool = False,
+        template_options: TemplateOptions | None = None,
+    ) -> Generation: ...
+    @overload
+    async def chat(
+        self,
+        messages: Sequence[Chat],
+        sampling: Sampling | PerPrompt[Sampling | None] | None = None,
+        *,
+        steer: SteerLike | PerPrompt[SteerLike | None] | None = None,
+        capture: Capture | PerPrompt[Capture | None] | None = None,
+        continue_final_message: bool = False,
+        template_options: TemplateOptions | None = None,
+    ) -> list[Generation]: ...
+    async def chat(
+        self,
+        messages: Chat | Sequence[Chat],
+        sampling: Sampling | PerPrompt[Sampling | None] | None = None,
+        *,
+        steer: SteerLike | PerPrompt[SteerLike | None] | None = None,
+        capture: Capture | PerPrompt[Capture | None] | None = None,
+        continue_final_message: bool = False,
+        template_options: TemplateOptions | None = None,
+    ) -> Generation | list[Generation]:
+        """Answer a chat, or each of several. With `continue_final_message` the last (assistant) message goes on."""
+        many = bool(messages) and isinstance(messages[0], Sequence)
+        chats: list[Chat] = list(messages) if many else [messages]  # type: ignore[list-item,assignment]
+        prompts = [self._render(chat, continue_final_message, template_options or {}) for chat in chats]
+        done = await self._generate(prompts, many, sampling, steer, capture)
+        return done if many else done[0]
+
+    async def stream(
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        *,
+        steer: SteerLike | None = None,
+        capture: Capture | None = None,
+        request_id: str | None = None,
+    ) -> AsyncIterator[Event]:
+        """Tokens as they are sampled, then one EndEvent. Leaving the loop early cancels the request."""
+        async for event in self._stream(self._tokenize(prompt), sampling, steer, capture, request_id):
+            yield event
+
+    async def stream_chat(
+        self,
+        messages: Chat,
+        sampling: Sampling | None = None,
+        *,
+        steer: SteerLike | None = None,
+        capture: Capture | None = None,
+        request_id: str | None = None,
+        continue_final_message: bool = False,
+        template_options: TemplateOptions | None = None,
+    ) -> AsyncIterator[Event]:
+        prompt = self._render(messages, continue_final_message, template_options or {})
+        async for event in self._stream(prompt, sampling, steer, capture, request_id):
+            yield event
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request between two steps; it finishes with what it has. False if it is not running."""
+        jobs = self._jobs.get(request_id, [])
+        for job in jobs:
+            job.cancelled = True
+        return bool(jobs)
+
+    async def fetch_all(self, handles: Sequence[CaptureHandle]) -> list[Rows]:
+        """The rows of many handles in one round trip."""
+        return [handle.fetch() for handle in handles]
+
+    # --- steering scopes and named vectors
+
+    @property
+    def default_steering(self) -> Steering:
+        """Applied to every request, before surrounding `steering` blocks and the request's own."""
+        return self._default
+
+    @default_steering.setter
+    def default_steering(self, steering: SteerLike | None) -> None:
+        spec = _steering(steering)
+        probe = Prompt([0] * 8)
+        neutral = [op.model_copy(update={"tokens": "all"}) for op in spec.ops]  # selectors depend on the request
+        Planner(self.facts, self._vectors).plan("default", probe, Sampling(), Steering(ops=tuple(neutral)), None)
+        self._default = spec
+
+    @contextlib.contextmanager
+    def steering(self, steering: SteerLike) -> Iterator[None]:
+        """Applied to every request made inside the block (in this task or thread); blocks nest, outer first."""
+        token = self._scope.set(_steering(self._scope.get()).then(_steering(steering)))
+        try:
+            yield
+        finally:
+            self._scope.reset(token)
+
+    def register(self, name: str, vector: SteeringVector | VectorData) -> None:
+        """Name a vector for use in ops; a later registration under the same name replaces it for later requests."""
+        data = vector.to_spec() if isinstance(vector, SteeringVector) else vector
+        if data.hidden != self.facts.hidden:
+            what = f"has {data.hidden} numbers, {self.facts.name} has hidden size {self.facts.hidden}"
+            raise InvalidRequest([Problem(name, what, "use a vector made for this model")])
+        self._vectors[name] = data
+
+    def unregister(self, name: str) -> None:
+        self._vectors.pop(name, None)
+
+    @property
+    def vectors(self) -> Mapping[str, VectorData]:
+        return dict(self._vectors)
+
+    # --- life
+
+    @property
+    def sync(self) -> "SyncEngine":
+        """The same engine for code without await; works inside notebooks too."""
+        from steerscope.engines.facade import SyncEngine
+
+        if self._sync is None:
+            self._sync = SyncEngine(self)
+        return self._sync
+
+    async def close(self) -> None:
+        self._stop()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # --- inside
+
+    def _tokenize(self, prompt: PromptLike) -> Prompt:
+        if isinstance(prompt, TokenPrompt):
+            return Prompt(list(prompt.token_ids))
+        if not isinstance(prompt, str):
+            what = f"a prompt is text or TokenPrompt, not {type(prompt).__name__}"
+            raise InvalidRequest([Problem("prompt", what, "wrap token ids in TokenPrompt([...])")])
+        return Prompt(list(self.tokenizer(prompt)["input_ids"]) if prompt else [])  # type: ignore[arg-type]
+
+    def _render(self, chat: Chat, continue_final: bool, options: TemplateOptions) -> Prompt:
+        messages: list[Message] = parse_chat(chat)
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise InvalidRequest([Problem("messages", f"{self.facts.name} has no chat template", "use generate()")])
+        rendered = render_chat(self.tokenizer, messages, continue_final, options)  # type: ignore[arg-type]
+        return Prompt(rendered.token_ids, rendered.messages, rendered.open_message)
+
+    def _plan(
+        self,
+        prompts: Sequence[Prompt],
+        many: bool,
+        sampling: Sampling | PerPrompt[Sampling | None] | None,
+        steer: SteerLike | PerPrompt[SteerLike | None] | None,
+        capture: Capture | PerPrompt[Capture | None] | None,
+        request_id: str | None = None,
+    ) -> list[Plan]:
+        """Plans of all prompts, or one error with the problems of all of them."""
+        problems: list[Problem] = []
+        samplings = _each(sampling, len(prompts), many, "sampling", problems)
+        steers = _each(steer, len(prompts), many, "steer", problems)
+        captures = _each(capture, len(prompts), many, "capture", problems)
+        if problems:
+            raise InvalidRequest(problems)
+        around = self._default.then(_steering(self._scope.get()))
+        plans: list[Plan] = []
+        for i, prompt in enumerate(prompts):
+            name = request_id or f"r{next(self._numbers)}"
+            spec = around.then(_steering(steers[i]))
+            planner = Planner(self.facts, self._vectors)
+            try:
+                plans.append(planner.plan(name, prompt, samplings[i] or Sampling(), spec, captures[i]))
+            except InvalidRequest as error:
+                problems += [p.under(f"prompts[{i}]") if many else p for p in error.problems]
+        if problems:
+            raise InvalidRequest(problems)
+        return plans
+
+    async def _start(self, plans: Sequence[Plan], stream: bool) -> tuple[list[Job], asyncio.Queue[tuple[Job, Outcome]]]:
+        """Reserve room, fan n out into single sequences, and submit them together."""
+        outcomes: asyncio.Queue[tuple[Job, Outcome]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        size = sum(self._row_bytes(plan) * plan.sampling.n for plan in plans)
+        pool = await self.budget.reserve(size, "this capture") if size else None
+        jobs: list[Job] = []
+        for plan in plans:
+            seed = plan.sampling.seed if plan.sampling.seed is not None else secrets.randbits(48)
+            for choice in range(plan.sampling.n):
+                single = plan.sampling.model_copy(update={"seed": seed + choice, "n": 1})
+                held = pool.split(self._row_bytes(plan)) if pool and plan.capture else None
+                job = Job(replace(plan, choice=choice, sampling=single), lambda _: None, stream, held)
+                job.report = _reporter(loop, outcomes, job)
+                jobs.append(job)
+                self._jobs.setdefault(plan.request_id, []).append(job)
+        try:
+            self._submit(jobs)
+        except EngineClosed:
+            self._finish(jobs)
+            raise
+        return jobs, outcomes
+
+    def _finish(self, jobs: Sequence[Job], outcomes: asyncio.Queue[tuple[Job, Outcome]] | None = None) -> None:
+        """Whatever happened: unfinished jobs are cancelled, their rows given back, and nobody can name them any more."""
+        for job in jobs:
+            job.cancelled = job.abandoned = True
+            self._jobs.pop(job.plan.request_id, None)
+        while outcomes is not None and not outcomes.empty():
+            _discard(outcomes.get_nowait()[1])
+
+    async def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        many: bool,
+        sampling: Sampling | PerPrompt[Sampling | None] | None,
+        steer: SteerLike | PerPrompt[SteerLike | None] | None,
+        capture: Capture | PerPrompt[Capture | None] | None,
+    ) -> list[Generation]:
+        plans = self._plan(prompts, many, sampling, steer, capture)
+        if not plans:
+            return []
+        jobs, outcomes = await self._start(plans, stream=False)
+        choices: dict[str, list[Choice]] = {plan.request_id: [] for plan in plans}
+        failure: RequestFailed | None = None
+        try:
+            for _ in jobs:
+                job, outcome = await outcomes.get()
+                if isinstance(outcome, Choice):
+                    choices[job.plan.request_id].append(outcome)
+                elif isinstance(outcome, RequestFailed):
+                    failure = failure or outcome
+        finally:
+            self._finish(jobs, outcomes)
+        done = [_generation(plan, found) if (found := choices[plan.request_id]) else None for plan in plans]
+        if failure is not None:
+            failure.completed = done
+            raise failure
+        return [generation for generation in done if generation is not None]
+
+    async def _stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None,
+        steer: SteerLike | None,
+        capture: Capture | None,
+        request_id: str | None,
+    ) -> AsyncIterator[Event]:
+        if request_id is not None and request_id in self._jobs:
+            raise InvalidRequest([Problem("request_id", f"{request_id!r} is already running", "choose another")])
+        plans = self._plan([prompt], False, sampling, steer, capture, request_id)
+        jobs, outcomes = await self._start(plans, stream=True)
+        choices: list[Choice] = []
+        try:
+            while len(choices) < len(jobs):
+                _, outcome = await outcomes.get()
+                if isinstance(outcome, Exception):
+                    raise outcome
+                if isinstance(outcome, Choice):
+                    choices.append(outcome)
+                else:
+                    yield outcome
+            yield EndEvent(_generation(plans[0], choices))
+        finally:
+            self._finish(jobs, outcomes)
+
+
+def _reporter(loop: asyncio.AbstractEventLoop, outcomes: asyncio.Queue[tuple[Job, Outcome]], job: Job) -> Sink:
+    def deliver(outcome: Outcome) -> None:
+        if job.abandoned:
+            _discard(outcome)
+        else:
+            outcomes.put_nowait((job, outcome))
+
+    def report(outcome: Outcome) -> None:
+        try:
+            loop.call_soon_threadsafe(deliver, outcome)
+        except RuntimeError:  # the caller's loop is closed: nobody is left to tell
+            _discard(outcome)
+
+    return report
+
+
+def _discard(outcome: Outcome) -> None:
+    if isinstance(outcome, Choice) and outcome.capture is not None:
+        outcome.capture.close("the request was abandoned")
+
+
+def _generation(plan: Plan, choices: list[Choice]) -> Generation:
+    ordered = tuple(sorted(choices, key=lambda choice: choice.index))
+    return Generation(plan.request_id, list(plan.prompt.token_ids), ordered, plan.applied)
+
+
+def _steering(steer: SteerLike | None) -> Steering:
+    if steer is None:
+        return Steering()
+    return steer if isinstance(steer, Steering) else Steering(ops=(steer,))
+
+
+def _each(
+    spec: Spec | Sequence[Spec | None] | None, count: int, many: bool, name: str, problems: list[Problem]
+) -> list[Spec | None]:
+    """One spec for all prompts, or one per prompt."""
+    if not isinstance(spec, list | tuple):
+        return [spec] * count  # type: ignore[list-item]
+    if not many:
+        remedy = "wrap ops in Steering(ops=[...])" if name == "steer" else f"pass one {name}"
+        problems.append(Problem(name, "a list goes with a list of prompts", remedy))
+    elif len(spec) != count:
+        problems.append(Problem(name, f"{len(spec)} specs for {count} prompts", "give one per prompt, None for none"))
+    return list(spec)

@@ -1,0 +1,127 @@
+"""Chats to tokens, with a proof of where each message's text lies.
+
+The template is rendered twice: with the real messages and with a unique marker in place of each content. If putting
+the contents (as they are, or stripped) in place of the markers gives exactly the real text, the spans are proven;
+if not, the template rewrites messages and no span is claimed. Tokens follow from the tokenizer's character offsets.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from steerscope.specs.chat import Message
+from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.tokens import Interval, MessageSpan
+
+TemplateOptions = Mapping[str, str | int | float | bool | None]
+
+
+class ChatTokenizer(Protocol):
+    """The part of a transformers tokenizer that is used here."""
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: object) -> str: ...
+    def __call__(self, text: str, **options: bool) -> Mapping[str, list]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    text: str
+    token_ids: list[int]
+    messages: tuple[MessageSpan, ...] | None  # None: the spans could not be proven
+    open_message: bool
+
+
+def render_chat(
+    tokenizer: ChatTokenizer, messages: Sequence[Message], continue_final: bool, options: TemplateOptions
+) -> RenderedChat:
+    """The prompt for the next assistant message, or, with `continue_final`, one that ends inside the last message."""
+    if continue_final and messages[-1].role != "assistant":
+        what = f"the last message is from {messages[-1].role!r}"
+        raise InvalidRequest([Problem("messages", what, "end with an assistant message to continue it")])
+
+    def render(contents: Sequence[str], prompt: bool) -> str:
+        conversation = [{"role": m.role, "content": c} for m, c in zip(messages, contents, strict=False)]
+        try:
+            return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=prompt, **options)
+        except Exception as error:  # templates raise what they like; the message is theirs
+            what = f"the chat template refuses this chat ({error})"
+            raise InvalidRequest(
+                [Problem("messages", what, "change the roles, or use generate() with your own text")]
+            ) from error
+
+    contents = [message.content for message in messages]
+    text = render(contents, prompt=not continue_final)
+    spans = _content_spans(text, contents, render, not continue_final)
+    if continue_final:
+        if spans is None:
+            what = "the chat template rewrites messages, so the last one cannot be continued"
+            raise InvalidRequest([Problem("messages", what, "use generate() with your own text")])
+        text = text[: spans[-1][1]]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    token_ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+    if spans is None:
+        return RenderedChat(text, token_ids, None, continue_final)
+    wholes = _whole_spans(text, contents, render, continue_final)
+    proven = tuple(
+        MessageSpan(
+            index=i,
+            role=message.role,
+            content=_to_tokens(spans[i], offsets),
+            whole=None if wholes is None else _to_tokens(wholes[i], offsets),
+        )
+        for i, message in enumerate(messages)
+    )
+    return RenderedChat(text, token_ids, proven, continue_final)
+
+
+class _Render(Protocol):
+    def __call__(self, contents: Sequence[str], prompt: bool) -> str: ...
+
+
+def _content_spans(text: str, contents: Sequence[str], render: _Render, prompt: bool) -> list[Interval] | None:
+    """Character spans of the contents in the rendered text, None when they cannot be proven."""
+    markers = [f"\ue000{i}\ue001" for i in range(len(contents))]
+    try:
+        marked = render(markers, prompt)
+    except InvalidRequest:  # a template that reads contents, e.g. JSON arguments
+        return None
+    spans: list[Interval] = []
+    at = 0  # in the real text
+    for marker, content in zip(markers, contents, strict=True):
+        before, found, marked = marked.partition(marker)
+        if not found or not text.startswith(before, at):
+            return None
+        at += len(before)
+        shown = next((c for c in (content, content.strip()) if text.startswith(c, at)), None)
+        if shown is None:
+            return None
+        spans.append((at, at + len(shown)))
+        at += len(shown)
+    return spans if text[at:] == marked else None
+
+
+def _whole_spans(text: str, contents: Sequence[str], render: _Render, continued: bool) -> list[Interval] | None:
+    """Spans with the template's own text: each message adds to the rendering of those before it, or None."""
+    ends = []
+    for count in range(1, len(contents) + 1):
+        if continued and count == len(contents):
+            ends.append(len(text))
+            break
+        try:
+            prefix = render(contents[:count], False)
+        except InvalidRequest:
+            return None
+        if not text.startswith(prefix):
+            return None
+        ends.append(len(prefix))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _to_tokens(span: Interval, offsets: Sequence[tuple[int, int]]) -> Interval:
+    """The tokens that hold any character of the span."""
+    start, stop = span
+    inside = [i for i, (a, b) in enumerate(offsets) if a < stop and b > start and b > a]
+    if inside:
+        return inside[0], inside[-1] + 1
+    after = next((i for i, (a, _) in enumerate(offsets) if a >= start), len(offsets))
+    return after, after

@@ -1,0 +1,206 @@
+"""The Engine without await. Coroutines run on a loop in a thread of their own, so that this works in scripts, in
+threads, and inside notebooks whose loop is already running; context variables (steering blocks) go along."""
+
+import asyncio
+import concurrent.futures
+import contextvars
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Self, TypeVar, overload
+
+from steerscope.capture.handle import CaptureHandle
+from steerscope.capture.rows import Rows
+from steerscope.engines.base import Engine, PerPrompt, SteerLike
+from steerscope.engines.chat import TemplateOptions
+from steerscope.engines.generation import Event, Generation, PromptLike, TokenPrompt
+from steerscope.engines.plan import Facts
+from steerscope.specs.capture import Capture
+from steerscope.specs.chat import Chat
+from steerscope.specs.errors import EngineClosed
+from steerscope.specs.sampling import Sampling
+from steerscope.specs.steering import Steering, VectorData
+from steerscope.vectors.vector import SteeringVector
+
+T = TypeVar("T")
+
+
+class SyncEngine:
+    """`steerscope.load(...)` gives one of these; `.aio` is the async engine it drives."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.aio = engine
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="steerscope-sync", daemon=True)
+        self._thread.start()
+
+    def _run(self, coroutine: Coroutine[object, object, T]) -> T:
+        if not self._thread.is_alive():
+            coroutine.close()
+            raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+        context = contextvars.copy_context()
+        tasks: list[asyncio.Task[None]] = []
+
+        async def work() -> None:
+            try:
+                done.set_result(await coroutine)
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._loop.call_soon_threadsafe(lambda: tasks.append(self._loop.create_task(work(), context=context)))
+        try:
+            return done.result()
+        except KeyboardInterrupt:
+            self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+            raise
+
+    @property
+    def facts(self) -> Facts:
+        return self.aio.facts
+
+    @overload
+    def generate(
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        *,
+        steer: SteerLike | None = None,
+        capture: Capture | None = None,
+    ) -> Generation: ...
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | list[TokenPrompt],
+        sampling: Sampling | PerPrompt[Sampling | None] | None = None,
+        *,
+        steer: SteerLike | PerPrompt[SteerLike | None] | None = None,
+        capture: Capture | PerPrompt[Capture | None] | None = None,
+    ) -> list[Generation]: ...
+    def generate(self, prompt, sampling=None, *, steer=None, capture=None):  # type: ignore[no-untyped-def]
+        return self._run(self.aio.generate(prompt, sampling, steer=steer, capture=capture))
+
+    @overload
+    def chat(
+        self,
+        messages: Chat,
+        sampling: Sampling | None = None,
+        *,
+        steer: SteerLike | None = None,
+        capture: Capture | None = None,
+        continue_final_message: bool = False,
+        template_options: TemplateOptions | None = None,
+    ) -> Generation: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Chat],
+        sampling: Sampling | PerPrompt[Sampling | None] | None = None,
+        *,
+        steer: SteerLike | PerPrompt[SteerLike | None] | None = None,
+        capture: Capture | PerPrompt[Capture | None] | None = None,
+        continue_final_message: bool = False,
+        template_options: TemplateOptions | None = None,
+    ) -> list[Generation]: ...
+    def chat(
+        self, messages, sampling=None, *, steer=None, capture=None, continue_final_message=False, template_options=None
+    ):  # type: ignore[no-untyped-def]
+        return self._run(
+            self.aio.chat(
+                messages,
+                sampling,
+                steer=steer,
+                capture=capture,
+                continue_final_message=continue_final_message,
+                template_options=template_options,
+            )
+        )
+
+    def stream(
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        *,
+        steer: SteerLike | None = None,
+        capture: Capture | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[Event]:
+        return self._iterate(self.aio.stream(prompt, sampling, steer=steer, capture=capture, request_id=request_id))
+
+    def stream_chat(
+        self,
+        messages: Chat,
+        sampling: Sampling | None = None,
+        *,
+        steer: SteerLike | None = None,
+        capture: Capture | None = None,
+        request_id: str | None = None,
+        continue_final_message: bool = False,
+        template_options: TemplateOptions | None = None,
+    ) -> Iterator[Event]:
+        events = self.aio.stream_chat(
+            messages,
+            sampling,
+            steer=steer,
+            capture=capture,
+            request_id=request_id,
+            continue_final_message=continue_final_message,
+            template_options=template_options,
+        )
+        return self._iterate(events)
+
+    def _iterate(self, events: AsyncIterator[Event]) -> Iterator[Event]:
+        async def step() -> Event | None:
+            return await anext(events, None)
+
+        try:
+            while (event := self._run(step())) is not None:
+                yield event
+        finally:
+            if self._thread.is_alive():
+                self._run(events.aclose())  # type: ignore[attr-defined]
+
+    def fetch_all(self, handles: Sequence[CaptureHandle]) -> list[Rows]:
+        return self._run(self.aio.fetch_all(handles))
+
+    def cancel(self, request_id: str) -> bool:
+        return self.aio.cancel(request_id)
+
+    def steering(self, steering: SteerLike) -> AbstractContextManager[None]:
+        return self.aio.steering(steering)
+
+    @property
+    def default_steering(self) -> Steering:
+        return self.aio.default_steering
+
+    @default_steering.setter
+    def default_steering(self, steering: SteerLike | None) -> None:
+        self.aio.default_steering = steering  # type: ignore[assignment]
+
+    def register(self, name: str, vector: SteeringVector | VectorData) -> None:
+        self.aio.register(name, vector)
+
+    def unregister(self, name: str) -> None:
+        self.aio.unregister(name)
+
+    @property
+    def vectors(self) -> Mapping[str, VectorData]:
+        return self.aio.vectors
+
+    def stats(self) -> dict[str, float]:
+        return self.aio.stats()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._run(self.aio.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=10)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,134 @@
+"""What an engine gives back: generations, events of a stream, and the job that a running sequence reports to."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from steerscope.capture.budget import Reservation
+from steerscope.capture.handle import CaptureHandle
+from steerscope.capture.rows import Rows
+from steerscope.engines.plan import Applied, Plan
+from steerscope.specs.errors import InvalidRequest, Problem, RequestFailed
+
+FinishReason = Literal["stop", "length", "stop_string", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt given as token ids."""
+
+    token_ids: Sequence[int]
+
+
+PromptLike = str | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds: waiting to be admitted, until the first token, and in all."""
+
+    queued: float
+    first_token: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The top concepts of one row."""
+
+    position: int
+    concepts: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One completion."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_string: str | None
+    seed: int
+    timings: Timings
+    capture: CaptureHandle | None
+    readings: tuple[Reading, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The answer to one prompt: `n` choices; the first is also at the top."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    choices: tuple[Choice, ...]
+    steered: tuple[Applied, ...] = ()  # where each op really acted
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
+
+    @property
+    def stop_string(self) -> str | None:
+        return self.choices[0].stop_string
+
+    @property
+    def timings(self) -> Timings:
+        return self.choices[0].timings
+
+    @property
+    def capture(self) -> CaptureHandle | None:
+        return self.choices[0].capture
+
+    @property
+    def rows(self) -> Rows:
+        """The captured rows of the first choice; an error when nothing was captured."""
+        if self.capture is None:
+            raise InvalidRequest([Problem("capture", "nothing was captured", "pass capture=Capture(...)")])
+        return self.capture.fetch()
+
+    @property
+    def readings(self) -> tuple[Reading, ...]:
+        return self.choices[0].readings
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One sampled token. The texts of all events of a choice concatenate to its text."""
+
+    choice: int
+    index: int
+    token_id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndEvent:
+    """The last event of a stream."""
+
+    generation: Generation
+
+
+Event = TokenEvent | EndEvent
+Outcome = TokenEvent | Choice | RequestFailed  # what a running sequence reports: tokens, then its end
+Sink = Callable[[Outcome], None]
+
+
+@dataclass(slots=True)
+class Job:
+    """A plan on its way through an engine. `report` may be called from any thread."""
+
+    plan: Plan
+    report: Sink
+    stream: bool
+    held: Reservation | None
+    cancelled: bool = False
+    abandoned: bool = False  # nobody waits for it any more: what it reports is closed, not kept

@@ -1,0 +1,300 @@
+"""HFEngine: continuous batching over a transformers model, in a thread of its own.
+
+Between two steps requests join (prefilled together, then copied into the batch's cache) and leave; every request in
+the batch has its own steering, capture, sampling and seed. Captured rows are staged per forward and written to each
+request's buffer; a request that fails ends alone.
+"""
+
+import queue
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicCache
+
+from steerscope.capture.budget import ByteBudget
+from steerscope.engines.base import Engine
+from steerscope.engines.generation import Job
+from steerscope.engines.hf.blocks import find_blocks
+from steerscope.engines.hf.kv import BatchCache
+from steerscope.engines.hf.passes import build_pass, deliver
+from steerscope.engines.hf.sampler import choose
+from steerscope.engines.hf.sequence import Sequence as Row
+from steerscope.engines.hf.taps import Taps
+from steerscope.engines.plan import Facts, Plan
+from steerscope.engines.text import Decoder
+from steerscope.residual.table import SlotTable
+from steerscope.specs.errors import CapacityExceeded, EngineClosed, ModelNotFound, RequestFailed
+
+_PREFILL_TOKENS = 8192  # padded tokens of one prefill forward
+
+
+class HFEngine(Engine):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str | None = None,
+        max_batch: int = 32,
+        max_columns: int = 16,
+        slots: int = 128,
+        capture_budget: int = 4 << 30,
+        capture_wait: float = 60.0,
+        capture_ttl: float = 600.0,
+    ) -> None:
+        super().__init__(ByteBudget(capture_budget, capture_wait))
+        self.model, self.tokenizer = model.eval(), tokenizer
+        self.capture_ttl, self.max_batch = capture_ttl, max_batch
+        config = model.config.get_text_config(decoder=True)
+        blocks = find_blocks(model)
+        self.facts = Facts(
+            name=name or model.config.name_or_path or type(model).__name__,
+            layers=len(blocks),
+            hidden=config.hidden_size,
+            vocab=config.vocab_size,
+            context=getattr(config, "max_position_embeddings", None),
+            max_columns=max_columns,
+            refused_sites=blocks.refused,
+        )
+        self._table = SlotTable(config.hidden_size, slots, model.device)
+        self._taps = Taps(blocks, self._table)
+        self._decoder = Decoder(tokenizer)  # type: ignore[arg-type]
+        self._eos = _eos_ids(model, tokenizer)
+        self._cache = BatchCache(len(blocks))
+        self._rows: list[Row] = []
+        self._joining: list[Row] = []  # admitted, not yet prefilled
+        self._waiting: list[Row] = []
+        self._inbox: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._counts = {"requests": 0, "finished": 0, "failed": 0, "tokens": 0, "steps": 0, "prefills": 0, "rows": 0}
+        self._self_test()
+        self._thread = threading.Thread(target=self._loop, name=f"steerscope-{self.facts.name}", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        device: str | None = None,
+        dtype: str | torch.dtype | None = None,
+        **options: int | float | str | None,
+    ) -> "HFEngine":
+        """Load a directory or hub id. The default dtype is float32 on CPU and the checkpoint's own elsewhere."""
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        chosen = dtype or ("float32" if device == "cpu" else "auto")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=chosen)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ModelNotFound(f"cannot load {model}: {reason}") from error
+        loaded.to(device)  # type: ignore[arg-type]
+        return cls(loaded, tokenizer, **{"name": str(model), **options})  # type: ignore[arg-type]
+
+    # --- the Engine's side (any thread)
+
+    def _submit(self, jobs: Sequence[Job]) -> None:
+        if self._closed:
+            raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
+        self._inbox.put(list(jobs))
+
+    def _row_bytes(self, plan: Plan) -> int:
+        if plan.capture is None:
+            return 0
+        size = 4 if plan.capture.spec.reduce else self.model.dtype.itemsize
+        return plan.capture.rows(plan.most_rows) * len(plan.capture.keys) * self.facts.hidden * size
+
+    def stats(self) -> dict[str, float]:
+        now = {"running": len(self._rows), "waiting": len(self._waiting), "slots_in_use": self._table.in_use}
+        return {**self._counts, **now, "capture_bytes": self.budget.used, "capture_budget": self.budget.total}
+
+    def _stop(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._inbox.put(None)
+            self._thread.join(timeout=60)
+
+    # --- the thread
+
+    def _loop(self) -> None:
+        with torch.no_grad():
+            while self._receive():
+                try:
+                    self._drop_cancelled()
+                    self._admit()
+                    self._decode()
+                except Exception as error:  # a fault of ours: whoever is in the batch is told, the engine goes on
+                    for row in self._clear():
+                        self._failed(row, error)
+        for row in self._clear():
+            row.end("cancelled")
+
+    def _clear(self) -> list[Row]:
+        rows = list(dict.fromkeys([*self._rows, *self._joining, *self._waiting]))
+        self._rows, self._joining, self._waiting = [], [], []
+        self._cache = BatchCache(self.facts.layers)
+        return rows
+
+    def _receive(self) -> bool:
+        """Take new jobs, waiting only when there is nothing to do. False: the engine is closed."""
+        while True:
+            idle = not self._rows and not self._waiting
+            try:
+                jobs = self._inbox.get(block=idle)
+            except queue.Empty:
+                return True
+            if jobs is None:
+                return False
+            self._counts["requests"] += len(jobs)
+            for job in jobs:
+                self._waiting.append(Row(job, self._decoder, self._eos, self))
+
+    def _drop_cancelled(self) -> None:
+        for row in [row for row in self._waiting if row.job.cancelled]:
+            self._waiting.remove(row)
+            row.end("cancelled")
+        for row in [row for row in self._rows if row.job.cancelled]:
+            self._leave(row)
+            row.end("cancelled")
+
+    def _admit(self) -> None:
+        """Let waiting requests in, in order, while there is room in the batch and in the slot table."""
+        joining = self._joining
+        while self._waiting and len(self._rows) + len(joining) < self.max_batch:
+            row = self._waiting[0]
+            try:
+                row.lease(self._table)
+            except CapacityExceeded as error:
+                if self._rows or joining:
+                    break  # somebody will finish and free slots
+                self._failed(self._waiting.pop(0), error)
+                continue
+            joining.append(self._waiting.pop(0))
+        while joining:
+            longest, group = 0, 0
+            for group, row in enumerate(joining, 1):
+                longest = max(longest, row.prompt_length)
+                if group * longest > _PREFILL_TOKENS and group > 1:
+                    group -= 1
+                    break
+            self._prefill(joining[:group])
+            del joining[:group]
+
+    def _prefill(self, rows: list[Row]) -> None:
+        """Run prompts, left-padded to one length. If it fails, each is tried alone: one cannot take others along."""
+        device = self.model.device
+        width = max(row.prompt_length for row in rows)
+        pads = [width - row.prompt_length for row in rows]
+        ids = torch.tensor([[0] * pad + row.history for pad, row in zip(pads, rows, strict=True)], device=device)
+        starts = torch.tensor(pads, device=device).unsqueeze(1)
+        columns = torch.arange(width, device=device).unsqueeze(0)
+        cache = DynamicCache()
+        try:
+            logits = self._forward(
+                rows,
+                input_ids=ids,
+                attention_mask=columns >= starts if any(pads) else None,
+                position_ids=(columns - starts).clamp(min=0),
+                past_key_values=cache,
+            )
+        except Exception as error:
+            if len(rows) > 1:
+                for row in rows:
+                    self._prefill([row])
+            else:
+                self._failed(rows[0], error)
+            return
+        self._cache.join(cache, [row.prompt_length for row in rows])
+        self._rows += rows
+        self._counts["prefills"] += 1
+        self._accept(rows, logits)
+
+    def _decode(self) -> None:
+        if not self._rows:
+            return
+        device, rows = self.model.device, list(self._rows)
+        self._cache.make_room()
+        try:
+            logits = self._forward(
+                rows,
+                input_ids=torch.tensor([[row.history[-1]] for row in rows], device=device),
+                attention_mask=self._cache.mask(device),
+                position_ids=torch.tensor([[row.fed] for row in rows], device=device),
+                past_key_values=self._cache,
+            )
+        except Exception as error:  # out of memory, mostly: these end, the engine goes on
+            for row in rows:
+                self._leave(row)
+                row.fail(RequestFailed(f"a step of {self.facts.name} failed: {error}"))
+            return
+        self._cache.advance()
+        self._counts["steps"] += 1
+        self._accept(rows, logits)
+
+    def _forward(self, rows: list[Row], **inputs: object) -> torch.Tensor:
+        """Logits of the last column; steers and captures on the way."""
+        keys = {key for row in [*self._rows, *rows] for key in row.tapped}
+        self._taps.attach(keys)
+        width = inputs["input_ids"].shape[1]  # type: ignore[attr-defined]
+        plan = build_pass(rows, width, self.facts.hidden, self.model) if keys else None
+        self._taps.current = plan.now if plan else None
+        try:
+            output = self.model(**inputs, use_cache=True, logits_to_keep=1)
+        finally:
+            self._taps.current = None
+        if plan:
+            self._counts["rows"] += deliver(plan)
+        for row in rows:
+            row.fed = len(row.history)
+        return output.logits[:, -1]
+
+    def _accept(self, rows: list[Row], logits: torch.Tensor) -> None:
+        """Sample, and end the requests that are done."""
+        for row, token in zip(rows, choose(logits, [row.chooser for row in rows]), strict=True):
+            try:
+                if token is None:
+                    raise RequestFailed(
+                        f"the logits of {row.name} are not finite: its steering overflows the model; lower the strength"
+                    )
+                done = row.accept(token)
+            except Exception as error:
+                self._leave(row)
+                self._failed(row, error)
+                continue
+            self._counts["tokens"] += 1
+            if done:
+                self._leave(row)
+                row.end(done)
+                self._counts["finished"] += 1
+
+    def _failed(self, row: Row, error: Exception) -> None:
+        self._counts["failed"] += 1
+        if isinstance(error, RequestFailed):
+            row.fail(error)
+        else:
+            row.fail(RequestFailed(f"{row.name} failed: {type(error).__name__}: {error}"))
+
+    def _leave(self, row: Row) -> None:
+        at = self._rows.index(row)
+        self._cache.leave(at)
+        self._rows[at] = self._rows[-1]
+        self._rows.pop()
+
+    def _self_test(self) -> None:
+        from steerscope.engines.hf.selftest import self_test
+
+        self_test(self.model, self._taps, self._table)
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """All tokens that end a text, looked up once."""
+    generation = getattr(model, "generation_config", None)
+    for source in (generation, model.config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None:
+            return frozenset(found if isinstance(found, list | tuple) else [found])
+    return frozenset()

@@ -1,0 +1,138 @@
+"""Taps: forward hooks that apply the equation and copy rows, on exactly the sites somebody asked for.
+
+With nobody asking there are no hooks at all. A hook reads the current `Pass`: which tokens of this forward have ops,
+with their entries, and which are captured by whom. Tokens are addressed in the flattened batch [rows × tokens].
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from steerscope.engines.hf.blocks import Blocks, block_input, first, with_first
+from steerscope.residual.equation import change
+from steerscope.residual.table import Key, SlotTable
+
+OutputHook = Callable[[nn.Module, tuple, Tensor | tuple], Tensor | tuple | None]
+
+
+@dataclass(slots=True)
+class Gather:
+    """Rows of requests that capture the same keys in the same way, staged for one forward: [n, keys, hidden]."""
+
+    keys: tuple[Key, ...]
+    before_steering: bool
+    index: Tensor | None  # flat token numbers, None for all of them
+    stage: Tensor
+    column: dict[Key, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.column = {key: j for j, key in enumerate(self.keys)}
+
+    def take(self, key: Key, flat: Tensor) -> None:
+        rows = flat if self.index is None else flat.index_select(0, self.index)
+        self.stage[:, self.column[key]].copy_(rows)
+
+
+@dataclass(slots=True)
+class Pass:
+    """What one forward must do at the taps."""
+
+    steered: Tensor | None = None  # flat numbers of the tokens that have ops
+    entries: Tensor | None = None  # [n, K, 3] of those tokens
+    gathers: list[Gather] = field(default_factory=list)
+
+
+class Taps:
+    def __init__(self, blocks: Blocks, table: SlotTable) -> None:
+        self.blocks, self.table = blocks, table
+        self.current: Pass | None = None
+        self.gates = torch.ones(1, device=table.device)
+        self._inputs: dict[int, Tensor] = {}
+        self._keys: frozenset[Key] = frozenset()
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self, keys: Iterable[Key]) -> None:
+        """Hook exactly these taps."""
+        wanted = frozenset(keys)
+        if wanted == self._keys:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [
+            handle for layer in sorted({layer for layer, _ in wanted}) for handle in self._hook(layer, wanted)
+        ]
+        self._keys = wanted
+
+    def _hook(self, layer: int, wanted: frozenset[Key]) -> Iterable[RemovableHandle]:
+        block = self.blocks[layer]
+        mid, pre = (layer, "resid_mid") in wanted, (layer, "resid_pre") in wanted
+        if mid or pre:
+            yield block.module.register_forward_pre_hook(self._enter(layer, pre, mid), with_kwargs=True)
+        if mid or (layer, "attn_out") in wanted:
+            assert block.attn_addend is not None
+            yield block.attn_addend.register_forward_hook(self._attention(layer, (layer, "attn_out") in wanted, mid))
+        if (layer, "mlp_out") in wanted:
+            assert block.mlp_addend is not None
+            yield block.mlp_addend.register_forward_hook(self._output((layer, "mlp_out")))
+        if (layer, "resid_post") in wanted:
+            yield block.module.register_forward_hook(self._output((layer, "resid_post")))
+
+    def _enter(
+        self, layer: int, tapped: bool, keep: bool
+    ) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict] | None]:
+        def hook(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            hidden = block_input(args, kwargs)
+            changed = self._visit((layer, "resid_pre"), hidden) if tapped else hidden
+            if keep:
+                self._inputs[layer] = changed
+            if changed is hidden:
+                return None
+            return ((changed, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": changed})
+
+        return hook
+
+    def _attention(self, layer: int, out: bool, mid: bool) -> OutputHook:
+        def hook(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> Tensor | tuple | None:
+            hidden = changed = first(output)
+            if out:
+                changed = self._visit((layer, "attn_out"), changed)
+            if mid:
+                changed = self._visit((layer, "resid_mid"), changed, self._inputs.pop(layer))
+            return None if changed is hidden else with_first(output, changed)
+
+        return hook
+
+    def _output(self, key: Key) -> OutputHook:
+        def hook(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> Tensor | tuple | None:
+            hidden = first(output)
+            changed = self._visit(key, hidden)
+            return None if changed is hidden else with_first(output, changed)
+
+        return hook
+
+    def _visit(self, key: Key, delta: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Ops, then capture. The stream is delta + residual: projections are of the sum, the change goes to delta."""
+        now = self.current
+        if now is None:
+            return delta
+        flat = delta.reshape(-1, delta.shape[-1])
+        rest = None if residual is None else residual.reshape(flat.shape)
+        self._gather(now, key, flat, rest, before=True)
+        if now.steered is not None and now.entries is not None:
+            chosen = flat.index_select(0, now.steered)
+            stream = chosen if rest is None else chosen + rest.index_select(0, now.steered)
+            vectors, coefficients = self.table.tensors(key)
+            gained = change(stream, vectors, coefficients, now.entries, self.gates)
+            flat = flat.index_copy(0, now.steered, (chosen.float() + gained).to(flat.dtype))
+            delta = flat.view(delta.shape)
+        self._gather(now, key, flat, rest, before=False)
+        return delta
+
+    @staticmethod
+    def _gather(now: Pass, key: Key, flat: Tensor, rest: Tensor | None, before: bool) -> None:
+        for gather in now.gathers:
+            if gather.before_steering is before and key in gather.column:
+                gather.take(key, flat if rest is None else flat + rest)

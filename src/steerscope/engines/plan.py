@@ -1,0 +1,218 @@
+"""From specs to a plan: one request resolved against one model, with every problem found before anything runs.
+
+Selectors become positions, names become vectors, ops become columns. Both engines run plans and nothing else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from steerscope.residual.table import Column, Key, PlacedOp, pack
+from steerscope.specs.capture import Capture
+from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.sampling import Sampling
+from steerscope.specs.steering import Ablate, Add, Cap, Site, Steering, VectorData
+from steerscope.specs.tokens import MessageSpan, Positions, SelectorError, resolve
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a request must fit: the model's sizes and what the engine can tap."""
+
+    name: str
+    layers: int
+    hidden: int
+    vocab: int
+    context: int | None
+    max_columns: int
+    refused_sites: Mapping[Site, str]  # site → why it cannot be had
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, with message spans when they came from a chat."""
+
+    token_ids: list[int]
+    messages: tuple[MessageSpan, ...] | None = None
+    open_message: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """Where one op of a request really acts: shown to the user as `generation.steered`."""
+
+    op: Add | Cap | Ablate
+    layers: tuple[int, ...]
+    positions: Positions
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePlan:
+    asked: tuple[Key, ...]  # as the user named them
+    keys: tuple[Key, ...]  # the taps they come from, without repeats
+    positions: Positions
+    spec: Capture
+
+    def rows(self, most: int) -> int:
+        return 1 if self.spec.reduce else self.positions.count(most)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    request_id: str
+    choice: int
+    prompt: Prompt
+    sampling: Sampling
+    columns: tuple[Column, ...]
+    applied: tuple[Applied, ...]
+    capture: CapturePlan | None
+
+    @property
+    def most_rows(self) -> int:
+        """p + max_tokens − 1: the last sampled token has no row."""
+        return len(self.prompt.token_ids) + self.sampling.max_tokens - 1
+
+    @property
+    def tapped(self) -> set[Key]:
+        steered = {key for column in self.columns for key in column.vectors}
+        return steered | set(self.capture.keys if self.capture else ())
+
+
+def tap_of(layer: int, site: Site) -> Key:
+    """`resid_pre` of layer i > 0 is `resid_post` of layer i−1: one tap."""
+    return (layer - 1, "resid_post") if site == "resid_pre" and layer > 0 else (layer, site)
+
+
+class Planner:
+    """Collects the problems of one request while resolving it."""
+
+    def __init__(self, facts: Facts, vectors: Mapping[str, VectorData]) -> None:
+        self.facts, self.vectors = facts, vectors
+        self.problems: list[Problem] = []
+
+    def plan(
+        self, request_id: str, prompt: Prompt, sampling: Sampling, steering: Steering, capture: Capture | None
+    ) -> Plan:
+        self._check_prompt(prompt, sampling)
+        most = len(prompt.token_ids) + sampling.max_tokens - 1
+        placed, applied = self._place(steering, prompt, most)
+        columns = pack(placed)
+        if len(columns) > self.facts.max_columns:
+            what = f"the ops need {len(columns)} columns, the engine has {self.facts.max_columns} per token"
+            self._problem("steer.ops", what, "use fewer ops with differing tokens, or start it with more max_columns")
+        capture_plan = self._capture(capture, prompt, most) if capture else None
+        if self.problems:
+            raise InvalidRequest(self.problems)
+        return Plan(request_id, 0, prompt, sampling, tuple(columns), tuple(applied), capture_plan)
+
+    def _problem(self, field: str, what: str, remedy: str) -> None:
+        self.problems.append(Problem(field, what, remedy))
+
+    def _check_prompt(self, prompt: Prompt, sampling: Sampling) -> None:
+        ids, facts = prompt.token_ids, self.facts
+        if not ids:
+            self._problem("prompt", "the prompt is empty", "give at least one token")
+        bad = [i for i in ids if not isinstance(i, int | np.integer) or not 0 <= i < facts.vocab]
+        if bad:
+            self._problem("prompt", f"token id {bad[0]!r} does not exist", f"{facts.name} has ids 0–{facts.vocab - 1}")
+        if facts.context is None or len(ids) + sampling.max_tokens <= facts.context:
+            return
+        if len(ids) >= facts.context:
+            what = f"the prompt has {len(ids)} tokens, the context of {facts.name} holds {facts.context}"
+            self._problem("prompt", what, f"shorten it to at most {facts.context - 1} tokens")
+        else:
+            what = f"{len(ids)} prompt tokens + max_tokens {sampling.max_tokens} exceed the context of {facts.context}"
+            self._problem("sampling.max_tokens", what, f"lower max_tokens to {facts.context - len(ids)}")
+
+    def _place(self, steering: Steering, prompt: Prompt, most: int) -> tuple[list[PlacedOp], list[Applied]]:
+        placed: list[tuple[bool, PlacedOp]] = []
+        applied: list[Applied] = []
+        for i, op in enumerate(steering.ops):
+            field = f"steer.ops[{i}]"
+            data = self._vector(op, field)
+            positions = self._positions(op.tokens, prompt, most, field)
+            layers = self._op_layers(op, data, field)
+            self._check_site(op.site, f"{field}.site")
+            if data is None or positions is None or layers is None:
+                continue
+            if positions.count(most) == 0:
+                self._problem(f"{field}.tokens", f"{op.tokens!r} selects no token of this request", "widen it")
+            applied.append(Applied(op, layers, positions))
+            for layer in layers:
+                vector = _direction(data, layer, op.unit)
+                key = tap_of(layer, op.site)
+                placed.append((key != (layer, op.site), PlacedOp(key, positions, vector, op.coefficients())))
+        # At a shared tap the ops of resid_post come before those of the next layer's resid_pre.
+        return [op for _, op in sorted(placed, key=lambda pair: pair[0])], applied
+
+    def _vector(self, op: Add | Cap | Ablate, field: str) -> VectorData | None:
+        data = self.vectors.get(op.vector) if isinstance(op.vector, str) else op.vector
+        if data is None:
+            known = ", ".join(sorted(self.vectors)) or "none"
+            self._problem(f"{field}.vector", f"no vector is named {op.vector!r}", f"register it; known: {known}")
+        elif data.hidden != self.facts.hidden:
+            what = f"the vector has {data.hidden} numbers, {self.facts.name} has hidden size {self.facts.hidden}"
+            self._problem(f"{field}.vector", what, "use a vector made for this model")
+            return None
+        return data
+
+    def _op_layers(self, op: Add | Cap | Ablate, data: VectorData | None, field: str) -> tuple[int, ...] | None:
+        if data is None:
+            if op.layers is not None:  # can be judged without the vector
+                self._check_layers(self._all(op.layers), f"{field}.layers")
+            return None
+        if op.layers is None and data.shared is not None:
+            self._problem(f"{field}.layers", "the vector is the same for every layer", "say which layers to steer")
+            return None
+        layers = tuple(data.per_layer) if op.layers is None else self._all(op.layers)
+        missing = [] if data.shared is not None else [layer for layer in layers if layer not in data.per_layer]
+        if missing:
+            has = ", ".join(map(str, sorted(data.per_layer)))
+            self._problem(f"{field}.layers", f"the vector has no layers {missing}", f"it has {has}")
+            return None
+        return layers if self._check_layers(layers, f"{field}.layers") else None
+
+    def _all(self, layers: tuple[int, ...] | str) -> tuple[int, ...]:
+        return tuple(range(self.facts.layers)) if isinstance(layers, str) else layers
+
+    def _check_layers(self, layers: tuple[int, ...], field: str) -> bool:
+        beyond = [str(layer) for layer in layers if not 0 <= layer < self.facts.layers]
+        if beyond:
+            named = ", ".join(beyond[:8]) + ("…" if len(beyond) > 8 else "")
+            what = f"layer {named} is out of range" if len(beyond) == 1 else f"layers {named} are out of range"
+            self._problem(field, what, f"{self.facts.name} has layers 0–{self.facts.layers - 1}")
+        return not beyond
+
+    def _check_site(self, site: Site, field: str) -> None:
+        reason = self.facts.refused_sites.get(site)
+        if reason:
+            self._problem(field, f"{site} cannot be had on {self.facts.name}: {reason}", "use resid_post")
+
+    def _positions(self, tokens: str, prompt: Prompt, most: int, field: str) -> Positions | None:
+        try:
+            return resolve(tokens, len(prompt.token_ids), prompt.messages, prompt.open_message, most)
+        except SelectorError as error:
+            what, _, remedy = str(error).rpartition("; ")
+            self._problem(f"{field}.tokens", what, remedy)
+            return None
+
+    def _capture(self, capture: Capture, prompt: Prompt, most: int) -> CapturePlan | None:
+        layers = self._all(capture.layers)
+        positions = self._positions(capture.tokens, prompt, most, "capture")
+        for site in capture.sites:
+            self._check_site(site, "capture.sites")
+        if not self._check_layers(layers, "capture.layers") or positions is None:
+            return None
+        asked: tuple[Key, ...] = tuple((layer, site) for layer in layers for site in capture.sites)
+        keys = tuple(dict.fromkeys(tap_of(layer, site) for layer, site in asked))
+        return CapturePlan(asked, keys, positions, capture)
+
+
+def _direction(data: VectorData, layer: int, unit: bool) -> np.ndarray:
+    raw = data.shared if data.shared is not None else data.per_layer[layer]
+    vector = np.frombuffer(raw, dtype="<f4")
+    if not unit:
+        return vector
+    precise = vector.astype(np.float64)
+    return (precise / np.linalg.norm(precise)).astype(np.float32)

@@ -1,0 +1,1 @@
+"""The arithmetic of steering and the bookkeeping of rows. Pure torch: no engine, no model."""

@@ -1,0 +1,171 @@
+"""Slots: where the vectors and coefficients of running requests live.
+
+A request's ops are packed into columns. A column has one set of positions and holds at most one op per (layer, site),
+so a token needs one entry (vector slot, coefficient slot, gate) per column whatever the number of layers. Contents are
+interned by hash: equal columns share a slot, and the same vectors at another strength cost one coefficient row.
+A slot in use is never evicted; unused ones are kept, oldest first out, until the room is needed.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from steerscope.residual.equation import NOTHING
+from steerscope.specs.errors import CapacityExceeded
+from steerscope.specs.steering import Coefficients, Site
+from steerscope.specs.tokens import Positions
+
+Key = tuple[int, Site]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedOp:
+    """One op at one layer and site, ready for the equation."""
+
+    key: Key
+    positions: Positions
+    vector: np.ndarray  # float32 [hidden], unit length where the op needs it
+    coefficients: Coefficients
+    gate: int = 0
+
+
+@dataclass(slots=True)
+class Column:
+    positions: Positions
+    gate: int
+    vectors: dict[Key, np.ndarray] = field(default_factory=dict)
+    coefficients: dict[Key, Coefficients] = field(default_factory=dict)
+
+
+def pack(ops: Sequence[PlacedOp]) -> list[Column]:
+    """Columns in which, at every (layer, site), the order of the columns is the order of the ops."""
+    columns: list[Column] = []
+    last: dict[Key, int] = {}
+    for op in ops:
+        at = last.get(op.key, -1) + 1
+        while at < len(columns) and (columns[at].positions, columns[at].gate) != (op.positions, op.gate):
+            at += 1
+        if at == len(columns):
+            columns.append(Column(op.positions, op.gate))
+        columns[at].vectors[op.key] = op.vector
+        columns[at].coefficients[op.key] = op.coefficients
+        last[op.key] = at
+    return columns
+
+
+def _digest(content: Mapping[Key, bytes]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for (layer, site), data in sorted(content.items()):
+        digest.update(f"{layer}.{site}.{len(data)}:".encode())
+        digest.update(data)
+    return digest.digest()
+
+
+class Slots:
+    """Numbers 1 … capacity−1 handed out by content key, with reference counts; 0 means "do nothing"."""
+
+    def __init__(self, capacity: int, what: str) -> None:
+        self.capacity, self.what = capacity, what
+        self._free = list(range(capacity - 1, 0, -1))
+        self._slot: dict[Hashable, int] = {}
+        self._users: dict[Hashable, int] = {}
+        self._idle: OrderedDict[Hashable, None] = OrderedDict()
+
+    def acquire(self, key: Hashable) -> tuple[int, bool]:
+        """The slot for this content and whether it must be written first."""
+        known = key in self._slot
+        if not known:
+            if not self._free:
+                self._evict()
+            self._slot[key] = self._free.pop()
+            self._users[key] = 0
+        self._users[key] += 1
+        self._idle.pop(key, None)
+        return self._slot[key], not known
+
+    def release(self, key: Hashable) -> None:
+        self._users[key] -= 1
+        if self._users[key] == 0:
+            self._idle[key] = None
+
+    def _evict(self) -> None:
+        if not self._idle:
+            raise CapacityExceeded(
+                f"all {self.capacity - 1} {self.what} slots are in use by running requests: "
+                f"wait for some to finish, or start the engine with more slots"
+            )
+        key, _ = self._idle.popitem(last=False)
+        self._free.append(self._slot.pop(key))
+        del self._users[key]
+
+    @property
+    def in_use(self) -> int:
+        return len(self._slot) - len(self._idle)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One column's place in the table."""
+
+    vector_slot: int
+    coefficient_slot: int
+    vector_key: bytes
+    coefficient_key: bytes
+
+
+class SlotTable:
+    """Per (layer, site): vectors [slots, hidden] and coefficients [slots, 5]; slot numbers are shared over layers."""
+
+    def __init__(self, hidden: int, capacity: int, device: torch.device) -> None:
+        self.hidden, self.capacity, self.device = hidden, capacity, device
+        self._vector_slots = Slots(capacity, "vector")
+        self._coefficient_slots = Slots(4 * capacity, "coefficient")
+        self._tensors: dict[Key, tuple[Tensor, Tensor]] = {}
+
+    def tensors(self, key: Key) -> tuple[Tensor, Tensor]:
+        if key not in self._tensors:
+            vectors = torch.zeros(self.capacity, self.hidden, dtype=torch.float32, device=self.device)
+            nothing = torch.tensor(NOTHING, dtype=torch.float32, device=self.device)
+            self._tensors[key] = (vectors, nothing.repeat(4 * self.capacity, 1))
+        return self._tensors[key]
+
+    def acquire(self, column: Column) -> Lease:
+        vector_key = _digest({key: vector.tobytes() for key, vector in column.vectors.items()})
+        coefficient_key = _digest({k: np.array(c, np.float64).tobytes() for k, c in column.coefficients.items()})
+        for key in column.vectors:
+            self.tensors(key)  # a new tap may find no memory: better before anything is taken
+        vector_slot, new_vectors = self._vector_slots.acquire(vector_key)
+        if new_vectors:  # at once: a slot that is known must be written, even if the request is refused below
+            self._write(0, vector_slot, {k: torch.from_numpy(v.copy()) for k, v in column.vectors.items()})
+        try:
+            coefficient_slot, new_coefficients = self._coefficient_slots.acquire(coefficient_key)
+        except CapacityExceeded:
+            self._vector_slots.release(vector_key)
+            raise
+        if new_coefficients:
+            values = {key: torch.tensor(c, dtype=torch.float32) for key, c in column.coefficients.items()}
+            self._write(1, coefficient_slot, values)
+        return Lease(vector_slot, coefficient_slot, vector_key, coefficient_key)
+
+    def release(self, lease: Lease) -> None:
+        self._vector_slots.release(lease.vector_key)
+        self._coefficient_slots.release(lease.coefficient_key)
+
+    @property
+    def in_use(self) -> int:
+        return self._vector_slots.in_use
+
+    def _write(self, which: int, slot: int, values: Mapping[Key, Tensor]) -> None:
+        """Fill a slot at every layer: what its last owner left at other layers must be gone."""
+        for key, tensors in self._tensors.items():
+            if key in values:
+                tensors[which][slot].copy_(values[key])
+            elif which == 0:
+                tensors[which][slot].zero_()
+            else:
+                tensors[which][slot].copy_(tensors[which][0])

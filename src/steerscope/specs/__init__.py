@@ -1,0 +1,21 @@
+"""What a request may ask for. Pure data: nothing here imports torch."""
+
+from steerscope.specs.capture import Capture
+from steerscope.specs.chat import Message
+from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
+from steerscope.specs.sampling import Sampling
+from steerscope.specs.steering import Ablate, Add, Cap, Steering, VectorData
+
+__all__ = [
+    "Ablate",
+    "Add",
+    "Cap",
+    "Capture",
+    "InvalidRequest",
+    "Message",
+    "Problem",
+    "Sampling",
+    "Steering",
+    "SteerscopeError",
+    "VectorData",
+]

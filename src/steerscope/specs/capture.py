@@ -1,0 +1,35 @@
+"""Capture: which rows of a request to keep."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from steerscope.specs.base import Spec
+from steerscope.specs.steering import Layers, Site
+from steerscope.specs.tokens import Tokens
+
+
+def _sites(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+Sites = Annotated[tuple[Site, ...], BeforeValidator(_sites), Field(min_length=1)]
+
+
+class Capture(Spec):
+    """Rows of `layers` × `sites` at the selected tokens; after steering unless `before_steering`.
+
+    `reduce` keeps one float32 row per layer and site instead: the mean over the selected tokens, or the last one.
+    """
+
+    layers: Layers = "all"
+    sites: Sites = ("resid_post",)
+    tokens: Tokens = "all"
+    reduce: Literal["mean", "last"] | None = None
+    before_steering: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(set(self.sites)) < len(self.sites):
+            raise ValueError("a site is named twice; name each site once")
+        return self

@@ -1,0 +1,33 @@
+"""Sampling: how tokens are chosen and when to stop."""
+
+from typing import Annotated, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from steerscope.specs.base import Spec
+
+
+def _stop(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+class Sampling(Spec):
+    """`temperature` 0 is greedy. `top_k` 0 is off. `repetition_window` counts the last tokens, prompt included."""
+
+    max_tokens: int = Field(default=128, ge=1)
+    temperature: float = Field(default=0.0, ge=0.0, le=2.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
+    repetition_window: int | None = Field(default=None, ge=1)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stop), Field(max_length=4)] = ()
+    ignore_eos: bool = False
+    n: int = Field(default=1, ge=1, le=128)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if any(not text for text in self.stop):
+            raise ValueError("a stop string is empty; remove it")
+        return self

@@ -1,0 +1,225 @@
+"""Steering: an ordered list of ops, each a vector, layers, a site, tokens and a strength.
+
+Vectors are given by name (registered with the engine) or inline as float32 bytes; anything with a `to_spec()` method
+(SteeringVector), a torch tensor, a numpy array or a list of floats is taken too. No torch is imported here.
+"""
+
+import base64
+import binascii
+import math
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, Protocol, Self, get_args, runtime_checkable
+
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+
+from steerscope.specs.base import Spec
+from steerscope.specs.tokens import Tokens
+
+Site = Literal["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]
+SITES: tuple[Site, ...] = get_args(Site)
+LayersLike = int | str | Sequence[int | str]  # what users write; see parse_layers
+# Finite in float64 but infinite in the float32 of the equation would be infinity all the same.
+Strength = Annotated[float, Field(ge=-3.4028234663852886e38, le=3.4028234663852886e38)]
+Coefficients = tuple[float, float, float, float, float]  # c, s, m, lo, hi of the one equation
+
+
+def parse_layers(value: object) -> tuple[int, ...] | Literal["all"]:
+    """`12`, `"10-14"`, `"4,8,10-14"`, `[4, "10-14"]` or `"all"` → ascending layer numbers."""
+    if value == "all":
+        return "all"
+    parts: Iterable[object] = value if isinstance(value, list | tuple | range | set | frozenset) else [value]
+    layers: set[int] = set()
+    for part in parts:
+        if isinstance(part, int) and not isinstance(part, bool):
+            layers.add(part)
+            continue
+        for item in str(part).split(","):
+            match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", item) if isinstance(part, str) else None
+            if match is None:
+                raise ValueError(f"{part!r} is not a layer; write 12, '10-14', '4,8,10-14' or 'all'")
+            first, last = int(match[1]), int(match[2] or match[1])
+            if last < first:
+                raise ValueError(f"layer range {item.strip()!r} runs backwards; write '{last}-{first}'")
+            layers.update(range(first, last + 1))
+    if not layers:
+        raise ValueError("no layers given; write 12, '10-14', '4,8,10-14' or 'all'")
+    if min(layers) < 0:
+        raise ValueError(f"layer {min(layers)} is negative; layers count from 0")
+    return tuple(sorted(layers))
+
+
+Layers = Annotated[tuple[int, ...] | Literal["all"], BeforeValidator(parse_layers)]
+
+
+def _pack(value: object) -> bytes:
+    """One direction → little-endian float32 bytes."""
+    if isinstance(value, bytes):
+        data = value
+    elif isinstance(value, str):
+        try:
+            data = base64.b64decode(value, validate=True)
+        except binascii.Error:
+            raise ValueError("vector is not base64; send float32 bytes, little-endian, base64-encoded") from None
+    else:
+        detached = value.detach().cpu().float() if hasattr(value, "detach") else value  # type: ignore[union-attr]
+        numbers = detached.tolist() if hasattr(detached, "tolist") else detached  # type: ignore[union-attr]
+        if not isinstance(numbers, list | tuple) or not all(isinstance(x, int | float) for x in numbers):
+            raise ValueError("vector is not one-dimensional; give one direction of shape [hidden] per layer")
+        try:
+            data = struct.pack(f"<{len(numbers)}f", *numbers)
+        except (OverflowError, struct.error):
+            raise ValueError("vector holds a number beyond float32; scale it down at the source") from None
+    if not data or len(data) % 4:
+        raise ValueError(f"vector has {len(data)} bytes; send a non-empty multiple of 4 (float32)")
+    return data
+
+
+Float32Bytes = Annotated[
+    bytes,
+    BeforeValidator(_pack),
+    PlainSerializer(lambda b: base64.b64encode(b).decode(), return_type=str, when_used="json"),
+]
+
+
+class VectorData(Spec):
+    """The numbers of a vector, float32 little-endian: `shared` by every layer it is used on, or one `per_layer`."""
+
+    shared: Float32Bytes | None = None
+    per_layer: dict[int, Float32Bytes] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.shared is None) == (not self.per_layer):
+            raise ValueError("give either shared or per_layer; exactly one of them")
+        sizes = {len(data) // 4 for _, data in self.items()}
+        if len(sizes) > 1:
+            raise ValueError(f"directions have different sizes {sorted(sizes)}; all layers need the same hidden size")
+        for layer, data in self.items():
+            numbers = struct.unpack(f"<{len(data) // 4}f", data)
+            where = "" if layer is None else f" of layer {layer}"
+            if not all(map(math.isfinite, numbers)):
+                raise ValueError(f"vector{where} holds NaN or infinity; remove them at the source")
+            if not any(numbers):
+                raise ValueError(f"vector{where} is all zero and has no direction; leave the layer out")
+        return self
+
+    def items(self) -> Iterator[tuple[int | None, bytes]]:
+        if self.shared is not None:
+            yield None, self.shared
+        yield from self.per_layer.items()
+
+    @property
+    def hidden(self) -> int:
+        return len(next(data for _, data in self.items())) // 4
+
+
+@runtime_checkable
+class HasSpec(Protocol):
+    def to_spec(self) -> VectorData: ...
+
+
+def _vector(value: object) -> object:
+    if isinstance(value, str | VectorData):
+        return value
+    if isinstance(value, HasSpec):
+        return value.to_spec()
+    if isinstance(value, Mapping):
+        is_spec = all(key in ("shared", "per_layer") for key in value)
+        return VectorData.parse(value) if is_spec else VectorData(per_layer=dict(value))
+    return VectorData(shared=value)  # type: ignore[arg-type]
+
+
+Vector = Annotated[str | VectorData, BeforeValidator(_vector)]
+
+
+class _Op(Spec):
+    unit: ClassVar[bool]  # whether the equation takes the vector at unit length
+
+    vector: Vector
+    layers: Layers | None = None  # None: the layers the vector has
+    site: Site = "resid_post"
+    tokens: Tokens = "all"
+
+    def coefficients(self) -> Coefficients:
+        raise NotImplementedError
+
+
+class Add(_Op):
+    """h + scale · v"""
+
+    unit = False
+    op: Literal["add"] = "add"
+    scale: Strength = 1.0
+
+    def coefficients(self) -> Coefficients:
+        return (self.scale, 0.0, 0.0, -math.inf, math.inf)
+
+
+class Cap(_Op):
+    """Keep the projection on v's direction between min and max."""
+
+    unit = True
+    op: Literal["cap"] = "cap"
+    min: Strength | None = None
+    max: Strength | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min is None and self.max is None:
+            raise ValueError("a cap needs min, max or both; give at least one")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min:g} is above max {self.max:g}; swap them")
+        return self
+
+    def coefficients(self) -> Coefficients:
+        low = -math.inf if self.min is None else self.min
+        high = math.inf if self.max is None else self.max
+        return (0.0, 1.0, 1.0, low, high)
+
+
+class Ablate(_Op):
+    """Keep only `scale` of the component along v (0 removes it), or set the component `to` a value."""
+
+    unit = True
+    op: Literal["ablate"] = "ablate"
+    scale: Strength = 0.0
+    to: Strength | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.to is not None and self.scale:
+            raise ValueError("scale and to exclude each other; give one of them")
+        return self
+
+    def coefficients(self) -> Coefficients:
+        return (self.to or 0.0, self.scale, 1.0, -math.inf, math.inf)
+
+
+Op = Annotated[Add | Cap | Ablate, Field(discriminator="op")]
+
+
+class Steering(Spec):
+    """Ops in order. `reset` drops whatever came before it when steerings are composed (see `Steering.none`)."""
+
+    ops: tuple[Op, ...] = ()
+    reset: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_ops(cls, data: object) -> object:
+        return {"ops": data} if isinstance(data, list | tuple) else data
+
+    @classmethod
+    def of(cls, *ops: Add | Cap | Ablate) -> Self:
+        return cls(ops=ops)
+
+    @classmethod
+    def none(cls) -> Self:
+        """Switches off the engine's default and every surrounding `with engine.steering(...)`."""
+        return cls(reset=True)
+
+    def then(self, later: "Steering") -> "Steering":
+        """This steering followed by another; a reset in the later one drops this one."""
+        return later if later.reset else Steering(ops=(*self.ops, *later.ops), reset=self.reset)

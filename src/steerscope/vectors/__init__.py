@@ -1,0 +1,6 @@
+"""Steering vectors and the files they live in."""
+
+from steerscope.vectors.files import load, save
+from steerscope.vectors.vector import SteeringVector
+
+__all__ = ["SteeringVector", "load", "save"]

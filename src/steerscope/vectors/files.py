@@ -1,0 +1,222 @@
+"""Steering vectors on disk: `save` and `load`.
+
+`.safetensors` is the own format: one tensor `layer.{i}` per layer or one tensor `shared`, in the dtype the vector has,
+and model, site, method and provenance as JSON in the header. Every bit survives.
+
+`.gguf` is the control vector of llama.cpp and repeng: float32 tensors `direction.{i}`. Numbering, as read in their
+sources: llama.cpp puts `direction.N` at offset n_embd·(N−1) (common/common.cpp, common_control_vector_load_one) and
+fills the tensor of layer il from offset n_embd·(il−1) (src/llama-adapter.cpp, llama_adapter_cvec::apply); the two −1
+cancel, and build_cvec(cur, il) adds it after the FFN's residual add, il counted from 0. repeng trains `direction.N`
+on hidden_states[N+1] and adds it to the output of block N, counted from 0 (repeng/extract.py, control.py). So
+`direction.N` is our layer N at resid_post, with no shift. "1-based" only means that llama.cpp refuses `direction.0`:
+layer 0 cannot be stored. (llama.cpp's own cvector-generator names what it read after layer il `direction.{il+1}`; its
+files act on layer il+1 in llama.cpp and here alike.)
+
+Other programs read only model_hint and the directions. Ours also reads the key `steerscope.metadata`, which keeps
+model, method, provenance and a narrower dtype; float64 is rounded to float32 for good.
+"""
+
+import json
+import re
+from contextlib import closing
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import safetensors.torch
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf.gguf_reader import ReaderField
+from numpy.typing import DTypeLike, NDArray
+from safetensors import safe_open
+from torch import Tensor
+
+from steerscope.files import atomic_path, reading
+from steerscope.specs.base import Spec
+from steerscope.specs.errors import BadFile
+from steerscope.specs.steering import Site
+from steerscope.vectors.legacy import DTYPES, load_chatspace, load_pt, plain_tensor
+from steerscope.vectors.vector import Json, SteeringVector
+
+FORMAT, VERSION = "steerscope-vector", "1"
+CONTROL_VECTOR = "controlvector"
+_SUFFIXES = {".safetensors": "safetensors", ".gguf": "GGUF", ".pt": "pt", ".pth": "pt"}
+
+
+def save(vector: SteeringVector, path: str | Path) -> None:
+    """Write `.safetensors` or `.gguf`. On any error the file that was there before is still there, whole."""
+    path = Path(path)
+    for direction in vector.directions.values():
+        if direction.dtype not in DTYPES:
+            raise BadFile(f"cannot write {path}: its dtype is {direction.dtype}; convert it to float32")
+    match path.suffix.lower():
+        case ".safetensors":
+            _save_safetensors(vector, path)
+        case ".gguf":
+            _save_gguf(vector, path)
+        case other:
+            raise BadFile(f"cannot write {path}: unknown suffix {other!r}; use .safetensors, or .gguf for llama.cpp")
+
+
+def load(path: str | Path) -> SteeringVector:
+    """Read a vector: our safetensors or a plain one, GGUF, a `.pt` of a prior system, or a chatspace folder."""
+    path = Path(path)
+    if path.is_dir():
+        return load_chatspace(path)
+    if not path.exists():
+        raise BadFile(f"{path} does not exist")
+    kind = _kind(path)
+    if kind is None:
+        raise BadFile(f"{path} is not a vector file; known are {', '.join(_SUFFIXES)} and chatspace folders")
+    if kind == "pt":
+        return load_pt(path)
+    with reading(path, f"{kind} vector"):
+        return _load_gguf(path) if kind == "GGUF" else _load_safetensors(path)
+
+
+def _kind(path: Path) -> str | None:
+    """What the first bytes say, and the suffix where they say nothing."""
+    with reading(path, "file"), path.open("rb") as file:
+        head = file.read(9)
+    if head.startswith(b"GGUF"):
+        return "GGUF"
+    if head.startswith(b"PK\x03\x04"):
+        return "pt"
+    suffix = _SUFFIXES.get(path.suffix.lower())
+    return "safetensors" if head[8:] == b"{" and suffix != "pt" else suffix
+
+
+# --- what both formats keep as JSON
+
+
+class _Metadata(Spec):
+    model: str | None = None
+    site: Site = "resid_post"
+    method: str | None = None
+    provenance: dict[str, object] = {}
+    dtypes: dict[int, str] = {}  # GGUF only: what the directions were before they became float32
+
+    def vector(self, directions: dict[int | None, Tensor]) -> SteeringVector:
+        return SteeringVector(directions, self.model, self.site, self.method, cast(dict[str, Json], self.provenance))
+
+
+def _metadata(vector: SteeringVector, path: Path, **more: dict[str, str]) -> str:
+    data = {key: getattr(vector, key) for key in ("model", "site", "method", "provenance")} | more
+    try:
+        text = json.dumps(data)
+        survives = json.loads(text) == data
+    except (TypeError, ValueError, RecursionError):
+        survives, text = False, ""
+    if not survives:
+        raise BadFile(f"cannot write {path}: the provenance is not plain JSON; use text, numbers, lists and text keys")
+    return text
+
+
+def _layer(name: str, prefix: str, path: Path) -> int:
+    match = re.fullmatch(rf"{prefix}\.(0|[1-9][0-9]{{0,5}})", name)
+    if match is None:
+        raise BadFile(f"{path} holds a tensor {name!r}; expected only {prefix}.N, with N the number of a layer")
+    return int(match[1])
+
+
+# --- safetensors
+
+
+def _save_safetensors(vector: SteeringVector, path: Path) -> None:
+    header = {"format": FORMAT, "version": VERSION, "metadata": _metadata(vector, path)}
+    # clone: layers of one vector may share memory, which safetensors refuses
+    tensors = {"shared" if k is None else f"layer.{k}": direction.clone() for k, direction in vector.directions.items()}
+    data = safetensors.torch.save(tensors, header)
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def _load_safetensors(path: Path) -> SteeringVector:
+    with safe_open(str(path), framework="pt") as file:
+        header = file.metadata() or {}
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+    if header.get("format") != FORMAT:
+        if len(tensors) != 1:
+            names = ", ".join(sorted(tensors)[:8])
+            wanted = "give a file with one tensor, [hidden] or [layers, hidden]"
+            raise BadFile(f"{path} was not written by steerscope and holds {len(tensors)} tensors ({names}); {wanted}")
+        ((name, tensor),) = tensors.items()
+        return plain_tensor(path, tensor, {"tensor": name})
+    if header.get("version") != VERSION:
+        raise BadFile(f"{path} has format version {header.get('version')}, known is {VERSION}; update steerscope")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise BadFile(f"{path}: {name} has dtype {tensor.dtype}; expected float32, bfloat16, float16 or float64")
+    directions = {None if name == "shared" else _layer(name, "layer", path): t for name, t in tensors.items()}
+    return _Metadata.parse(json.loads(header.get("metadata", ""))).vector(directions)
+
+
+# --- GGUF
+
+
+class _Reader(GGUFReader):
+    """gguf's reader, made strict: it slices past the end of a truncated file without a word (and loops for ever over
+    an array that is not there), and would read the whole vocabulary of a language model before we could say no."""
+
+    def _get(self, offset: int, dtype: DTypeLike, count: int = 1, override_order=None) -> NDArray:  # type: ignore[override]
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > self.data.size:
+            raise ValueError(f"it ends at byte {self.data.size}, but its header promises at least {end}")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _push_field(self, field: ReaderField, skip_sum: bool = False) -> int:
+        if field.name == "general.architecture" and field.contents() != CONTROL_VECTOR:
+            what = f"a GGUF of architecture {field.contents()!r} (a language model?)"
+            raise BadFile(f"{self.data.filename} is {what}, not a control vector")
+        return super()._push_field(field, skip_sum)
+
+
+def _save_gguf(vector: SteeringVector, path: Path) -> None:
+    instead = "save it as .safetensors"
+    if vector.layers is None:
+        raise BadFile(f"cannot write {path}: GGUF has no shared direction; choose layers with .at(…) or {instead}")
+    if 0 in vector.layers:
+        raise BadFile(f"cannot write {path}: llama.cpp refuses direction.0; leave layer 0 out with .at(…) or {instead}")
+    if vector.site != "resid_post":
+        raise BadFile(f"cannot write {path}: llama.cpp would apply it at resid_post, not at {vector.site}; {instead}")
+    arrays = {k: direction.float().numpy() for k, direction in vector.directions.items()}
+    if not all(np.isfinite(array).all() for array in arrays.values()):
+        raise BadFile(f"cannot write {path}: it holds numbers beyond float32; scale it down or {instead}")
+    dtypes = {str(k): str(d.dtype).removeprefix("torch.") for k, d in vector.directions.items()}
+    metadata = _metadata(vector, path, dtypes=dtypes)
+    with atomic_path(path) as temporary, closing(GGUFWriter(temporary, CONTROL_VECTOR)) as writer:
+        writer.add_string(f"{CONTROL_VECTOR}.model_hint", vector.model or "unknown")  # repeng insists on the key
+        writer.add_uint32(f"{CONTROL_VECTOR}.layer_count", len(arrays))
+        writer.add_string("steerscope.metadata", metadata)
+        for layer, array in arrays.items():
+            writer.add_tensor(f"direction.{layer}", array)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+
+
+def _load_gguf(path: Path) -> SteeringVector:
+    reader = _Reader(path)
+    if "general.architecture" not in reader.fields:
+        raise BadFile(f"{path} has no general.architecture; a control vector says {CONTROL_VECTOR!r}")
+    directions: dict[int | None, Tensor] = {}
+    for tensor in reader.tensors:
+        layer = _layer(tensor.name, "direction", path)
+        if layer == 0:
+            raise BadFile(f"{path} holds direction.0, which llama.cpp and repeng never write; its numbering is unknown")
+        if tensor.tensor_type != GGMLQuantizationType.F32 or len(tensor.shape) != 1:
+            shape = tensor.shape.tolist()
+            raise BadFile(f"{path}: {tensor.name} is {tensor.tensor_type.name} {shape}; expected F32 [hidden]")
+        directions[layer] = torch.from_numpy(np.array(tensor.data, dtype=np.float32))
+    own, hint = reader.get_field("steerscope.metadata"), reader.get_field(f"{CONTROL_VECTOR}.model_hint")
+    if own is None:  # the hint names an architecture ("mistral"), not a model
+        about = {"name": path.stem, "file": path.name, "model_hint": hint and hint.contents()}
+        return SteeringVector(directions, provenance=about)
+    metadata = _Metadata.parse(json.loads(own.contents()))
+    return metadata.vector({k: _narrow(t, metadata.dtypes.get(k or 0)) for k, t in directions.items()})
+
+
+def _narrow(direction: Tensor, name: str | None) -> Tensor:
+    """Back to the dtype it was saved from, if that loses nothing."""
+    narrow = direction.to({"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name or "", torch.float32))
+    return narrow if torch.equal(narrow.float(), direction) else direction
