@@ -1,7 +1,6 @@
 """The byte budget: exact under threads, patient, and clear when it must refuse."""
 
 import asyncio
-import gc
 import random
 import sys
 import threading
@@ -69,7 +68,9 @@ def test_parts_of_a_reservation_add_up_to_the_whole_and_live_on_their_own(sizes,
 async def test_what_can_never_fit_is_refused_at_once_with_every_remedy():
     budget = ByteBudget(1 << 20, wait_s=60)
     start = time.monotonic()
-    with pytest.raises(CapacityExceeded, match=r"this capture needs 3\.0 MiB, the capture budget is 1\.0 MiB") as caught:
+    with pytest.raises(
+        CapacityExceeded, match=r"this capture needs 3\.0 MiB, the capture budget is 1\.0 MiB"
+    ) as caught:
         await budget.reserve(3 << 20, "this capture")
     assert time.monotonic() - start < 1
     for remedy in ("fewer layers", "lower max_tokens", "reduce", "raise capture_budget"):
@@ -190,8 +191,7 @@ def test_something_collected_during_a_sweep_may_forget_itself():
 
     class Deadline(float):
         def __le__(self, now: float) -> bool:
-            budget.forget(2)
-            gc.collect()
+            budget.forget(2)  # as the finaliser of a handle does
             return super().__le__(now)
 
     class Ttl(float):

@@ -65,7 +65,9 @@ def test_rows_are_found_by_layer_and_site_and_by_layer_alone_where_one_site_was_
 
 @pytest.mark.parametrize("key", [(7, "resid_post"), (4, "mlp_out"), (-1, "resid_post"), ("x", "y")])
 def test_rows_that_were_not_captured_are_refused_with_what_was(key):
-    with pytest.raises(InvalidRequest, match="was not captured; captured: layers .4, 9., sites .'resid_post', 'attn_out'"):
+    with pytest.raises(
+        InvalidRequest, match="was not captured; captured: layers .4, 9., sites .'resid_post', 'attn_out'"
+    ):
         make()[key]
     assert key not in make()
 
@@ -256,7 +258,8 @@ from steerscope.capture.rows import Rows
 from steerscope.residual.rows import make_labels
 from steerscope.specs.errors import SteerscopeError
 
-rows = Rows({(0, "resid_post"): torch.ones(100, 1000)}, make_labels("r", np.arange(100), [7] * 100, 9, None, False), "m")
+labels = make_labels("r", np.arange(100), [7] * 100, 9, None, False)
+rows = Rows({(0, "resid_post"): torch.ones(100, 1000)}, labels, "m")
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 for path in sys.argv[1:]:

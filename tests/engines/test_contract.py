@@ -33,7 +33,8 @@ def mixed_requests(count: int) -> tuple[list[str], list[Sampling], list[Steering
         start = int(rng.integers(0, len(words) - 12))
         prompts.append(" ".join(words[start : start + int(rng.integers(1, 12))]))
         temperature = float(rng.choice([0.0, 0.7, 1.3]))
-        samplings.append(Sampling(max_tokens=int(rng.integers(1, 14)), temperature=temperature, seed=i, ignore_eos=True))
+        most = int(rng.integers(1, 14))
+        samplings.append(Sampling(max_tokens=most, temperature=temperature, seed=i, ignore_eos=True))
         vector = rng.normal(size=64).astype(np.float32)
         layer, tokens = int(rng.integers(0, 4)), str(rng.choice(["all", "prompt", "last_prompt", "positions=[0]"]))
         op = [
@@ -47,7 +48,7 @@ def mixed_requests(count: int) -> tuple[list[str], list[Sampling], list[Steering
 
 
 class TestResults:
-    def test_one_prompt_gives_one_generation_and_a_list_gives_a_list_of_the_same_length(self, engine: SyncEngine) -> None:
+    def test_one_prompt_gives_one_generation_and_a_list_gives_as_many(self, engine: SyncEngine) -> None:
         one, many = engine.generate(PROMPT, SHORT), engine.generate([PROMPT], SHORT)
         assert isinstance(one, Generation)
         assert [type(x) for x in many] == [Generation]
@@ -157,10 +158,11 @@ class TestMixedBatches:
 
 class TestSteering:
     def test_scale_zero_gives_byte_identical_text(self, engine: SyncEngine) -> None:
-        zero = Steering.of(Add(vector=VECTOR, scale=0.0, layers="all"), Ablate(vector=VECTOR, scale=1.0, layers=2))
+        nothing = Add(vector=VECTOR, scale=0.0, layers="all")
+        zero = Steering.of(nothing, Ablate(vector=VECTOR, scale=1.0, layers=2))
         for sampling in (SHORT, Sampling(max_tokens=12, temperature=1.2, seed=3, ignore_eos=True)):
             plain = engine.generate(PROMPT, sampling)
-            assert engine.generate(PROMPT, sampling, steer=Add(vector=VECTOR, scale=0.0, layers="all")).text == plain.text
+            assert engine.generate(PROMPT, sampling, steer=nothing).text == plain.text
             assert engine.generate(PROMPT, sampling, steer=zero).text == plain.text
 
     def test_one_spec_per_prompt_in_one_call(self, engine: SyncEngine) -> None:
@@ -221,7 +223,8 @@ class TestSteering:
         for name, factor in (("first", 4.0), ("second", -4.0)):
             engine.register("mood", SteeringVector.shared(factor * torch.from_numpy(VECTOR)))
             rows[name] = engine.generate(PROMPT, SHORT, steer=op, capture=Capture(tokens="prompt")).rows[1]
-        assert torch.allclose(rows["first"] - rows["second"], 8 * torch.from_numpy(VECTOR).expand_as(rows["first"]), atol=1e-4)
+        moved = rows["first"] - rows["second"]
+        assert torch.allclose(moved, 8 * torch.from_numpy(VECTOR).expand_as(moved), atol=1e-4)
 
     def test_steering_slots_are_given_back(self, start: Start) -> None:
         engine = start(slots=3)
@@ -448,7 +451,8 @@ class TestChat:
             for i, message in enumerate(self.MESSAGES):
                 rows = handle.message(i)
                 assert tokenizer.decode(list(rows.labels.token_id)) == message["content"]
-                role = engine.chat(self.MESSAGES, SHORT, capture=Capture(layers=1, tokens=f"role={message['role']}")).rows
+                capture = Capture(layers=1, tokens=f"role={message['role']}")
+                role = engine.chat(self.MESSAGES, SHORT, capture=capture).rows
                 assert list(role.labels.position) == list(rows.labels.position)
                 assert distance(role[1], rows[1]) < 1e-5
             answer = handle.message(2)

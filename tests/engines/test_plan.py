@@ -52,7 +52,11 @@ def problems(*ops: Add | Cap | Ablate, **options) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("op", "field", "text"),
     [
-        (Add(vector="hapy", layers=1), "vector", "no vector is named 'hapy'; register it; known: layered, shared, wide"),
+        (
+            Add(vector="hapy", layers=1),
+            "vector",
+            "no vector is named 'hapy'; register it; known: layered, shared, wide",
+        ),
         (Add(vector="wide", layers=1), "vector", "the vector has 5 numbers, tiny has hidden size 3"),
         (Add(vector=WIDE, layers=1), "vector", "the vector has 5 numbers, tiny has hidden size 3"),
         (Add(vector="shared", layers=4), "layers", "layer 4 is out of range; tiny has layers 0–3"),
@@ -61,8 +65,16 @@ def problems(*ops: Add | Cap | Ablate, **options) -> list[tuple[str, str]]:
         (Add(vector="layered", layers="all"), "layers", "the vector has no layers [0, 3]; it has 1, 2"),
         (Add(vector="shared"), "layers", "the same for every layer; say which layers to steer"),
         (Add(vector={7: [1.0] * 3}), "layers", "layer 7 is out of range"),  # type: ignore[arg-type]
-        (Add(vector="shared", layers=1, site="resid_mid"), "site", "resid_mid cannot be had on tiny: attention and MLP"),
-        (Add(vector="shared", layers=1, tokens="positions=[5:5]"), "tokens", "selects no token of this request; widen it"),
+        (
+            Add(vector="shared", layers=1, site="resid_mid"),
+            "site",
+            "resid_mid cannot be had on tiny: attention and MLP",
+        ),
+        (
+            Add(vector="shared", layers=1, tokens="positions=[5:5]"),
+            "tokens",
+            "selects no token of this request; widen it",
+        ),
         (Add(vector="shared", layers=1, tokens="generated & prompt"), "tokens", "selects no token"),
         (Add(vector="shared", layers=1, tokens="positions=[15:]"), "tokens", "selects no token"),  # rows end at 14
         (Add(vector="shared", layers=1, tokens="positions=[15]"), "tokens", "position 15 is never computed"),
@@ -97,7 +109,12 @@ def test_steering_only_what_is_generated_is_refused_when_no_generated_token_has_
         (Prompt([5, -1]), 10, "prompt", "token id -1 does not exist; tiny has ids 0–99"),
         (Prompt(["a"]), 10, "prompt", "token id 'a' does not exist"),  # type: ignore[list-item]
         (Prompt([1.5]), 10, "prompt", "token id 1.5 does not exist"),  # type: ignore[list-item]
-        (Prompt([5] * 32), 1, "prompt", "the prompt has 32 tokens, the context of tiny holds 32; shorten it to at most 31"),
+        (
+            Prompt([5] * 32),
+            1,
+            "prompt",
+            "the prompt has 32 tokens, the context of tiny holds 32; shorten it to at most 31",
+        ),
         (Prompt([5] * 500), 10, "prompt", "the prompt has 500 tokens"),
         (Prompt([5] * 30), 3, "sampling.max_tokens", "30 prompt tokens + max_tokens 3 exceed the context of 32; lower"),
         (Prompt([5]), 32, "sampling.max_tokens", "lower max_tokens to 31"),

@@ -30,9 +30,7 @@ def strength(c: float) -> Coefficients:
 
 
 def column(vectors: dict[Key, float], c: float = 1.0) -> Column:
-    return Column(
-        EVERYWHERE, 0, {key: vector(x) for key, x in vectors.items()}, {key: strength(c) for key in vectors}
-    )
+    return Column(EVERYWHERE, 0, {key: vector(x) for key, x in vectors.items()}, {key: strength(c) for key in vectors})
 
 
 # --- packing
@@ -48,9 +46,7 @@ SPANS = [EVERYWHERE, Positions(((0, 3),)), Positions(((2, 5),)), Positions(((0, 
     )
 )
 def test_every_token_meets_its_ops_at_every_tap_in_the_order_they_were_given(drawn):
-    ops = [
-        PlacedOp(key, positions, vector(i), strength(i), gate) for i, (key, positions, gate) in enumerate(drawn)
-    ]
+    ops = [PlacedOp(key, positions, vector(i), strength(i), gate) for i, (key, positions, gate) in enumerate(drawn)]
     columns = pack(ops)
     for key in KEYS:
         for position in range(7):

@@ -365,7 +365,9 @@ def test_what_is_no_selector_is_refused_when_it_is_written_with_the_language_as_
     assert remedy.startswith(("use all, prompt, generated", "write 3, -1, 4:8"))
 
 
-@pytest.mark.parametrize("text", ["(" * 3000 + "all" + ")" * 3000, "!" * 3000 + "all", "(" * 20_000], ids=["()", "!", "("])
+@pytest.mark.parametrize(
+    "text", ["(" * 3000 + "all" + ")" * 3000, "!" * 3000 + "all", "(" * 20_000], ids=["()", "!", "("]
+)
 def test_nesting_without_end_is_refused_and_does_not_exhaust_the_stack(text: str):
     with pytest.raises(SelectorError, match="nested"):
         check_selector(text)
@@ -410,4 +412,6 @@ def test_a_message_that_does_not_exist_is_refused_with_those_that_do(index: int)
 
 def test_specs_keep_the_normal_form_so_that_equal_selectors_are_equal():
     assert Add(vector="v", tokens=" prompt&! role = user ").tokens == "prompt & !role=user"
-    assert Add(vector="v", tokens="( all )|positions=[ 1,  -2 :]") == Add(vector="v", tokens="(all) | positions=[1,-2:]")
+    assert Add(vector="v", tokens="( all )|positions=[ 1,  -2 :]") == Add(
+        vector="v", tokens="(all) | positions=[1,-2:]"
+    )

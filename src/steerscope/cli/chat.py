@@ -1,7 +1,6 @@
 """`steerscope chat`: a conversation in the terminal or from a pipe, steered as it goes."""
 
 import contextlib
-import signal
 import sys
 from functools import partial
 from typing import TYPE_CHECKING
@@ -103,13 +102,9 @@ class _Session:
     def answer(self, text: str) -> None:
         start = [{"role": "system", "content": self.system}] if self.system is not None else []
         asked = [*self.history, {"role": "user", "content": text}]
-        # Cancelled, an answer ends in good order with what it has; an exception would have to find its way out.
-        before = signal.signal(signal.SIGINT, lambda *_: self.engine.cancel("answer"))
-        try:
-            events = self.engine.stream_chat(start + asked, self.sampling, capture=self.wanted, request_id="answer")
-            generation = o.show(events, live=True)
-        finally:
-            signal.signal(signal.SIGINT, before)
+        o.check_text(*(message["content"] for message in start + asked))
+        events = self.engine.stream_chat(start + asked, self.sampling, capture=self.wanted, request_id=o.REQUEST)
+        generation = o.show(self.engine, events, live=True)
         self.history = [*asked, {"role": "assistant", "content": generation.text}]
         o.note(o.speed(generation))
         self.rows = generation.rows if generation.capture else None

@@ -52,9 +52,11 @@ def generate(
         *(partial(parse, text) for text in steer or ()),
     )
     with o.open_engine(model, device, dtype) as engine:
-        specs = {"sampling": sampling, "steer": joined(steers), "capture": wanted}
+        specs = {"sampling": sampling, "steer": joined(steers), "capture": wanted, "request_id": o.REQUEST}
         events = engine.stream_chat(messages, **specs) if chat else engine.stream(prompt, **specs)
-        generation = o.show(events, live=n == 1 and not as_json)
+        generation = o.show(engine, events, live=n == 1 and not as_json)
+        if any(choice.finish_reason == "cancelled" for choice in generation.choices):
+            raise KeyboardInterrupt
         choices = [_plain(choice, _save(choice, out, n)) for choice in generation.choices]
     if as_json:
         whole = {**choices[0], "prompt_token_ids": generation.prompt_token_ids}
@@ -71,6 +73,7 @@ def generate(
 
 
 def _messages(prompt: str, chat: bool, system: str | None) -> list[dict[str, str]]:
+    o.check_text(prompt, system or "")
     if system is None:
         return [{"role": "user", "content": prompt}]
     if not chat:

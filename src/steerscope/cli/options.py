@@ -1,8 +1,8 @@
 """What the commands share: options, opening a model, showing answers and tables, telling mistakes together."""
 
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
@@ -12,6 +12,8 @@ import steerscope as ss
 if TYPE_CHECKING:
     from steerscope.engines.facade import SyncEngine
     from steerscope.engines.generation import Event
+
+REQUEST = "cli"  # the one request that runs
 
 Model = Annotated[str, typer.Argument(help="smollm2-135m, a model directory, or a hub id.")]
 _STEER = "FILE[@LAYERS][:SCALE | :cap=MIN..MAX | :ablate[=KEEP]][;tokens=SELECTOR], or CAPPING_CONFIG.pt#EXPERIMENT."
@@ -40,6 +42,12 @@ def mistake(field: str, what: str, remedy: str) -> "ss.InvalidRequest":
     from steerscope.specs.errors import Problem
 
     return ss.InvalidRequest([Problem(field, what, remedy)])
+
+
+def check_text(*texts: str) -> None:
+    """Bytes of a shell or a pipe that are not UTF-8 arrive as lone surrogates, which no tokenizer takes."""
+    if any("\ud800" <= sign <= "\udfff" for text in texts for sign in text):
+        raise mistake("prompt", "the text is not UTF-8", "convert it first")
 
 
 def together(*steps: Callable[[], object]) -> list[Any]:
@@ -97,16 +105,28 @@ def open_engine(model: str, device: str | None, dtype: str | None) -> "SyncEngin
     return ss.load(model, device=device, dtype=dtype, progress=note)
 
 
-def show(events: "Iterator[Event]", live: bool) -> "ss.Generation":
-    """Print tokens as they come (if live) and return the whole."""
-    with closing(cast("Generator[Event]", events)):  # a stream that outlives its engine waits for it for ever
+def show(engine: "SyncEngine", events: "Iterator[Event]", live: bool) -> "ss.Generation":
+    """Print tokens as they come (if live) and return the whole. Ctrl-C cancels the request `REQUEST`, which then ends
+    in good order with what it has; the second one does not wait for that."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def cancel(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        if not engine.cancel(REQUEST):
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, cancel)
+    try:
         for event in events:
             if isinstance(event, ss.EndEvent):
                 typer.echo(nl=live)
                 return event.generation
             if live:
                 typer.echo(event.text, nl=False)
-    raise AssertionError("a stream ends with an EndEvent")
+        raise AssertionError("a stream ends with an EndEvent")
+    finally:
+        signal.signal(signal.SIGINT, before)
+        cast("Generator[Event]", events).close()  # before its engine is
 
 
 def speed(generation: "ss.Generation") -> str:

@@ -71,7 +71,7 @@ def _experiment(path: str, name: str) -> tuple[Add | Cap | Ablate, ...]:
     experiments = load_capping(path)
     if name not in experiments:
         raise InvalidRequest([Problem("", f"{path} has no experiment {name!r}", f"it has {', '.join(experiments)}")])
-    return experiments[name].ops
+    return tuple(experiments[name].ops)
 
 
 def _op(vector: SteeringVector, layers: str | None, strength: str) -> Add | Cap | Ablate:

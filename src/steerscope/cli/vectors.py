@@ -43,7 +43,9 @@ def show(file: Annotated[Path, typer.Argument(help="A vector in any known format
 
 
 def _caps(steering: "ss.Steering") -> tuple[str, str]:
-    vectors = [op.vector for op in steering.ops if not isinstance(op.vector, str)]
+    from steerscope.specs import VectorData
+
+    vectors = [op.vector for op in steering.ops if isinstance(op.vector, VectorData)]
     return str(len(steering.ops)), ", ".join(str(layer) for vector in vectors for layer in vector.per_layer)
 
 
@@ -88,7 +90,7 @@ def compare(paths: Annotated[list[Path], typer.Argument(metavar="A B [C…]")], 
     o.table(("layer", *(f"{paths[i]} · {paths[j]}" for i, j in pairs)), rows)
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})  # so that an expression may start with a minus
 def arith(
     out: Annotated[Path, typer.Argument(help="Where the result goes: .safetensors or .gguf.")],
     expression: Annotated[str, typer.Argument(metavar="EXPR", help="For example '0.5*a - b/2 + c'.")],

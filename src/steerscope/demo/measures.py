@@ -33,8 +33,14 @@ TEST_PROMPTS = [
     "Sitting by the window, the old man felt",
     "To be honest, today I feel",
 ]
-POSITIVE_WORDS = "happy glad joyful cheerful delighted excited grateful proud wonderful great".split()
-NEGATIVE_WORDS = "sad sorry miserable gloomy devastated lonely afraid ashamed terrible awful".split()
+# fmt: off
+POSITIVE_WORDS = [
+    "happy", "glad", "joyful", "cheerful", "delighted", "excited", "grateful", "proud", "wonderful", "great"
+]
+NEGATIVE_WORDS = [
+    "sad", "sorry", "miserable", "gloomy", "devastated", "lonely", "afraid", "ashamed", "terrible", "awful"
+]
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +132,9 @@ def log_odds(subject: Subject, steer: Sequence[Add | None]) -> list[float]:
         capture=Capture(layers=(last,), tokens="last_prompt"),
     )
     rows = torch.cat([generation.rows[last] for generation in done]).to(model.device)
-    with torch.no_grad():  # the last layer's row, through the final norm and the unembedding, is the logits
-        logits = model.get_output_embeddings()(model.base_model.norm(rows)).float()
+    norm, unembed = model.base_model.get_submodule("norm"), model.get_submodule("lm_head")  # Llama's names
+    with torch.no_grad():
+        logits = unembed(norm(rows)).float()
     positive, negative = (logits[:, _first_ids(subject, words)] for words in (POSITIVE_WORDS, NEGATIVE_WORDS))
     odds = positive.logsumexp(-1) - negative.logsumexp(-1)
     return odds.view(len(steer), -1).mean(1).tolist()

@@ -10,6 +10,7 @@ class Answer:
     condition: str
     prompt: str
     text: str
+    finished: bool  # False: cut off at the token limit
     projection: float  # mean row norms, 0 = midway between positive and negative sentences
     perplexity: float  # of the unsteered model, which reads the answer without steering
 
@@ -23,6 +24,7 @@ class HeatMap:
     tokens: list[str]
     answer_start: int
     values: list[list[float]]
+    longest: tuple[str, int, float]  # token, layer and length (in mean row norms) of the longest row shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One text in the PCA plane."""
+    """One text in the PCA plane, in mean row norms."""
 
     group: str
     text: str
@@ -95,6 +97,12 @@ class Results:
     @property
     def heldout_auroc(self) -> float:
         return self.auroc[self.read_layer]
+
+    def last_layer_mean(self, condition: str) -> float:
+        """Mean projection of the answer's tokens at the last layer, from the heat map."""
+        heat = next(heat for heat in self.heat if heat.condition == condition)
+        answer = heat.values[-1][heat.answer_start :]
+        return sum(answer) / len(answer)
 
     def dose(self, scale: float) -> Dose:
         return min(self.doses, key=lambda dose: abs(dose.scale - scale))

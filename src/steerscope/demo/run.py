@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from sklearn.decomposition import PCA
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
@@ -75,13 +74,18 @@ def steerings(subject: Subject, plain: Sequence[Generation]) -> tuple[dict[str, 
 def look(subject: Subject, condition: str, prompt: str, generation: Generation) -> tuple[Answer, HeatMap]:
     """Measure one answer, token by token; the chat template's own tokens are left out."""
     rows = generation.rows
-    kept = rows.labels.message >= 0
-    generated = rows.labels.generated[kept]
-    tokens = [str(subject.hf.tokenizer.decode([token])) for token in rows.labels.token_id[kept]]
-    places = torch.stack([subject.place(rows[layer][torch.from_numpy(kept)], layer) for layer in rows.layers])
+    chosen = rows.labels.message >= 0
+    generated = rows.labels.generated[chosen]
+    tokens = [str(subject.hf.tokenizer.decode([token])) for token in rows.labels.token_id[chosen]]
+    kept = {layer: rows[layer][torch.from_numpy(chosen)] for layer in rows.layers}
+    places = torch.stack([subject.place(row, layer) for layer, row in kept.items()])
+    lengths = torch.stack([row.float().norm(dim=-1) / subject.norms[layer] for layer, row in kept.items()])
+    layer, column = divmod(int(lengths.argmax()), len(tokens))
+    longest = (tokens[column], layer, float(lengths[layer, column]))
     mean = float(places[subject.read_layer][torch.from_numpy(generated)].mean())
-    measured = Answer(condition, prompt, generation.text, mean, perplexity(subject, [generation]))
-    return measured, HeatMap(condition, prompt, tokens, int((~generated).sum()), places.tolist())
+    ended, surprise = generation.finish_reason == "stop", perplexity(subject, [generation])
+    answer = Answer(condition, prompt, generation.text, ended, mean, surprise)
+    return answer, HeatMap(condition, prompt, tokens, int((~generated).sum()), places.tolist(), longest)
 
 
 def plane(subject: Subject, texts: Mapping[str, Sequence[str]]) -> Plane:
@@ -95,30 +99,29 @@ def plane(subject: Subject, texts: Mapping[str, Sequence[str]]) -> Plane:
     read_texts = [_finished(text) for group in texts.values() for text in group]
     read = sentence_rows(subject.engine, read_texts, layers=layer)[:, 0]
     extraction, heldout = subject.extraction[:, layer], subject.heldout[:, layer]
-    pca = PCA(2, svd_solver="full").fit(_centred(extraction, 2))
-    plain = PCA(2, svd_solver="full").fit(extraction)
-    direction = subject.unit[layer].numpy()
-    sign = 1 if pca.components_[0] @ direction > 0 else -1  # the sign of a component is arbitrary: positive to the right
+    direction = subject.unit[layer]
+    components, explained = _principal(_centred(extraction, 2), direction)
+    plain, _ = _principal(extraction, direction)
     centred = torch.cat([_centred(extraction, 2), _centred(heldout, 2), _centred(read, len(texts))])
     groups = [f"{side} {part}" for part in ("sentence", "held out") for side in (data.positive, data.negative)]
     sizes = [len(data.extraction)] * 2 + [len(data.heldout)] * 2
     labels = [group for group, size in zip(groups, sizes, strict=True) for _ in range(size)]
     labels += [f"{group} answer" for group, found in texts.items() for _ in found]
     points = [
-        Point(label, text, sign * float(x), float(y))
+        Point(label, text, x, y)
         for label, text, (x, y) in zip(
             labels,
             sentences(data.extraction) + sentences(data.heldout) + read_texts,
-            pca.transform(centred),
+            (centred @ components.T / subject.norms[layer]).tolist(),
             strict=True,
         )
     ]
     _, positive, negative = subject.place(read, layer).view(len(texts), -1).tolist()
     return Plane(
         points=points,
-        explained=tuple(map(float, pca.explained_variance_ratio_)),
-        cosine=abs(float(pca.components_[0] @ direction)),
-        plain_cosines=tuple(abs(float(component @ direction)) for component in plain.components_),
+        explained=explained,
+        cosine=float(components[0] @ direction),
+        plain_cosines=tuple((plain @ direction).tolist()),
         readback_auroc=float(roc_auc_score([1] * len(positive) + [0] * len(negative), positive + negative)),
     )
 
@@ -127,6 +130,16 @@ def _centred(rows: Tensor, groups: int) -> Tensor:
     """Rows of `groups` equal parts; the i-th rows of all parts belong together and their mean is taken away."""
     parts = rows.view(groups, -1, rows.shape[-1])
     return (parts - parts.mean(0)).flatten(0, 1)
+
+
+def _principal(rows: Tensor, direction: Tensor) -> tuple[Tensor, tuple[float, ...]]:
+    """The first two principal components [2, hidden], and their shares of the variance.
+
+    The sign of a component is arbitrary: here it is that of its cosine with the direction.
+    """
+    _, strengths, components = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
+    shares = strengths.square() / strengths.square().sum()
+    return components[:2] * (components[:2] @ direction).sign()[:, None], tuple(shares[:2].tolist())
 
 
 def _finished(text: str) -> str:

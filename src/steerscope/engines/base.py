@@ -323,7 +323,7 @@ class Engine(ABC):
         return jobs, outcomes
 
     def _finish(self, jobs: Sequence[Job], outcomes: asyncio.Queue[tuple[Job, Outcome]] | None = None) -> None:
-        """Whatever happened: unfinished jobs are cancelled, their rows given back, and nobody can name them any more."""
+        """Whatever happened: unfinished jobs are cancelled, rows nobody took are given back, and the names are free."""
         for job in jobs:
             job.cancelled = job.abandoned = True
             self._jobs.pop(job.plan.request_id, None)

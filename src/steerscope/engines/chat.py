@@ -58,10 +58,10 @@ def render_chat(
             raise InvalidRequest([Problem("messages", what, "use generate() with your own text")])
         text = text[: spans[-1][1]]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    token_ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+    token_ids, offsets = list(encoded["input_ids"]), _untrimmed(encoded["offset_mapping"])
     if spans is None:
         return RenderedChat(text, token_ids, None, continue_final)
-    wholes = _whole_spans(text, contents, render, continue_final)
+    wholes = _whole_spans(text, contents, spans, render, continue_final)
     proven = tuple(
         MessageSpan(
             index=i,
@@ -85,22 +85,30 @@ def _content_spans(text: str, contents: Sequence[str], render: _Render, prompt: 
         marked = render(markers, prompt)
     except InvalidRequest:  # a template that reads contents, e.g. JSON arguments
         return None
-    spans: list[Interval] = []
-    at = 0  # in the real text
-    for marker, content in zip(markers, contents, strict=True):
-        before, found, marked = marked.partition(marker)
-        if not found or not text.startswith(before, at):
+    own: list[str] = []  # the template's own text before, between and behind the contents
+    for marker in markers:
+        if marked.count(marker) != 1:
             return None
-        at += len(before)
-        shown = next((c for c in (content, content.strip()) if text.startswith(c, at)), None)
+        before, _, marked = marked.partition(marker)
+        own.append(before)
+    own.append(marked)
+    if not text.startswith(own[0]):
+        return None
+    spans: list[Interval] = []
+    at = len(own[0])  # in the real text
+    for content, behind in zip(contents, own[1:], strict=True):
+        # What stands behind decides between the two: white space there may be the content's or the template's.
+        shown = next((c for c in (content, content.strip()) if text.startswith(c + behind, at)), None)
         if shown is None:
             return None
         spans.append((at, at + len(shown)))
-        at += len(shown)
-    return spans if text[at:] == marked else None
+        at += len(shown) + len(behind)
+    return spans if at == len(text) else None
 
 
-def _whole_spans(text: str, contents: Sequence[str], render: _Render, continued: bool) -> list[Interval] | None:
+def _whole_spans(
+    text: str, contents: Sequence[str], spans: Sequence[Interval], render: _Render, continued: bool
+) -> list[Interval] | None:
     """Spans with the template's own text: each message adds to the rendering of those before it, or None."""
     ends = []
     for count in range(1, len(contents) + 1):
@@ -114,13 +122,25 @@ def _whole_spans(text: str, contents: Sequence[str], render: _Render, continued:
         if not text.startswith(prefix):
             return None
         ends.append(len(prefix))
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    wholes = list(zip([0, *ends[:-1]], ends, strict=True))
+    # A message that is put into another one's turn (Gemma's system message) has no text of its own around it.
+    hold = all(a <= start and stop <= b for (a, b), (start, stop) in zip(wholes, spans, strict=True))
+    return wholes if hold else None
+
+
+def _untrimmed(offsets: Sequence[Interval]) -> list[Interval]:
+    """Some tokenizers (GPT-NeoX) trim white space off their offsets; a token of nothing else gets its place back."""
+    placed: list[Interval] = []
+    for a, b in offsets:
+        end = placed[-1][1] if placed else 0
+        placed.append((end, b) if a == b else (a, b))
+    return placed
 
 
 def _to_tokens(span: Interval, offsets: Sequence[tuple[int, int]]) -> Interval:
     """The tokens that hold any character of the span."""
     start, stop = span
-    inside = [i for i, (a, b) in enumerate(offsets) if a < stop and b > start and b > a]
+    inside = [i for i, (a, b) in enumerate(offsets) if max(a, start) < min(b, stop)]
     if inside:
         return inside[0], inside[-1] + 1
     after = next((i for i, (a, _) in enumerate(offsets) if a >= start), len(offsets))

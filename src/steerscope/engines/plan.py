@@ -12,7 +12,7 @@ from steerscope.residual.table import Column, Key, PlacedOp, pack
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling
-from steerscope.specs.steering import Ablate, Add, Cap, Site, Steering, VectorData
+from steerscope.specs.steering import Ablate, Add, Cap, LayersLike, Site, Steering, VectorData, parse_layers
 from steerscope.specs.tokens import MessageSpan, Positions, SelectorError, resolve
 
 
@@ -147,7 +147,7 @@ class Planner:
         return [op for _, op in sorted(placed, key=lambda pair: pair[0])], applied
 
     def _vector(self, op: Add | Cap | Ablate, field: str) -> VectorData | None:
-        data = self.vectors.get(op.vector) if isinstance(op.vector, str) else op.vector
+        data = self.vectors.get(op.source) if isinstance(op.source, str) else op.source
         if data is None:
             known = ", ".join(sorted(self.vectors)) or "none"
             self._problem(f"{field}.vector", f"no vector is named {op.vector!r}", f"register it; known: {known}")
@@ -173,8 +173,9 @@ class Planner:
             return None
         return layers if self._check_layers(layers, f"{field}.layers") else None
 
-    def _all(self, layers: tuple[int, ...] | str) -> tuple[int, ...]:
-        return tuple(range(self.facts.layers)) if isinstance(layers, str) else layers
+    def _all(self, layers: LayersLike) -> tuple[int, ...]:
+        parsed = parse_layers(layers)
+        return tuple(range(self.facts.layers)) if parsed == "all" else parsed
 
     def _check_layers(self, layers: tuple[int, ...], field: str) -> bool:
         beyond = [str(layer) for layer in layers if not 0 <= layer < self.facts.layers]
@@ -200,11 +201,12 @@ class Planner:
     def _capture(self, capture: Capture, prompt: Prompt, most: int) -> CapturePlan | None:
         layers = self._all(capture.layers)
         positions = self._positions(capture.tokens, prompt, most, "capture")
-        for site in capture.sites:
+        sites: tuple[Site, ...] = tuple(capture.sites)  # type: ignore[assignment]
+        for site in sites:
             self._check_site(site, "capture.sites")
         if not self._check_layers(layers, "capture.layers") or positions is None:
             return None
-        asked: tuple[Key, ...] = tuple((layer, site) for layer in layers for site in capture.sites)
+        asked: tuple[Key, ...] = tuple((layer, site) for layer in layers for site in sites)
         keys = tuple(dict.fromkeys(tap_of(layer, site) for layer, site in asked))
         return CapturePlan(asked, keys, positions, capture)
 

@@ -78,7 +78,10 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Finds the earliest stop string in a growing text and holds back what may be the beginning of one."""
+    """Finds the first stop string in a growing text and holds back what may be the beginning of one.
+
+    The first is the one that is complete first, so that the text does not depend on how tokens cut it into pieces.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -90,9 +93,9 @@ class StopStrings:
         if not self._stops:
             return piece
         text = self._held + piece
-        hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        hits = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if hits:
-            at, self.found = min(hits, key=lambda hit: hit[0])
+            _, at, self.found = min(hits)
             self._held = ""
             return text[:at]
         keep = max((self._overlap(text, stop) for stop in self._stops), default=0)

@@ -13,8 +13,8 @@ from importlib import resources
 import torch
 from torch import Tensor
 
+from steerscope.capture.rows import Rows
 from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import Generation
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling
@@ -101,8 +101,7 @@ def sentence_rows(
     if last_tokens < 1:
         raise InvalidRequest([Problem("last_tokens", f"is {last_tokens}", "choose 1 or more")])
     tokens = f"positions=[-{last_tokens}:]"
-    done = _read(engine, texts, Capture.parse({"layers": layers, "tokens": tokens, "reduce": "mean"}))
-    rows = [generation.rows for generation in done]
+    rows = _read(engine, texts, Capture.parse({"layers": layers, "tokens": tokens, "reduce": "mean"}))
     problems = [
         Problem(f"texts[{i}]", f"{texts[i]!r} has {row.n} tokens", f"it needs {last_tokens}, or lower last_tokens")
         for i, row in enumerate(rows)
@@ -116,19 +115,24 @@ def sentence_rows(
 def row_norms(engine: SyncEngine, texts: Sequence[str], *, layers: LayersLike = "all") -> dict[int, float]:
     """Mean length of the rows at each layer. First tokens are left out: models use them as attention sinks, and in
     SmolLM2 their rows are 150 times as long as all others."""
-    done = _read(engine, texts, Capture.parse({"layers": layers, "tokens": "positions=[1:]"}))
-    if not any(g.rows.n for g in done):
+    rows = _read(engine, texts, Capture.parse({"layers": layers, "tokens": "positions=[1:]"}))
+    if not any(row.n for row in rows):
         raise InvalidRequest([Problem("texts", "none has a second token", "give longer texts")])
     return {
-        layer: float(torch.cat([g.rows[layer] for g in done]).float().norm(dim=-1).mean())
+        layer: float(torch.cat([row[layer] for row in rows]).float().norm(dim=-1).mean())
         for layer in _numbers(engine, layers)
     }
 
 
-def _read(engine: SyncEngine, texts: Sequence[str], capture: Capture) -> list[Generation]:
+def _read(engine: SyncEngine, texts: Sequence[str], capture: Capture) -> list[Rows]:
     if isinstance(texts, str) or not texts:
         raise InvalidRequest([Problem("texts", "no list of texts was given", "give at least one, in a list")])
-    return engine.generate(list(texts), _READ_ONLY, capture=capture)
+    done = engine.generate(list(texts), _READ_ONLY, capture=capture)
+    handles = [generation.capture for generation in done if generation.capture is not None]
+    rows = engine.fetch_all(handles)
+    for handle in handles:
+        handle.close()  # gives the room back at once; the fetched rows are ours
+    return rows
 
 
 def _numbers(engine: SyncEngine, layers: LayersLike) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Capture: which rows of a request to keep."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -13,7 +14,10 @@ def _sites(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-Sites = Annotated[tuple[Site, ...], BeforeValidator(_sites), Field(min_length=1)]
+if TYPE_CHECKING:
+    Sites = Site | Sequence[Site]
+else:
+    Sites = Annotated[tuple[Site, ...], BeforeValidator(_sites), Field(min_length=1)]
 
 
 class Capture(Spec):

@@ -1,6 +1,7 @@
 """Sampling: how tokens are chosen and when to stop."""
 
-from typing import Annotated, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -9,6 +10,12 @@ from steerscope.specs.base import Spec
 
 def _stop(value: object) -> object:
     return (value,) if isinstance(value, str) else value
+
+
+if TYPE_CHECKING:
+    Stop = str | Sequence[str]
+else:
+    Stop = Annotated[tuple[str, ...], BeforeValidator(_stop), Field(max_length=4)]
 
 
 class Sampling(Spec):
@@ -22,7 +29,7 @@ class Sampling(Spec):
     repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
     repetition_window: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stop), Field(max_length=4)] = ()
+    stop: Stop = ()
     ignore_eos: bool = False
     n: int = Field(default=1, ge=1, le=128)
 

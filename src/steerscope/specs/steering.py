@@ -9,13 +9,18 @@ import binascii
 import math
 import re
 import struct
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, Protocol, Self, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol, Self, get_args, runtime_checkable
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from steerscope.specs.base import Spec
 from steerscope.specs.tokens import Tokens
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
 
 Site = Literal["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]
 SITES: tuple[Site, ...] = get_args(Site)
@@ -50,7 +55,11 @@ def parse_layers(value: object) -> tuple[int, ...] | Literal["all"]:
     return tuple(sorted(layers))
 
 
-Layers = Annotated[tuple[int, ...] | Literal["all"], BeforeValidator(parse_layers)]
+# Fields take what users write and hold the normal form. Type checkers are shown the former.
+if TYPE_CHECKING:
+    Layers = LayersLike
+else:
+    Layers = Annotated[tuple[int, ...] | Literal["all"], BeforeValidator(parse_layers)]
 
 
 def _pack(value: object) -> bytes:
@@ -131,7 +140,11 @@ def _vector(value: object) -> object:
     return VectorData(shared=value)  # type: ignore[arg-type]
 
 
-Vector = Annotated[str | VectorData, BeforeValidator(_vector)]
+if TYPE_CHECKING:
+    _Numbers = Sequence[float] | numpy.ndarray | torch.Tensor
+    Vector = str | VectorData | HasSpec | _Numbers | Mapping[int, _Numbers]
+else:
+    Vector = Annotated[str | VectorData, BeforeValidator(_vector)]
 
 
 class _Op(Spec):
@@ -142,8 +155,15 @@ class _Op(Spec):
     site: Site = "resid_post"
     tokens: Tokens = "all"
 
+    @property
+    def source(self) -> str | VectorData:
+        """The vector in its normal form: a name or numbers."""
+        assert isinstance(self.vector, str | VectorData)
+        return self.vector
+
+    @abstractmethod
     def coefficients(self) -> Coefficients:
-        raise NotImplementedError
+        """c, s, m, lo, hi of the one equation."""
 
 
 class Add(_Op):
@@ -198,12 +218,16 @@ class Ablate(_Op):
 
 
 Op = Annotated[Add | Cap | Ablate, Field(discriminator="op")]
+if TYPE_CHECKING:
+    Ops = Sequence[Add | Cap | Ablate]
+else:
+    Ops = tuple[Op, ...]
 
 
 class Steering(Spec):
     """Ops in order. `reset` drops whatever came before it when steerings are composed (see `Steering.none`)."""
 
-    ops: tuple[Op, ...] = ()
+    ops: Ops = ()
     reset: bool = False
 
     @model_validator(mode="before")

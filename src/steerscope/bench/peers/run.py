@@ -16,6 +16,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 REFERENCE = "transformers_hooks"
+OURS = "steerscope"  # runs in this environment
 CHECKSUM_TOLERANCE = 1e-3  # other kernels move the sum by about 1e-8; missing rows are counted, not summed
 
 
@@ -36,6 +37,7 @@ def run_peers(
 ) -> dict[str, dict[str, Any]]:
     """Results by peer, the reference always among them. With several rounds the peers take turns."""
     requirements: dict[str, list[str]] = json.loads((HERE / "requirements.json").read_text())
+    requirements[OURS] = []
     names = list(dict.fromkeys([REFERENCE, *(requirements if peers is None else peers)]))
     if unknown := sorted(set(names) - set(requirements)):
         raise ValueError(f"unknown peers {unknown}: the known ones are {sorted(requirements)}")
@@ -46,7 +48,8 @@ def run_peers(
         for name in [name for name in names if "error" not in results.get(name, {})]:
             progress(f"{name}: round {turn + 1} of {rounds}")
             try:
-                python = ensure_venv(venv_root.absolute() / name, requirements[name], progress)
+                made = requirements[name]
+                python = ensure_venv(venv_root.absolute() / name, made, progress) if made else Path(sys.executable)
                 found = run_script(python, name, workload, timeout_s)
             except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
                 found = {"peer": name, "error": error_line(error)}
@@ -57,7 +60,7 @@ def run_peers(
 
 
 def ensure_venv(folder: Path, requirements: Sequence[str], progress: Callable[[str], None]) -> Path:
-    """The environment's Python; the environment is made when missing or when its requirements changed."""
+    """The environment's Python. It is made when missing or when its requirements, torch first, changed."""
     python, done, wanted = folder / "bin" / "python", folder / "requirements.done", "\n".join(requirements)
     if done.exists() and done.read_text() == wanted:
         return python
@@ -98,8 +101,7 @@ def merge(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     for name, before in earlier["cells"].items():
         cell = later["cells"].get(name, before)
         if "seconds" in before and "seconds" in cell:
-            times = {key: before[key] + cell[key] for key in ("seconds", "cpu_seconds")}
-            later["cells"][name] = before | cell | times
+            later["cells"][name] = before | cell | {key: before[key] + cell[key] for key in ("seconds", "cpu_seconds")}
         elif "error" in before:
             later["cells"][name] = before
     return later

@@ -1,0 +1,104 @@
+"""The figures in README and docs are generated from bench/results/*.json and never typed.
+
+    python -m steerscope.bench.tables          rewrites the blocks
+    tests/test_docs.py                         fails when one is stale
+
+A block stands between `<!-- figures: NAME -->` and `<!-- end -->`.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+_BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def _load(results: Path, name: str) -> dict:
+    return json.loads((results / name).read_text())
+
+
+def engine(results: Path) -> str:
+    data = _load(results, "hf.json")
+    work, machine = data["workload"], data["machine"]
+    lines = ["| one process, cells in turns | median s | × bare `generate` |", "|---|---|---|"]
+    for name, cell in data["engine"].items():
+        lines.append(f"| {name} | {cell['median']:.2f} | {cell['ratio']:.3f} |")
+    lines += ["", f"{_workload(work)}; {work['rounds']} rounds, ratios paired per round; {_machine(machine)}."]
+    return "\n".join(lines)
+
+
+def peers(results: Path) -> str:
+    data = _load(results, "hf.json")
+    lines = ["| best of all runs, s | plain | capture 16 layers | steer 1 layer |", "|---|---|---|---|"]
+    for name, found in data["peers"].items():
+        cells = found.get("cells", {})
+        shown = [_cell(cells.get(key, found)) for key in ("plain", "capture", "steer")]
+        title = "plain hooks on bare generate" if name == "transformers_hooks" else f"{name} {found.get('version', '')}"
+        lines.append(f"| {title} | {' | '.join(shown)} |")
+    wrong = [
+        f"- {name}, `{key}`: {cell['wrong']}"
+        for name, found in data["peers"].items()
+        for key, cell in found.get("cells", {}).items()
+        if "wrong" in cell
+    ]
+    if wrong:
+        lines += ["", "Rows that differ from the reference's:", *wrong]
+    return "\n".join(lines)
+
+
+def _cell(cell: dict) -> str:
+    if "seconds" in cell:
+        return f"{min(cell['seconds']):.2f}" + (" (wrong rows)" if "wrong" in cell else "")
+    return f"— ({cell.get('error', 'not run').split(':')[0]})"
+
+
+def acceptance(results: Path) -> str:
+    data = _load(results, "acceptance.json")
+    rows, batch, zero, demo = data["parity"], data["mixed_batch"], data["scale_zero"], data["demo"]
+    return "\n".join(
+        [
+            "| claim, on SmolLM2-135M-Instruct in float32 | measured |",
+            "|---|---|",
+            f"| {rows['rows']:,} rows against transformers' `hidden_states`: worst row, relative L2 "
+            f"| {rows['worst_row']:.1e} |",
+            f"| … while float32 `hidden_states` differ from float64 ones by | {rows['float32_against_float64']:.1e} |",
+            f"| … and rows of neighbouring layers by at least | {rows['neighbouring_layers_differ_by']:.2f} |",
+            f"| 16 different requests in one batch against the same alone: same tokens "
+            f"| {batch['same_tokens']} of {batch['requests']} |",
+            f"| … worst row, relative L2 | {batch['worst_row']:.1e} |",
+            f"| steering with scale 0: byte-identical texts | {zero['identical']} of {zero['texts']} |",
+            f"| happy/sad direction on held-out sentences (AUROC) | {demo['heldout_auroc']:.2f} |",
+            f"| log-odds happy − sad, +scale against −scale | {demo['log_odds_gap']:+.1f} nats, {demo['z']:.1f} standard "
+            f"deviations of {len(demo['random_gaps'])} random directions |",
+            f"| loading the model the second time | {data['load_seconds']:.1f} s |",
+        ]
+    )
+
+
+def _workload(work: dict) -> str:
+    shape = f"Llama shape {work['layers']}×{work['hidden']}, {work['dtype']}"
+    return f"{shape}, batch {work['batch']}, {work['prefill']} + {work['decode']} tokens"
+
+
+def _machine(machine: dict) -> str:
+    versions = machine["versions"]
+    return f"{machine['threads']} thread, {machine['processor']}, torch {versions['torch']}, transformers {versions['transformers']}"
+
+
+TABLES: dict[str, Callable[[Path], str]] = {"engine": engine, "peers": peers, "acceptance": acceptance}
+
+
+def refresh(text: str, results: Path) -> str:
+    """The text with every block made anew."""
+    return _BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]](results)}\n{match[3]}", text)
+
+
+def main() -> None:
+    results = Path("bench/results")
+    for page in [Path("README.md"), *sorted(Path("docs").glob("*.md"))]:
+        page.write_text(refresh(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Docs that cannot go stale: figures come from the committed JSON, names in the text exist, examples run."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from steerscope.bench.tables import TABLES, refresh
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_figures_are_those_of_the_committed_results(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert refresh(text, ROOT / "bench" / "results") == text, "run: python -m steerscope.bench.tables"
+
+
+def test_every_generated_table_is_shown_somewhere() -> None:
+    shown = {name for page in PAGES for name in re.findall(r"<!-- figures: (\w+) -->", page.read_text(encoding="utf-8"))}
+    assert shown == set(TABLES)
+
+
+def test_every_make_target_and_module_the_pages_name_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"`make ([a-z-]+)`", text):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_every_dependency_is_pinned_exactly() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    pinned = {name.lower().replace("_", "-") for name in pins}
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    wanted += project["optional-dependencies"]["demo"]
+    names = {re.split(r"[<>=\[; ]", item)[0].lower() for item in wanted}
+    assert names <= pinned
+
+
+def test_the_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python blocks of the README, in order, on a tiny model in place of the embedded one."""
+    import tiny
+
+    import steerscope
+
+    tiny.model("llama", layers=30).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    real = steerscope.load
+    opened = []
+
+    def load(_model: str, **options: object) -> object:
+        opened.append(real(tmp_path / "model", **options))  # type: ignore[arg-type]
+        return opened[-1]
+
+    monkeypatch.setattr(steerscope, "load", load)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    scope: dict[str, object] = {"print": lambda *_: None}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), scope)
+    assert opened
+    for engine in opened:
+        engine.close()
