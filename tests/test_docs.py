@@ -19,7 +19,9 @@ def test_figures_are_those_of_the_committed_results(page: Path) -> None:
 
 
 def test_every_generated_table_is_shown_somewhere() -> None:
-    shown = {name for page in PAGES for name in re.findall(r"<!-- figures: (\w+) -->", page.read_text(encoding="utf-8"))}
+    shown = {
+        name for page in PAGES for name in re.findall(r"<!-- figures: (\w+) -->", page.read_text(encoding="utf-8"))
+    }
     assert shown == set(TABLES)
 
 
@@ -45,9 +47,8 @@ def test_every_dependency_is_pinned_exactly() -> None:
 
 def test_the_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python blocks of the README, in order, on a tiny model in place of the embedded one."""
-    import tiny
-
     import steerscope
+    import tiny
 
     tiny.model("llama", layers=30).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")

@@ -11,6 +11,7 @@ from typer.testing import Result
 import tiny
 from steerscope import SteeringVector, __version__
 from steerscope.cli import doctor as module
+from steerscope.cli import options
 
 Cli = Callable[..., Result]
 SITES = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
@@ -79,7 +80,7 @@ def test_any_failure_of_a_model_is_told(cli: Cli, model: str, monkeypatch: pytes
     def fails(*_: object) -> None:
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr(module.o, "open_engine", fails)
+    monkeypatch.setattr(options, "open_engine", fails)
     result = cli("doctor", model, "--json")
     assert result.exit_code == 1
     (problem,) = json.loads(result.stdout)["problems"]

@@ -28,6 +28,7 @@ def results(text: str = "I had a wonderful day.") -> Results:
         model=text,
         layers=6,
         hidden=8,
+        dtype="float32",
         positive="happy",
         negative="sad",
         pairs=2,

@@ -4,8 +4,8 @@ import copy
 from collections.abc import Callable, Iterator
 
 import pytest
-import tiny
 
+import tiny
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
 

@@ -465,6 +465,9 @@ REWRITERS = {
     "replaces words": "{% for m in messages %}<{{ m['content'] | replace('dog', 'cat') }}>{% endfor %}",
     "strips one side only": "{% for m in messages %}<{{ m['content'].lstrip() }}>{% endfor %}",
     "escapes": "{% for m in messages %}<{{ m['content'] | tojson }}>{% endfor %}",
+    "adds an end to some": (
+        "{% for m in messages %}<{{ m['content'] }}>{% endfor %}{% if messages[-1]['content'] == 'Fox' %}!{% endif %}"
+    ),
     "numbers by length": "{% for m in messages %}<{{ m['content'] | length }}{{ m['content'] }}>{% endfor %}",
 }
 
@@ -474,6 +477,10 @@ def test_no_span_is_claimed_where_a_template_rewrites_messages(template: str):
     rendered = render(template, chat(("system", 'Be "kind".'), " The big dog ", "Fox"))
     assert rendered.messages is None
     assert rendered.token_ids
+
+
+def test_a_content_said_twice_has_no_span_even_if_it_looks_like_a_marker():
+    assert render(REWRITERS["says everything twice"], chat("\ue0000\ue001")).messages is None
 
 
 def test_a_template_that_reads_contents_and_chokes_on_a_marker_claims_no_span():

@@ -7,11 +7,11 @@ import time
 
 import numpy as np
 import pytest
-import tiny
 import torch
+
+import tiny
 from engines.conftest import Start
 from reference import Reference, distance, same_until_tie
-
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
 from steerscope.specs import Ablate, Add, Cap, Capture, InvalidRequest, Sampling, Steering
@@ -410,6 +410,19 @@ class TestCapture:
         threading.Timer(0.1, first.capture.close).start()
         assert engine.generate(PROMPT, SHORT, capture=Capture()).rows.n > 0
 
+    def test_unfetched_rows_expire_even_when_nobody_asks_for_anything(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("steerscope.engines.hf.engine._SWEEP_S", 0.02)
+        engine = start(capture_ttl=0.05)
+        first = engine.generate(PROMPT, SHORT, capture=Capture())
+        deadline = time.monotonic() + 5
+        while engine.stats()["capture_bytes"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert engine.stats()["capture_bytes"] == 0
+        with pytest.raises(CaptureClosed, match="capture_ttl"):
+            _ = first.rows
+
     def test_unfetched_rows_expire_and_say_so(self, start: Start) -> None:
         engine = start(capture_budget=20_000, capture_ttl=0.05, capture_wait=5)
         first = engine.generate(PROMPT, SHORT, capture=Capture())
@@ -494,13 +507,20 @@ class TestRefusals:
             "prompts[1].sampling.max_tokens",
             "prompts[1].steer.ops[0].vector",
             "prompts[1].steer.ops[1].layers",
-            "prompts[1].steer.ops[1].layers",
         ]
         assert "llama has layers 0–3" in str(error.value)
 
     def test_a_prompt_longer_than_the_context_is_refused(self, engine: SyncEngine) -> None:
         with pytest.raises(InvalidRequest, match="the context of llama holds 256"):
             engine.generate("word " * 400, SHORT)
+
+    def test_text_that_is_not_unicode_is_refused(self, engine: SyncEngine) -> None:
+        for call in (
+            lambda: engine.generate("caf\udce9", SHORT),
+            lambda: engine.chat([{"role": "user", "content": "\udc80"}], SHORT),
+        ):
+            with pytest.raises(InvalidRequest, match="not valid Unicode"):
+                call()
 
     def test_a_list_of_specs_must_match_the_prompts(self, engine: SyncEngine) -> None:
         with pytest.raises(InvalidRequest, match="2 specs for 3 prompts"):

@@ -4,11 +4,11 @@ import copy
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from engines.conftest import Start
-from reference import RefOp, Reference, distance, same_until_tie
 
+import tiny
+from engines.conftest import Start
+from reference import Reference, RefOp, distance, same_until_tie
 from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering
 from steerscope.specs.steering import SITES
 

@@ -185,9 +185,9 @@ def atoms(draw, chat: Chat) -> Node:
         chosen = [s for s in chat.spans if s.role == wanted]
         generated = wanted == "assistant"
     else:
-        index = draw(st.integers(-count, answer))
+        index = draw(st.integers(-answer - 1, answer))
         wanted = str(index)
-        index = index + count if index < 0 else index
+        index = index + answer + 1 if index < 0 else index
         chosen = [s for s in chat.spans if s.index == index]
         generated = index == answer
     means = frozenset(i for s in chosen for i in range(*(s.whole if template and s.whole else s.content)))
@@ -208,7 +208,8 @@ def position_lists(draw, p: int) -> Node:
         ends = [draw(st.none() | st.integers(-p - 3, ROWS + 5)) for _ in range(2)]
         items.append(":".join("" if end is None else str(end) for end in ends))
         first, last = (None if end is None else max(0, end + p) if end < 0 else end for end in ends)
-        means.update(range(first or 0, ROWS if last is None else min(last, ROWS)))
+        open_end = p if ends[0] is not None and ends[0] < 0 else ROWS
+        means.update(range(first or 0, open_end if last is None else min(last, ROWS)))
     gap = draw(st.sampled_from(["", " "]))
     return Node("atom", f"positions={gap}[{gap}{(',' + gap).join(items)}{gap}]", frozenset(means))
 
@@ -260,7 +261,8 @@ def test_not_binds_before_and_which_binds_before_or(text: str, expected: set[int
         ("positions=[:2]", {0, 1}),
         ("positions=[-2:6]", {4, 5}),
         ("positions=[-100:2]", {0, 1}),  # a range is cut to what exists, a single position is not
-        ("positions=[-2:]", set(range(4, 20))),  # an open range runs on into what is generated
+        ("positions=[-2:]", {4, 5}),  # counted from the prompt's end, an open range ends there
+        ("positions=[4:]", set(range(4, 20))),  # otherwise it runs on into what is generated
         ("positions=[:]", set(range(20))),
         ("positions=[5:2]", set()),
         ("positions=[]", set()),
@@ -290,7 +292,8 @@ SPANS = (
         ("role=assistant & prompt", {11, 12}),
         ("role=system | message=3", {2, 3, 15}),
         ("message=1+template", {5, 6, 7, 8, 9}),
-        ("message=-1", {15}),
+        ("message=-1", {18, 19}),
+        ("message=-2", {15}),
         ("message=4", {18, 19}),  # the answer is the next message
         ("role=tool", set()),
         ("prompt & !role=system", set(range(18)) - {2, 3}),
@@ -404,7 +407,7 @@ def test_roles_and_messages_without_proven_spans_are_refused_with_what_to_use(te
         resolve(text, 6)
 
 
-@pytest.mark.parametrize("index", [5, -5, 99])
+@pytest.mark.parametrize("index", [5, -6, 99])
 def test_a_message_that_does_not_exist_is_refused_with_those_that_do(index: int):
     with pytest.raises(SelectorError, match=f"message {index} does not exist; the chat has messages 0–4"):
         resolve(f"message={index}", 18, SPANS)

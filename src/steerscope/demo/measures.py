@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
 from steerscope.demo.results import Control
 from steerscope.engines.facade import SyncEngine
@@ -110,16 +111,30 @@ def answers(
     return [done[i : i + len(prompts)] for i in range(0, len(done), len(prompts))]
 
 
-def perplexity(subject: Subject, generations: Sequence[Generation]) -> float:
-    """How surprised the unsteered model is by the answers: exp of the mean −log p of their tokens, given the chat."""
-    model, surprises = subject.hf.model, []
-    for generation in generations:
-        count = len(generation.token_ids)
-        ids = torch.tensor([[*generation.prompt_token_ids, *generation.token_ids]], device=model.device)
+def surprises(subject: Subject, generations: Sequence[Generation]) -> list[Tensor]:
+    """−log p of every answer token given the chat, by the unsteered model, in nats. Equal prompts are read once."""
+    model, found = subject.hf.model, [torch.empty(0)] * len(generations)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, generation in enumerate(generations):
+        groups.setdefault(tuple(generation.prompt_token_ids), []).append(i)
+    for prompt, members in groups.items():
+        answers = [torch.tensor(generations[i].token_ids) for i in members]
+        targets = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True).to(model.device)
+        inputs = torch.cat([torch.full_like(targets[:, :1], prompt[-1]), targets[:, :-1]], dim=1)
+        cache = DynamicCache()
         with torch.no_grad():
-            logits = model(ids, logits_to_keep=count + 1).logits[0, :-1].float()
-        surprises.append(-torch.log_softmax(logits, -1).gather(1, ids[0, -count:, None])[:, 0])
-    return math.exp(torch.cat(surprises).mean())
+            model(torch.tensor([prompt[:-1]], device=model.device), past_key_values=cache, logits_to_keep=1)
+            cache.batch_repeat_interleave(len(members))
+            logits = model(inputs, past_key_values=cache).logits.float()  # padding comes last: no answer sees it
+        nats = -torch.log_softmax(logits, -1).gather(2, targets[..., None])[..., 0]
+        for row, i in enumerate(members):
+            found[i] = nats[row, : len(answers[row])].cpu()
+    return found
+
+
+def perplexity(nats: Sequence[Tensor]) -> float:
+    """exp of the mean surprise per token."""
+    return math.exp(torch.cat(list(nats)).mean())
 
 
 def log_odds(subject: Subject, steer: Sequence[Add | None]) -> list[float]:

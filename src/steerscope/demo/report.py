@@ -120,6 +120,7 @@ def _texts(results: Results) -> dict[str, str]:
         "heat_prompt": results.heat[0].prompt,
         "longest_token": token.strip(),
         "version": results.version,
+        "dtype": results.dtype,
     }
     numbers = {
         "layers": str(results.layers),

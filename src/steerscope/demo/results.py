@@ -75,6 +75,7 @@ class Results:
     model: str
     layers: int
     hidden: int
+    dtype: str
     positive: str
     negative: str
     pairs: int

@@ -24,6 +24,7 @@ from steerscope.demo.measures import (
     heldout_auroc,
     perplexity,
     set_up,
+    surprises,
 )
 from steerscope.demo.progress import Steps
 from steerscope.demo.report import html_report, telling_lines
@@ -47,10 +48,10 @@ _STEPS = 7
 
 
 def doses(subject: Subject, swept: Sequence[Sequence[Generation]], odds: Sequence[float]) -> list[Dose]:
-    made = []
-    for scale, group, odd in zip(SCALES, swept, odds, strict=True):
+    nats, made = surprises(subject, [g for group in swept for g in group]), []
+    for i, (scale, group, odd) in enumerate(zip(SCALES, swept, odds, strict=True)):
         distinct = sum(len(set(g.token_ids)) / len(g.token_ids) for g in group) / len(group)
-        made.append(Dose(scale, perplexity(subject, group), distinct, odd))
+        made.append(Dose(scale, perplexity(nats[i * len(group) : (i + 1) * len(group)]), distinct, odd))
     return made
 
 
@@ -71,7 +72,7 @@ def steerings(subject: Subject, plain: Sequence[Generation]) -> tuple[dict[str, 
     return made, caps
 
 
-def look(subject: Subject, condition: str, prompt: str, generation: Generation) -> tuple[Answer, HeatMap]:
+def look(subject: Subject, condition: str, prompt: str, generation: Generation, nats: Tensor) -> tuple[Answer, HeatMap]:
     """Measure one answer, token by token; the chat template's own tokens are left out."""
     rows = generation.rows
     chosen = rows.labels.message >= 0
@@ -83,8 +84,7 @@ def look(subject: Subject, condition: str, prompt: str, generation: Generation) 
     layer, column = divmod(int(lengths.argmax()), len(tokens))
     longest = (tokens[column], layer, float(lengths[layer, column]))
     mean = float(places[subject.read_layer][torch.from_numpy(generated)].mean())
-    ended, surprise = generation.finish_reason == "stop", perplexity(subject, [generation])
-    answer = Answer(condition, prompt, generation.text, ended, mean, surprise)
+    answer = Answer(condition, prompt, generation.text, generation.finish_reason == "stop", mean, perplexity([nats]))
     return answer, HeatMap(condition, prompt, tokens, int((~generated).sum()), places.tolist(), longest)
 
 
@@ -168,11 +168,10 @@ def measure(model: str, steps: Steps, *, sweep_tokens: int = 24, answer_tokens: 
         steered, caps = steerings(subject, swept[SCALES.index(0.0)])
         shown = answers(subject, SHOWN_PROMPTS, list(steered.values()), answer_tokens, Capture())
         steps("projecting every token at every layer")
-        looks = [
-            look(subject, name, prompt, generation)
-            for name, group in zip(steered, shown, strict=True)
-            for prompt, generation in zip(SHOWN_PROMPTS, group, strict=True)
-        ]
+        asked = [(name, prompt) for name in steered for prompt in SHOWN_PROMPTS]
+        flat = [generation for group in shown for generation in group]
+        nats = surprises(subject, flat)
+        looks = [look(subject, *names, g, n) for names, g, n in zip(asked, flat, nats, strict=True)]
         steps("principal components")
         three = zip(list(steered)[:3], shown, (0.0, SCALE, -SCALE), strict=False)
         texts = {name: [g.text for g in [*group, *swept[SCALES.index(at)]]] for name, group, at in three}
@@ -182,6 +181,7 @@ def measure(model: str, steps: Steps, *, sweep_tokens: int = 24, answer_tokens: 
             model=model,
             layers=engine.facts.layers,
             hidden=engine.facts.hidden,
+            dtype=str(subject.hf.model.dtype).removeprefix("torch."),
             positive=data.positive,
             negative=data.negative,
             pairs=len(data.extraction),
@@ -214,5 +214,5 @@ def run_demo(out: Path, model: str = "smollm2-135m") -> None:
         temporary.write_text(html_report(results), encoding="utf-8")
     console = Console(highlight=False)
     for line in telling_lines(results):
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
     console.print(str(page.resolve()), markup=False, soft_wrap=True)

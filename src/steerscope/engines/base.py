@@ -205,7 +205,8 @@ class Engine(ABC):
         spec = _steering(steering)
         probe = Prompt([0] * 8)
         neutral = [op.model_copy(update={"tokens": "all"}) for op in spec.ops]  # selectors depend on the request
-        Planner(self.facts, self._vectors).plan("default", probe, Sampling(), Steering(ops=tuple(neutral)), None)
+        sampling = Sampling(max_tokens=1)
+        Planner(self.facts, self._vectors).plan("default", probe, sampling, Steering(ops=tuple(neutral)), None)
         self._default = spec
 
     @contextlib.contextmanager
@@ -244,7 +245,7 @@ class Engine(ABC):
         return self._sync
 
     async def close(self) -> None:
-        self._stop()
+        await asyncio.to_thread(self._stop)
 
     async def __aenter__(self) -> Self:
         return self
@@ -260,10 +261,13 @@ class Engine(ABC):
         if not isinstance(prompt, str):
             what = f"a prompt is text or TokenPrompt, not {type(prompt).__name__}"
             raise InvalidRequest([Problem("prompt", what, "wrap token ids in TokenPrompt([...])")])
+        _check_text(prompt, "prompt")
         return Prompt(list(self.tokenizer(prompt)["input_ids"]) if prompt else [])  # type: ignore[arg-type]
 
     def _render(self, chat: Chat, continue_final: bool, options: TemplateOptions) -> Prompt:
         messages: list[Message] = parse_chat(chat)
+        for i, message in enumerate(messages):
+            _check_text(message.content, f"messages[{i}].content")
         if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidRequest([Problem("messages", f"{self.facts.name} has no chat template", "use generate()")])
         rendered = render_chat(self.tokenizer, messages, continue_final, options)  # type: ignore[arg-type]
@@ -319,6 +323,9 @@ class Engine(ABC):
             self._submit(jobs)
         except EngineClosed:
             self._finish(jobs)
+            for job in jobs:
+                if job.held:
+                    job.held.release()
             raise
         return jobs, outcomes
 
@@ -410,6 +417,13 @@ def _discard(outcome: Outcome) -> None:
 def _generation(plan: Plan, choices: list[Choice]) -> Generation:
     ordered = tuple(sorted(choices, key=lambda choice: choice.index))
     return Generation(plan.request_id, list(plan.prompt.token_ids), ordered, plan.applied)
+
+
+def _check_text(text: str, field: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes that were not UTF-8, smuggled in as lone surrogates
+        raise InvalidRequest([Problem(field, "the text is not valid Unicode", "send UTF-8")]) from None
 
 
 def _steering(steer: SteerLike | None) -> Steering:

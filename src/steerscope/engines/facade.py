@@ -49,8 +49,8 @@ class SyncEngine:
             except BaseException as error:
                 done.set_exception(error)
 
-        self._loop.call_soon_threadsafe(lambda: tasks.append(self._loop.create_task(work(), context=context)))
         try:
+            self._loop.call_soon_threadsafe(lambda: tasks.append(self._loop.create_task(work(), context=context)))
             return done.result()
         except KeyboardInterrupt:
             self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])

@@ -206,6 +206,8 @@ class Planner:
             self._check_site(site, "capture.sites")
         if not self._check_layers(layers, "capture.layers") or positions is None:
             return None
+        if positions.count(most) == 0:
+            self._problem("capture.tokens", f"{capture.tokens!r} selects no row of this request", "widen it")
         asked: tuple[Key, ...] = tuple((layer, site) for layer in layers for site in sites)
         keys = tuple(dict.fromkeys(tap_of(layer, site) for layer, site in asked))
         return CapturePlan(asked, keys, positions, capture)

@@ -1,7 +1,8 @@
 """The `tokens` selector language: which positions of a request an op or a capture applies to.
 
     all   prompt   generated   last_prompt
-    positions=[0, 3, 8:12, -1]   absolute positions and half-open ranges; negative ones count from the prompt's end
+    positions=[0, 3, 8:12, -1]   absolute positions and half-open ranges; negative ones count from the prompt's end,
+                                 and so does the open end behind one: -4: is the prompt's last four
     role=user   role=user+template   message=2   message=2+template
     A & B   A | B   !A   (A)         intersection, union, complement: `prompt & !role=system`
 
@@ -197,7 +198,9 @@ class _Parser:
 
         if single is None:
             start = max(0, absolute(first)) if first else 0
-            return start, (max(0, absolute(last)) if last else END)
+            # Counted from the prompt's end, an open range ends there: -4: is the last four tokens of the prompt.
+            open_end = p if first and int(first) < 0 else END
+            return start, (max(0, absolute(last)) if last else open_end)
         position = absolute(single)
         if position < 0:
             raise SelectorError(f"position {single} is before the prompt's start; the prompt has {p} tokens")
@@ -214,10 +217,9 @@ class _Parser:
             raise SelectorError(f"{name}={value} needs chat messages with proven spans; use chat() or positions=[…]")
         # Generated tokens are the assistant's: they continue an open last message, or form the next one.
         answer = len(spans) - 1 if self.context.open_message else len(spans)
-        if name == "message" and not -len(spans) <= int(wanted) <= answer:
-            raise SelectorError(f"message {wanted} does not exist; the chat has messages 0–{answer}")
-        index = int(wanted) if name == "message" else 0
-        index = index + len(spans) if index < 0 else index
+        if name == "message" and not -answer - 1 <= int(wanted) <= answer:
+            raise SelectorError(f"message {wanted} does not exist; the chat has messages 0–{answer} (the answer)")
+        index = int(wanted) % (answer + 1) if name == "message" else 0
         chosen = [s for s in spans if (s.index == index if name == "message" else s.role == wanted)]
         parts: list[Interval] = []
         for span in chosen:

@@ -99,7 +99,9 @@ class SteeringVector:
     ) -> "SteeringVector":
         self._same_shape(other)
         joined = {layer: operation(direction, other.directions[layer]) for layer, direction in self.directions.items()}
-        return replace(self, directions=joined, method=f"{self._name()} {sign} {other._name()}", provenance={})
+        model = self.model if self.model == other.model else None
+        method = f"{self._name()} {sign} {other._name()}"
+        return replace(self, directions=joined, model=model, method=method, provenance={})
 
     def _same_shape(self, other: "SteeringVector") -> None:
         problems = []

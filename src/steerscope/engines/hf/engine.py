@@ -5,6 +5,7 @@ the batch has its own steering, capture, sampling and seed. Captured rows are st
 request's buffer; a request that fails ends alone.
 """
 
+import inspect
 import queue
 import threading
 from collections.abc import Sequence
@@ -26,9 +27,10 @@ from steerscope.engines.hf.taps import Taps
 from steerscope.engines.plan import Facts, Plan
 from steerscope.engines.text import Decoder
 from steerscope.residual.table import SlotTable
-from steerscope.specs.errors import CapacityExceeded, EngineClosed, ModelNotFound, RequestFailed
+from steerscope.specs.errors import CapacityExceeded, EngineClosed, ModelNotFound, RequestFailed, UnsupportedModel
 
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill forward
+_SWEEP_S = 5.0  # how often an idle engine looks for captures that have expired
 
 
 class HFEngine(Engine):
@@ -63,6 +65,9 @@ class HFEngine(Engine):
         self._taps = Taps(blocks, self._table)
         self._decoder = Decoder(tokenizer)  # type: ignore[arg-type]
         self._eos = _eos_ids(model, tokenizer)
+        # Only the last column's logits are needed; a model that cannot leave the others out computes them all.
+        can_skip = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if can_skip else {}
         self._cache = BatchCache(len(blocks))
         self._rows: list[Row] = []
         self._joining: list[Row] = []  # admitted, not yet prefilled
@@ -92,7 +97,11 @@ class HFEngine(Engine):
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ModelNotFound(f"cannot load {model}: {reason}") from error
-        loaded.to(device)  # type: ignore[arg-type]
+        try:
+            loaded.to(device)  # type: ignore[arg-type]
+        except (RuntimeError, AssertionError) as error:  # torch raises either for a device it does not have
+            reason = str(error).strip().splitlines()[0]
+            raise UnsupportedModel(f"cannot put {model} on device {device!r}: {reason}") from error
         return cls(loaded, tokenizer, **{"name": str(model), **options})  # type: ignore[arg-type]
 
     # --- the Engine's side (any thread)
@@ -144,9 +153,12 @@ class HFEngine(Engine):
         while True:
             idle = not self._rows and not self._waiting
             try:
-                jobs = self._inbox.get(block=idle)
+                jobs = self._inbox.get(block=idle, timeout=_SWEEP_S)
             except queue.Empty:
-                return True
+                if not idle:
+                    return True
+                self.budget.sweep()
+                continue
             if jobs is None:
                 return False
             self._counts["requests"] += len(jobs)
@@ -243,7 +255,7 @@ class HFEngine(Engine):
         plan = build_pass(rows, width, self.facts.hidden, self.model) if keys else None
         self._taps.current = plan.now if plan else None
         try:
-            output = self.model(**inputs, use_cache=True, logits_to_keep=1)
+            output = self.model(**inputs, **self._last_only, use_cache=True)
         finally:
             self._taps.current = None
         if plan:
