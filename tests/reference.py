@@ -1,5 +1,5 @@
-"""An independent reference: plain transformers, no cache, no batching, one full forward per token, modules named by hand
-per architecture, ops computed row by row in float64. Nothing here shares code with the engine except the oracle."""
+"""An independent reference: plain transformers, no cache, no batching, one forward per token, modules named by hand per
+architecture, ops computed row by row in float64. Nothing here shares code with the engine except the oracle."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

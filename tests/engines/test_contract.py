@@ -522,6 +522,13 @@ class TestRefusals:
             with pytest.raises(InvalidRequest, match="not valid Unicode"):
                 call()
 
+    def test_an_option_nobody_knows_is_refused(self, engine: SyncEngine) -> None:
+        for call in (engine.generate, engine.stream):
+            with pytest.raises(TypeError, match="stear"):
+                call(PROMPT, SHORT, stear=None)  # type: ignore[call-overload,call-arg]
+        with pytest.raises(TypeError, match="stear"):
+            engine.chat([{"role": "user", "content": "Hi"}], SHORT, stear=None)  # type: ignore[call-overload]
+
     def test_a_list_of_specs_must_match_the_prompts(self, engine: SyncEngine) -> None:
         with pytest.raises(InvalidRequest, match="2 specs for 3 prompts"):
             engine.generate(["a", "b", "c"], steer=[None, None])

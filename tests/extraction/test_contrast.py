@@ -126,9 +126,9 @@ def test_texts_that_are_no_list_are_refused(engine: SyncEngine, texts: list[str]
         row_norms(engine, texts)
 
 
-def test_norms_of_single_tokens_are_refused(engine: SyncEngine) -> None:
-    with pytest.raises(InvalidRequest, match="none has a second token"):
-        row_norms(engine, ["a", "b"])
+def test_norms_of_a_text_without_a_second_token_are_refused_by_its_number(engine: SyncEngine) -> None:
+    with pytest.raises(InvalidRequest, match=r"prompts\[1\].*selects no row of this request"):
+        row_norms(engine, ["How was your week?", "a"])
 
 
 @pytest.mark.parametrize(

@@ -149,11 +149,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--prefill", type=int, default=64)
-    parser.add_argument("--decode", type=int, default=64)
+    parser.add_argument("--decode", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="more than one is slower and noisier on shared cores")
     parser.add_argument("--peers", action="store_true", help="also run the peers, each in a venv of its own")
-    parser.add_argument("--peer-rounds", type=int, default=3)
+    parser.add_argument("--peer-rounds", type=int, default=2)
     parser.add_argument("--venvs", type=Path, default=Path(".cache/peers"))
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the peers' processes

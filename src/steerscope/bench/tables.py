@@ -69,8 +69,8 @@ def acceptance(results: Path) -> str:
             f"| … worst row, relative L2 | {batch['worst_row']:.1e} |",
             f"| steering with scale 0: byte-identical texts | {zero['identical']} of {zero['texts']} |",
             f"| happy/sad direction on held-out sentences (AUROC) | {demo['heldout_auroc']:.2f} |",
-            f"| log-odds happy − sad, +scale against −scale | {demo['log_odds_gap']:+.1f} nats, {demo['z']:.1f} standard "
-            f"deviations of {len(demo['random_gaps'])} random directions |",
+            f"| log-odds happy − sad, +scale against −scale | {demo['log_odds_gap']:+.1f} nats, "
+            f"{demo['z']:.1f} standard deviations of {len(demo['random_gaps'])} random directions |",
             f"| loading the model the second time | {data['load_seconds']:.1f} s |",
         ]
     )
@@ -82,8 +82,8 @@ def _workload(work: dict) -> str:
 
 
 def _machine(machine: dict) -> str:
-    versions = machine["versions"]
-    return f"{machine['threads']} thread, {machine['processor']}, torch {versions['torch']}, transformers {versions['transformers']}"
+    versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "transformers"))
+    return f"{machine['threads']} thread, {machine['processor']}, {versions}"
 
 
 TABLES: dict[str, Callable[[Path], str]] = {"engine": engine, "peers": peers, "acceptance": acceptance}

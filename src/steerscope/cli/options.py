@@ -94,9 +94,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], err: bool = False)
 
 def open_engine(model: str, device: str | None, dtype: str | None) -> "SyncEngine":
     import torch
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch raises either

@@ -78,7 +78,7 @@ class Subject:
 
 
 def set_up(engine: SyncEngine, data: ContrastSet) -> Subject:
-    """Make the vector. It is added from a third to half of the depth, where SmolLM2 answers to it best."""
+    """Make the vector. It is added from a third to half of the depth, which did best on the sweep prompts."""
     vector = mean_difference(engine, data.extraction, data_name=data.name)
     norms = row_norms(engine, sentences(data.extraction))
     rows = sentence_rows(engine, sentences(data.extraction) + sentences(data.heldout))

@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
-from transformers.utils import logging as transformers_logging
 
 import steerscope
 from steerscope.demo.measures import (
@@ -206,7 +205,6 @@ def measure(model: str, steps: Steps, *, sweep_tokens: int = 24, answer_tokens: 
 def run_demo(out: Path, model: str = "smollm2-135m") -> None:
     """Measure, write `out`/index.html, and say what was found."""
     out.mkdir(parents=True, exist_ok=True)
-    transformers_logging.disable_progress_bar()  # its bar and ours would draw over each other
     with Steps(_STEPS) as steps:
         results = measure(model, steps)
     page = out / "index.html"

@@ -10,14 +10,14 @@ import contextvars
 import itertools
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Self, Unpack, overload
 
 from steerscope.capture.budget import ByteBudget
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
-from steerscope.engines.chat import TemplateOptions, render_chat
+from steerscope.engines.chat import render_chat
 from steerscope.engines.generation import (
     Choice,
     EndEvent,
@@ -29,22 +29,31 @@ from steerscope.engines.generation import (
     Sink,
     TokenPrompt,
 )
+from steerscope.engines.options import (
+    ChatOptions,
+    Each,
+    Many,
+    ManyChat,
+    One,
+    OneChat,
+    SteerLike,
+    Stream,
+    StreamChat,
+    for_request,
+    per_prompt,
+)
 from steerscope.engines.plan import Facts, Plan, Planner, Prompt
 from steerscope.specs.capture import Capture
 from steerscope.specs.chat import Chat, Message, parse_chat
 from steerscope.specs.errors import EngineClosed, InvalidRequest, Problem, RequestFailed
 from steerscope.specs.sampling import Sampling
-from steerscope.specs.steering import Ablate, Add, Cap, Steering, VectorData
+from steerscope.specs.steering import Steering, VectorData
 from steerscope.vectors.vector import SteeringVector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from steerscope.engines.facade import SyncEngine
-
-SteerLike = Steering | Add | Cap | Ablate
-Spec = TypeVar("Spec")
-PerPrompt = Sequence  # a list of specs beside a list of prompts: one each, None for the default
 
 
 class Engine(ABC):
@@ -85,102 +94,62 @@ class Engine(ABC):
 
     @overload
     async def generate(
-        self,
-        prompt: PromptLike,
-        sampling: Sampling | None = None,
-        *,
-        steer: SteerLike | None = None,
-        capture: Capture | None = None,
+        self, prompt: PromptLike, sampling: Sampling | None = None, **options: Unpack[One]
     ) -> Generation: ...
     @overload
     async def generate(
-        self,
-        prompt: list[str] | list[TokenPrompt],
-        sampling: Sampling | PerPrompt[Sampling | None] | None = None,
-        *,
-        steer: SteerLike | PerPrompt[SteerLike | None] | None = None,
-        capture: Capture | PerPrompt[Capture | None] | None = None,
+        self, prompt: list[str] | list[TokenPrompt], sampling: Each[Sampling] = None, **options: Unpack[Many]
     ) -> list[Generation]: ...
     async def generate(
         self,
         prompt: PromptLike | list[str] | list[TokenPrompt],
-        sampling: Sampling | PerPrompt[Sampling | None] | None = None,
-        *,
-        steer: SteerLike | PerPrompt[SteerLike | None] | None = None,
-        capture: Capture | PerPrompt[Capture | None] | None = None,
+        sampling: Each[Sampling] = None,
+        **options: Unpack[Many],
     ) -> Generation | list[Generation]:
-        """One prompt → Generation; a list → list[Generation], with one spec for all or a list of specs, one each."""
+        """One prompt → Generation; a list → list[Generation], with one spec for all or a list of specs, one each.
+
+        Options: `steer`, `capture`.
+        """
         many = isinstance(prompt, list)
         prompts = [self._tokenize(p) for p in (prompt if many else [prompt])]
-        done = await self._generate(prompts, many, sampling, steer, capture)
+        done = await self._generate(prompts, many, sampling, **options)
         return done if many else done[0]
 
     @overload
     async def chat(
-        self,
-        messages: Chat,
-        sampling: Sampling | None = None,
-        *,
-        steer: SteerLike | None = None,
-        capture: Capture | None = None,
-        continue_final_message: bool = False,
-        template_options: TemplateOptions | None = None,
+        self, messages: Chat, sampling: Sampling | None = None, **options: Unpack[OneChat]
     ) -> Generation: ...
     @overload
     async def chat(
-        self,
-        messages: Sequence[Chat],
-        sampling: Sampling | PerPrompt[Sampling | None] | None = None,
-        *,
-        steer: SteerLike | PerPrompt[SteerLike | None] | None = None,
-        capture: Capture | PerPrompt[Capture | None] | None = None,
-        continue_final_message: bool = False,
-        template_options: TemplateOptions | None = None,
+        self, messages: Sequence[Chat], sampling: Each[Sampling] = None, **options: Unpack[ManyChat]
     ) -> list[Generation]: ...
     async def chat(
-        self,
-        messages: Chat | Sequence[Chat],
-        sampling: Sampling | PerPrompt[Sampling | None] | None = None,
-        *,
-        steer: SteerLike | PerPrompt[SteerLike | None] | None = None,
-        capture: Capture | PerPrompt[Capture | None] | None = None,
-        continue_final_message: bool = False,
-        template_options: TemplateOptions | None = None,
+        self, messages: Chat | Sequence[Chat], sampling: Each[Sampling] = None, **options: Unpack[ManyChat]
     ) -> Generation | list[Generation]:
-        """Answer a chat, or each of several. With `continue_final_message` the last (assistant) message goes on."""
+        """Answer a chat, or each of several.
+
+        Options: `steer`, `capture`, `continue_final_message`, `template_options`.
+        """
         many = bool(messages) and isinstance(messages[0], Sequence)
         chats: list[Chat] = list(messages) if many else [messages]  # type: ignore[list-item,assignment]
-        prompts = [self._render(chat, continue_final_message, template_options or {}) for chat in chats]
-        done = await self._generate(prompts, many, sampling, steer, capture)
+        prompts = [self._render(chat, options) for chat in chats]
+        done = await self._generate(prompts, many, sampling, **for_request(options))
         return done if many else done[0]
 
-    async def stream(
-        self,
-        prompt: PromptLike,
-        sampling: Sampling | None = None,
-        *,
-        steer: SteerLike | None = None,
-        capture: Capture | None = None,
-        request_id: str | None = None,
-    ) -> AsyncIterator[Event]:
-        """Tokens as they are sampled, then one EndEvent. Leaving the loop early cancels the request."""
-        async for event in self._stream(self._tokenize(prompt), sampling, steer, capture, request_id):
-            yield event
+    def stream(
+        self, prompt: PromptLike, sampling: Sampling | None = None, **options: Unpack[Stream]
+    ) -> AsyncGenerator[Event]:
+        """Tokens as they are sampled, then one EndEvent. Leaving the loop early cancels the request.
 
-    async def stream_chat(
-        self,
-        messages: Chat,
-        sampling: Sampling | None = None,
-        *,
-        steer: SteerLike | None = None,
-        capture: Capture | None = None,
-        request_id: str | None = None,
-        continue_final_message: bool = False,
-        template_options: TemplateOptions | None = None,
-    ) -> AsyncIterator[Event]:
-        prompt = self._render(messages, continue_final_message, template_options or {})
-        async for event in self._stream(prompt, sampling, steer, capture, request_id):
-            yield event
+        Options: `steer`, `capture`, `request_id`.
+        """
+        return self._stream(self._tokenize(prompt), sampling, **options)
+
+    def stream_chat(
+        self, messages: Chat, sampling: Sampling | None = None, **options: Unpack[StreamChat]
+    ) -> AsyncGenerator[Event]:
+        """`stream` for a chat; its options and those of `chat`."""
+        return self._stream(self._render(messages, options), sampling, **for_request(options))
 
     def cancel(self, request_id: str) -> bool:
         """End a request between two steps; it finishes with what it has. False if it is not running."""
@@ -264,29 +233,30 @@ class Engine(ABC):
         _check_text(prompt, "prompt")
         return Prompt(list(self.tokenizer(prompt)["input_ids"]) if prompt else [])  # type: ignore[arg-type]
 
-    def _render(self, chat: Chat, continue_final: bool, options: TemplateOptions) -> Prompt:
+    def _render(self, chat: Chat, options: ChatOptions) -> Prompt:
         messages: list[Message] = parse_chat(chat)
         for i, message in enumerate(messages):
             _check_text(message.content, f"messages[{i}].content")
         if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidRequest([Problem("messages", f"{self.facts.name} has no chat template", "use generate()")])
-        rendered = render_chat(self.tokenizer, messages, continue_final, options)  # type: ignore[arg-type]
+        continued, extra = options.get("continue_final_message", False), options.get("template_options") or {}
+        rendered = render_chat(self.tokenizer, messages, continued, extra)  # type: ignore[arg-type]
         return Prompt(rendered.token_ids, rendered.messages, rendered.open_message)
 
     def _plan(
         self,
         prompts: Sequence[Prompt],
         many: bool,
-        sampling: Sampling | PerPrompt[Sampling | None] | None,
-        steer: SteerLike | PerPrompt[SteerLike | None] | None,
-        capture: Capture | PerPrompt[Capture | None] | None,
+        sampling: Each[Sampling],
+        steer: Each[SteerLike],
+        capture: Each[Capture],
         request_id: str | None = None,
     ) -> list[Plan]:
         """Plans of all prompts, or one error with the problems of all of them."""
         problems: list[Problem] = []
-        samplings = _each(sampling, len(prompts), many, "sampling", problems)
-        steers = _each(steer, len(prompts), many, "steer", problems)
-        captures = _each(capture, len(prompts), many, "capture", problems)
+        samplings = per_prompt(sampling, len(prompts), many, "sampling", problems)
+        steers = per_prompt(steer, len(prompts), many, "steer", problems)
+        captures = per_prompt(capture, len(prompts), many, "capture", problems)
         if problems:
             raise InvalidRequest(problems)
         around = self._default.then(_steering(self._scope.get()))
@@ -341,9 +311,9 @@ class Engine(ABC):
         self,
         prompts: Sequence[Prompt],
         many: bool,
-        sampling: Sampling | PerPrompt[Sampling | None] | None,
-        steer: SteerLike | PerPrompt[SteerLike | None] | None,
-        capture: Capture | PerPrompt[Capture | None] | None,
+        sampling: Each[Sampling],
+        steer: Each[SteerLike] = None,
+        capture: Each[Capture] = None,
     ) -> list[Generation]:
         plans = self._plan(prompts, many, sampling, steer, capture)
         if not plans:
@@ -370,10 +340,10 @@ class Engine(ABC):
         self,
         prompt: Prompt,
         sampling: Sampling | None,
-        steer: SteerLike | None,
-        capture: Capture | None,
-        request_id: str | None,
-    ) -> AsyncIterator[Event]:
+        steer: SteerLike | None = None,
+        capture: Capture | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[Event]:
         if request_id is not None and request_id in self._jobs:
             raise InvalidRequest([Problem("request_id", f"{request_id!r} is already running", "choose another")])
         plans = self._plan([prompt], False, sampling, steer, capture, request_id)
@@ -430,17 +400,3 @@ def _steering(steer: SteerLike | None) -> Steering:
     if steer is None:
         return Steering()
     return steer if isinstance(steer, Steering) else Steering(ops=(steer,))
-
-
-def _each(
-    spec: Spec | Sequence[Spec | None] | None, count: int, many: bool, name: str, problems: list[Problem]
-) -> list[Spec | None]:
-    """One spec for all prompts, or one per prompt."""
-    if not isinstance(spec, list | tuple):
-        return [spec] * count  # type: ignore[list-item]
-    if not many:
-        remedy = "wrap ops in Steering(ops=[...])" if name == "steer" else f"pass one {name}"
-        problems.append(Problem(name, "a list goes with a list of prompts", remedy))
-    elif len(spec) != count:
-        problems.append(Problem(name, f"{len(spec)} specs for {count} prompts", "give one per prompt, None for none"))
-    return list(spec)

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from steerscope.engines.options import TemplateOptions
 from steerscope.specs.chat import Message
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.tokens import Interval, MessageSpan
-
-TemplateOptions = Mapping[str, str | int | float | bool | None]
 
 
 class ChatTokenizer(Protocol):

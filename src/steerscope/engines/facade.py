@@ -5,18 +5,17 @@ import asyncio
 import concurrent.futures
 import contextvars
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Self, TypeVar, overload
+from typing import Self, TypeVar, Unpack, overload
 
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
-from steerscope.engines.base import Engine, PerPrompt, SteerLike
-from steerscope.engines.chat import TemplateOptions
+from steerscope.engines.base import Engine
 from steerscope.engines.generation import Event, Generation, PromptLike, TokenPrompt
+from steerscope.engines.options import Each, Many, ManyChat, One, OneChat, SteerLike, Stream, StreamChat
 from steerscope.engines.plan import Facts
-from steerscope.specs.capture import Capture
 from steerscope.specs.chat import Chat
 from steerscope.specs.errors import EngineClosed
 from steerscope.specs.sampling import Sampling
@@ -61,96 +60,34 @@ class SyncEngine:
         return self.aio.facts
 
     @overload
-    def generate(
-        self,
-        prompt: PromptLike,
-        sampling: Sampling | None = None,
-        *,
-        steer: SteerLike | None = None,
-        capture: Capture | None = None,
-    ) -> Generation: ...
+    def generate(self, prompt: PromptLike, sampling: Sampling | None = None, **options: Unpack[One]) -> Generation: ...
     @overload
     def generate(
-        self,
-        prompt: list[str] | list[TokenPrompt],
-        sampling: Sampling | PerPrompt[Sampling | None] | None = None,
-        *,
-        steer: SteerLike | PerPrompt[SteerLike | None] | None = None,
-        capture: Capture | PerPrompt[Capture | None] | None = None,
+        self, prompt: list[str] | list[TokenPrompt], sampling: Each[Sampling] = None, **options: Unpack[Many]
     ) -> list[Generation]: ...
-    def generate(self, prompt, sampling=None, *, steer=None, capture=None):  # type: ignore[no-untyped-def]
-        return self._run(self.aio.generate(prompt, sampling, steer=steer, capture=capture))
+    def generate(self, prompt, sampling=None, **options):  # type: ignore[no-untyped-def]
+        return self._run(self.aio.generate(prompt, sampling, **options))
 
     @overload
-    def chat(
-        self,
-        messages: Chat,
-        sampling: Sampling | None = None,
-        *,
-        steer: SteerLike | None = None,
-        capture: Capture | None = None,
-        continue_final_message: bool = False,
-        template_options: TemplateOptions | None = None,
-    ) -> Generation: ...
+    def chat(self, messages: Chat, sampling: Sampling | None = None, **options: Unpack[OneChat]) -> Generation: ...
     @overload
     def chat(
-        self,
-        messages: Sequence[Chat],
-        sampling: Sampling | PerPrompt[Sampling | None] | None = None,
-        *,
-        steer: SteerLike | PerPrompt[SteerLike | None] | None = None,
-        capture: Capture | PerPrompt[Capture | None] | None = None,
-        continue_final_message: bool = False,
-        template_options: TemplateOptions | None = None,
+        self, messages: Sequence[Chat], sampling: Each[Sampling] = None, **options: Unpack[ManyChat]
     ) -> list[Generation]: ...
-    def chat(
-        self, messages, sampling=None, *, steer=None, capture=None, continue_final_message=False, template_options=None
-    ):  # type: ignore[no-untyped-def]
-        return self._run(
-            self.aio.chat(
-                messages,
-                sampling,
-                steer=steer,
-                capture=capture,
-                continue_final_message=continue_final_message,
-                template_options=template_options,
-            )
-        )
+    def chat(self, messages, sampling=None, **options):  # type: ignore[no-untyped-def]
+        return self._run(self.aio.chat(messages, sampling, **options))
 
     def stream(
-        self,
-        prompt: PromptLike,
-        sampling: Sampling | None = None,
-        *,
-        steer: SteerLike | None = None,
-        capture: Capture | None = None,
-        request_id: str | None = None,
+        self, prompt: PromptLike, sampling: Sampling | None = None, **options: Unpack[Stream]
     ) -> Iterator[Event]:
-        return self._iterate(self.aio.stream(prompt, sampling, steer=steer, capture=capture, request_id=request_id))
+        return self._iterate(self.aio.stream(prompt, sampling, **options))
 
     def stream_chat(
-        self,
-        messages: Chat,
-        sampling: Sampling | None = None,
-        *,
-        steer: SteerLike | None = None,
-        capture: Capture | None = None,
-        request_id: str | None = None,
-        continue_final_message: bool = False,
-        template_options: TemplateOptions | None = None,
+        self, messages: Chat, sampling: Sampling | None = None, **options: Unpack[StreamChat]
     ) -> Iterator[Event]:
-        events = self.aio.stream_chat(
-            messages,
-            sampling,
-            steer=steer,
-            capture=capture,
-            request_id=request_id,
-            continue_final_message=continue_final_message,
-            template_options=template_options,
-        )
-        return self._iterate(events)
+        return self._iterate(self.aio.stream_chat(messages, sampling, **options))
 
-    def _iterate(self, events: AsyncIterator[Event]) -> Iterator[Event]:
+    def _iterate(self, events: AsyncGenerator[Event]) -> Iterator[Event]:
         async def step() -> Event | None:
             return await anext(events, None)
 
@@ -159,7 +96,7 @@ class SyncEngine:
                 yield event
         finally:
             if self._thread.is_alive():
-                self._run(events.aclose())  # type: ignore[attr-defined]
+                self._run(events.aclose())
 
     def fetch_all(self, handles: Sequence[CaptureHandle]) -> list[Rows]:
         return self._run(self.aio.fetch_all(handles))

@@ -5,15 +5,17 @@ the batch has its own steering, capture, sampling and seed. Captured rows are st
 request's buffer; a request that fails ends alone.
 """
 
+import contextlib
 import inspect
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache
+from transformers.utils import logging as transformers_logging
 
 from steerscope.capture.budget import ByteBudget
 from steerscope.engines.base import Engine
@@ -92,8 +94,9 @@ class HFEngine(Engine):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         chosen = dtype or ("float32" if device == "cpu" else "auto")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model)
-            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=chosen)
+            with _no_bars():
+                tokenizer = AutoTokenizer.from_pretrained(model)
+                loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=chosen)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ModelNotFound(f"cannot load {model}: {reason}") from error
@@ -300,6 +303,18 @@ class HFEngine(Engine):
         from steerscope.engines.hf.selftest import self_test
 
         self_test(self.model, self._taps, self._table)
+
+
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    """transformers draws progress bars on loading; a library must not."""
+    drawn = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            transformers_logging.enable_progress_bar()
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -1,0 +1,58 @@
+"""What a request may be given beside its prompt, as typed keyword arguments shared by both faces of the engine."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
+
+from steerscope.specs.capture import Capture
+from steerscope.specs.errors import Problem
+from steerscope.specs.steering import Ablate, Add, Cap, Steering
+
+SteerLike = Steering | Add | Cap | Ablate
+TemplateOptions = Mapping[str, str | int | float | bool | None]
+T = TypeVar("T")
+Each = T | Sequence[T | None] | None  # one for all prompts, or a list with one per prompt (None: nothing)
+
+
+class ChatOptions(TypedDict, total=False):
+    continue_final_message: bool  # the last message is the assistant's and goes on
+    template_options: TemplateOptions  # passed to the chat template, e.g. {"enable_thinking": False}
+
+
+class One(TypedDict, total=False):
+    steer: SteerLike | None
+    capture: Capture | None
+
+
+class Many(TypedDict, total=False):
+    steer: Each[SteerLike]
+    capture: Each[Capture]
+
+
+class OneChat(One, ChatOptions): ...
+
+
+class ManyChat(Many, ChatOptions): ...
+
+
+class Stream(One, total=False):
+    request_id: str | None  # a name to cancel it by
+
+
+class StreamChat(Stream, ChatOptions): ...
+
+
+def for_request(options: OneChat | ManyChat | StreamChat) -> dict[str, Any]:
+    """The options without those that only shape the chat's prompt; a name nobody knows stays and is refused."""
+    return {name: value for name, value in options.items() if name not in ChatOptions.__annotations__}
+
+
+def per_prompt(spec: Each[T], count: int, many: bool, name: str, problems: list[Problem]) -> list[T | None]:
+    """One spec for all prompts, or one per prompt."""
+    if not isinstance(spec, list | tuple):
+        return [spec] * count  # type: ignore[list-item]
+    if not many:
+        remedy = "wrap ops in Steering(ops=[...])" if name == "steer" else f"pass one {name}"
+        problems.append(Problem(name, "a list goes with a list of prompts", remedy))
+    elif len(spec) != count:
+        problems.append(Problem(name, f"{len(spec)} specs for {count} prompts", "give one per prompt, None for none"))
+    return list(spec)
