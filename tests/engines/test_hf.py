@@ -57,10 +57,13 @@ class TestStructure:
             return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
         assert hooks() == 0
-        engine.generate("Hello", Sampling(max_tokens=2), capture=Capture(layers=1)).rows  # noqa: B018
-        engine.generate("Hello", Sampling(max_tokens=2))
-        assert hooks() == 0
+        seen = []
+        for event in engine.stream("Hello", Sampling(max_tokens=4, ignore_eos=True), capture=Capture(layers="1-2")):
+            seen.append(hooks())
+            del event
+        assert seen[0] == 2
         engine.close()
+        assert hooks() == 0
 
 
 class TestCache:

@@ -155,6 +155,8 @@ class HFEngine(Engine):
         """Take new jobs, waiting only when there is nothing to do. False: the engine is closed."""
         while True:
             idle = not self._rows and not self._waiting
+            if idle:
+                self._taps.attach(())  # the model is left as it was found
             try:
                 jobs = self._inbox.get(block=idle, timeout=_SWEEP_S)
             except queue.Empty:
