@@ -17,7 +17,7 @@ from reference import Reference, distance
 from steerscope.capture.budget import ByteBudget
 from steerscope.engines import plan as plan_module
 from steerscope.engines.facade import SyncEngine
-from steerscope.engines.hf import HFEngine, kv, passes, sampler, selftest, taps
+from steerscope.engines.hf import HFEngine, kv, passes, sampler, taps
 from steerscope.engines.hf import engine as engine_module
 from steerscope.residual import reduce, rows, table
 from steerscope.specs import Add, Cap, Capture, InvalidRequest, Sampling, Steering
@@ -300,7 +300,7 @@ def no_steering(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_self_test(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(selftest, "self_test", lambda *_: None)
+    patch.setattr(engine_module, "self_test", lambda *_: None)
 
 
 def no_size_check(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from steerscope.capture.budget import ByteBudget
-from steerscope.capture.handle import CaptureHandle
+from steerscope.capture.handle import CaptureHandle, UnfetchedRows
 from steerscope.capture.rows import Rows
 from steerscope.residual.rows import make_labels
 from steerscope.specs.errors import CaptureClosed, InvalidRequest
@@ -157,7 +157,7 @@ def test_a_handle_dropped_unfetched_warns_and_gives_its_bytes_back():
         del handle
         gc.collect()
     (warning,) = caught
-    assert warning.category is ResourceWarning
+    assert warning.category is UnfetchedRows
     assert str(warning.message) == "11 captured rows of r1 were dropped unfetched: fetch() or close() them"
     assert gone() is None  # the budget's expiry list does not keep it alive
     assert budget.used == 0

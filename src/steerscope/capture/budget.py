@@ -4,9 +4,10 @@ waits, and after a while is refused with who holds the room. Nothing is dropped 
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
-from steerscope.specs.errors import CapacityExceeded
+from steerscope.specs.errors import CapacityExceeded, EngineClosed
 
 _POLL_S = 0.02
 
@@ -47,6 +48,9 @@ class ByteBudget:
         self.total, self.wait_s = total, wait_s
         self.used = 0
         self.lock = threading.RLock()  # finalisers may give back while this thread holds it
+        self.closed = False
+        self._given = 0  # bytes that came back, ever
+        self._queue: deque[object] = deque()  # who waits for room, in order
         self._expire: dict[int, tuple[float, Callable[[], None]]] = {}
 
     async def reserve(self, size: int, what: str) -> Reservation:
@@ -55,19 +59,33 @@ class ByteBudget:
                 f"{what} needs {human(size)}, the capture budget is {human(self.total)}: capture fewer layers or "
                 "tokens, lower max_tokens, use reduce, send fewer prompts at once, or raise capture_budget"
             )
-        deadline = time.monotonic() + self.wait_s
-        while (reservation := self._try(size)) is None:
-            if time.monotonic() > deadline:
-                raise CapacityExceeded(
-                    f"{what} needs {human(size)}, but open captures hold {human(self.used)} of {human(self.total)} and "
-                    f"gave nothing back for {self.wait_s:g} s: close handles you have fetched, or raise capture_budget"
-                )
-            await asyncio.sleep(_POLL_S)
-        return reservation
+        turn = object()
+        with self.lock:
+            self._queue.append(turn)
+        moved, deadline = self._given, time.monotonic() + self.wait_s
+        try:
+            # First come, first served: a large request must not starve behind small ones.
+            while self._queue[0] is not turn or (reservation := self._try(size)) is None:
+                if self.closed:
+                    raise EngineClosed("the engine was closed while a capture waited for room")
+                if moved != self._given:  # somebody finishes: waiting makes sense
+                    moved, deadline = self._given, time.monotonic() + self.wait_s
+                if time.monotonic() > deadline:
+                    raise CapacityExceeded(
+                        f"{what} needs {human(size)}, but open captures hold {human(self.used)} of {human(self.total)} "
+                        f"and gave nothing back for {self.wait_s:g} s: close handles you have fetched, or raise "
+                        "capture_budget"
+                    )
+                await asyncio.sleep(_POLL_S)
+            return reservation
+        finally:
+            with self.lock:
+                self._queue.remove(turn)
 
     def give_back(self, size: int) -> None:
         with self.lock:
             self.used -= size
+            self._given += size
 
     def expire_after(self, handle_id: int, ttl_s: float, expire: Callable[[], None]) -> None:
         with self.lock:

@@ -13,6 +13,10 @@ from steerscope.capture.rows import Rows
 from steerscope.specs.errors import CaptureClosed
 
 
+class UnfetchedRows(UserWarning):
+    """Captured rows were dropped before anybody fetched them. (A ResourceWarning would not be shown by default.)"""
+
+
 class CaptureHandle:
     """Rows of one choice of one request. They stay until the handle is closed, dropped, or not fetched in time."""
 
@@ -93,7 +97,7 @@ class CaptureHandle:
                 message = (
                     f"{self.count} captured rows of {self.request_id} were dropped unfetched: fetch() or close() them"
                 )
-                warnings.warn(message, ResourceWarning, stacklevel=2)
+                warnings.warn(message, UnfetchedRows, stacklevel=2)
 
     def __repr__(self) -> str:
         state = f"gone: {self._gone}" if self._gone else "fetched" if self.fetched else "ready"

@@ -7,12 +7,13 @@ steering scopes, named vectors, room for captures, n choices, and stable return 
 import asyncio
 import contextlib
 import contextvars
+import functools
 import itertools
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 from steerscope.capture.budget import ByteBudget
 from steerscope.capture.handle import CaptureHandle
@@ -47,8 +48,7 @@ from steerscope.specs.capture import Capture
 from steerscope.specs.chat import Chat, Message, parse_chat
 from steerscope.specs.errors import EngineClosed, InvalidRequest, Problem, RequestFailed
 from steerscope.specs.sampling import Sampling
-from steerscope.specs.steering import Steering, VectorData
-from steerscope.vectors.vector import SteeringVector
+from steerscope.specs.steering import Ablate, Add, Cap, Steering, Vector, VectorData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,6 +71,7 @@ class Engine(ABC):
         self._jobs: dict[str, list[Job]] = {}
         self._numbers = itertools.count()
         self._sync: SyncEngine | None = None
+        self.closed = False
 
     # --- what an engine does
 
@@ -111,7 +112,7 @@ class Engine(ABC):
         Options: `steer`, `capture`.
         """
         many = isinstance(prompt, list)
-        prompts = [self._tokenize(p) for p in (prompt if many else [prompt])]
+        prompts = _all_of(self._tokenize, prompt) if many else [self._tokenize(prompt)]
         done = await self._generate(prompts, many, sampling, **options)
         return done if many else done[0]
 
@@ -130,9 +131,9 @@ class Engine(ABC):
 
         Options: `steer`, `capture`, `continue_final_message`, `template_options`.
         """
-        many = bool(messages) and isinstance(messages[0], Sequence)
-        chats: list[Chat] = list(messages) if many else [messages]  # type: ignore[list-item,assignment]
-        prompts = [self._render(chat, options) for chat in chats]
+        many = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
+        render = functools.partial(self._render, options=options)
+        prompts = _all_of(render, messages) if many else [render(messages)]  # type: ignore[arg-type]
         done = await self._generate(prompts, many, sampling, **for_request(options))
         return done if many else done[0]
 
@@ -143,13 +144,14 @@ class Engine(ABC):
 
         Options: `steer`, `capture`, `request_id`.
         """
-        return self._stream(self._tokenize(prompt), sampling, **options)
+        return self._stream(*self._plan_stream(self._tokenize(prompt), sampling, **options))
 
     def stream_chat(
         self, messages: Chat, sampling: Sampling | None = None, **options: Unpack[StreamChat]
     ) -> AsyncGenerator[Event]:
         """`stream` for a chat; its options and those of `chat`."""
-        return self._stream(self._render(messages, options), sampling, **for_request(options))
+        prompt = self._render(messages, options)
+        return self._stream(*self._plan_stream(prompt, sampling, **for_request(options)))
 
     def cancel(self, request_id: str) -> bool:
         """End a request between two steps; it finishes with what it has. False if it is not running."""
@@ -187,9 +189,11 @@ class Engine(ABC):
         finally:
             self._scope.reset(token)
 
-    def register(self, name: str, vector: SteeringVector | VectorData) -> None:
+    def register(self, name: str, vector: Vector) -> None:
         """Name a vector for use in ops; a later registration under the same name replaces it for later requests."""
-        data = vector.to_spec() if isinstance(vector, SteeringVector) else vector
+        data = Add.parse({"vector": vector, "layers": 0}).source  # whatever an op takes
+        if isinstance(data, str):
+            raise InvalidRequest([Problem(name, "is given as a name", "give the vector itself")])
         if data.hidden != self.facts.hidden:
             what = f"has {data.hidden} numbers, {self.facts.name} has hidden size {self.facts.hidden}"
             raise InvalidRequest([Problem(name, what, "use a vector made for this model")])
@@ -214,6 +218,7 @@ class Engine(ABC):
         return self._sync
 
     async def close(self) -> None:
+        self.budget.closed = True
         await asyncio.to_thread(self._stop)
 
     async def __aenter__(self) -> Self:
@@ -225,7 +230,7 @@ class Engine(ABC):
     # --- inside
 
     def _tokenize(self, prompt: PromptLike) -> Prompt:
-        if isinstance(prompt, TokenPrompt):
+        if isinstance(prompt, TokenPrompt) and isinstance(prompt.token_ids, Iterable):
             return Prompt(list(prompt.token_ids))
         if not isinstance(prompt, str):
             what = f"a prompt is text or TokenPrompt, not {type(prompt).__name__}"
@@ -253,16 +258,18 @@ class Engine(ABC):
         request_id: str | None = None,
     ) -> list[Plan]:
         """Plans of all prompts, or one error with the problems of all of them."""
+        if self.closed:
+            raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
         problems: list[Problem] = []
-        samplings = per_prompt(sampling, len(prompts), many, "sampling", problems)
-        steers = per_prompt(steer, len(prompts), many, "steer", problems)
-        captures = per_prompt(capture, len(prompts), many, "capture", problems)
+        samplings = per_prompt(sampling, (Sampling,), len(prompts), many, "sampling", problems)
+        steers = per_prompt(steer, (Steering, Add, Cap, Ablate), len(prompts), many, "steer", problems)
+        captures = per_prompt(capture, (Capture,), len(prompts), many, "capture", problems)
         if problems:
             raise InvalidRequest(problems)
         around = self._default.then(_steering(self._scope.get()))
         plans: list[Plan] = []
         for i, prompt in enumerate(prompts):
-            name = request_id or f"r{next(self._numbers)}"
+            name = request_id or next(n for i in self._numbers if (n := f"r{i}") not in self._jobs)
             spec = around.then(_steering(steers[i]))
             planner = Planner(self.facts, self._vectors)
             try:
@@ -277,21 +284,22 @@ class Engine(ABC):
         """Reserve room, fan n out into single sequences, and submit them together."""
         outcomes: asyncio.Queue[tuple[Job, Outcome]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        size = sum(self._row_bytes(plan) * plan.sampling.n for plan in plans)
-        pool = await self.budget.reserve(size, "this capture") if size else None
         jobs: list[Job] = []
         for plan in plans:
             seed = plan.sampling.seed if plan.sampling.seed is not None else secrets.randbits(48)
             for choice in range(plan.sampling.n):
                 single = plan.sampling.model_copy(update={"seed": seed + choice, "n": 1})
-                held = pool.split(self._row_bytes(plan)) if pool and plan.capture else None
-                job = Job(replace(plan, choice=choice, sampling=single), lambda _: None, stream, held)
+                job = Job(replace(plan, choice=choice, sampling=single), lambda _: None, stream, None)
                 job.report = _reporter(loop, outcomes, job)
                 jobs.append(job)
                 self._jobs.setdefault(plan.request_id, []).append(job)
         try:
+            size = sum(self._row_bytes(job.plan) for job in jobs)
+            pool = await self.budget.reserve(size, "this capture") if size else None
+            for job in jobs:
+                job.held = pool.split(self._row_bytes(job.plan)) if pool and job.plan.capture else None
             self._submit(jobs)
-        except EngineClosed:
+        except BaseException:  # closed, refused, or the caller was cancelled while it waited
             self._finish(jobs)
             for job in jobs:
                 if job.held:
@@ -330,24 +338,29 @@ class Engine(ABC):
                     failure = failure or outcome
         finally:
             self._finish(jobs, outcomes)
-        done = [_generation(plan, found) if (found := choices[plan.request_id]) else None for plan in plans]
+        complete = {plan.request_id: len(choices[plan.request_id]) == plan.sampling.n for plan in plans}
+        done = [_generation(p, choices[p.request_id]) if complete[p.request_id] else None for p in plans]
         if failure is not None:
             failure.completed = done
             raise failure
         return [generation for generation in done if generation is not None]
 
-    async def _stream(
+    def _plan_stream(
         self,
         prompt: Prompt,
         sampling: Sampling | None,
         steer: SteerLike | None = None,
         capture: Capture | None = None,
         request_id: str | None = None,
-    ) -> AsyncGenerator[Event]:
-        if request_id is not None and request_id in self._jobs:
-            raise InvalidRequest([Problem("request_id", f"{request_id!r} is already running", "choose another")])
-        plans = self._plan([prompt], False, sampling, steer, capture, request_id)
-        jobs, outcomes = await self._start(plans, stream=True)
+    ) -> list[Plan]:
+        """At the call, not at the first event: the surrounding steering is the caller's, and so are the mistakes."""
+        return self._plan([prompt], False, sampling, steer, capture, request_id)
+
+    async def _stream(self, plan: Plan) -> AsyncGenerator[Event]:
+        if plan.request_id in self._jobs:
+            what = f"{plan.request_id!r} is already running"
+            raise InvalidRequest([Problem("request_id", what, "choose another")])
+        jobs, outcomes = await self._start([plan], stream=True)
         choices: list[Choice] = []
         try:
             while len(choices) < len(jobs):
@@ -358,7 +371,7 @@ class Engine(ABC):
                     choices.append(outcome)
                 else:
                     yield outcome
-            yield EndEvent(_generation(plans[0], choices))
+            yield EndEvent(_generation(plan, choices))
         finally:
             self._finish(jobs, outcomes)
 
@@ -374,6 +387,7 @@ def _reporter(loop: asyncio.AbstractEventLoop, outcomes: asyncio.Queue[tuple[Job
         try:
             loop.call_soon_threadsafe(deliver, outcome)
         except RuntimeError:  # the caller's loop is closed: nobody is left to tell
+            job.cancelled = True
             _discard(outcome)
 
     return report
@@ -387,6 +401,20 @@ def _discard(outcome: Outcome) -> None:
 def _generation(plan: Plan, choices: list[Choice]) -> Generation:
     ordered = tuple(sorted(choices, key=lambda choice: choice.index))
     return Generation(plan.request_id, list(plan.prompt.token_ids), ordered, plan.applied)
+
+
+def _all_of(make: Callable[[Any], Prompt], items: Sequence[object]) -> list[Prompt]:
+    """Prompts of all items, or one error with the problems of all of them."""
+    made: list[Prompt] = []
+    problems: list[Problem] = []
+    for i, item in enumerate(items):
+        try:
+            made.append(make(item))
+        except InvalidRequest as error:
+            problems += [problem.under(f"prompts[{i}]") for problem in error.problems]
+    if problems:
+        raise InvalidRequest(problems)
+    return made
 
 
 def _check_text(text: str, field: str) -> None:

@@ -56,8 +56,11 @@ def render_chat(
             what = "the chat template rewrites messages, so the last one cannot be continued"
             raise InvalidRequest([Problem("messages", what, "use generate() with your own text")])
         text = text[: spans[-1][1]]
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    token_ids, offsets = list(encoded["input_ids"]), _untrimmed(encoded["offset_mapping"])
+    fast = bool(getattr(tokenizer, "is_fast", False))  # a slow one cannot tell where a token's text lies
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast)
+    token_ids, offsets = list(encoded["input_ids"]), _untrimmed(encoded["offset_mapping"] if fast else [])
+    if not fast:
+        spans = None
     if spans is None:
         return RenderedChat(text, token_ids, None, continue_final)
     wholes = _whole_spans(text, contents, spans, render, continue_final)

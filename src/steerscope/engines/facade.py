@@ -3,6 +3,7 @@ threads, and inside notebooks whose loop is already running; context variables (
 
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
@@ -19,8 +20,7 @@ from steerscope.engines.plan import Facts
 from steerscope.specs.chat import Chat
 from steerscope.specs.errors import EngineClosed
 from steerscope.specs.sampling import Sampling
-from steerscope.specs.steering import Steering, VectorData
-from steerscope.vectors.vector import SteeringVector
+from steerscope.specs.steering import Steering, Vector, VectorData
 
 T = TypeVar("T")
 
@@ -31,13 +31,12 @@ class SyncEngine:
     def __init__(self, engine: Engine) -> None:
         self.aio = engine
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()  # nothing is started once closing has begun
+        self._closing = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="steerscope-sync", daemon=True)
         self._thread.start()
 
     def _run(self, coroutine: Coroutine[object, object, T]) -> T:
-        if not self._thread.is_alive():
-            coroutine.close()
-            raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
         done: concurrent.futures.Future[T] = concurrent.futures.Future()
         context = contextvars.copy_context()
         tasks: list[asyncio.Task[None]] = []
@@ -48,10 +47,16 @@ class SyncEngine:
             except BaseException as error:
                 done.set_exception(error)
 
-        try:
+        with self._lock:
+            if self._closing:
+                coroutine.close()
+                raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
             self._loop.call_soon_threadsafe(lambda: tasks.append(self._loop.create_task(work(), context=context)))
+        try:
             return done.result()
-        except KeyboardInterrupt:
+        except concurrent.futures.CancelledError:
+            raise EngineClosed(f"the engine of {self.facts.name} was closed meanwhile") from None
+        except (KeyboardInterrupt, SystemExit):
             self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
             raise
 
@@ -95,7 +100,7 @@ class SyncEngine:
             while (event := self._run(step())) is not None:
                 yield event
         finally:
-            if self._thread.is_alive():
+            with contextlib.suppress(EngineClosed):
                 self._run(events.aclose())
 
     def fetch_all(self, handles: Sequence[CaptureHandle]) -> list[Rows]:
@@ -115,7 +120,7 @@ class SyncEngine:
     def default_steering(self, steering: SteerLike | None) -> None:
         self.aio.default_steering = steering  # type: ignore[assignment]
 
-    def register(self, name: str, vector: SteeringVector | VectorData) -> None:
+    def register(self, name: str, vector: Vector) -> None:
         self.aio.register(name, vector)
 
     def unregister(self, name: str) -> None:
@@ -129,10 +134,25 @@ class SyncEngine:
         return self.aio.stats()
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._run(self.aio.close())
+        """Running requests end as cancelled; whoever waits for anything else is told that the engine was closed."""
+        with self._lock:
+            first, self._closing = not self._closing, True
+        if first:
+            asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=10)
+        self._thread.join(timeout=60)
+        if first:
+            self._loop.close()
+
+    async def _shut_down(self) -> None:
+        await self.aio.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        _, late = await asyncio.wait(others, timeout=5) if others else (None, ())
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late, timeout=5)
+        await self._loop.shutdown_default_executor()
 
     def __enter__(self) -> Self:
         return self

@@ -132,3 +132,8 @@ class Job:
     held: Reservation | None
     cancelled: bool = False
     abandoned: bool = False  # nobody waits for it any more: what it reports is closed, not kept
+
+    def fail(self, error: RequestFailed) -> None:
+        if self.held:
+            self.held.release()
+        self.report(error)

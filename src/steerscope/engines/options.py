@@ -46,8 +46,15 @@ def for_request(options: OneChat | ManyChat | StreamChat) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in ChatOptions.__annotations__}
 
 
-def per_prompt(spec: Each[T], count: int, many: bool, name: str, problems: list[Problem]) -> list[T | None]:
+def per_prompt(
+    spec: Each[T], kinds: tuple[type, ...], count: int, many: bool, name: str, problems: list[Problem]
+) -> list[T | None]:
     """One spec for all prompts, or one per prompt."""
+    given = spec if isinstance(spec, list | tuple) else [spec]
+    wrong = {type(item).__name__ for item in given if item is not None and not isinstance(item, kinds)}
+    if wrong:
+        allowed = " or ".join(kind.__name__ for kind in kinds)
+        problems.append(Problem(name, f"is {', '.join(sorted(wrong))}", f"give {allowed}"))
     if not isinstance(spec, list | tuple):
         return [spec] * count  # type: ignore[list-item]
     if not many:

@@ -33,5 +33,7 @@ class Reducer:
 
     def result(self) -> Tensor:
         """[keys, hidden] float32 on the host."""
-        value = self._value / max(self.n, 1) if self.kind == "mean" else self._value
+        if self.n == 0:
+            return torch.full_like(self._value, torch.nan).cpu()  # a zero vector would pass for a measurement
+        value = self._value / self.n if self.kind == "mean" else self._value.clone()
         return value.cpu()

@@ -20,6 +20,9 @@ def parse_chat(chat: Chat) -> list[Message]:
     """Messages from Message objects or plain dicts, with all problems reported together."""
     problems: list[Problem] = []
     messages: list[Message] = []
+    if not isinstance(chat, list | tuple):
+        what = f"a chat is a list of messages, not {type(chat).__name__}"
+        raise InvalidRequest([Problem("messages", what, 'write [{"role": "user", "content": "…"}]')])
     if not chat:
         problems.append(Problem("messages", "the chat is empty", "give at least one message"))
     for i, message in enumerate(chat):

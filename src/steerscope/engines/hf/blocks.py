@@ -57,9 +57,16 @@ def block_input(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
 
 def find_blocks(model: PreTrainedModel) -> Blocks:
     """Find the decoder blocks and prove the sites; an unknown model is refused with what was looked for."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedModel(f"{type(model).__name__} lies on several devices ({names}): load it on one")
     modules = _decoder(model)
     blocks = tuple(_block(module) for module in modules)
-    stream = _Stream(model, blocks)
+    try:
+        stream = _Stream(model, blocks)
+    except Exception as error:
+        raise UnsupportedModel(f"{type(model).__name__} cannot be read: {type(error).__name__}: {error}") from error
     stream.check_unbroken()
     refused: dict[Site, str] = {}
     why = stream.why_not_additive()
@@ -153,6 +160,8 @@ class _Stream:
                 raise UnsupportedModel(
                     f"block {i} ({name}) is not a residual block: {found}; looked for [batch, tokens, hidden]"
                 )
+            if out.dtype != self.model.dtype:
+                raise UnsupportedModel(f"block {i} ({name}) computes in {out.dtype}, the model in {self.model.dtype}")
             if i and not torch.equal(self.after[i - 1], self.before[i]):
                 raise UnsupportedModel(f"the input of block {i} ({name}) is not the output of block {i - 1}")
 

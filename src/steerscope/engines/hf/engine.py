@@ -5,15 +5,23 @@ the batch has its own steering, capture, sampling and seed. Captured rows are st
 request's buffer; a request that fails ends alone.
 """
 
+import atexit
 import contextlib
 import inspect
 import queue
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
@@ -24,12 +32,21 @@ from steerscope.engines.hf.blocks import find_blocks
 from steerscope.engines.hf.kv import BatchCache
 from steerscope.engines.hf.passes import build_pass, deliver
 from steerscope.engines.hf.sampler import choose
-from steerscope.engines.hf.sequence import Sequence as Row
+from steerscope.engines.hf.selftest import self_test
+from steerscope.engines.hf.sequence import Row
 from steerscope.engines.hf.taps import Taps
 from steerscope.engines.plan import Facts, Plan
 from steerscope.engines.text import Decoder
 from steerscope.residual.table import SlotTable
-from steerscope.specs.errors import CapacityExceeded, EngineClosed, ModelNotFound, RequestFailed, UnsupportedModel
+from steerscope.specs.errors import (
+    CapacityExceeded,
+    EngineClosed,
+    InvalidRequest,
+    ModelNotFound,
+    Problem,
+    RequestFailed,
+    UnsupportedModel,
+)
 
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill forward
 _SWEEP_S = 5.0  # how often an idle engine looks for captures that have expired
@@ -50,6 +67,7 @@ class HFEngine(Engine):
         capture_ttl: float = 600.0,
     ) -> None:
         super().__init__(ByteBudget(capture_budget, capture_wait))
+        _check_options(max_batch, max_columns, slots, capture_budget, capture_ttl)
         self.model, self.tokenizer = model.eval(), tokenizer
         self.capture_ttl, self.max_batch = capture_ttl, max_batch
         config = model.config.get_text_config(decoder=True)
@@ -59,7 +77,7 @@ class HFEngine(Engine):
             layers=len(blocks),
             hidden=config.hidden_size,
             vocab=config.vocab_size,
-            context=getattr(config, "max_position_embeddings", None),
+            context=_context(config),
             max_columns=max_columns,
             refused_sites=blocks.refused,
         )
@@ -75,11 +93,13 @@ class HFEngine(Engine):
         self._joining: list[Row] = []  # admitted, not yet prefilled
         self._waiting: list[Row] = []
         self._inbox: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
-        self._closed = False
+        self._lock = threading.Lock()  # orders submitting and closing
         self._counts = {"requests": 0, "finished": 0, "failed": 0, "tokens": 0, "steps": 0, "prefills": 0, "rows": 0}
-        self._self_test()
+        self_test(model, self._taps, self._table)
         self._thread = threading.Thread(target=self._loop, name=f"steerscope-{self.facts.name}", daemon=True)
         self._thread.start()
+        stop = weakref.WeakMethod(self._stop)  # a thread inside torch when the interpreter ends would abort it
+        atexit.register(lambda: (found := stop()) and found())
 
     @classmethod
     def from_pretrained(
@@ -97,11 +117,13 @@ class HFEngine(Engine):
             with _no_bars():
                 tokenizer = AutoTokenizer.from_pretrained(model)
                 loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=chosen)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # transformers and its readers raise all sorts for a bad path, file or dtype
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ModelNotFound(f"cannot load {model}: {reason}") from error
+        placed = hasattr(loaded, "hf_device_map") or hasattr(loaded.config, "quantization_config")
         try:
-            loaded.to(device)  # type: ignore[arg-type]
+            if not placed:
+                loaded.to(device)  # type: ignore[arg-type]
         except (RuntimeError, AssertionError) as error:  # torch raises either for a device it does not have
             reason = str(error).strip().splitlines()[0]
             raise UnsupportedModel(f"cannot put {model} on device {device!r}: {reason}") from error
@@ -110,9 +132,10 @@ class HFEngine(Engine):
     # --- the Engine's side (any thread)
 
     def _submit(self, jobs: Sequence[Job]) -> None:
-        if self._closed:
-            raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
-        self._inbox.put(list(jobs))
+        with self._lock:
+            if self.closed or not self._thread.is_alive():
+                raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
+            self._inbox.put(list(jobs))
 
     def _row_bytes(self, plan: Plan) -> int:
         if plan.capture is None:
@@ -125,29 +148,46 @@ class HFEngine(Engine):
         return {**self._counts, **now, "capture_bytes": self.budget.used, "capture_budget": self.budget.total}
 
     def _stop(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._inbox.put(None)
+        with self._lock:
+            if not self.closed:
+                self.closed = True
+                self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
             self._thread.join(timeout=60)
 
     # --- the thread
 
     def _loop(self) -> None:
-        with torch.no_grad():
-            while self._receive():
-                try:
-                    self._drop_cancelled()
-                    self._admit()
-                    self._decode()
-                except Exception as error:  # a fault of ours: whoever is in the batch is told, the engine goes on
-                    for row in self._clear():
-                        self._failed(row, error)
-        for row in self._clear():
+        if self.model.device.type == "cuda":
+            torch.cuda.set_device(self.model.device)
+        going = True
+        while going:
+            try:
+                with torch.no_grad():
+                    going = self._step()
+            except Exception as error:  # a fault of ours: whoever is in the batch is told, the engine goes on
+                # With nobody in the batch, the first in the queue is to blame: else this would go round for ever.
+                for row in self._clear() or self._waiting[:1]:
+                    self._failed(row, error)
+                self._waiting = [row for row in self._waiting if not row.over]
+        for row in [*self._clear(), *self._waiting]:
             row.end("cancelled")
+        self._waiting = []
+        # What the engine held is given back even while somebody keeps the closed engine itself.
+        del self.model, self._taps
+
+    def _step(self) -> bool:
+        going = self._receive()
+        if going:
+            self._drop_cancelled()
+            self._admit()
+            self._decode()
+        return going
 
     def _clear(self) -> list[Row]:
-        rows = list(dict.fromkeys([*self._rows, *self._joining, *self._waiting]))
-        self._rows, self._joining, self._waiting = [], [], []
+        """Empty the batch; those who wait for a place keep waiting."""
+        rows = list(dict.fromkeys([*self._rows, *self._joining]))
+        self._rows, self._joining = [], []
         self._cache = BatchCache(self.facts.layers)
         return rows
 
@@ -168,7 +208,11 @@ class HFEngine(Engine):
                 return False
             self._counts["requests"] += len(jobs)
             for job in jobs:
-                self._waiting.append(Row(job, self._decoder, self._eos, self))
+                try:
+                    self._waiting.append(Row(job, self._decoder, self._eos, self))
+                except Exception as error:
+                    self._counts["failed"] += 1
+                    job.fail(RequestFailed(f"{job.plan.request_id} could not be started: {error}"))
 
     def _drop_cancelled(self) -> None:
         for row in [row for row in self._waiting if row.job.cancelled]:
@@ -188,6 +232,9 @@ class HFEngine(Engine):
             except CapacityExceeded as error:
                 if self._rows or joining:
                     break  # somebody will finish and free slots
+                self._failed(self._waiting.pop(0), error)
+                continue
+            except Exception as error:  # no memory for its rows: its own trouble
                 self._failed(self._waiting.pop(0), error)
                 continue
             joining.append(self._waiting.pop(0))
@@ -218,6 +265,7 @@ class HFEngine(Engine):
                 position_ids=(columns - starts).clamp(min=0),
                 past_key_values=cache,
             )
+            self._cache.join(cache, [row.prompt_length for row in rows])
         except Exception as error:
             if len(rows) > 1:
                 for row in rows:
@@ -225,7 +273,6 @@ class HFEngine(Engine):
             else:
                 self._failed(rows[0], error)
             return
-        self._cache.join(cache, [row.prompt_length for row in rows])
         self._rows += rows
         self._counts["prefills"] += 1
         self._accept(rows, logits)
@@ -234,8 +281,8 @@ class HFEngine(Engine):
         if not self._rows:
             return
         device, rows = self.model.device, list(self._rows)
-        self._cache.make_room()
         try:
+            self._cache.make_room()
             logits = self._forward(
                 rows,
                 input_ids=torch.tensor([[row.history[-1]] for row in rows], device=device),
@@ -244,9 +291,8 @@ class HFEngine(Engine):
                 past_key_values=self._cache,
             )
         except Exception as error:  # out of memory, mostly: these end, the engine goes on
-            for row in rows:
-                self._leave(row)
-                row.fail(RequestFailed(f"a step of {self.facts.name} failed: {error}"))
+            for row in self._clear():
+                self._failed(row, RequestFailed(f"a step of {self.facts.name} failed: {error}"))
             return
         self._cache.advance()
         self._counts["steps"] += 1
@@ -258,11 +304,8 @@ class HFEngine(Engine):
         self._taps.attach(keys)
         width = inputs["input_ids"].shape[1]  # type: ignore[attr-defined]
         plan = build_pass(rows, width, self.facts.hidden, self.model) if keys else None
-        self._taps.current = plan.now if plan else None
-        try:
+        with self._taps.during(plan.now if plan else None):
             output = self.model(**inputs, **self._last_only, use_cache=True)
-        finally:
-            self._taps.current = None
         if plan:
             self._counts["rows"] += deliver(plan)
         for row in rows:
@@ -301,10 +344,28 @@ class HFEngine(Engine):
         self._rows[at] = self._rows[-1]
         self._rows.pop()
 
-    def _self_test(self) -> None:
-        from steerscope.engines.hf.selftest import self_test
 
-        self_test(self.model, self._taps, self._table)
+def _check_options(max_batch: int, max_columns: int, slots: int, capture_budget: int, capture_ttl: float) -> None:
+    least = {"max_batch": (max_batch, 1), "max_columns": (max_columns, 1), "slots": (slots, 2)}
+    least |= {"capture_budget": (capture_budget, 0), "capture_ttl": (capture_ttl, 0)}
+    problems = [
+        Problem(name, f"is {value}", f"give at least {low}") for name, (value, low) in least.items() if value < low
+    ]
+    if problems:
+        raise InvalidRequest(problems)
+
+
+def _context(config: PreTrainedConfig) -> int | None:
+    """The longest text. Some rotary embeddings change for the whole batch when one row passes a length (longrope,
+    dynamic): there the shorter length is the limit, so that no request can change another's rows."""
+    most = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    flat = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    if most is None or not any(part.get("rope_type") in ("longrope", "dynamic") for part in flat):
+        return most
+    limits = [getattr(config, "original_max_position_embeddings", None)]
+    limits += [part.get("original_max_position_embeddings") for part in flat]
+    return min([most, *(limit for limit in limits if limit)])
 
 
 @contextlib.contextmanager

@@ -68,13 +68,13 @@ class BatchCache(Cache):
         new = prefilled.get_seq_length()
         end = max(w.end, new)
         rows = w.rows + len(lengths)
+        made: list[tuple[_Layer, str, Tensor]] = []
         for mine, theirs in zip(self.own, prefilled.layers, strict=True):
             for name in ("keys", "values"):
                 fresh: Tensor = getattr(theirs, name)
-                buffer = self._with_room(getattr(mine, name), fresh, rows, end, w)
-                buffer[w.rows : rows, :, end - new : end] = fresh
-                setattr(mine, name, buffer)
-            mine.is_initialized = True
+                made.append((mine, name, self._with_room(getattr(mine, name), fresh, rows, end, w)))
+                made[-1][2][w.rows : rows, :, end - new : end] = fresh
+        self._commit(made)  # all layers or none: an allocation may fail half-way
         w.rows, w.end = rows, end
         self.lengths += lengths
         self._narrow()
@@ -104,13 +104,15 @@ class BatchCache(Cache):
         if w.end < sample.shape[-2]:
             return
         width = w.end - w.start
+        made: list[tuple[_Layer, str, Tensor]] = []
         for layer in self.own:
             for name in ("keys", "values"):
                 old: Tensor = getattr(layer, name)
                 columns = old.shape[-2] if 2 * width < old.shape[-2] else 2 * old.shape[-2]
                 buffer = old.new_zeros(*old.shape[:2], columns, old.shape[-1])
                 buffer[: w.rows, :, :width] = old[: w.rows, :, w.start : w.end]
-                setattr(layer, name, buffer)
+                made.append((layer, name, buffer))
+        self._commit(made)
         w.start, w.end = 0, width
 
     def advance(self) -> None:
@@ -136,14 +138,22 @@ class BatchCache(Cache):
     @staticmethod
     def _with_room(buffer: Tensor | None, like: Tensor, rows: int, end: int, w: _Window) -> Tensor:
         """A buffer of at least `rows` × `end`, with the present rows shifted to end at `end`."""
-        have_rows, have_columns = (0, 0) if buffer is None else (buffer.shape[0], buffer.shape[-2])
-        if buffer is not None and rows <= have_rows and end <= have_columns and (end == w.end or not w.rows):
-            return buffer
-        need_columns = max(have_columns, _FIRST_COLUMNS)
-        while need_columns <= end:
-            need_columns *= 2
-        grown = like.new_zeros(max(rows, have_rows), like.shape[1], need_columns, like.shape[-1])
+        columns = _FIRST_COLUMNS
+        while columns <= end:
+            columns *= 2
+        if buffer is not None and rows <= buffer.shape[0] and end <= buffer.shape[-2]:
+            stays = end == w.end if w.rows else buffer.shape[-2] <= 4 * columns  # one long text must not bloat the rest
+            if stays:
+                return buffer
+        have = buffer.shape[0] if buffer is not None and w.rows else 0
+        grown = like.new_zeros(max(rows, have), like.shape[1], columns, like.shape[-1])
         if buffer is not None and w.rows:
             width = w.end - w.start
             grown[: w.rows, :, end - width : end] = buffer[: w.rows, :, w.start : w.end]
         return grown
+
+    @staticmethod
+    def _commit(made: Sequence[tuple[_Layer, str, Tensor]]) -> None:
+        for layer, name, buffer in made:
+            setattr(layer, name, buffer)
+            layer.is_initialized = True

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from steerscope.engines.hf.sequence import Sequence
+from steerscope.engines.hf.sequence import Row
 from steerscope.engines.hf.taps import Gather, Pass
 from steerscope.residual.table import Key
 
@@ -17,7 +17,7 @@ from steerscope.residual.table import Key
 class Share:
     """A request's part of a gather: rows [start, stop) of its stage are these positions."""
 
-    row: Sequence
+    row: Row
     positions: list[int]
     start: int
 
@@ -32,14 +32,14 @@ class PassPlan:
     shares: list[list[Share]] = field(default_factory=list)  # one list per gather
 
 
-def _fed_now(row: Sequence) -> tuple[int, int]:
+def _fed_now(row: Row) -> tuple[int, int]:
     return row.fed, len(row.history)
 
 
-def build_pass(rows: list[Sequence], width: int, hidden: int, model: PreTrainedModel) -> PassPlan:
+def build_pass(rows: list[Row], width: int, hidden: int, model: PreTrainedModel) -> PassPlan:
     plan = PassPlan()
     _steer(plan, rows, width, model.device)
-    groups: dict[tuple[tuple[Key, ...], bool], list[tuple[int, Sequence]]] = defaultdict(list)
+    groups: dict[tuple[tuple[Key, ...], bool], list[tuple[int, Row]]] = defaultdict(list)
     for number, row in enumerate(rows):
         capture = row.plan.capture
         if capture is not None:
@@ -66,7 +66,7 @@ def build_pass(rows: list[Sequence], width: int, hidden: int, model: PreTrainedM
     return plan
 
 
-def _steer(plan: PassPlan, rows: list[Sequence], width: int, device: torch.device) -> None:
+def _steer(plan: PassPlan, rows: list[Row], width: int, device: torch.device) -> None:
     most = max((len(row.leases) for row in rows), default=0)
     tokens: dict[int, list[tuple[int, int, int]]] = {}
     for number, row in enumerate(rows):

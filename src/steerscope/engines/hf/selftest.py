@@ -1,51 +1,104 @@
-"""Proof at start-up that steering reaches the model: a known vector is pushed through every layer's tap in one forward,
-and the next block must receive exactly its block's output plus that vector."""
+"""Proof at start-up, in the dtype and on the device that will serve.
+
+Steering: for every site a known vector is pushed through every layer's tap in one forward; what leaves each tapped
+module must be, element by element, what entered plus the vector. Batching: two texts of different lengths, prefilled
+together and continued by one token through the batch's cache, must give the logits of plain forwards.
+"""
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from steerscope.engines.hf.blocks import keep_input, keep_output
+from steerscope.engines.hf.kv import BatchCache
 from steerscope.engines.hf.taps import Pass, Taps
 from steerscope.residual.table import Key, PlacedOp, SlotTable, pack
-from steerscope.specs.errors import UnsupportedModel
+from steerscope.specs.errors import SteerscopeError, UnsupportedModel
+from steerscope.specs.steering import SITES, Site
 from steerscope.specs.tokens import EVERYWHERE
 
 _TOKENS = 3
+_SCALE = 0.5
 
 
 def self_test(model: PreTrainedModel, taps: Taps, table: SlotTable) -> None:
-    raw: dict[int, Tensor] = {}
-    received: dict[int, Tensor] = {}
-    handles = []
-    # These hooks come before the taps', so they see what the block itself returned.
-    for i, block in enumerate(taps.blocks.blocks):
-        handles.append(block.module.register_forward_hook(keep_output(raw, i)))
-        if i:
-            handles.append(block.module.register_forward_pre_hook(keep_input(received, i - 1), with_kwargs=True))
-    vector = np.linspace(-1, 1, table.hidden, dtype=np.float32)
-    keys: list[Key] = [(layer, "resid_post") for layer in range(len(taps.blocks))]
-    column = pack([PlacedOp(key, EVERYWHERE, vector, (0.5, 0.0, 0.0, -np.inf, np.inf)) for key in keys])[0]
-    lease = table.acquire(column)
-    entry = torch.tensor([[[lease.vector_slot, lease.coefficient_slot, 0]]] * _TOKENS, device=model.device)
-    taps.attach(keys)
-    taps.current = Pass(torch.arange(_TOKENS, device=model.device), entry)
-    ids = torch.arange(_TOKENS, device=model.device).unsqueeze(0)
+    name = type(model).__name__
     try:
         with torch.no_grad():
-            model(input_ids=ids, use_cache=False)
+            for site in SITES:
+                if site not in taps.blocks.refused:
+                    _steering(model, taps, table, site)
+            _batching(model, len(taps.blocks))
+    except SteerscopeError:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(f"self-test of {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _steering(model: PreTrainedModel, taps: Taps, table: SlotTable, site: Site) -> None:
+    layers = [0] if site == "resid_pre" else range(len(taps.blocks))  # the other resid_pre are taps of resid_post
+    keys: list[Key] = [(layer, site) for layer in layers]
+    raw: dict[int, Tensor] = {}
+    after: dict[int, Tensor] = {}
+    vector = np.linspace(-1, 1, table.hidden, dtype=np.float32)
+    coefficients = (_SCALE, 0.0, 0.0, -np.inf, np.inf)
+    lease = table.acquire(pack([PlacedOp(key, EVERYWHERE, vector, coefficients) for key in keys])[0])
+    entry = torch.tensor([[[lease.vector_slot, lease.coefficient_slot, 0]]] * _TOKENS, device=model.device)
+    # Hooks run in the order of their registration: these see what enters the taps, those below what leaves them.
+    handles = [_watch(taps, layer, site, raw) for layer in layers]
+    taps.attach(keys)
+    handles += [_watch(taps, layer, site, after) for layer in layers]
+    try:
+        with taps.during(Pass(torch.arange(_TOKENS, device=model.device), entry)):
+            model(input_ids=torch.arange(_TOKENS, device=model.device).unsqueeze(0), use_cache=False)
     finally:
-        taps.current = None
         taps.attach(())
         table.release(lease)
         for handle in handles:
             handle.remove()
-    wanted = 0.5 * torch.from_numpy(vector).to(model.device)
-    for layer, after in received.items():
-        gained = after.float() - raw[layer].float()
-        allowed = 4 * torch.finfo(after.dtype).eps * (raw[layer].abs().max().float() + 1)
-        if (gained - wanted).abs().max() > allowed:
+    wanted = _SCALE * torch.from_numpy(vector).to(model.device)
+    for layer in layers:
+        expected = (raw[layer].float() + wanted).to(raw[layer].dtype)
+        if not torch.equal(after[layer], expected) or torch.equal(after[layer], raw[layer]):
             raise UnsupportedModel(
-                f"self-test of {type(model).__name__} failed: a vector added after layer {layer} did not reach the next"
+                f"self-test of {type(model).__name__} failed: a vector added at {site} of layer {layer} did not arrive"
+            )
+
+
+def _watch(taps: Taps, layer: int, site: Site, place: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
+    block = taps.blocks[layer]
+    if site == "resid_pre":
+        return block.module.register_forward_pre_hook(keep_input(place, layer), with_kwargs=True)
+    modules = {"resid_post": block.module, "mlp_out": block.mlp_addend}
+    module = modules.get(site, block.attn_addend)
+    assert isinstance(module, nn.Module)
+    return module.register_forward_hook(keep_output(place, layer))
+
+
+def _batching(model: PreTrainedModel, layers: int) -> None:
+    device, texts, last = model.device, ([0, 1, 2], [1]), 3
+    padded = torch.tensor([[0, 1, 2], [0, 0, 1]], device=device)
+    mask = torch.tensor([[True] * 3, [False, False, True]], device=device)
+    prefilled, cache = DynamicCache(), BatchCache(layers)
+    positions = torch.tensor([[0, 1, 2], [0, 0, 0]], device=device)
+    model(input_ids=padded, attention_mask=mask, position_ids=positions, past_key_values=prefilled, use_cache=True)
+    cache.join(prefilled, [3, 1])
+    cache.make_room()
+    together = model(
+        input_ids=torch.tensor([[last], [last]], device=device),
+        attention_mask=cache.mask(device),
+        position_ids=torch.tensor([[3], [1]], device=device),
+        past_key_values=cache,
+        use_cache=True,
+    ).logits[:, -1]
+    for row, text in zip(together, texts, strict=True):
+        alone = model(input_ids=torch.tensor([[*text, last]], device=device), use_cache=False).logits[0, -1]
+        error = (row.float() - alone.float()).norm() / alone.float().norm()
+        # Rounding differs between batch shapes; a cache or a mask that is not understood is off by far more.
+        if not error < max(1e-3, 8 * torch.finfo(alone.dtype).eps):
+            raise UnsupportedModel(
+                f"self-test of {type(model).__name__} failed: texts in one batch do not give the logits they give "
+                f"alone (relative difference {float(error):.2g})"
             )

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from steerscope.engines.hf.engine import HFEngine
 
 
-class Sequence:
+class Row:
+    """A row of the batch."""
+
     def __init__(self, job: Job, decoder: Decoder, eos: frozenset[int], engine: "HFEngine") -> None:
         plan = job.plan
         self.job, self.plan, self.engine = job, plan, engine
@@ -41,6 +43,7 @@ class Sequence:
         self._pieces: list[str] = []
         self._born = time.perf_counter()
         self._admitted = self._first = 0.0
+        self.over = False  # reported; a row ends once
 
     @property
     def generated(self) -> list[int]:
@@ -93,6 +96,8 @@ class Sequence:
         return reason
 
     def end(self, reason: FinishReason) -> None:
+        if self.over:
+            return
         self._release(self._table)
         if reason == "cancelled":
             self._pieces.append(self._stops.push(self._detokenizer.flush()) + self._stops.flush())
@@ -103,6 +108,7 @@ class Sequence:
         except RequestFailed as error:
             self.fail(error)
             return
+        self.over = True
         choice = Choice(
             index=self.plan.choice,
             text="".join(self._pieces),
@@ -116,10 +122,10 @@ class Sequence:
         self.job.report(choice)
 
     def fail(self, error: RequestFailed) -> None:
-        self._release(self._table)
-        if self.job.held:
-            self.job.held.release()
-        self.job.report(error)
+        if not self.over:
+            self.over = True
+            self._release(self._table)
+            self.job.fail(error)
 
     def _handle(self) -> CaptureHandle | None:
         plan, held = self.plan, self.job.held

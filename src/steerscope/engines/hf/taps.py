@@ -4,7 +4,9 @@ With nobody asking there are no hooks at all. A hook reads the current `Pass`: w
 with their entries, and which are captured by whom. Tokens are addressed in the flattened batch [rows × tokens].
 """
 
-from collections.abc import Callable, Iterable
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -48,11 +50,22 @@ class Pass:
 class Taps:
     def __init__(self, blocks: Blocks, table: SlotTable) -> None:
         self.blocks, self.table = blocks, table
-        self.current: Pass | None = None
+        self._current: Pass | None = None
+        self._thread = 0
         self.gates = torch.ones(1, device=table.device)
         self._inputs: dict[int, Tensor] = {}
         self._keys: frozenset[Key] = frozenset()
         self._handles: list[RemovableHandle] = []
+
+    @contextlib.contextmanager
+    def during(self, now: Pass | None) -> Iterator[None]:
+        """What the taps do in the forward inside the block; a forward of another thread is left alone."""
+        self._current, self._thread = now, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._current = None
+            self._inputs.clear()
 
     def attach(self, keys: Iterable[Key]) -> None:
         """Hook exactly these taps."""
@@ -86,7 +99,7 @@ class Taps:
         def hook(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             hidden = block_input(args, kwargs)
             changed = self._visit((layer, "resid_pre"), hidden) if tapped else hidden
-            if keep:
+            if keep and threading.get_ident() == self._thread:
                 self._inputs[layer] = changed
             if changed is hidden:
                 return None
@@ -100,7 +113,7 @@ class Taps:
             if out:
                 changed = self._visit((layer, "attn_out"), changed)
             if mid:
-                changed = self._visit((layer, "resid_mid"), changed, self._inputs.pop(layer))
+                changed = self._visit((layer, "resid_mid"), changed, self._inputs.get(layer))
             return None if changed is hidden else with_first(output, changed)
 
         return hook
@@ -115,8 +128,8 @@ class Taps:
 
     def _visit(self, key: Key, delta: Tensor, residual: Tensor | None = None) -> Tensor:
         """Ops, then capture. The stream is delta + residual: projections are of the sum, the change goes to delta."""
-        now = self.current
-        if now is None:
+        now = self._current
+        if now is None or threading.get_ident() != self._thread:
             return delta
         flat = delta.reshape(-1, delta.shape[-1])
         rest = None if residual is None else residual.reshape(flat.shape)
