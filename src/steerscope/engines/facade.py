@@ -2,10 +2,12 @@
 threads, and inside notebooks whose loop is already running; context variables (steering blocks) go along."""
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import contextvars
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -35,6 +37,8 @@ class SyncEngine:
         self._closing = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="steerscope-sync", daemon=True)
         self._thread.start()
+        close = weakref.WeakMethod(self.close)  # before the interpreter freezes the thread that others wait for
+        atexit.register(lambda: (found := close()) and found())
 
     def _run(self, coroutine: Coroutine[object, object, T]) -> T:
         done: concurrent.futures.Future[T] = concurrent.futures.Future()

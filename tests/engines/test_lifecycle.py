@@ -1,0 +1,241 @@
+"""Edges of a request's and an engine's life: names, scopes, closing, faults, exit. Nothing hangs, nothing leaks."""
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from engines.conftest import Start
+from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import EndEvent
+from steerscope.engines.hf import HFEngine
+from steerscope.engines.hf import engine as engine_module
+from steerscope.engines.hf.kv import BatchCache
+from steerscope.engines.hf.sequence import Row
+from steerscope.specs import Add, Capture, InvalidRequest, Sampling
+from steerscope.specs.errors import EngineClosed, RequestFailed
+
+PROMPT = "The quick brown fox jumps over"
+SHORT = Sampling(max_tokens=8, ignore_eos=True)
+LONG = Sampling(max_tokens=200, ignore_eos=True)
+VECTOR = np.random.default_rng(1).normal(size=64).astype(np.float32)
+
+
+def test_a_stream_made_inside_a_steering_block_is_steered_wherever_it_is_read(engine: SyncEngine) -> None:
+    op = Add(vector=VECTOR, scale=30, layers="all")
+    with engine.steering(op):
+        stream = engine.stream(PROMPT, SHORT)
+    end = list(stream)[-1]
+    assert isinstance(end, EndEvent)
+    assert end.generation.token_ids == engine.generate(PROMPT, SHORT, steer=op).token_ids
+    with pytest.raises(InvalidRequest, match="out of range"):
+        engine.stream(PROMPT, SHORT, capture=Capture(layers=9))  # refused at the call
+
+
+def test_a_forward_of_the_users_own_is_never_steered_while_a_steered_request_runs(start: Start) -> None:
+    engine = start()
+    model, ids = tiny.model(), torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        plain = model(ids).logits
+        stream = engine.stream(PROMPT, LONG, steer=Add(vector=VECTOR, scale=20, layers="all"))
+        for _ in range(40):
+            next(stream)
+            assert torch.equal(model(ids).logits, plain)
+    stream.close()  # type: ignore[attr-defined]
+
+
+def test_a_name_belongs_to_one_request_from_the_call_on(start: Start) -> None:
+    engine = start(capture_budget=80_000, capture_wait=5)
+    first = engine.generate(PROMPT, LONG.model_copy(update={"max_tokens": 60}), capture=Capture())
+
+    async def run() -> None:
+        async def named() -> object:
+            events = engine.aio.stream(
+                PROMPT, LONG.model_copy(update={"max_tokens": 60}), capture=Capture(), request_id="x"
+            )
+            return [event async for event in events][-1]
+
+        waiting = asyncio.create_task(named())  # no room yet
+        await asyncio.sleep(0.1)
+        with pytest.raises(InvalidRequest, match="already running"):
+            await named()
+        assert engine.cancel("x")
+        assert first.capture is not None
+        first.capture.close()
+        end = await waiting
+        assert isinstance(end, EndEvent)
+        assert end.generation.finish_reason == "cancelled"
+
+    asyncio.run(run())
+    names = {engine.generate(PROMPT, SHORT).request_id for _ in range(3)}
+    assert len(names) == 3
+
+
+def test_a_vanishing_temperature_is_greedy(engine: SyncEngine) -> None:
+    cold = Sampling(max_tokens=8, temperature=1e-50, seed=0, ignore_eos=True)
+    assert engine.generate(PROMPT, cold).token_ids == engine.generate(PROMPT, SHORT).token_ids
+
+
+def test_a_mean_over_no_rows_is_not_a_number(start: Start) -> None:
+    engine = start()
+    first = engine.generate(PROMPT, SHORT).token_ids[0]
+    tiny.model().generation_config.eos_token_id = [first]
+    try:
+        ended = start().generate(PROMPT, Sampling(max_tokens=8), capture=Capture(tokens="generated", reduce="mean"))
+    finally:
+        tiny.model().generation_config.eos_token_id = 1
+    assert ended.rows.n == 0
+    assert torch.isnan(ended.rows[0]).all()
+
+
+def test_a_request_that_cannot_be_started_fails_alone(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Row.lease
+
+    def lease(self: Row, table: object) -> None:
+        if self.plan.sampling.max_tokens == 3:
+            raise MemoryError("no room for rows")
+        real(self, table)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Row, "lease", lease)
+    with pytest.raises(RequestFailed, match="no room for rows") as failure:
+        engine.generate([PROMPT] * 3, [SHORT, Sampling(max_tokens=3), SHORT])
+    assert [done is not None for done in failure.value.completed] == [True, False, True]
+
+
+def test_a_fault_in_a_step_spares_those_who_wait(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(max_batch=1)
+    real, calls = BatchCache.make_room, []
+
+    def make_room(self: BatchCache) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError("no room for a step")
+        real(self)
+
+    monkeypatch.setattr(BatchCache, "make_room", make_room)
+    with pytest.raises(RequestFailed, match="no room for a step") as failure:
+        engine.generate([PROMPT, "Hello", "x"], SHORT)
+    assert [done is not None for done in failure.value.completed] == [False, True, True]
+
+
+def test_a_fault_while_receiving_does_not_end_the_engine(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "Row", lambda *_: 1 / 0)
+    with pytest.raises(RequestFailed, match="division by zero"):
+        engine.generate(PROMPT, SHORT)
+    monkeypatch.undo()
+    assert len(engine.generate(PROMPT, SHORT).token_ids) == 8
+
+
+def test_one_long_text_does_not_bloat_the_cache_of_those_after_it(start: Start) -> None:
+    engine = start("llama", max_position_embeddings=4096)
+    engine.generate("word " * 1300, Sampling(max_tokens=2))
+    engine.generate([PROMPT] * 4, SHORT)
+    keys = engine.aio._cache.own[0].keys  # type: ignore[attr-defined]
+    assert keys.shape[-2] <= 1024
+
+
+def test_gathered_captures_wait_their_turn_as_long_as_somebody_finishes(start: Start) -> None:
+    engine = start(capture_budget=40_000, capture_wait=2)
+
+    async def run() -> list[int]:
+        async def one() -> int:
+            done = await engine.aio.generate(PROMPT, SHORT, capture=Capture())
+            assert done.capture is not None
+            async with done.capture as handle:
+                await asyncio.sleep(0.05)
+                return handle.fetch().n
+
+        return await asyncio.gather(*(one() for _ in range(20)))
+
+    assert len(asyncio.run(run())) == 20
+    assert engine.stats()["capture_bytes"] == 0
+
+
+def test_closing_tells_everybody_who_waits(start: Start) -> None:
+    engine = start(capture_budget=20_000, capture_wait=60)
+    kept = engine.generate(PROMPT, SHORT, capture=Capture())
+    told: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            engine.generate(PROMPT, SHORT, capture=Capture())
+        except EngineClosed as error:
+            told.append(error)
+
+    waiters = [threading.Thread(target=wait) for _ in range(2)]
+    for thread in waiters:
+        thread.start()
+    time.sleep(0.2)
+    closers = [threading.Thread(target=engine.close) for _ in range(3)]
+    for thread in closers:
+        thread.start()
+    for thread in [*waiters, *closers]:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    assert len(told) == 2
+    assert kept.rows.n > 0  # what was captured stays in hand
+    with pytest.raises(EngineClosed):
+        engine.generate(PROMPT, SHORT)
+
+
+def test_a_script_that_ends_in_the_middle_of_a_request_ends_cleanly(tmp_path: Path) -> None:
+    tiny.model().save_pretrained(tmp_path / "m")
+    tiny.tokenizer().save_pretrained(tmp_path / "m")
+    script = f"""
+        import steerscope as ss
+        engine = ss.load({str(tmp_path / "m")!r})
+        stream = engine.stream("Hello", ss.Sampling(max_tokens=200, ignore_eos=True))
+        next(stream)
+        print("said")
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ran.returncode, ran.stdout.strip()) == (0, "said"), ran.stderr
+
+
+@pytest.mark.parametrize("options", [{"max_batch": 0}, {"slots": 1}, {"capture_budget": -1}, {"max_columns": 0}])
+def test_options_that_cannot_work_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(options))):
+        HFEngine(tiny.model(), tiny.tokenizer(), name="llama", **options)  # type: ignore[arg-type]
+
+
+def test_a_length_dependent_rotary_embedding_limits_the_context_to_where_it_does_not_change() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 64,
+    }
+    config = {"rope_parameters": rope, "original_max_position_embeddings": 64}
+    model = tiny.model("llama")  # the limit is read from the configuration alone
+    changed = type(model.config)(**{**model.config.to_dict(), **config})
+    assert engine_module._context(model.config) == 256
+    assert engine_module._context(changed) == 64
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda e: e.generate("a", {"max_tokens": 3}),
+        lambda e: e.generate("a", capture=True),
+        lambda e: e.generate("a", steer="happy"),
+        lambda e: e.generate(None),
+        lambda e: e.chat({"role": "user", "content": "x"}),
+        lambda e: e.chat(None),
+        lambda e: e.register("a", "b"),
+        lambda e: e.register("a", np.ones(3)),
+    ],
+)
+def test_things_of_the_wrong_kind_are_refused_in_words(engine: SyncEngine, call) -> None:  # noqa: ANN001
+    with pytest.raises(InvalidRequest):
+        call(engine)
