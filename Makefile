@@ -50,10 +50,10 @@ check: setup ## ruff and pyright
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
 
 acceptance: setup ## the claims on real models; writes bench/results/acceptance.json
-	@$(BIN)/python -m steerscope.bench.acceptance --output bench/results/acceptance.json
+	@$(BIN)/python -m steerscope.bench.acceptance --output bench/results/acceptance.json && $(BIN)/python -m steerscope.bench.tables
 
 bench: setup ## the transformers engine against bare generate and the peers; writes bench/results/hf.json
-	@$(BIN)/python -m steerscope.bench.hf --peers --output bench/results/hf.json
+	@$(BIN)/python -m steerscope.bench.hf --peers --output bench/results/hf.json && $(BIN)/python -m steerscope.bench.tables
 
 serve: setup ## show the demo's report at http://127.0.0.1:8000
 	@test -f demo-report/index.html || $(MAKE) demo
