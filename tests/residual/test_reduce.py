@@ -74,8 +74,8 @@ def test_half_precision_rows_are_reduced_in_float32(kind):
 
 
 @pytest.mark.parametrize("kind", ["mean", "last"])
-def test_no_rows_are_n_zero_and_finite(kind):
+def test_no_rows_are_n_zero_and_not_a_number(kind):
     reducer = make(kind)
     reducer.update([], torch.empty(0, KEYS, HIDDEN))
     assert reducer.n == 0
-    assert torch.equal(reducer.result(), torch.zeros(KEYS, HIDDEN))
+    assert torch.isnan(reducer.result()).all()  # zeros would pass for a measurement

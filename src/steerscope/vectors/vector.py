@@ -99,7 +99,8 @@ class SteeringVector:
     ) -> "SteeringVector":
         self._same_shape(other)
         joined = {layer: operation(direction, other.directions[layer]) for layer, direction in self.directions.items()}
-        model = self.model if self.model == other.model else None
+        known = {name for name in (self.model, other.model) if name is not None}
+        model = known.pop() if len(known) == 1 else None
         method = f"{self._name()} {sign} {other._name()}"
         return replace(self, directions=joined, model=model, method=method, provenance={})
 
