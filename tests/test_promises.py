@@ -264,8 +264,8 @@ def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Positions, "within", lambda self, a, b: real(self, a + 1, b + 1))
 
 
-def residual_alone(patch: pytest.MonkeyPatch) -> None:
-    """The block's input captured in place of its output."""
+def half_the_stream(patch: pytest.MonkeyPatch) -> None:
+    """Only a part of the stream captured, as when delta or residual is forgotten."""
     real = taps.Gather.take
     patch.setattr(taps.Gather, "take", lambda self, key, flat: real(self, key, flat * 0.5))
 
@@ -403,7 +403,7 @@ GUARDS: list[tuple[Callable[[Start, Path], None], Mutation]] = [
     (exact_rows, rows_by_arrival),
     (exact_rows, phantom_row),
     (exact_rows, positions_off_by_one),
-    (exact_rows, residual_alone),
+    (exact_rows, half_the_stream),
     (exact_rows, steer_everyone),
     (exact_means, no_watermark),
     (steering_happens, order_lost),
