@@ -236,16 +236,14 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 def rows_by_arrival(patch: pytest.MonkeyPatch) -> None:
     """Rows written to whoever comes next instead of by position: padding is taken for tokens."""
-    real = passes.build_pass
+    real = passes.keep_books
 
-    def wrong(rows_, width, hidden, model):  # noqa: ANN001, ANN202
-        made = real(rows_, width, hidden, model)
-        for gather in made.now.gathers:
-            if gather.index is not None:
-                gather.index = torch.arange(len(gather.index))
-        return made
+    def wrong(rows_, width):  # noqa: ANN001, ANN202
+        books = real(rows_, width)
+        books.captures = [(keys, before, list(range(len(index)))) for keys, before, index in books.captures]
+        return books
 
-    patch.setattr(engine_module, "build_pass", wrong)
+    patch.setattr(passes, "keep_books", wrong)
 
 
 def phantom_row(patch: pytest.MonkeyPatch) -> None:
@@ -272,14 +270,14 @@ def half_the_stream(patch: pytest.MonkeyPatch) -> None:
 
 def steer_everyone(patch: pytest.MonkeyPatch) -> None:
     """Ops applied to the first rows of the batch instead of their own tokens."""
-    real = passes._steer
+    real = passes.keep_books
 
-    def wrong(plan, rows_, width, device):  # noqa: ANN001, ANN202
-        real(plan, rows_, width, device)
-        if plan.now.steered is not None:
-            plan.now.steered = torch.arange(len(plan.now.steered))
+    def wrong(rows_, width):  # noqa: ANN001, ANN202
+        books = real(rows_, width)
+        books.entries = dict(enumerate(books.entries.values()))
+        return books
 
-    patch.setattr(passes, "_steer", wrong)
+    patch.setattr(passes, "keep_books", wrong)
 
 
 def no_watermark(patch: pytest.MonkeyPatch) -> None:
@@ -296,7 +294,7 @@ def order_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_steering(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(taps, "change", lambda h, *_: torch.zeros_like(h, dtype=torch.float32))
+    patch.setattr(taps, "apply", lambda h, *_: torch.zeros_like(h, dtype=torch.float32))
 
 
 def no_self_test(patch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,13 @@ import argparse
 import copy
 import json
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from steerscope.bench.hf import machine
+from steerscope.bench.hf import commit, machine
 from steerscope.demo.progress import Steps
 from steerscope.demo.run import measure
 from steerscope.engines.facade import SyncEngine
@@ -101,11 +100,6 @@ def scale_zero(engine: SyncEngine, prompts: list[str]) -> dict[str, int]:
     sampling = Sampling(max_tokens=24, temperature=0.7, seed=5)
     plain, zero = (engine.generate(prompts, sampling, steer=steer) for steer in (None, nothing))
     return {"texts": len(prompts), "identical": sum(a.text == b.text for a, b in zip(plain, zero, strict=True))}
-
-
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 def main() -> None:

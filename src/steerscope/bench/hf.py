@@ -13,9 +13,10 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine
 from steerscope.specs import Add, Capture, Sampling
 
-LAYERS, HIDDEN, VOCAB = 16, 512, 8192
+LAYERS, HIDDEN, VOCAB = 16, 256, 2048
 STEERED_LAYER = 8
 
 
@@ -40,10 +41,10 @@ def make_model(folder: Path) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
-        intermediate_size=1408,
+        intermediate_size=704,
         num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         max_position_embeddings=2048,
         bos_token_id=0,
         eos_token_id=1,
@@ -67,6 +68,8 @@ def measure_engine(folder: Path, prompts: list[list[int]], tokens: int, rounds: 
     wrapped = [TokenPrompt(prompt) for prompt in prompts]
     vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)).numpy()
 
+    staggered = [tokens * (i + 1) // len(prompts) for i in range(len(prompts))]
+
     def bare() -> list[list[int]]:
         with torch.no_grad():
             out = model.generate(  # type: ignore[operator]
@@ -74,8 +77,11 @@ def measure_engine(folder: Path, prompts: list[list[int]], tokens: int, rounds: 
             )
         return out[:, ids.shape[1] :].tolist()
 
-    def ours(steer: Add | None = None, capture: Capture | None = None) -> list[list[int]]:
-        done = engine.sync.generate(wrapped, sampling, steer=steer, capture=capture)
+    def ours(
+        steer: Add | None = None, capture: Capture | None = None, lengths: Sequence[int] | None = None
+    ) -> list[list[int]]:
+        asked = sampling if lengths is None else [Sampling(max_tokens=n, ignore_eos=True) for n in lengths]
+        done = engine.sync.generate(wrapped, asked, steer=steer, capture=capture)
         for one in done:
             if one.capture is not None:
                 rows = one.rows
@@ -90,9 +96,13 @@ def measure_engine(folder: Path, prompts: list[list[int]], tokens: int, rounds: 
         "capture 16 layers": lambda: ours(capture=Capture()),
         "steer 1 layer": lambda: ours(steer=Add(vector=vector, layers=STEERED_LAYER)),
         "steer 16 layers": lambda: ours(steer=Add(vector=vector, scale=0.1, layers="all")),
+        # Bare generate runs every row as long as the longest; here each leaves the batch when it is done.
+        "idle, every request another length": lambda: ours(lengths=staggered),
     }
     warm = {name: run() for name, run in cells.items()}
     assert warm["idle"] == warm["bare generate"] == warm["capture 16 layers"], "the engines disagree"
+    for short, full in zip(warm["idle, every request another length"], warm["idle"], strict=True):
+        assert short == full[: len(short)], "a request's tokens depend on who leaves the batch"
     seconds: dict[str, list[float]] = {name: [] for name in cells}
     for turn in range(rounds):
         order = list(cells) if turn % 2 == 0 else list(cells)[::-1]
@@ -123,6 +133,11 @@ def machine() -> dict[str, object]:
     }
 
 
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
 def engine_table(cells: dict[str, dict]) -> Table:
     table = Table("cell", "median s", "× bare (median)", "× bare (best)", title="transformers engine, one process")
     for name, cell in cells.items():
@@ -148,9 +163,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--prefill", type=int, default=64)
-    parser.add_argument("--decode", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prefill", type=int, default=128)
+    parser.add_argument("--decode", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="more than one is slower and noisier on shared cores")
     parser.add_argument("--peers", action="store_true", help="also run the peers, each in a venv of its own")
     parser.add_argument("--peer-rounds", type=int, default=2)
@@ -169,7 +184,8 @@ def main() -> None:
         file.write_text(json.dumps(prompts))
         console.print("measuring the engine against bare generate …")
         cells = measure_engine(folder, prompts, args.decode, args.rounds)
-        result: dict[str, object] = {"workload": workload, "machine": machine(), "engine": cells}
+        result: dict[str, object] = {"commit": commit(), "workload": workload, "machine": machine()}
+        result["engine"] = cells
         Console().print(engine_table(cells))
         if args.peers:
             found = run_peers(

@@ -8,6 +8,7 @@ apart, row by row, so that the two cannot share a mistake.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,55 @@ from torch import Tensor
 from steerscope.specs.steering import Coefficients
 
 NOTHING: Coefficients = (0.0, 0.0, 0.0, float("-inf"), float("inf"))  # row 0 of every coefficient table
+
+
+class Operands(NamedTuple):
+    """What one column of entries means, looked up: v [n, hidden], the rest [n]."""
+
+    v: Tensor
+    c: Tensor
+    s: Tensor
+    m: Tensor
+    lo: Tensor
+    hi: Tensor
+    gate_id: Tensor
+    constant: Tensor | None = None  # the whole step [n, hidden], where it depends on neither h nor a gate
+
+
+def look_up(vectors: Tensor, coefficients: Tensor, entries: Tensor) -> list[Operands]:
+    """The operands of each column of entries."""
+    found = []
+    for column in entries.unbind(1):
+        vector_slot, coefficient_slot, gate_id = column.unbind(-1)
+        c, s, m, lo, hi = coefficients.index_select(0, coefficient_slot).unbind(-1)
+        found.append(Operands(vectors.index_select(0, vector_slot), c, s, m, lo, hi, gate_id))
+    return found
+
+
+def settle(column: Operands) -> Operands:
+    """The same, with its step worked out once if it is the same for every h: plain additions through gate 0."""
+    if (column.s != 0).any() or (column.m != 0).any() or (column.gate_id != 0).any():
+        return column
+    always_open = torch.ones(1, device=column.v.device)
+    return column._replace(constant=_step(torch.zeros_like(column.v), column, always_open))
+
+
+def _step(h: Tensor, column: Operands, gates: Tensor) -> Tensor:
+    v, c, s, m, lo, hi, gate_id, _ = column
+    gate = gates.index_select(0, gate_id)
+    p = (h * v).sum(-1)
+    amount = gate * (c + torch.minimum(torch.maximum(s * p, lo), hi) - m * p)
+    active = (gate != 0) & ((c != 0) | (s != 0) | (m != 0))
+    return torch.where(active.unsqueeze(-1), amount.unsqueeze(-1) * v, 0.0)
+
+
+def apply(h: Tensor, columns: Sequence[Operands], gates: Tensor) -> Tensor:
+    """What the columns, in order, add to h, in float32."""
+    h = h.float()
+    total = torch.zeros_like(h)
+    for column in columns:
+        total = total + (_step(h + total, column, gates) if column.constant is None else column.constant)
+    return total
 
 
 def change(h: Tensor, vectors: Tensor, coefficients: Tensor, entries: Tensor, gates: Tensor) -> Tensor:
@@ -27,19 +77,7 @@ def change(h: Tensor, vectors: Tensor, coefficients: Tensor, entries: Tensor, ga
     The change is summed apart from h: (h + change) − h would lose the change's small bits. An entry whose gate is 0
     or whose c, s and m are all 0 is masked, not multiplied: a row holding inf must stay as it is.
     """
-    h = h.float()
-    total = torch.zeros_like(h)
-    for k in range(entries.shape[1]):
-        vector_slot, coefficient_slot, gate_id = entries[:, k].unbind(-1)
-        v = vectors.index_select(0, vector_slot)
-        c, s, m, lo, hi = coefficients.index_select(0, coefficient_slot).unbind(-1)
-        gate = gates.index_select(0, gate_id)
-        p = ((h + total) * v).sum(-1)
-        amount = gate * (c + torch.minimum(torch.maximum(s * p, lo), hi) - m * p)
-        active = (gate != 0) & ((c != 0) | (s != 0) | (m != 0))
-        step = torch.where(active.unsqueeze(-1), amount.unsqueeze(-1) * v, 0.0)
-        total = total + step
-    return total
+    return apply(h, look_up(vectors, coefficients, entries), gates)
 
 
 def change_float64(h: np.ndarray, ops: Sequence[tuple[np.ndarray, Coefficients, float]]) -> np.ndarray:

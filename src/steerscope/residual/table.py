@@ -126,6 +126,7 @@ class SlotTable:
         self._vector_slots = Slots(capacity, "vector")
         self._coefficient_slots = Slots(4 * capacity, "coefficient")
         self._tensors: dict[Key, tuple[Tensor, Tensor]] = {}
+        self.version = 0  # of the contents: what was looked up under an older one may be stale
 
     def tensors(self, key: Key) -> tuple[Tensor, Tensor]:
         if key not in self._tensors:
@@ -162,6 +163,7 @@ class SlotTable:
 
     def _write(self, which: int, slot: int, values: Mapping[Key, Tensor]) -> None:
         """Fill a slot at every layer: what its last owner left at other layers must be gone."""
+        self.version += 1
         for key, tensors in self._tensors.items():
             if key in values:
                 tensors[which][slot].copy_(values[key])

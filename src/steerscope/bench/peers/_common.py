@@ -4,7 +4,8 @@ A peer script runs as a file in the peer's own virtual environment, so this modu
 standard library. A script hands `main` a function that loads the model once and returns one `Cell` per
 workload; a cell is a callable that does the whole workload, or a sentence saying why the peer cannot do it.
 
-A cell named `capture:variant` is run with `capture`: another way of doing the same workload, reported beside it.
+A cell named `capture:variant` is run with `capture` when variants are asked for: another way of doing the same
+workload, reported beside it.
 """
 
 import argparse
@@ -32,6 +33,7 @@ class Job:
     max_new_tokens: int
     repeats: int
     cells: tuple[str, ...]
+    variants: bool
     layer: int
     scale: float
     output: Path
@@ -69,7 +71,8 @@ def main(peer: str, package: str, build: Callable[[Job], dict[str, Cell]]) -> No
         cells = {}
         results = {name: {"error": _one_line(error)} for name in job.cells}
     for name, cell in cells.items():
-        if name.partition(":")[0] in job.cells:
+        kind, _, variant = name.partition(":")
+        if kind in job.cells and (job.variants or not variant):
             results[name] = measure(cell, job)
     report = {
         "peer": peer,
@@ -132,6 +135,7 @@ def parse_job() -> Job:
     parser.add_argument("--max-new-tokens", type=int, required=True)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cells", default="plain,capture,steer")
+    parser.add_argument("--variants", action="store_true")
     parser.add_argument("--layer", type=int, default=8)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--output", type=Path, required=True)
@@ -142,6 +146,7 @@ def parse_job() -> Job:
         max_new_tokens=args.max_new_tokens,
         repeats=args.repeats,
         cells=tuple(args.cells.split(",")),
+        variants=args.variants,
         layer=args.layer,
         scale=args.scale,
         output=args.output,

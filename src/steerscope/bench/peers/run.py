@@ -50,7 +50,8 @@ def run_peers(
             try:
                 made = requirements[name]
                 python = ensure_venv(venv_root.absolute() / name, made, progress) if made else Path(sys.executable)
-                found = run_script(python, name, workload, timeout_s)
+                variants = ["--variants"] if turn == 0 else []  # slower ways of the same: once is enough
+                found = run_script(python, name, workload + variants, timeout_s)
             except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
                 found = {"peer": name, "error": error_line(error)}
             results[name] = merge(results[name], found) if name in results else found
@@ -99,11 +100,11 @@ def merge(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     if "error" in later:
         return later
     for name, before in earlier["cells"].items():
-        cell = later["cells"].get(name, before)
-        if "seconds" in before and "seconds" in cell:
-            later["cells"][name] = before | cell | {key: before[key] + cell[key] for key in ("seconds", "cpu_seconds")}
-        elif "error" in before:
+        cell = later["cells"].get(name)
+        if cell is None or "error" in before:
             later["cells"][name] = before
+        elif "seconds" in before and "seconds" in cell:
+            later["cells"][name] = before | cell | {key: before[key] + cell[key] for key in ("seconds", "cpu_seconds")}
     return later
 
 

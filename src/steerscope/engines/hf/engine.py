@@ -30,7 +30,7 @@ from steerscope.engines.base import Engine
 from steerscope.engines.generation import Job
 from steerscope.engines.hf.blocks import find_blocks
 from steerscope.engines.hf.kv import BatchCache
-from steerscope.engines.hf.passes import build_pass, deliver
+from steerscope.engines.hf.passes import Passes, deliver
 from steerscope.engines.hf.sampler import choose
 from steerscope.engines.hf.selftest import self_test
 from steerscope.engines.hf.sequence import Row
@@ -83,6 +83,7 @@ class HFEngine(Engine):
         )
         self._table = SlotTable(config.hidden_size, slots, model.device)
         self._taps = Taps(blocks, self._table)
+        self._passes = Passes(self._table, config.hidden_size, model.dtype)
         self._decoder = Decoder(tokenizer)  # type: ignore[arg-type]
         self._eos = _eos_ids(model, tokenizer)
         # Only the last column's logits are needed; a model that cannot leave the others out computes them all.
@@ -174,7 +175,7 @@ class HFEngine(Engine):
             row.end("cancelled")
         self._waiting = []
         # What the engine held is given back even while somebody keeps the closed engine itself.
-        del self.model, self._taps
+        del self.model, self._taps, self._passes
 
     def _step(self) -> bool:
         going = self._receive()
@@ -303,18 +304,19 @@ class HFEngine(Engine):
         keys = {key for row in [*self._rows, *rows] for key in row.tapped}
         self._taps.attach(keys)
         width = inputs["input_ids"].shape[1]  # type: ignore[attr-defined]
-        plan = build_pass(rows, width, self.facts.hidden, self.model) if keys else None
-        with self._taps.during(plan.now if plan else None):
+        now, shares = self._passes.build(rows, width) if keys else (None, [])
+        with self._taps.during(now):
             output = self.model(**inputs, **self._last_only, use_cache=True)
-        if plan:
-            self._counts["rows"] += deliver(plan)
+        if now:
+            self._counts["rows"] += deliver(now.gathers, shares)
         for row in rows:
             row.fed = len(row.history)
         return output.logits[:, -1]
 
     def _accept(self, rows: list[Row], logits: torch.Tensor) -> None:
-        """Sample, and end the requests that are done."""
-        for row, token in zip(rows, choose(logits, [row.chooser for row in rows]), strict=True):
+        """Sample, and end the requests that are done; the last rows first, since those leave without a copy."""
+        chosen = choose(logits, [row.chooser for row in rows])
+        for row, token in zip(reversed(rows), reversed(chosen), strict=True):
             try:
                 if token is None:
                     raise RequestFailed(

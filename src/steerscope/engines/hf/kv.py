@@ -89,7 +89,8 @@ class BatchCache(Cache):
         for layer in self.own:
             for buffer in (layer.keys, layer.values):
                 assert buffer is not None
-                buffer[row] = buffer[last]
+                if row != last:
+                    buffer[row] = buffer[last]
                 buffer[last] = 0
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()

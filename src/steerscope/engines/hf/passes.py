@@ -6,11 +6,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedModel
 
 from steerscope.engines.hf.sequence import Row
 from steerscope.engines.hf.taps import Gather, Pass
-from steerscope.residual.table import Key
+from steerscope.residual.table import Key, SlotTable
+
+Entry = tuple[int, int, int]  # vector slot, coefficient slot, gate
 
 
 @dataclass(slots=True)
@@ -27,65 +28,82 @@ class Share:
 
 
 @dataclass(slots=True)
-class PassPlan:
-    now: Pass = field(default_factory=Pass)
-    shares: list[list[Share]] = field(default_factory=list)  # one list per gather
+class Books:
+    """One forward in plain numbers: the entries of every token that has ops, and who captures which tokens how."""
+
+    entries: dict[int, list[Entry]] = field(default_factory=dict)
+    captures: list[tuple[tuple[Key, ...], bool, list[int]]] = field(default_factory=list)
+    shares: list[list[Share]] = field(default_factory=list)  # one list per capture
 
 
-def _fed_now(row: Row) -> tuple[int, int]:
-    return row.fed, len(row.history)
+class Passes:
+    """Makes the pass of each forward; a step that does what the last one did keeps its tensors."""
+
+    def __init__(self, table: SlotTable, hidden: int, dtype: torch.dtype) -> None:
+        self.table, self.hidden, self.dtype = table, hidden, dtype
+        self._last: tuple[object, Pass] = (None, Pass())
+
+    def build(self, rows: list[Row], width: int) -> tuple[Pass, list[list[Share]]]:
+        books = keep_books(rows, width)
+        if width > 1:  # prompts: never the same twice, and too large to keep
+            return self._make(books, len(rows) * width), books.shares
+        # The entries name slots, so a slot that was rewritten must not be mistaken for the one it was.
+        same = (self.table.version, len(rows), books.entries, books.captures)
+        if self._last[0] != same:
+            self._last = same, self._make(books, len(rows) * width)
+        return self._last[1], books.shares
+
+    def _make(self, books: Books, tokens: int) -> Pass:
+        made, device = Pass(), self.table.device
+        if books.entries:
+            made.steered = _index(list(books.entries), tokens, device)
+            made.entries = torch.tensor(list(books.entries.values()), device=device)
+        for keys, before, index in books.captures:
+            stage = torch.empty(len(index), len(keys), self.hidden, dtype=self.dtype, device=device)
+            made.gathers.append(Gather(keys, before, _index(index, tokens, device), stage))
+        return made
 
 
-def build_pass(rows: list[Row], width: int, hidden: int, model: PreTrainedModel) -> PassPlan:
-    plan = PassPlan()
-    _steer(plan, rows, width, model.device)
+def _index(numbers: list[int], tokens: int, device: torch.device) -> torch.Tensor | None:
+    """None when it would be all tokens in order."""
+    everything = len(numbers) == tokens and numbers == list(range(tokens))
+    return None if everything else torch.tensor(numbers, device=device)
+
+
+def keep_books(rows: list[Row], width: int) -> Books:
+    books = Books()
+    most = max((len(row.leases) for row in rows), default=0)
     groups: dict[tuple[tuple[Key, ...], bool], list[tuple[int, Row]]] = defaultdict(list)
     for number, row in enumerate(rows):
-        capture = row.plan.capture
-        if capture is not None:
-            groups[capture.keys, capture.spec.before_steering].append((number, row))
-    for (keys, before), members in groups.items():
-        index: list[int] = []
-        shares: list[Share] = []
-        for number, row in members:
-            start, stop = _fed_now(row)
-            capture = row.plan.capture
-            assert capture is not None
-            positions = [p for a, b in capture.positions.within(start, stop) for p in range(a, b)]
-            if positions:
-                shares.append(Share(row, positions, len(index)))
-                offset = number * width + width - stop  # flat number of position 0
-                index += [offset + position for position in positions]
-        if not shares:
-            continue
-        everything = len(index) == len(rows) * width
-        numbers = None if everything else torch.tensor(index, device=model.device)
-        stage = torch.empty(len(index), len(keys), hidden, dtype=model.dtype, device=model.device)
-        plan.now.gathers.append(Gather(keys, before, numbers, stage))
-        plan.shares.append(shares)
-    return plan
-
-
-def _steer(plan: PassPlan, rows: list[Row], width: int, device: torch.device) -> None:
-    most = max((len(row.leases) for row in rows), default=0)
-    tokens: dict[int, list[tuple[int, int, int]]] = {}
-    for number, row in enumerate(rows):
-        start, stop = _fed_now(row)
-        offset = number * width + width - stop
+        start, stop = row.fed, len(row.history)
+        offset = number * width + width - stop  # flat number of position 0
         for k, (column, lease) in enumerate(zip(row.plan.columns, row.leases, strict=True)):
             for a, b in column.positions.within(start, stop):
                 for position in range(a, b):
-                    entry = tokens.setdefault(offset + position, [(0, 0, 0)] * most)
+                    entry = books.entries.setdefault(offset + position, [(0, 0, 0)] * most)
                     entry[k] = (lease.vector_slot, lease.coefficient_slot, column.gate)
-    if tokens:
-        plan.now.steered = torch.tensor(list(tokens), device=device)
-        plan.now.entries = torch.tensor(list(tokens.values()), device=device)
+        if row.plan.capture is not None:
+            groups[row.plan.capture.keys, row.plan.capture.spec.before_steering].append((offset, row))
+    for (keys, before), members in groups.items():
+        index: list[int] = []
+        shares: list[Share] = []
+        for offset, row in members:
+            assert row.plan.capture is not None
+            within = row.plan.capture.positions.within(row.fed, len(row.history))
+            positions = [position for a, b in within for position in range(a, b)]
+            if positions:
+                shares.append(Share(row, positions, len(index)))
+                index += [offset + position for position in positions]
+        if shares:
+            books.captures.append((keys, before, index))
+            books.shares.append(shares)
+    return books
 
 
-def deliver(plan: PassPlan) -> int:
+def deliver(gathers: list[Gather], all_shares: list[list[Share]]) -> int:
     """After the forward: staged rows to the requests' buffers and reducers. Returns how many rows."""
     count = 0
-    for gather, shares in zip(plan.now.gathers, plan.shares, strict=True):
+    for gather, shares in zip(gathers, all_shares, strict=True):
         on_host = gather.stage.cpu() if any(share.row.buffer for share in shares) else gather.stage
         for share in shares:
             if share.row.reducer is not None:

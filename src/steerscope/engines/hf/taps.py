@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from steerscope.engines.hf.blocks import Blocks, block_input, first, with_first
-from steerscope.residual.equation import change
+from steerscope.residual.equation import Operands, apply, look_up, settle
 from steerscope.residual.table import Key, SlotTable
 
 OutputHook = Callable[[nn.Module, tuple, Tensor | tuple], Tensor | tuple | None]
@@ -35,16 +35,38 @@ class Gather:
 
     def take(self, key: Key, flat: Tensor) -> None:
         rows = flat if self.index is None else flat.index_select(0, self.index)
-        self.stage[:, self.column[key]].copy_(rows)
+        self.stage[:, self.column[key]] = rows
+
+
+@dataclass(slots=True)
+class Work:
+    """What a pass does at one tap."""
+
+    before: list[Gather]
+    columns: list[Operands]
+    after: list[Gather]
 
 
 @dataclass(slots=True)
 class Pass:
-    """What one forward must do at the taps."""
+    """What one forward must do at the taps; a batch that goes on unchanged uses the same one again."""
 
-    steered: Tensor | None = None  # flat numbers of the tokens that have ops
+    steered: Tensor | None = None  # flat numbers of the tokens that have ops, None for all of them
     entries: Tensor | None = None  # [n, K, 3] of those tokens
     gathers: list[Gather] = field(default_factory=list)
+    work: dict[Key, Work] = field(default_factory=dict)  # found at the first visit
+
+    def at(self, key: Key, table: SlotTable) -> Work:
+        work = self.work.get(key)
+        if work is None:
+            mine = [gather for gather in self.gathers if key in gather.column]
+            columns = [] if self.entries is None else look_up(*table.tensors(key), self.entries)
+            work = self.work[key] = Work(
+                [gather for gather in mine if gather.before_steering],
+                [settle(column) for column in columns],
+                [gather for gather in mine if not gather.before_steering],
+            )
+        return work
 
 
 class Taps:
@@ -131,21 +153,22 @@ class Taps:
         now = self._current
         if now is None or threading.get_ident() != self._thread:
             return delta
+        work = now.at(key, self.table)
         flat = delta.reshape(-1, delta.shape[-1])
         rest = None if residual is None else residual.reshape(flat.shape)
-        self._gather(now, key, flat, rest, before=True)
-        if now.steered is not None and now.entries is not None:
-            chosen = flat.index_select(0, now.steered)
-            stream = chosen if rest is None else chosen + rest.index_select(0, now.steered)
-            vectors, coefficients = self.table.tensors(key)
-            gained = change(stream, vectors, coefficients, now.entries, self.gates)
-            flat = flat.index_copy(0, now.steered, (chosen.float() + gained).to(flat.dtype))
+        for gather in work.before:
+            gather.take(key, flat if rest is None else flat + rest)
+        if work.columns:
+            flat = self._steer(now.steered, work.columns, flat, rest)
             delta = flat.view(delta.shape)
-        self._gather(now, key, flat, rest, before=False)
+        for gather in work.after:
+            gather.take(key, flat if rest is None else flat + rest)
         return delta
 
-    @staticmethod
-    def _gather(now: Pass, key: Key, flat: Tensor, rest: Tensor | None, before: bool) -> None:
-        for gather in now.gathers:
-            if gather.before_steering is before and key in gather.column:
-                gather.take(key, flat if rest is None else flat + rest)
+    def _steer(self, index: Tensor | None, columns: list[Operands], flat: Tensor, rest: Tensor | None) -> Tensor:
+        chosen = flat if index is None else flat.index_select(0, index)
+        stream = chosen
+        if rest is not None:
+            stream = chosen + (rest if index is None else rest.index_select(0, index))
+        steered = (chosen.float() + apply(stream, columns, self.gates)).to(flat.dtype)
+        return steered if index is None else flat.index_copy(0, index, steered)
