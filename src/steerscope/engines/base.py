@@ -1,17 +1,15 @@
 """The Engine: async first, one protocol for both engines.
 
 This class does everything that does not depend on what runs the model: prompts and chats to tokens, specs to plans,
-steering scopes, named vectors, room for captures, n choices, and stable return types. An engine below it runs plans.
+room for captures, n choices, and stable return types. An engine below it runs plans.
 """
 
 import asyncio
-import contextlib
-import contextvars
 import functools
 import itertools
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
@@ -43,12 +41,13 @@ from steerscope.engines.options import (
     for_request,
     per_prompt,
 )
-from steerscope.engines.plan import Facts, Plan, Planner, Prompt
+from steerscope.engines.plan import Plan, Planner, Prompt
+from steerscope.engines.scopes import Scopes, as_steering
 from steerscope.specs.capture import Capture
 from steerscope.specs.chat import Chat, Message, parse_chat
 from steerscope.specs.errors import EngineClosed, InvalidRequest, Problem, RequestFailed
 from steerscope.specs.sampling import Sampling
-from steerscope.specs.steering import Ablate, Add, Cap, Steering, Vector, VectorData
+from steerscope.specs.steering import Ablate, Add, Cap, Steering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,18 +55,15 @@ if TYPE_CHECKING:
     from steerscope.engines.facade import SyncEngine
 
 
-class Engine(ABC):
+class Engine(Scopes, ABC):
     """Runs requests on one model. Methods are coroutines; `engine.sync` is the same without await."""
 
-    facts: Facts
     tokenizer: "PreTrainedTokenizerBase"
     capture_ttl: float
 
     def __init__(self, budget: ByteBudget) -> None:
+        super().__init__()
         self.budget = budget
-        self._vectors: dict[str, VectorData] = {}
-        self._default = Steering()
-        self._scope: contextvars.ContextVar[Steering | None] = contextvars.ContextVar("steering", default=None)
         self._jobs: dict[str, list[Job]] = {}
         self._numbers = itertools.count()
         self._sync: SyncEngine | None = None
@@ -82,6 +78,11 @@ class Engine(ABC):
     @abstractmethod
     def _row_bytes(self, plan: Plan) -> int:
         """Host bytes that the plan's capture can take at most."""
+
+    def _check_sampling(self, sampling: Sampling) -> list[Problem]:
+        """What this engine cannot honour is refused, not ignored."""
+        del sampling
+        return []
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
@@ -164,48 +165,6 @@ class Engine(ABC):
         """The rows of many handles in one round trip."""
         return [handle.fetch() for handle in handles]
 
-    # --- steering scopes and named vectors
-
-    @property
-    def default_steering(self) -> Steering:
-        """Applied to every request, before surrounding `steering` blocks and the request's own."""
-        return self._default
-
-    @default_steering.setter
-    def default_steering(self, steering: SteerLike | None) -> None:
-        spec = _steering(steering)
-        probe = Prompt([0] * 8)
-        neutral = [op.model_copy(update={"tokens": "all"}) for op in spec.ops]  # selectors depend on the request
-        sampling = Sampling(max_tokens=1)
-        Planner(self.facts, self._vectors).plan("default", probe, sampling, Steering(ops=tuple(neutral)), None)
-        self._default = spec
-
-    @contextlib.contextmanager
-    def steering(self, steering: SteerLike) -> Iterator[None]:
-        """Applied to every request made inside the block (in this task or thread); blocks nest, outer first."""
-        token = self._scope.set(_steering(self._scope.get()).then(_steering(steering)))
-        try:
-            yield
-        finally:
-            self._scope.reset(token)
-
-    def register(self, name: str, vector: Vector) -> None:
-        """Name a vector for use in ops; a later registration under the same name replaces it for later requests."""
-        data = Add.parse({"vector": vector, "layers": 0}).source  # whatever an op takes
-        if isinstance(data, str):
-            raise InvalidRequest([Problem(name, "is given as a name", "give the vector itself")])
-        if data.hidden != self.facts.hidden:
-            what = f"has {data.hidden} numbers, {self.facts.name} has hidden size {self.facts.hidden}"
-            raise InvalidRequest([Problem(name, what, "use a vector made for this model")])
-        self._vectors[name] = data
-
-    def unregister(self, name: str) -> None:
-        self._vectors.pop(name, None)
-
-    @property
-    def vectors(self) -> Mapping[str, VectorData]:
-        return dict(self._vectors)
-
     # --- life
 
     @property
@@ -266,14 +225,15 @@ class Engine(ABC):
         captures = per_prompt(capture, (Capture,), len(prompts), many, "capture", problems)
         if problems:
             raise InvalidRequest(problems)
-        around = self._default.then(_steering(self._scope.get()))
+        around = self.surrounding()
         plans: list[Plan] = []
         for i, prompt in enumerate(prompts):
             name = request_id or next(n for i in self._numbers if (n := f"r{i}") not in self._jobs)
-            spec = around.then(_steering(steers[i]))
-            planner = Planner(self.facts, self._vectors)
+            spec = around.then(as_steering(steers[i]))
+            planner, asked = Planner(self.facts, self._vectors), samplings[i] or Sampling()
+            planner.problems += self._check_sampling(asked)
             try:
-                plans.append(planner.plan(name, prompt, samplings[i] or Sampling(), spec, captures[i]))
+                plans.append(planner.plan(name, prompt, asked, spec, captures[i]))
             except InvalidRequest as error:
                 problems += [p.under(f"prompts[{i}]") if many else p for p in error.problems]
         if problems:
@@ -422,9 +382,3 @@ def _check_text(text: str, field: str) -> None:
         text.encode()
     except UnicodeEncodeError:  # bytes that were not UTF-8, smuggled in as lone surrogates
         raise InvalidRequest([Problem(field, "the text is not valid Unicode", "send UTF-8")]) from None
-
-
-def _steering(steer: SteerLike | None) -> Steering:
-    if steer is None:
-        return Steering()
-    return steer if isinstance(steer, Steering) else Steering(ops=(steer,))

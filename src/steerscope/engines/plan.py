@@ -27,6 +27,7 @@ class Facts:
     context: int | None
     max_columns: int
     refused_sites: Mapping[Site, str]  # site → why it cannot be had
+    tapped: frozenset[Key] | None = None  # what was tapped at the start; None: everything can be, at any time
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ class Planner:
                 continue
             if positions.count(most) == 0:
                 self._problem(f"{field}.tokens", f"{op.tokens!r} selects no token of this request", "widen it")
+            self._check_tapped(layers, op.site, f"{field}.layers")
             applied.append(Applied(op, layers, positions))
             for layer in layers:
                 vector = _direction(data, layer, op.unit)
@@ -190,6 +192,13 @@ class Planner:
         if reason:
             self._problem(field, f"{site} cannot be had on {self.facts.name}: {reason}", "use resid_post")
 
+    def _check_tapped(self, layers: tuple[int, ...], site: Site, field: str) -> None:
+        tapped = self.facts.tapped
+        missing = [] if tapped is None else [layer for layer in layers if tap_of(layer, site) not in tapped]
+        if missing:
+            what = f"{site} of layers {', '.join(map(str, missing))} was not tapped when the engine started"
+            self._problem(field, what, "start it with these layers and sites")
+
     def _positions(self, tokens: str, prompt: Prompt, most: int, field: str) -> Positions | None:
         try:
             return resolve(tokens, len(prompt.token_ids), prompt.messages, prompt.open_message, most)
@@ -206,6 +215,8 @@ class Planner:
             self._check_site(site, "capture.sites")
         if not self._check_layers(layers, "capture.layers") or positions is None:
             return None
+        for site in sites:
+            self._check_tapped(layers, site, "capture.layers")
         if positions.count(most) == 0:
             self._problem("capture.tokens", f"{capture.tokens!r} selects no row of this request", "widen it")
         asked: tuple[Key, ...] = tuple((layer, site) for layer in layers for site in sites)

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from steerscope.specs.errors import RequestFailed
+
 
 class Reducer:
     """One request's running `mean` or `last` over rows [n, keys, hidden] that come in ascending position order."""
@@ -16,11 +18,11 @@ class Reducer:
     def __init__(self, kind: Literal["mean", "last"], keys: int, hidden: int, device: torch.device) -> None:
         self.kind = kind
         self.n = 0
-        self._next = 0
+        self.next = 0  # positions below this have been counted
         self._value = torch.zeros(keys, hidden, dtype=torch.float32, device=device)
 
     def update(self, positions: range | list[int], rows: Tensor) -> None:
-        fresh = [i for i, position in enumerate(positions) if position >= self._next]
+        fresh = [i for i, position in enumerate(positions) if position >= self.next]
         if not fresh:
             return
         rows = rows[fresh[0] :].float()
@@ -29,7 +31,7 @@ class Reducer:
         else:
             self._value.copy_(rows[-1])
         self.n += len(fresh)
-        self._next = positions[-1] + 1
+        self.next = positions[-1] + 1
 
     def result(self) -> Tensor:
         """[keys, hidden] float32 on the host."""
@@ -37,3 +39,42 @@ class Reducer:
             return torch.full_like(self._value, torch.nan).cpu()  # a zero vector would pass for a measurement
         value = self._value / self.n if self.kind == "mean" else self._value.clone()
         return value.cpu()
+
+
+class HeldBack:
+    """A reducer that waits with the newest rows until the end is known.
+
+    An engine that schedules ahead computes rows past the end of a text before it hears of the end. Those must not be
+    reduced, so the last `hold` rows are kept apart; `finish` takes those that count.
+    """
+
+    def __init__(self, reducer: Reducer, hold: int) -> None:
+        self.reducer, self.hold = reducer, hold
+        self._positions: list[int] = []
+        self._rows: list[Tensor] = []
+        self._next = 0
+
+    def push(self, positions: range | list[int], rows: Tensor) -> None:
+        """Rows [n, keys, hidden]; positions that came before are passed over. The rows are copied."""
+        fresh = [i for i, position in enumerate(positions) if position >= self._next]
+        if not fresh:
+            return
+        self._next = positions[-1] + 1
+        self._positions += [positions[i] for i in fresh]
+        sure = len(self._positions) - self.hold
+        self._rows.append(rows[fresh[0] :])
+        together = torch.cat(self._rows)
+        if sure > 0:
+            self.reducer.update(self._positions[:sure], together[:sure])
+            self._positions, together = self._positions[sure:], together[sure:]
+        self._rows = [together.clone()]  # the rows handed in belong to the engine, which will use them again
+
+    def finish(self, rows: int) -> Reducer:
+        """Only positions below `rows` count."""
+        if self.reducer.next > rows:
+            raise RequestFailed(f"the engine ran {self.reducer.next - rows} rows too far before it heard of the end")
+        counted = [position for position in self._positions if position < rows]
+        if counted:
+            self.reducer.update(counted, torch.cat(self._rows)[: len(counted)])
+        self._positions, self._rows = [], []
+        return self.reducer

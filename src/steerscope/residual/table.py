@@ -58,12 +58,13 @@ def pack(ops: Sequence[PlacedOp]) -> list[Column]:
     return columns
 
 
-def _digest(content: Mapping[Key, bytes]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
+def digest(content: Mapping[Key, bytes]) -> bytes:
+    """The identity of what a column holds at each (layer, site)."""
+    found = hashlib.blake2b(digest_size=16)
     for (layer, site), data in sorted(content.items()):
-        digest.update(f"{layer}.{site}.{len(data)}:".encode())
-        digest.update(data)
-    return digest.digest()
+        found.update(f"{layer}.{site}.{len(data)}:".encode())
+        found.update(data)
+    return found.digest()
 
 
 class Slots:
@@ -136,8 +137,8 @@ class SlotTable:
         return self._tensors[key]
 
     def acquire(self, column: Column) -> Lease:
-        vector_key = _digest({key: vector.tobytes() for key, vector in column.vectors.items()})
-        coefficient_key = _digest({k: np.array(c, np.float64).tobytes() for k, c in column.coefficients.items()})
+        vector_key = digest({key: vector.tobytes() for key, vector in column.vectors.items()})
+        coefficient_key = digest({k: np.array(c, np.float64).tobytes() for k, c in column.coefficients.items()})
         for key in column.vectors:
             self.tensors(key)  # a new tap may find no memory: better before anything is taken
         vector_slot, new_vectors = self._vector_slots.acquire(vector_key)

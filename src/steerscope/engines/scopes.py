@@ -1,0 +1,70 @@
+"""Steering that surrounds requests, and vectors by name: what an engine remembers between calls."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+
+from steerscope.engines.options import SteerLike
+from steerscope.engines.plan import Facts, Planner, Prompt
+from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.sampling import Sampling
+from steerscope.specs.steering import Add, Steering, Vector, VectorData
+
+
+class Scopes:
+    facts: Facts
+
+    def __init__(self) -> None:
+        self._vectors: dict[str, VectorData] = {}
+        self._default = Steering()
+        self._scope: contextvars.ContextVar[Steering | None] = contextvars.ContextVar("steering", default=None)
+
+    @property
+    def default_steering(self) -> Steering:
+        """Applied to every request, before surrounding `steering` blocks and the request's own."""
+        return self._default
+
+    @default_steering.setter
+    def default_steering(self, steering: SteerLike | None) -> None:
+        spec = as_steering(steering)
+        probe = Prompt([0] * 8)
+        neutral = [op.model_copy(update={"tokens": "all"}) for op in spec.ops]  # selectors depend on the request
+        sampling = Sampling(max_tokens=1)
+        Planner(self.facts, self._vectors).plan("default", probe, sampling, Steering(ops=tuple(neutral)), None)
+        self._default = spec
+
+    @contextlib.contextmanager
+    def steering(self, steering: SteerLike) -> Iterator[None]:
+        """Applied to every request made inside the block (in this task or thread); blocks nest, outer first."""
+        token = self._scope.set(as_steering(self._scope.get()).then(as_steering(steering)))
+        try:
+            yield
+        finally:
+            self._scope.reset(token)
+
+    def register(self, name: str, vector: Vector) -> None:
+        """Name a vector for use in ops; a later registration under the same name replaces it for later requests."""
+        data = Add.parse({"vector": vector, "layers": 0}).source  # whatever an op takes
+        if isinstance(data, str):
+            raise InvalidRequest([Problem(name, "is given as a name", "give the vector itself")])
+        if data.hidden != self.facts.hidden:
+            what = f"has {data.hidden} numbers, {self.facts.name} has hidden size {self.facts.hidden}"
+            raise InvalidRequest([Problem(name, what, "use a vector made for this model")])
+        self._vectors[name] = data
+
+    def unregister(self, name: str) -> None:
+        self._vectors.pop(name, None)
+
+    @property
+    def vectors(self) -> Mapping[str, VectorData]:
+        return dict(self._vectors)
+
+    def surrounding(self) -> Steering:
+        """What applies to a request made here and now, before its own."""
+        return self._default.then(as_steering(self._scope.get()))
+
+
+def as_steering(steer: SteerLike | None) -> Steering:
+    if steer is None:
+        return Steering()
+    return steer if isinstance(steer, Steering) else Steering(ops=(steer,))

@@ -1,0 +1,113 @@
+"""One running sequence, whatever runs it: told about each token, it makes text of them and says when it is over."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from steerscope.capture.handle import CaptureHandle
+from steerscope.capture.rows import Rows
+from steerscope.engines.generation import Choice, FinishReason, Job, Timings, TokenEvent
+from steerscope.engines.plan import Plan, tap_of
+from steerscope.engines.text import Decoder, Detokenizer, StopStrings
+from steerscope.residual.rows import make_labels
+from steerscope.residual.table import Key
+from steerscope.specs.errors import RequestFailed
+
+
+class Sequence(ABC):
+    def __init__(self, job: Job, decoder: Decoder, eos: frozenset[int]) -> None:
+        plan = job.plan
+        self.job, self.plan = job, plan
+        self.name = plan.request_id
+        self.prompt_length = len(plan.prompt.token_ids)
+        self.history = list(plan.prompt.token_ids)  # prompt and generated ids
+        self.over = False  # reported; a sequence ends once
+        self._eos = frozenset() if plan.sampling.ignore_eos else eos
+        self._detokenizer, self._stops = Detokenizer(decoder), StopStrings(plan.sampling.stop)
+        self._pieces: list[str] = []
+        self._born = time.perf_counter()
+        self._admitted = self._first = 0.0
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give back what it holds in the engine; may be called more than once."""
+
+    @abstractmethod
+    def _handle(self) -> CaptureHandle | None:
+        """Its rows, if it captured any. Raises RequestFailed when some are missing."""
+
+    @property
+    def generated(self) -> list[int]:
+        return self.history[self.prompt_length :]
+
+    def started(self) -> None:
+        self._admitted = time.perf_counter()
+
+    def accept(self, token: int) -> FinishReason | None:
+        """Take a sampled token; the reason if it was the last one."""
+        self.history.append(token)
+        count = len(self.history) - self.prompt_length
+        if count == 1:
+            self._first = time.perf_counter()
+        reason: FinishReason | None = None
+        if token in self._eos:
+            reason = "stop"
+        elif count >= self.plan.sampling.max_tokens:
+            reason = "length"
+        text = self._stops.push(self._detokenizer.push(token))
+        if reason and self._stops.found is None:
+            text += self._stops.push(self._detokenizer.flush())
+        if self._stops.found is not None:
+            reason = "stop_string"
+        elif reason:
+            text += self._stops.flush()
+        self._pieces.append(text)
+        if self.job.stream:
+            self.job.report(TokenEvent(self.plan.choice, count - 1, token, text))
+        return reason
+
+    def end(self, reason: FinishReason) -> None:
+        if self.over:
+            return
+        self._release()
+        if reason == "cancelled":
+            self._pieces.append(self._stops.push(self._detokenizer.flush()) + self._stops.flush())
+        now = time.perf_counter()
+        admitted, first = self._admitted or now, self._first or now
+        try:
+            capture = self._handle()
+        except RequestFailed as error:
+            self.fail(error)
+            return
+        self.over = True
+        choice = Choice(
+            index=self.plan.choice,
+            text="".join(self._pieces),
+            token_ids=self.generated,
+            finish_reason=reason,
+            stop_string=self._stops.found,
+            seed=self.plan.sampling.seed or 0,
+            timings=Timings(admitted - self._born, first - self._born, now - self._born),
+            capture=capture,
+        )
+        self.job.report(choice)
+
+    def fail(self, error: RequestFailed) -> None:
+        if not self.over:
+            self.over = True
+            self._release()
+            self.job.fail(error)
+
+
+def captured(
+    plan: Plan, index: np.ndarray, columns: Mapping[Key, torch.Tensor], history: list[int], model: str
+) -> Rows:
+    """Rows of the positions `index` at each tap, labelled and named as asked."""
+    assert plan.capture is not None
+    prompt, reduce = plan.prompt, plan.capture.spec.reduce
+    labels = make_labels(plan.request_id, index, history, len(prompt.token_ids), prompt.messages, prompt.open_message)
+    tensors = {key: columns[tap_of(*key)] for key in plan.capture.asked}
+    return Rows(tensors, labels, model, reduce, prompt.messages)
