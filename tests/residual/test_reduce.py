@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steerscope.residual.reduce import Reducer
+from steerscope.residual.reduce import HeldBack, Reducer
+from steerscope.specs.errors import RequestFailed
 
 PROPERTY = settings(deadline=None, max_examples=80, derandomize=True)
 CPU = torch.device("cpu")
@@ -79,3 +80,32 @@ def test_no_rows_are_n_zero_and_not_a_number(kind):
     reducer.update([], torch.empty(0, KEYS, HIDDEN))
     assert reducer.n == 0
     assert torch.isnan(reducer.result()).all()  # zeros would pass for a measurement
+
+
+@PROPERTY
+@given(
+    kind=st.sampled_from(["mean", "last"]),
+    sizes=st.lists(st.integers(1, 5), min_size=8, max_size=8),
+    hold=st.integers(0, 6),
+    overshoot=st.integers(0, 6),
+    again=st.booleans(),
+)
+def test_rows_past_the_end_never_count(kind, sizes, hold, overshoot, again):
+    """The engine computes `overshoot` rows more than the text has; the end is told afterwards."""
+    held, at = HeldBack(make(kind), hold), 0
+    for i, size in enumerate(sizes):
+        start = 0 if again and i == 4 else at  # a preemption: everything comes again
+        at += size
+        shared = ROWS.float()[start : min(at, LENGTH)].clone()
+        held.push(range(start, min(at, LENGTH)), shared)
+        shared.fill_(torch.nan)  # the engine uses its memory again
+    computed = min(at, LENGTH)
+    rows = computed - min(overshoot, computed - 1)
+    if held.reducer.next > rows:
+        assert overshoot > hold
+        with pytest.raises(RequestFailed, match="too far"):
+            held.finish(rows)
+        return
+    reducer = held.finish(rows)
+    assert reducer.n == rows
+    assert torch.allclose(reducer.result().double(), expected(kind, list(range(rows))), rtol=0, atol=TOLERANCE)

@@ -98,15 +98,19 @@ def heldout_auroc(subject: Subject) -> list[float]:
 
 
 def answers(
-    subject: Subject, prompts: Sequence[str], steer: Sequence[Add | Steering | None], tokens: int, capture: Capture
+    subject: Subject,
+    prompts: Sequence[str],
+    steer: Sequence[Add | Steering | None],
+    tokens: int,
+    captures: Sequence[Capture | None],
 ) -> list[list[Generation]]:
-    """Greedy answers to every prompt under every steering, in one batch: [steering][prompt]."""
+    """Greedy answers to every prompt under every steering, in one batch: [steering][prompt]. One capture a steering."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     done = subject.engine.chat(
         chats * len(steer),
         Sampling(max_tokens=tokens),
         steer=[spec for spec in steer for _ in prompts],
-        capture=capture,
+        capture=[spec for spec in captures for _ in prompts],
     )
     return [done[i : i + len(prompts)] for i in range(0, len(done), len(prompts))]
 

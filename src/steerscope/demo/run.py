@@ -161,11 +161,12 @@ def measure(model: str, steps: Steps, *, sweep_tokens: int = 24, answer_tokens: 
         steps(f"sweeping {len(SCALES)} scales")
         pushes = [subject.push.add(scale) if scale else None for scale in SCALES]
         generated = Capture(layers=subject.steered, tokens="generated")
-        swept = answers(subject, SWEEP_PROMPTS, pushes, sweep_tokens, generated)
+        unsteered_only = [None if scale else generated for scale in SCALES]
+        swept = answers(subject, SWEEP_PROMPTS, pushes, sweep_tokens, unsteered_only)
         curve = doses(subject, swept, odds)
         steps("unsteered, steered, capped, ablated")
         steered, caps = steerings(subject, swept[SCALES.index(0.0)])
-        shown = answers(subject, SHOWN_PROMPTS, list(steered.values()), answer_tokens, Capture())
+        shown = answers(subject, SHOWN_PROMPTS, list(steered.values()), answer_tokens, [Capture()] * len(steered))
         steps("projecting every token at every layer")
         asked = [(name, prompt) for name in steered for prompt in SHOWN_PROMPTS]
         flat = [generation for group in shown for generation in group]
