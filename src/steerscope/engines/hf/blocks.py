@@ -9,6 +9,7 @@ parallel branches) loses the sites that would be wrong, with the reason.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from steerscope.specs.steering import Site
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 _MLP = ("mlp", "feed_forward", "block_sparse_moe")
 _PROBE_TOKENS = 4
+K = TypeVar("K")  # whatever names a place
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def _block(module: nn.Module) -> Block:
     return Block(module, mlp, attention, mlp)
 
 
-def keep_input(place: dict[int, Tensor], i: int) -> Callable[[nn.Module, tuple, dict], None]:
+def keep_input(place: dict[K, Tensor], i: K) -> Callable[[nn.Module, tuple, dict], None]:
     """A pre-hook that keeps a copy of what a block is given."""
 
     def hook(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
@@ -115,7 +117,7 @@ def keep_input(place: dict[int, Tensor], i: int) -> Callable[[nn.Module, tuple, 
     return hook
 
 
-def keep_output(place: dict[int, Tensor], i: int) -> Callable[[nn.Module, tuple, Tensor | tuple], None]:
+def keep_output(place: dict[K, Tensor], i: K) -> Callable[[nn.Module, tuple, Tensor | tuple], None]:
     """A hook that keeps a copy of the hidden state a module returns."""
 
     def hook(_module: nn.Module, _args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:

@@ -1,9 +1,11 @@
 """Proof at start-up, in the dtype and on the device that will serve.
 
-Steering: for every site a known vector is pushed through every layer's tap in one forward; what leaves each tapped
-module must be, element by element, what entered plus the vector. Batching: two texts of different lengths, prefilled
+Steering: a known vector is pushed through every tap of every layer; what leaves each tapped module must be, element by
+element, what entered plus the vector. Batching: two texts of different lengths, prefilled
 together and continued by one token through the batch's cache, must give the logits of plain forwards.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,10 +18,14 @@ from steerscope.engines.hf.kv import BatchCache
 from steerscope.engines.hf.taps import Pass, Taps
 from steerscope.residual.table import Key, PlacedOp, SlotTable, pack
 from steerscope.specs.errors import SteerscopeError, UnsupportedModel
-from steerscope.specs.steering import SITES, Site
+from steerscope.specs.steering import Site
 from steerscope.specs.tokens import EVERYWHERE
 
 _TOKENS = 3
+_TOGETHER: tuple[tuple[Site, ...], ...] = (
+    ("resid_pre", "attn_out", "mlp_out", "resid_post"),
+    ("resid_mid",),  # tapped where attn_out is
+)
 _SCALE = 0.5
 
 
@@ -27,9 +33,8 @@ def self_test(model: PreTrainedModel, taps: Taps, table: SlotTable) -> None:
     name = type(model).__name__
     try:
         with torch.no_grad():
-            for site in SITES:
-                if site not in taps.blocks.refused:
-                    _steering(model, taps, table, site)
+            for sites in _TOGETHER:
+                _steering(model, taps, table, [site for site in sites if site not in taps.blocks.refused])
             _batching(model, len(taps.blocks))
     except SteerscopeError:
         raise
@@ -37,19 +42,22 @@ def self_test(model: PreTrainedModel, taps: Taps, table: SlotTable) -> None:
         raise UnsupportedModel(f"self-test of {name} failed: {type(error).__name__}: {error}") from error
 
 
-def _steering(model: PreTrainedModel, taps: Taps, table: SlotTable, site: Site) -> None:
-    layers = [0] if site == "resid_pre" else range(len(taps.blocks))  # the other resid_pre are taps of resid_post
-    keys: list[Key] = [(layer, site) for layer in layers]
-    raw: dict[int, Tensor] = {}
-    after: dict[int, Tensor] = {}
+def _steering(model: PreTrainedModel, taps: Taps, table: SlotTable, sites: Sequence[Site]) -> None:
+    layers = range(len(taps.blocks))
+    # The other resid_pre are taps of resid_post.
+    keys: list[Key] = [(layer, site) for site in sites for layer in ([0] if site == "resid_pre" else layers)]
+    if not keys:
+        return
+    raw: dict[Key, Tensor] = {}
+    after: dict[Key, Tensor] = {}
     vector = np.linspace(-1, 1, table.hidden, dtype=np.float32)
     coefficients = (_SCALE, 0.0, 0.0, -np.inf, np.inf)
     lease = table.acquire(pack([PlacedOp(key, EVERYWHERE, vector, coefficients) for key in keys])[0])
     entry = torch.tensor([[[lease.vector_slot, lease.coefficient_slot, 0]]] * _TOKENS, device=model.device)
     # Hooks run in the order of their registration: these see what enters the taps, those below what leaves them.
-    handles = [_watch(taps, layer, site, raw) for layer in layers]
+    handles = [_watch(taps, key, raw) for key in keys]
     taps.attach(keys)
-    handles += [_watch(taps, layer, site, after) for layer in layers]
+    handles += [_watch(taps, key, after) for key in keys]
     try:
         with taps.during(Pass(torch.arange(_TOKENS, device=model.device), entry)):
             model(input_ids=torch.arange(_TOKENS, device=model.device).unsqueeze(0), use_cache=False)
@@ -59,22 +67,23 @@ def _steering(model: PreTrainedModel, taps: Taps, table: SlotTable, site: Site) 
         for handle in handles:
             handle.remove()
     wanted = _SCALE * torch.from_numpy(vector).to(model.device)
-    for layer in layers:
-        expected = (raw[layer].float() + wanted).to(raw[layer].dtype)
-        if not torch.equal(after[layer], expected) or torch.equal(after[layer], raw[layer]):
+    for layer, site in keys:
+        entered, left = raw[layer, site], after[layer, site]
+        if not torch.equal(left, (entered.float() + wanted).to(entered.dtype)) or torch.equal(left, entered):
             raise UnsupportedModel(
                 f"self-test of {type(model).__name__} failed: a vector added at {site} of layer {layer} did not arrive"
             )
 
 
-def _watch(taps: Taps, layer: int, site: Site, place: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
+def _watch(taps: Taps, key: Key, place: dict[Key, Tensor]) -> torch.utils.hooks.RemovableHandle:
+    layer, site = key
     block = taps.blocks[layer]
     if site == "resid_pre":
-        return block.module.register_forward_pre_hook(keep_input(place, layer), with_kwargs=True)
+        return block.module.register_forward_pre_hook(keep_input(place, key), with_kwargs=True)
     modules = {"resid_post": block.module, "mlp_out": block.mlp_addend}
     module = modules.get(site, block.attn_addend)
     assert isinstance(module, nn.Module)
-    return module.register_forward_hook(keep_output(place, layer))
+    return module.register_forward_hook(keep_output(place, key))
 
 
 def _batching(model: PreTrainedModel, layers: int) -> None:
