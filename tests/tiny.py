@@ -33,16 +33,18 @@ _COMMON = {
     "pad_token_id": 1,
 }
 _WINDOW: dict[str, object] = {"sliding_window": 8}
+_HEADS: dict[str, object] = {"head_dim": 32}  # vLLM's CPU build has no attention for smaller heads
+_FEW: dict[str, object] = {"num_attention_heads": 2, "num_key_value_heads": 1}  # the same, where it is hidden / heads
 ARCHITECTURES: dict[str, dict[str, object]] = {
-    "llama": {},
-    "mistral": _WINDOW,
-    "qwen2": {},
-    "qwen3": {"head_dim": 16},
-    "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-    "gemma": {"head_dim": 16},
-    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, **_WINDOW},
-    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16, **_WINDOW},
-    "phi3": {},
+    "llama": _HEADS,
+    "mistral": {**_HEADS, **_WINDOW},
+    "qwen2": _FEW,
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "gemma": {"head_dim": 32},
+    "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32, **_WINDOW},
+    "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32, **_WINDOW},
+    "phi3": _FEW,
     "olmo2": {},
     "gpt_neox": {"rotary_pct": 0.25},
     "gpt2": {"n_inner": 128, "n_positions": 256},

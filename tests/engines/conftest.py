@@ -1,29 +1,47 @@
-"""Engines for the contract suite. Each test that takes `engine` or `start` runs on every engine named here."""
+"""Engines for the contract suite. Each test that takes `engine` or `start` runs on every engine that is installed."""
 
 import copy
+import importlib.util
+import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 import tiny
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
 
-ENGINES = ("hf",)
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+ENGINES = ("hf", *(("vllm",) if HAS_VLLM else ()))
+# vLLM's own implementations of these are tapped; its generic transformers backend is not.
+ON_VLLM = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3")
 Start = Callable[..., SyncEngine]
 
 
 @pytest.fixture(params=ENGINES)
-def start() -> Iterator[Start]:
+def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     """Starts an engine on a tiny model; all are closed when the test ends."""
     running: list[SyncEngine] = []
 
     def begin(architecture: str = "llama", tokenizer: str = "bytes", **options: object) -> SyncEngine:
         model_options = {k: options.pop(k) for k in ("layers", "seed", "max_position_embeddings") if k in options}
-        model = tiny.model(architecture, **model_options)  # type: ignore[arg-type]
-        if dtype := options.pop("dtype", None):
-            model = copy.deepcopy(model).to(dtype)  # type: ignore[arg-type]
-        engine = HFEngine(model, tiny.tokenizer(tokenizer), name=architecture, **options).sync  # type: ignore[arg-type]
+        eos = options.pop("eos", None)
+        if request.param == "vllm":
+            if architecture not in ON_VLLM:
+                pytest.skip(f"vLLM runs {architecture} through its transformers backend")
+            engine = start_vllm(saved(architecture, tokenizer, eos, model_options), architecture, options)
+        else:
+            model = tiny.model(architecture, **model_options)  # type: ignore[arg-type]
+            if dtype := options.pop("dtype", None):
+                model = copy.deepcopy(model).to(dtype)  # type: ignore[arg-type]
+            if eos:
+                model = with_eos(model, eos)
+            made = HFEngine(model, tiny.tokenizer(tokenizer), name=architecture, **options)  # type: ignore[arg-type]
+            engine = made.sync
         running.append(engine)
         return engine
 
@@ -35,3 +53,64 @@ def start() -> Iterator[Start]:
 @pytest.fixture
 def engine(start: Start) -> SyncEngine:
     return start()
+
+
+# --- vLLM
+
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: a start takes seconds instead of half a minute
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def with_eos(model: PreTrainedModel, eos: object) -> PreTrainedModel:
+    changed = copy.deepcopy(model)
+    assert changed.generation_config is not None
+    changed.generation_config.eos_token_id = eos  # type: ignore[assignment]
+    return changed
+
+
+def saved(architecture: str, tokenizer: str, eos: object, model_options: dict[str, object]) -> Path:
+    """The tiny model as a directory, made once per process."""
+    key = "-".join(map(str, (architecture, tokenizer, eos, *sorted(model_options.items()))))
+    folder = _scratch() / "".join(c if c.isalnum() else "_" for c in key)
+    if not folder.exists():
+        model = tiny.model(architecture, **model_options)  # type: ignore[arg-type]
+        (with_eos(model, eos) if eos else model).save_pretrained(folder)
+        tiny.tokenizer(tokenizer).save_pretrained(folder)
+    return folder
+
+
+def _scratch() -> Path:
+    global _folder
+    if _folder is None:
+        _folder = tempfile.TemporaryDirectory(prefix="steerscope-tiny-")
+    return Path(_folder.name)
+
+
+_folder: tempfile.TemporaryDirectory[str] | None = None
+
+
+def start_vllm(folder: Path, name: str, options: dict[str, object]) -> SyncEngine:
+    for name, value in VLLM_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from steerscope.engines.vllm.engine import VLLMEngine
+    from steerscope.engines.vllm.settings import Settings
+    from steerscope.specs.steering import SITES
+
+    settings = {"max_columns": options.pop("max_columns", 16), "slots": options.pop("slots", 64)}
+    settings |= {"sites": options.pop("sites", SITES), "layers": options.pop("tapped", "all")}
+    defaults: dict[str, object] = {
+        "dtype": str(options.pop("dtype", torch.float32)).removeprefix("torch."),
+        "enforce_eager": True,
+        "max_num_seqs": options.pop("max_batch", 32),
+        "capture_budget": 64 << 20,
+        "max_num_batched_tokens": 512,
+        "kv_cache_memory_bytes": 32 << 20,
+        "block_size": 32,
+    }
+    made = VLLMEngine(folder, name=name, settings=Settings.parse(settings), **{**defaults, **options})  # type: ignore[arg-type]
+    return made.sync

@@ -251,13 +251,7 @@ class TestStopping:
         engine = start()
         free = engine.generate(PROMPT, SHORT).token_ids
         for end in (free[2], free[4]):
-            model = tiny.model()
-            saved = model.generation_config.eos_token_id
-            model.generation_config.eos_token_id = [511, end]
-            try:
-                done = start().generate(PROMPT, Sampling(max_tokens=8), capture=Capture(layers=1))
-            finally:
-                model.generation_config.eos_token_id = saved
+            done = start(eos=[511, end]).generate(PROMPT, Sampling(max_tokens=8), capture=Capture(layers=1))
             at = free.index(end)
             assert done.finish_reason == "stop"
             assert done.token_ids == free[: at + 1]
@@ -413,7 +407,7 @@ class TestCapture:
     def test_unfetched_rows_expire_even_when_nobody_asks_for_anything(
         self, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("steerscope.engines.hf.engine._SWEEP_S", 0.02)
+        monkeypatch.setattr("steerscope.engines.threaded.SWEEP_S", 0.02)
         engine = start(capture_ttl=0.05)
         first = engine.generate(PROMPT, SHORT, capture=Capture())
         deadline = time.monotonic() + 5

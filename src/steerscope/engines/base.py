@@ -178,7 +178,10 @@ class Engine(Scopes, ABC):
 
     async def close(self) -> None:
         self.budget.closed = True
-        await asyncio.to_thread(self._stop)
+        try:
+            await asyncio.to_thread(self._stop)
+        except RuntimeError:  # the interpreter is ending and starts no threads any more
+            self._stop()
 
     async def __aenter__(self) -> Self:
         return self

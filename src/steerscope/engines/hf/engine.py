@@ -5,13 +5,9 @@ the batch has its own steering, capture, sampling and seed. Captured rows are st
 request's buffer; a request that fails ends alone.
 """
 
-import atexit
 import contextlib
 import inspect
-import queue
-import threading
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,7 +22,6 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from steerscope.capture.budget import ByteBudget
-from steerscope.engines.base import Engine
 from steerscope.engines.generation import Job
 from steerscope.engines.hf.blocks import find_blocks
 from steerscope.engines.hf.kv import BatchCache
@@ -37,10 +32,10 @@ from steerscope.engines.hf.sequence import Row
 from steerscope.engines.hf.taps import Taps
 from steerscope.engines.plan import Facts, Plan
 from steerscope.engines.text import Decoder
+from steerscope.engines.threaded import ThreadedEngine
 from steerscope.residual.table import SlotTable
 from steerscope.specs.errors import (
     CapacityExceeded,
-    EngineClosed,
     InvalidRequest,
     ModelNotFound,
     Problem,
@@ -49,10 +44,9 @@ from steerscope.specs.errors import (
 )
 
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill forward
-_SWEEP_S = 5.0  # how often an idle engine looks for captures that have expired
 
 
-class HFEngine(Engine):
+class HFEngine(ThreadedEngine[Row]):
     def __init__(
         self,
         model: PreTrainedModel,
@@ -92,15 +86,9 @@ class HFEngine(Engine):
         self._cache = BatchCache(len(blocks))
         self._rows: list[Row] = []
         self._joining: list[Row] = []  # admitted, not yet prefilled
-        self._waiting: list[Row] = []
-        self._inbox: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # orders submitting and closing
-        self._counts = {"requests": 0, "finished": 0, "failed": 0, "tokens": 0, "steps": 0, "prefills": 0, "rows": 0}
+        self._counts |= {"prefills": 0, "rows": 0}
         self_test(model, self._taps, self._table)
-        self._thread = threading.Thread(target=self._loop, name=f"steerscope-{self.facts.name}", daemon=True)
-        self._thread.start()
-        stop = weakref.WeakMethod(self._stop)  # a thread inside torch when the interpreter ends would abort it
-        atexit.register(lambda: (found := stop()) and found())
+        self._run()
 
     @classmethod
     def from_pretrained(
@@ -132,12 +120,6 @@ class HFEngine(Engine):
 
     # --- the Engine's side (any thread)
 
-    def _submit(self, jobs: Sequence[Job]) -> None:
-        with self._lock:
-            if self.closed or not self._thread.is_alive():
-                raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
-            self._inbox.put(list(jobs))
-
     def _row_bytes(self, plan: Plan) -> int:
         if plan.capture is None:
             return 0
@@ -147,14 +129,6 @@ class HFEngine(Engine):
     def stats(self) -> dict[str, float]:
         now = {"running": len(self._rows), "waiting": len(self._waiting), "slots_in_use": self._table.in_use}
         return {**self._counts, **now, "capture_bytes": self.budget.used, "capture_budget": self.budget.total}
-
-    def _stop(self) -> None:
-        with self._lock:
-            if not self.closed:
-                self.closed = True
-                self._inbox.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=60)
 
     # --- the thread
 
@@ -171,9 +145,9 @@ class HFEngine(Engine):
                 for row in self._clear() or self._waiting[:1]:
                     self._failed(row, error)
                 self._waiting = [row for row in self._waiting if not row.over]
-        for row in [*self._clear(), *self._waiting]:
+        for row in self._clear():
             row.end("cancelled")
-        self._waiting = []
+        self._drop_waiting(cancelled_only=False)
         # What the engine held is given back even while somebody keeps the closed engine itself.
         del self.model, self._taps, self._passes
 
@@ -192,33 +166,16 @@ class HFEngine(Engine):
         self._cache = BatchCache(self.facts.layers)
         return rows
 
-    def _receive(self) -> bool:
-        """Take new jobs, waiting only when there is nothing to do. False: the engine is closed."""
-        while True:
-            idle = not self._rows and not self._waiting
-            if idle:
-                self._taps.attach(())  # the model is left as it was found
-            try:
-                jobs = self._inbox.get(block=idle, timeout=_SWEEP_S)
-            except queue.Empty:
-                if not idle:
-                    return True
-                self.budget.sweep()
-                continue
-            if jobs is None:
-                return False
-            self._counts["requests"] += len(jobs)
-            for job in jobs:
-                try:
-                    self._waiting.append(Row(job, self._decoder, self._eos, self))
-                except Exception as error:
-                    self._counts["failed"] += 1
-                    job.fail(RequestFailed(f"{job.plan.request_id} could not be started: {error}"))
+    def _sequence(self, job: Job) -> Row:
+        return Row(job, self._decoder, self._eos, self)
+
+    def _busy(self) -> bool:
+        if not self._rows and not self._waiting:
+            self._taps.attach(())  # the model is left as it was found
+        return bool(self._rows)
 
     def _drop_cancelled(self) -> None:
-        for row in [row for row in self._waiting if row.job.cancelled]:
-            self._waiting.remove(row)
-            row.end("cancelled")
+        self._drop_waiting(cancelled_only=True)
         for row in [row for row in self._rows if row.job.cancelled]:
             self._leave(row)
             row.end("cancelled")
@@ -332,13 +289,6 @@ class HFEngine(Engine):
                 self._leave(row)
                 row.end(done)
                 self._counts["finished"] += 1
-
-    def _failed(self, row: Row, error: Exception) -> None:
-        self._counts["failed"] += 1
-        if isinstance(error, RequestFailed):
-            row.fail(error)
-        else:
-            row.fail(RequestFailed(f"{row.name} failed: {type(error).__name__}: {error}"))
 
     def _leave(self, row: Row) -> None:
         at = self._rows.index(row)

@@ -1,0 +1,22 @@
+#!/bin/bash
+# Rows of the vLLM engine on a GPU, one process per configuration. Usage: rows.sh OUT [cell ...]
+# Needs vLLM on PYTHONPATH; writes OUT/<cell>.json and OUT/<cell>.log.
+out=$1; shift
+cells=${*:-"qwen eager gemma v1 warm full"}
+export PYTHONPATH=$PWD/src:$PYTHONPATH VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-${TMPDIR:-/tmp}/vllm-cache}
+keep=${TMPDIR:-/tmp}/rows-kept.pt
+for cell in $cells; do
+  case $cell in
+    qwen)  args="--shape qwen2.5-3b --rows-out $keep" ;;
+    eager) args="--shape qwen2.5-3b --eager --rows-like $keep" ;;
+    warm)  args="--shape qwen2.5-3b --rows-like $keep" ;;           # second start: compiled code comes from the cache
+    v1)    args="--shape qwen2.5-3b --rows-like $keep"; export VLLM_USE_V2_MODEL_RUNNER=0 ;;
+    full)  args="--shape qwen2.5-3b --utilisation 0.9 --tokens 8192 --requests 48" ;;
+    gemma) args="--shape gemma-3-1b" ;;
+  esac
+  start=$(date +%s)
+  timeout 240 python3 -m steerscope.bench.vllm_rows $args --output "$out/$cell.json" > "$out/$cell.log" 2>&1
+  echo "$cell: exit $? after $(( $(date +%s) - start )) s: $(tail -c 900 "$out/$cell.log" | tail -1)"
+  unset VLLM_USE_V2_MODEL_RUNNER
+done

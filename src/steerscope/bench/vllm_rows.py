@@ -1,0 +1,241 @@
+"""Rows and steering of the vLLM engine against transformers, on real shapes with seeded weights of normal scale.
+
+    python -m steerscope.bench.vllm_rows --shape qwen2.5-3b --output rows.json [--eager]
+
+One process, one configuration. Mixed requests run together in vLLM; then every text is fed once more, whole, to the
+transformers engine with the same steering (teacher forcing), and each row is compared. The comparison itself is put to
+the test: a shuffled layer map, a shift by one position, and the stream without what was added last must all fail.
+"""
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import Generation, TokenPrompt
+from steerscope.engines.hf import HFEngine
+from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering
+
+_QWEN = {
+    "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6, "tie_word_embeddings": True,
+}  # fmt: skip
+_GEMMA = {
+    "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "max_position_embeddings": 32768,
+    "sliding_window": 512, "query_pre_attn_scalar": 256,
+}  # fmt: skip
+_TINY = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 1024,
+}  # fmt: skip
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2.5-3b": ("qwen2", _QWEN),
+    "gemma-3-1b": ("gemma3_text", _GEMMA),
+    "tiny": ("llama", _TINY),
+}
+LIMIT, COSINE = 2e-2, 0.999  # per row, bf16
+
+
+def make_model(shape: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Weights drawn so that every layer changes the stream by a good part of itself."""
+    architecture, sizes = SHAPES[shape]
+    config = AutoConfig.for_model(architecture, **sizes, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
+            elif "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def requests(facts: Any, count: int, rng: np.random.Generator) -> tuple[list, list[Sampling], list[Steering], Capture]:  # noqa: ANN401
+    """Different prompts, lengths and steerings; selectors that mean the same when the text is fed as one prompt."""
+    prompts, samplings, steers = [], [], []
+    for i in range(count):
+        prompts.append(TokenPrompt(rng.integers(2, min(facts.vocab, 30000), int(rng.integers(3, 90))).tolist()))
+        samplings.append(Sampling(max_tokens=int(rng.integers(2, 24)), ignore_eos=True))
+        vector = rng.standard_normal(facts.hidden).astype(np.float32)
+        layer = int(rng.integers(0, facts.layers))
+        ops = (
+            Add(vector=vector, scale=0.1, layers=layer),
+            Cap(vector=vector, min=-0.5, max=0.5, layers="all"),
+            Ablate(vector=vector, layers=layer, tokens="positions=[0:4]"),
+            Add(vector=-vector, scale=0.05, layers="all"),
+        )
+        steers.append(Steering.of(*(ops[j] for j in range(4) if (i >> j) & 1)))
+    return prompts, samplings, steers, Capture()
+
+
+def differences(rows: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
+    """The worst row: relative L2, and cosine."""
+    a, b = rows.double().cpu(), wanted.double().cpu()
+    return float(((a - b).norm(dim=-1) / b.norm(dim=-1)).max()), float(torch.cosine_similarity(a, b, dim=-1).min())
+
+
+def forced(engine: SyncEngine, done: Generation, steer: Steering, capture: Capture) -> Generation:
+    """The same text as one prompt."""
+    fed = [*done.prompt_token_ids, *done.token_ids[:-1]]
+    return engine.generate(TokenPrompt(fed), Sampling(max_tokens=1, ignore_eos=True), steer=steer, capture=capture)
+
+
+def negative_controls(found: Generation, addends: Generation, wanted: Generation, layers: int) -> dict[str, float]:
+    """How far off the classic mistakes are: they must be outside the limit, or the comparison proves nothing."""
+    pairs = [(layer, (layer + 1) % layers) for layer in range(layers)]
+    post = {layer: found.rows[layer].double() for layer in range(layers)}
+    return {
+        "shuffled_layers": min(differences(post[a], wanted.rows[b])[0] for a, b in pairs),
+        "shifted_positions": min(differences(post[a][1:], wanted.rows[a][:-1])[0] for a in range(layers)),
+        "residual_without_delta": min(
+            differences(post[a] - addends.rows[a, "mlp_out"].double(), wanted.rows[a])[0] for a in range(layers)
+        ),
+    }
+
+
+def start_vllm(folder: Path, args: argparse.Namespace) -> SyncEngine:
+    from steerscope.engines.vllm.engine import VLLMEngine
+
+    options: dict[str, Any] = {"dtype": args.dtype, "max_model_len": 1024, "enforce_eager": args.eager}
+    options |= {"max_num_seqs": 64, "max_num_batched_tokens": args.tokens, "skip_tokenizer_init": True}
+    if args.device == "cuda":
+        options["gpu_memory_utilization"] = args.utilisation
+    else:
+        options["kv_cache_memory_bytes"] = 256 << 20
+    return VLLMEngine(folder, tokenizer=_NoTokenizer(), capture_budget=4 << 30, **options).sync
+
+
+class _NoTokenizer:
+    """Random weights speak no language: prompts are ids, and texts stay empty."""
+
+    eos_token_id, chat_template = 1, None
+
+    def decode(self, _ids: list[int], **_options: bool) -> str:
+        return ""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    dtype = getattr(torch, args.dtype)
+    model = make_model(args.shape, args.device, dtype)
+    model.save_pretrained(folder)
+    reference = HFEngine(model, _NoTokenizer(), name="reference", capture_budget=8 << 30).sync  # type: ignore[arg-type]
+    rng = np.random.default_rng(0)
+    began = time.perf_counter()
+    engine = start_vllm(folder, args)
+    result: dict[str, Any] = {"start_seconds": time.perf_counter() - began, "taps": engine.aio.describe()}  # type: ignore[attr-defined]
+    prompts, samplings, steers, capture = requests(engine.facts, args.requests, rng)
+    together = engine.generate(prompts, samplings, steer=steers, capture=capture)
+    worst = {"relative_l2": 0.0, "cosine": 1.0, "rows": 0}
+    for done, steer in zip(together, steers, strict=True):
+        assert done.rows.n == len(done.prompt_token_ids) + len(done.token_ids) - 1
+        wanted = forced(reference, done, steer, capture)
+        for layer in range(engine.facts.layers):
+            far, cosine = differences(done.rows[layer], wanted.rows[layer])
+            worst["relative_l2"], worst["cosine"] = max(worst["relative_l2"], far), min(worst["cosine"], cosine)
+            worst["rows"] += done.rows.n
+    result["against_transformers"] = worst
+    plain = next(i for i, steer in enumerate(steers) if not steer.ops)
+    wanted, addends = (forced(reference, together[plain], Steering(), c) for c in (capture, Capture(sites="mlp_out")))
+    result["mistakes_would_be"] = negative_controls(together[plain], addends, wanted, engine.facts.layers)
+    result["alone"] = alone(engine, prompts, samplings, steers, capture, together)
+    result["reduced"] = reduced(engine, prompts, samplings, steers, together)
+    result["stats"] = engine.stats()
+    if args.rows_out:
+        few = {
+            f"{i}.{layer}": together[i].rows[layer].float().cpu()
+            for i in range(4)
+            for layer in range(engine.facts.layers)[:8]
+        }
+        torch.save({"rows": few, "tokens": [done.token_ids for done in together]}, args.rows_out)
+    if args.rows_like:
+        result["like_earlier"] = like_earlier(torch.load(args.rows_like), together)
+    engine.close()
+    reference.close()
+    return result
+
+
+def alone(
+    engine: SyncEngine, prompts: list, samplings: list, steers: list, capture: Capture, together: list
+) -> dict[str, float]:
+    """The same requests one by one, as far as their tokens agree."""
+    far, same = 0.0, 0
+    for i in range(8):
+        one = engine.generate(prompts[i], samplings[i], steer=steers[i], capture=capture)
+        pairs = zip(one.token_ids, together[i].token_ids, strict=True)
+        common = next((j for j, (a, b) in enumerate(pairs) if a != b), len(one.token_ids))
+        same += common == len(one.token_ids)
+        upto = len(one.prompt_token_ids) + common - 1
+        for layer in range(engine.facts.layers):
+            far = max(far, differences(one.rows[layer][:upto], together[i].rows[layer][:upto])[0])
+    return {"requests": 8, "same_tokens": same, "relative_l2": far}
+
+
+def reduced(engine: SyncEngine, prompts: list, samplings: list, steers: list, together: list) -> dict[str, float]:
+    """Means made on the device against the mean of the rows, where the tokens are the same."""
+    far, compared = 0.0, 0
+    done = engine.generate(prompts, samplings, steer=steers, capture=Capture(reduce="mean"))
+    for mean, full in zip(done, together, strict=True):
+        if mean.token_ids == full.token_ids:
+            compared += 1
+            for layer in range(engine.facts.layers):
+                wanted = full.rows[layer].double().mean(0)
+                far = max(far, float((mean.rows[layer].double().view(-1) - wanted).norm() / wanted.norm()))
+    return {"compared": compared, "relative_l2": far}
+
+
+def like_earlier(earlier: dict[str, Any], together: list) -> dict[str, float]:
+    same = sum(a == b.token_ids for a, b in zip(earlier["tokens"], together, strict=True))
+    far = 0.0
+    for name, rows in earlier["rows"].items():
+        i, layer = map(int, name.split("."))
+        prompt = len(together[i].prompt_token_ids)
+        far = max(far, differences(together[i].rows[layer][:prompt].float(), rows[:prompt])[0])
+    return {"same_tokens": same, "requests": len(together), "prompt_rows_relative_l2": far}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=2048, help="max_num_batched_tokens")
+    parser.add_argument("--utilisation", type=float, default=0.5)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--rows-out", type=Path, help="keep some rows for another run to compare")
+    parser.add_argument("--rows-like", type=Path, help="rows kept by another run")
+    args = parser.parse_args()
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    import vllm
+
+    result: dict[str, Any] = {"vllm": vllm.__version__, "torch": torch.__version__, "shape": args.shape}
+    result |= {"dtype": args.dtype, "eager": args.eager, "tokens_per_step": args.tokens, "requests": args.requests}
+    result["device"] = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+    with tempfile.TemporaryDirectory() as scratch:
+        result |= measure(args, Path(scratch) / "model")
+    found, mistakes = result["against_transformers"], result["mistakes_would_be"]
+    result["holds"] = found["relative_l2"] <= LIMIT and found["cosine"] >= COSINE and min(mistakes.values()) > LIMIT
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in result.items() if k not in ("taps",)}))  # noqa: T201
+    gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""An engine with a thread of its own: requests come in through a queue, and the thread works until told to stop."""
+
+import atexit
+import queue
+import threading
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+from steerscope.capture.budget import ByteBudget
+from steerscope.engines.base import Engine
+from steerscope.engines.generation import Job
+from steerscope.engines.sequence import Sequence
+from steerscope.specs.errors import EngineClosed, RequestFailed
+
+SWEEP_S = 5.0  # how often an idle engine looks for captures that have expired
+_ANSWER_S = 120.0
+T = TypeVar("T")
+S = TypeVar("S", bound=Sequence)
+
+
+class ThreadedEngine(Engine, Generic[S]):
+    def __init__(self, budget: ByteBudget) -> None:
+        super().__init__(budget)
+        self._waiting: list[S] = []
+        self._inbox: queue.SimpleQueue[list[Job] | Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # orders submitting and closing
+        self._counts = {"requests": 0, "finished": 0, "failed": 0, "tokens": 0, "steps": 0}
+
+    # --- what an engine does in its thread
+
+    @abstractmethod
+    def _loop(self) -> None:
+        """The thread's work, until `_receive` says that it is over."""
+
+    @abstractmethod
+    def _sequence(self, job: Job) -> S: ...
+
+    @abstractmethod
+    def _busy(self) -> bool:
+        """Requests are running; the thread must not wait for others."""
+
+    # --- any thread
+
+    def _run(self) -> None:
+        self._thread = threading.Thread(target=self._loop, name=f"steerscope-{self.facts.name}", daemon=True)
+        self._thread.start()
+        stop = weakref.WeakMethod(self._stop)  # a thread inside torch when the interpreter ends would abort it
+        atexit.register(lambda: (found := stop()) and found())
+
+    def _submit(self, jobs: Many[Job]) -> None:
+        self._put(list(jobs))
+
+    def _put(self, item: list[Job] | Callable[[], None]) -> None:
+        with self._lock:
+            if self.closed or not self._thread.is_alive():
+                raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
+            self._inbox.put(item)
+
+    def _call(self, work: Callable[[], T]) -> T:
+        """Do something in the engine's thread, between two steps."""
+        if threading.current_thread() is self._thread:
+            return work()
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)
+
+        self._put(run)
+        return done.result(timeout=_ANSWER_S)
+
+    def _stop(self) -> None:
+        with self._lock:
+            if not self.closed:
+                self.closed = True
+                self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=60)
+
+    # --- the engine's thread
+
+    def _receive(self) -> bool:
+        """Take new jobs, waiting only when there is nothing to do. False: the engine is closed."""
+        while True:
+            idle = not self._busy() and not self._waiting
+            try:
+                item = self._inbox.get(block=idle, timeout=SWEEP_S)
+            except queue.Empty:
+                if not idle:
+                    return True
+                self.budget.sweep()
+                continue
+            if item is None:
+                return False
+            if callable(item):
+                item()
+                self.budget.sweep()  # a caller that asks all the time must not keep the engine from it
+                continue
+            self._counts["requests"] += len(item)
+            for job in item:
+                try:
+                    self._waiting.append(self._sequence(job))
+                except Exception as error:
+                    self._counts["failed"] += 1
+                    job.fail(RequestFailed(f"{job.plan.request_id} could not be started: {error}"))
+
+    def _drop_waiting(self, cancelled_only: bool) -> None:
+        for one in [one for one in self._waiting if one.job.cancelled or not cancelled_only]:
+            self._waiting.remove(one)
+            one.end("cancelled")
+
+    def _failed(self, one: S, error: Exception) -> None:
+        self._counts["failed"] += 1
+        wrapped = RequestFailed(f"{one.name} failed: {type(error).__name__}: {error}")
+        one.fail(error if isinstance(error, RequestFailed) else wrapped)

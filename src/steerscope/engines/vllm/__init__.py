@@ -1,0 +1,1 @@
+"""The vLLM engine: stock vLLM, tapped inside its compiled forward."""

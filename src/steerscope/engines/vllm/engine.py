@@ -1,0 +1,274 @@
+"""VLLMEngine: the Engine protocol on stock vLLM, driven from a thread of its own.
+
+The thread owns the vLLM engine: it lets requests in while there are slots and shared memory for them, steps, turns new
+tokens into text with the same code as the transformers engine, and ends requests. Vectors are given to the workers, and
+acknowledged by all of them, before the first request that uses them.
+"""
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoTokenizer
+
+from steerscope.capture.budget import ByteBudget
+from steerscope.capture.transport import Arena, Regions, shared_folder
+from steerscope.engines.generation import Job
+from steerscope.engines.plan import Facts, Plan
+from steerscope.engines.text import Decoder
+from steerscope.engines.threaded import ThreadedEngine
+from steerscope.engines.vllm import plugin
+from steerscope.engines.vllm.guards import check_config, check_version, layer_count
+from steerscope.engines.vllm.running import Running
+from steerscope.engines.vllm.selftest import self_test
+from steerscope.engines.vllm.settings import Settings
+from steerscope.engines.vllm.wire import vector_hash
+from steerscope.residual.table import Column, Key, Slots
+from steerscope.specs.errors import (
+    CapacityExceeded,
+    ModelNotFound,
+    Problem,
+    RequestFailed,
+    SteerscopeError,
+)
+from steerscope.specs.sampling import Sampling
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+_COUNTERS = 4 << 20
+
+
+class VLLMEngine(ThreadedEngine[Running]):
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        name: str | None = None,
+        tokenizer: Any = None,  # noqa: ANN401 - anything like a transformers tokenizer
+        settings: Settings | None = None,
+        capture_budget: int = 1 << 30,
+        capture_wait: float = 60.0,
+        capture_ttl: float = 600.0,
+        **vllm_options: Any,  # noqa: ANN401 - vLLM's EngineArgs
+    ) -> None:
+        super().__init__(ByteBudget(capture_budget, capture_wait))
+        check_version()
+        self.settings = settings or Settings()
+        self.capture_ttl = capture_ttl
+        self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
+        self._llm, config = self._start_vllm(model, vllm_options)
+        text, count = config.model_config.hf_text_config, layer_count(config)
+        self.dtype = config.model_config.dtype
+        self.facts = Facts(
+            name=name or str(model),
+            layers=count,
+            hidden=config.model_config.get_hidden_size(),
+            vocab=text.vocab_size,
+            context=config.model_config.max_model_len,
+            max_columns=self.settings.max_columns,
+            refused_sites={},
+            tapped=frozenset(self.settings.keys(count)),
+        )
+        self._decoder = Decoder(self.tokenizer)  # type: ignore[arg-type]
+        self._eos = _eos_ids(config, self.tokenizer)
+        # The budget counts rows; every request that asks for something also has counters, and gaps cost a little.
+        self._regions = Regions(self._share(capture_budget + (capture_budget >> 3) + _COUNTERS))
+        self.stage = {(layer, site): one["stage"] for one in self._rpc("describe") for layer, site in one["taps"]}
+        self._vector_slots = Slots(self.settings.slots, "vector")
+        self._resident: dict[bytes, None] = {}  # given to the workers, oldest first
+        self._running: dict[str, Running] = {}
+        self._run()
+        try:
+            self_test(self)
+        except BaseException:
+            self.sync.close()
+            raise
+
+    def _start_vllm(self, model: str | Path, options: dict[str, Any]) -> "tuple[LLMEngine, Any]":
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        plugin.register()
+        extra = {**options.pop("additional_config", {}), **self.settings.additional_config()}
+        defaults = {"disable_log_stats": True}
+        try:
+            args = EngineArgs(model=str(model), additional_config=extra, **{**defaults, **options})
+            config = args.create_engine_config()
+            check_config(config)
+            return LLMEngine.from_engine_args(args), config
+        except SteerscopeError:
+            raise
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelNotFound(f"vLLM cannot start {model}: {reason}") from error
+
+    def _share(self, size: int) -> Arena:
+        arena = Arena(shared_folder(size) / f"steerscope-{secrets.token_hex(8)}", size, create=True)
+        try:
+            self._rpc("attach_arena", str(arena.path), size)
+        finally:
+            arena.unlink()  # everybody has it mapped: its memory goes when they do
+        return arena
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:  # noqa: ANN401
+        """On every worker; from the engine's thread, or before it runs."""
+        return self._llm.collective_rpc(f"steerscope_{method}", args=args)
+
+    def stages_of(self, keys: Sequence[Key]) -> list[int]:
+        """The pipeline stages that hold these taps, in order."""
+        return sorted({self.stage[key] for key in keys})
+
+    # --- the Engine's side (any thread)
+
+    def _row_bytes(self, plan: Plan) -> int:
+        if plan.capture is None:
+            return 0
+        size = 4 if plan.capture.spec.reduce else self.dtype.itemsize
+        return plan.capture.rows(plan.most_rows) * len(plan.capture.keys) * self.facts.hidden * size
+
+    def _check_sampling(self, sampling: Sampling) -> list[Problem]:
+        if sampling.repetition_window is None or sampling.repetition_penalty == 1.0:
+            return []
+        return [
+            Problem("sampling.repetition_window", "vLLM penalises the whole text", "leave it out, or use engine hf")
+        ]
+
+    def stats(self) -> dict[str, float]:
+        """Counters of this process and of the workers."""
+        workers = self._call(lambda: self._rpc("stats"))
+        summed = {name: max(one[name] for one in workers) for name in workers[0]}
+        now = {"running": len(self._running), "waiting": len(self._waiting), "slots_in_use": self._vector_slots.in_use}
+        shared = {"capture_bytes": self.budget.used, "capture_budget": self.budget.total}
+        return {**{f"worker_{name}": value for name, value in summed.items()}, **self._counts, **now, **shared}
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What is tapped, per worker."""
+        return self._call(lambda: self._rpc("describe"))
+
+    # --- the thread
+
+    def _loop(self) -> None:
+        while self._receive():
+            try:
+                self._drop_cancelled()
+                self._admit()
+                if self._running:
+                    self._step()
+            except Exception as error:  # vLLM itself failed: everybody is told
+                for one in [*self._running.values(), *self._waiting]:
+                    self._failed(one, RequestFailed(f"a step of {self.facts.name} failed: {error}"))
+                self._waiting = []
+        for name in list(self._running):
+            self._leave(self._running[name], "cancelled", abort=True)
+        self._drop_waiting(cancelled_only=False)
+        self._llm.engine_core.shutdown()
+        del self._llm
+
+    def _sequence(self, job: Job) -> Running:
+        return Running(job, self._decoder, self._eos, self)
+
+    def _busy(self) -> bool:
+        return bool(self._running)
+
+    def _drop_cancelled(self) -> None:
+        self._drop_waiting(cancelled_only=True)
+        gone = [one for one in self._running.values() if one.job.cancelled]
+        if gone:
+            self._conclude([(one, "cancelled") for one in gone], abort=True)
+
+    def _admit(self) -> None:
+        """Hand waiting requests to vLLM, in order, while there are slots and shared memory for them."""
+        while self._waiting:
+            one = self._waiting[0]
+            try:
+                if not one.prepare(self._vector_slots, self._regions):
+                    if self._running:
+                        return  # somebody will finish and make room
+                    raise CapacityExceeded(
+                        "no free piece of shared memory is large enough: drop rows you hold, or raise capture_budget"
+                    )
+                for column in one.plan.columns:
+                    self._give(column)
+                self._llm.add_request(one.key, one.prompt(), one.params())
+            except Exception as error:
+                self._failed(self._waiting.pop(0), error)
+                continue
+            self._running[one.key] = self._waiting.pop(0)
+
+    def _give(self, column: Column) -> None:
+        """Vectors to every worker, once."""
+        name = vector_hash(column)
+        if name in self._resident:
+            self._resident[name] = self._resident.pop(name)  # used last
+            return
+        data = b"".join(vector.tobytes() for vector in column.vectors.values())
+        self._rpc("register", name, [list(key) for key in column.vectors], data)
+        self._resident[name] = None
+        used = {vector_hash(c) for one in self._running.values() for c in one.plan.columns} | {name}
+        while len(self._resident) > 4 * self.settings.slots:
+            oldest = next((known for known in self._resident if known not in used), None)
+            if oldest is None:
+                break
+            del self._resident[oldest]
+            self._rpc("unregister", oldest)
+
+    def _step(self) -> None:
+        done: list[tuple[Running, Any]] = []
+        stopped: list[str] = []
+        for output in self._llm.step():
+            one = self._running.get(output.request_id)
+            if one is None:
+                continue
+            try:
+                reason = one.take(output)
+            except Exception as error:
+                self._llm.abort_request([one.key])
+                self._failed(one, error)
+                continue
+            if reason:
+                done.append((one, reason))
+                if not output.finished:
+                    stopped.append(one.key)
+        self._counts["steps"] += 1
+        if stopped:
+            self._llm.abort_request(stopped)
+        if done:
+            self._conclude(done)
+
+    def _conclude(self, done: "list[tuple[Running, Any]]", abort: bool = False) -> None:
+        """End requests; those whose rows are not all here yet ask the workers for them in one call."""
+        if abort:
+            self._llm.abort_request([one.key for one, _ in done])
+        late = [one for one, _ in done if one.incomplete()]
+        wrong: dict[str, str] = {}
+        if late:
+            for found in self._rpc("finish", [one.ending() for one in late]):
+                wrong |= found
+        for one, reason in done:
+            if one.key in wrong:
+                self._failed(one, RequestFailed(f"{one.name} failed: {wrong[one.key]}"))
+            else:
+                self._leave(one, reason)
+
+    def _leave(self, one: Running, reason: Any, abort: bool = False) -> None:  # noqa: ANN401
+        if abort:
+            self._llm.abort_request([one.key])
+        self._running.pop(one.key, None)
+        self._counts["finished"] += 1
+        self._counts["tokens"] += len(one.generated)
+        one.end(reason)
+
+    def _failed(self, one: Running, error: Exception) -> None:
+        self._running.pop(one.key, None)
+        super()._failed(one, error)
+
+
+def _eos_ids(config: Any, tokenizer: Any) -> frozenset[int]:  # noqa: ANN401
+    found = config.model_config.try_get_generation_config().get("eos_token_id")
+    if found is None:
+        found = getattr(config.model_config.hf_text_config, "eos_token_id", None)
+    if found is None:
+        found = tokenizer.eos_token_id
+    return frozenset(() if found is None else found if isinstance(found, list | tuple) else [found])

