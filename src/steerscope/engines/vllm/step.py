@@ -26,6 +26,7 @@ class Asker:
     group: int  # 0: captures nothing here
     width: int  # captured taps on this worker
     seen: int = 0  # captured rows computed so far, all below a position that never falls
+    reached: int = 0  # the first position that was never fed
     failed: str | None = None
 
 
@@ -46,6 +47,7 @@ class Filled:
     tokens: int = 0  # index rows [0, tokens) are written, the rest is zero
     slices: list[Slice] = field(default_factory=list)
     failed: list[Asker] = field(default_factory=list)  # found out in this step
+    recomputed: int = 0  # requests that were preempted and begin again
     steered: list[tuple[Asker, int, int]] = field(default_factory=list)  # who steers batch tokens [first, last)
 
 
@@ -70,6 +72,8 @@ class Books:
                 continue
             first, last, at = int(starts[i]), int(starts[i + 1]), int(computed[i])
             self._dirty = filled.tokens = last
+            filled.recomputed += at < asker.reached
+            asker.reached = max(asker.reached, at + last - first)
             if asker.leases:
                 self._steer(asker, first, at, at + last - first)
                 filled.steered.append((asker, first, last))

@@ -17,6 +17,7 @@ from steerscope.capture.transport import HEADER, Arena
 from steerscope.engines.vllm.guards import check_config, layer_count, minor_version
 from steerscope.engines.vllm.layers import attach, find_layers
 from steerscope.engines.vllm.pool import make_pool
+from steerscope.engines.vllm.seeds import mend
 from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.step import Asker, Books, Filled, Slice
 from steerscope.engines.vllm.tap import Shared, Tap
@@ -72,7 +73,7 @@ class WorkerTaps:
         self.reducing: dict[str, HeldBack] = {}
         self.failures: dict[str, str] = {}
         self.arena: Arena | None = None
-        self.counts = {"steps": 0, "asked_steps": 0, "rows": 0, "row_bytes": 0}
+        self.counts = {"steps": 0, "asked_steps": 0, "rows": 0, "row_bytes": 0, "recomputed": 0}
         self._filled = Filled()
         self._wrap(runner)
 
@@ -107,6 +108,8 @@ class WorkerTaps:
     def _before_forward(self, run: Callable, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         batch, runner = self.runner.input_batch, self.runner
         self._stage(batch.req_ids, runner.query_start_loc.np, batch.num_computed_tokens_cpu)
+        if self.device.type == "cpu" and batch.generators:
+            mend(runner)
         return run(*args, **kwargs)
 
     def _after_inputs(self, run: Callable, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -127,6 +130,7 @@ class WorkerTaps:
         self._filled = self.books.fill(names, starts, computed, self.pool.reserve)
         self.pool.send_index(self._filled.tokens)
         self.counts["asked_steps"] += 1
+        self.counts["recomputed"] += self._filled.recomputed
         for asker in self._filled.failed:
             self._fail(asker, asker.failed or "")
 
