@@ -12,7 +12,7 @@ for cell in $cells; do
     eager) args="--shape qwen2.5-3b --eager --rows-like $keep" ;;
     warm)  args="--shape qwen2.5-3b --rows-like $keep" ;;           # second start: compiled code comes from the cache
     v1)    args="--shape qwen2.5-3b --rows-like $keep"; export VLLM_USE_V2_MODEL_RUNNER=0 ;;
-    full)  args="--shape qwen2.5-3b --utilisation 0.9 --tokens 8192 --requests 48" ;;
+    full)  args="--shape qwen2.5-3b --utilisation 0.9 --tokens 8192 --requests 16 --reference cpu" ;;
     gemma) args="--shape gemma-3-1b" ;;
     fp32)  args="--shape gemma-3-1b --dtype float32" ;;
     soak)  args="--graphs --dtype bfloat16 --limit 0.05 --requests 2000 --seconds 90 --cached 1024 --chunk 64" ;;
