@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steerscope.capture.transport import ALIGN, HEADER, Arena, Region, Regions, shared_folder
+from steerscope.capture.transport import ALIGN, FAILED, HEADER, LEFT, ROWS, Arena, Region, Regions, shared_folder
 from steerscope.specs.errors import CapacityExceeded
 
 SIZE = 1 << 16
@@ -28,10 +28,13 @@ def test_what_one_side_writes_the_other_reads_without_a_copy(arena: Arena) -> No
     assert region is not None
     worker = Arena(arena.path, SIZE, create=False)
     worker.view(region.offset + HEADER, (4, 6), torch.float32).copy_(torch.arange(24.0).view(4, 6))
-    worker.view(region.offset + 64 * 3, (1,), torch.int64).fill_(7)
+    worker.words[(region.offset + ALIGN * (ROWS + 3)) // 8] = 7
+    worker.words[(region.offset + ALIGN * FAILED) // 8] = 1
     tensor = region.tensor((4, 6), torch.float32)
     assert torch.equal(tensor, torch.arange(24.0).view(4, 6))
-    assert region.counters.tolist() == [0, 0, 0, 7, 0, 0, 0, 0]
+    assert region.counters[ROWS : ROWS + 5].tolist() == [0, 0, 0, 7, 0]
+    assert region.counters[FAILED] == 1
+    assert not region.counters[LEFT:].any()
     worker.view(region.offset + HEADER, (1,), torch.float32).fill_(-1)
     assert tensor[0, 0] == -1, "it is the same memory"
 
@@ -65,6 +68,26 @@ def test_a_view_keeps_its_region_and_the_last_one_gives_it_back(arena: Arena) ->
     assert regions.used == 0
 
 
+def test_memory_is_not_handed_out_again_while_a_worker_may_still_write_to_it(arena: Arena) -> None:
+    """A scheduler that runs ahead computes rows of a request that has ended: they must not land in another's."""
+    regions = Regions(arena)
+    half = SIZE // 2 - HEADER
+    first, second = regions.allocate(half, stages=(0, 1)), regions.allocate(half, stages=(0,))
+    assert first is not None
+    assert second is not None
+    first.shrink(64)
+    offset, del_counters = first.offset, regions.counters(first.offset)
+    del first
+    gc.collect()
+    assert regions.allocate(64) is None, "neither the tail nor the region was left"
+    del_counters[LEFT] = 1
+    assert regions.allocate(64) is None, "one of two stages was"
+    del_counters[LEFT + 1] = 1
+    again = regions.allocate(half)
+    assert again is not None
+    assert again.offset == offset
+
+
 def test_no_room_is_none_and_a_gap_between_neighbours_is_whole_again(arena: Arena) -> None:
     regions = Regions(arena)
     third = (SIZE // 3 - HEADER) // ALIGN * ALIGN
@@ -88,15 +111,14 @@ def test_regions_never_overlap_and_nothing_is_lost(actions: list[tuple[bool, int
     for take, size in actions:
         if take or not held:
             region = regions.allocate(size)
-            if region is not None:
-                held.append(region)
+            held += [region] if region is not None else []
+            del region
         else:
             held.pop(size % len(held))
         spans = sorted((one.offset, one.offset + one.size) for one in held)
         assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
         assert regions.used == sum(one.size for one in held)
     held.clear()
-    region = None
     assert regions.used == 0
 
 

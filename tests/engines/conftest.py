@@ -95,8 +95,8 @@ _folder: tempfile.TemporaryDirectory[str] | None = None
 
 
 def start_vllm(folder: Path, name: str, options: dict[str, object]) -> SyncEngine:
-    for name, value in VLLM_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    for variable, value in VLLM_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
     from steerscope.engines.vllm.engine import VLLMEngine
     from steerscope.engines.vllm.settings import Settings
     from steerscope.specs.steering import SITES

@@ -11,7 +11,9 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +22,11 @@ from torch import Tensor
 from steerscope.specs.errors import CapacityExceeded
 
 ALIGN = 64
-HEADER = 8 * ALIGN  # per region: eight counters of a cache line each, written by one worker each
+STAGES = 7  # workers that write to one region
+# Every region begins with counters, a cache line each: rows that each stage has written; whether one of them gave up;
+# and whether each stage has left the region for good.
+ROWS, FAILED, LEFT = 0, STAGES, STAGES + 1
+HEADER = (2 * STAGES + 1) * ALIGN
 
 
 def shared_folder(size: int) -> Path:
@@ -70,13 +76,12 @@ class Arena:
 class Region:
     """A part of an arena, in use as long as this object or an array over it lives."""
 
-    def __init__(self, regions: "Regions", offset: int, size: int) -> None:
-        self._regions, self.offset, self.size = regions, offset, size
+    def __init__(self, regions: "Regions", offset: int, size: int, stages: tuple[int, ...]) -> None:
+        self._regions, self.offset, self.size, self.stages = regions, offset, size, stages
 
     @property
     def counters(self) -> np.ndarray:
-        """Eight int64, each at the start of a cache line."""
-        return self._regions.arena.words[self.offset // 8 : (self.offset + HEADER) // 8 : ALIGN // 8]
+        return self._regions.counters(self.offset)
 
     @property
     def __array_interface__(self) -> dict[str, object]:
@@ -93,11 +98,20 @@ class Region:
         """Keep only the first bytes of the data."""
         size = Regions.bytes_for(data)
         if size < self.size:
-            self._regions.free(self.offset + size, self.size - size)
+            self._regions.free(Freed(self.offset + size, self.size - size, self.offset, self.stages))
             self.size = size
 
     def __del__(self) -> None:
-        self._regions.free(self.offset, self.size)
+        self._regions.free(Freed(self.offset, self.size, self.offset, self.stages))
+
+
+class Freed(NamedTuple):
+    """Memory the client has no use for; the stages may still write to it until they have left its region."""
+
+    offset: int
+    size: int
+    region: int  # where its counters are
+    stages: tuple[int, ...]
 
 
 class Regions:
@@ -107,31 +121,38 @@ class Regions:
         self.arena = arena
         self._lock = threading.RLock()  # a finaliser may run inside allocate
         self._free: list[tuple[int, int]] = [(0, arena.size)]  # (offset, size), ascending
-        self._returned: list[tuple[int, int]] = []
+        self._returned: list[Freed] = []
 
     @staticmethod
     def bytes_for(data: int) -> int:
         return HEADER + -(-data // ALIGN) * ALIGN
 
-    def allocate(self, data: int) -> Region | None:
-        """Room for so many bytes, with its counters at 0; None when no gap is large enough."""
+    def counters(self, offset: int) -> np.ndarray:
+        return self.arena.words[offset // 8 : (offset + HEADER) // 8 : ALIGN // 8]
+
+    def allocate(self, data: int, stages: Iterable[int] = ()) -> Region | None:
+        """Room for so many bytes that these stages will write, with its counters at 0; None when no gap is large
+        enough. What was freed is handed out again only when its writers have left it."""
         size = self.bytes_for(data)
         with self._lock:
             self._merge()
             for i, (offset, room) in enumerate(self._free):
                 if room >= size:
                     self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
-                    region = Region(self, offset, size)
+                    region = Region(self, offset, size, tuple(stages))
                     region.counters[:] = 0
                     return region
         return None
 
-    def free(self, offset: int, size: int) -> None:
+    def free(self, part: Freed) -> None:
         with self._lock:
-            self._returned.append((offset, size))
+            self._returned.append(part)
 
     def _merge(self) -> None:
-        returned, self._returned = self._returned, []
+        """Take back what is free and left. All parts are judged before the first is: counters lie in them."""
+        left = [all(self.counters(part.region)[LEFT + s] for s in part.stages) for part in self._returned]
+        returned = [(part.offset, part.size) for part, gone in zip(self._returned, left, strict=True) if gone]
+        self._returned = [part for part, gone in zip(self._returned, left, strict=True) if not gone]
         if not returned:
             return
         merged: list[tuple[int, int]] = []

@@ -54,8 +54,9 @@ class Positions:
     def within(self, start: int, stop: int) -> Iterator[Interval]:
         """The parts of the intervals that lie in [start, stop), in order."""
         for a, b in self.intervals:
-            if a < stop and b > start:
-                yield max(a, start), min(b, stop)
+            low, high = max(a, start), min(b, stop)
+            if low < high:
+                yield low, high
 
     def count(self, stop: int) -> int:
         """How many selected positions lie below `stop`."""

@@ -7,6 +7,7 @@ step whose cells are still on their way out waits for them; that is counted as `
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,15 +26,19 @@ _BACKLOG = 1.25  # cells, in steps of the largest kind
 
 @dataclass(slots=True)
 class Move:
-    """Rows on their way: cells [first, last), how many bytes, and what to note when they have arrived."""
+    """Rows on their way: cells [first, last), and what to do when they have arrived. Without rows it only marks a place
+    in the queue."""
 
     first: int
     last: int
-    rows: Tensor
-    target: Tensor
-    counter: Tensor
-    reached: int
+    rows: Tensor | None
+    target: Tensor | None
+    note: Callable[[], None]
     sent: torch.cuda.Event | None = None
+
+    @property
+    def size(self) -> int:
+        return 0 if self.rows is None else self.rows.numel() * self.rows.element_size()
 
 
 class CudaPool:
@@ -93,11 +98,15 @@ class CudaPool:
     def rows(self, cell: int, count: int, width: int) -> Tensor:
         return self.cells[cell : cell + count * width].view(count, width, -1)
 
-    def move(self, rows: Tensor, target: Tensor, counter: Tensor, reached: int) -> None:
+    def move(self, rows: Tensor, target: Tensor, note: Callable[[], None]) -> None:
         first = int(rows.storage_offset()) // rows.shape[-1]
         last = first + rows.shape[0] * rows.shape[1]
-        self._moves.append(Move(first, last, rows, target, counter, reached))
-        self._unsent += rows.numel() * rows.element_size()
+        self._moves.append(Move(first, last, rows, target, note))
+        self._unsent += self._moves[-1].size
+
+    def afterwards(self, note: Callable[[], None]) -> None:
+        self._moves.append(Move(0, 0, None, None, note))
+        self._arrived()
 
     def end_step(self) -> None:
         self._arrived()
@@ -133,22 +142,22 @@ class CudaPool:
             for move in self._moves:
                 if size <= 0:
                     break
-                if move.sent is None:
+                if move.sent is None and move.rows is not None and move.target is not None:
                     move.target.copy_(move.rows, non_blocking=True)
                     move.sent = torch.cuda.Event()
                     move.sent.record()
-                    moved = move.rows.numel() * move.rows.element_size()
-                    size -= moved
-                    self._unsent -= moved
+                    size -= move.size
+                    self._unsent -= move.size
 
     def _arrived(self, wait: bool = False) -> None:
-        while self._moves and (sent := self._moves[0].sent) is not None:
-            if wait:
-                sent.synchronize()
-            elif not sent.query():
-                return
-            move = self._moves.popleft()
-            move.counter.fill_(move.reached)
+        while self._moves:
+            move = self._moves[0]
+            if move.rows is not None:
+                if move.sent is None or not (wait or move.sent.query()):
+                    return
+                move.sent.synchronize()
+            self._moves.popleft()
+            move.note()
 
     def pin(self, arena: Arena) -> None:
         """Let the GPU write to the shared memory itself."""

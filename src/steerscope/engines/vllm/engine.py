@@ -76,6 +76,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         # The budget counts rows; every request that asks for something also has counters, and gaps cost a little.
         self._regions = Regions(self._share(capture_budget + (capture_budget >> 3) + _COUNTERS))
         self.stage = {(layer, site): one["stage"] for one in self._rpc("describe") for layer, site in one["taps"]}
+        self.stages = sorted(set(self.stage.values()))
         self._vector_slots = Slots(self.settings.slots, "vector")
         self._resident: dict[bytes, None] = {}  # given to the workers, oldest first
         self._running: dict[str, Running] = {}
@@ -183,9 +184,13 @@ class VLLMEngine(ThreadedEngine[Running]):
         while self._waiting:
             one = self._waiting[0]
             try:
-                if not one.prepare(self._vector_slots, self._regions):
-                    if self._running:
-                        return  # somebody will finish and make room
+                ready = one.prepare(self._vector_slots, self._regions)
+                if not ready and self._running:
+                    return  # somebody will finish and make room
+                if not ready:
+                    self._rpc("settle")  # the workers hear of an end with the next step, and there is none
+                    ready = one.prepare(self._vector_slots, self._regions)
+                if not ready:
                     raise CapacityExceeded(
                         "no free piece of shared memory is large enough: drop rows you hold, or raise capture_budget"
                     )

@@ -4,6 +4,7 @@ On the CPU a step's rows are copied to the client's memory as soon as the forwar
 is enough, and the index that taps read is the very memory the books write.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -33,11 +34,15 @@ class Pool(Protocol):
         """[count, width, hidden]: cells of this step."""
         ...
 
-    def move(self, rows: Tensor, target: Tensor, counter: Tensor, reached: int) -> None:
-        """Copy to shared memory, and then let the counter say how many rows are there."""
+    def move(self, rows: Tensor, target: Tensor, note: Callable[[], None]) -> None:
+        """Copy to shared memory, and call this when they are there."""
         ...
 
     def end_step(self) -> None: ...
+
+    def afterwards(self, note: Callable[[], None]) -> None:
+        """Call this when everything moved so far has arrived."""
+        ...
 
     def drain(self) -> None:
         """Return when everything moved has arrived."""
@@ -84,11 +89,14 @@ class HostPool:
     def rows(self, cell: int, count: int, width: int) -> Tensor:
         return self.cells[cell : cell + count * width].view(count, width, -1)
 
-    def move(self, rows: Tensor, target: Tensor, counter: Tensor, reached: int) -> None:
+    def move(self, rows: Tensor, target: Tensor, note: Callable[[], None]) -> None:
         target.copy_(rows)
-        counter.fill_(reached)
+        note()
 
     def end_step(self) -> None: ...
+
+    def afterwards(self, note: Callable[[], None]) -> None:
+        note()
 
     def drain(self) -> None: ...
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from steerscope.capture.handle import CaptureHandle
-from steerscope.capture.transport import Region, Regions
+from steerscope.capture.transport import FAILED, Region, Regions
 from steerscope.engines.generation import FinishReason, Job
 from steerscope.engines.plan import CapturePlan
 from steerscope.engines.sequence import Sequence, captured
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _HOLD = 4  # rows a reduction keeps back: vLLM may run a step or two past the end of a text
 _HOLD_STOP = 64  # … and past a stop string or a cancellation until it hears of it
-_FAILED = 7
 
 
 class Running(Sequence):
@@ -44,7 +43,7 @@ class Running(Sequence):
                 slots.acquire(name)
                 self._held.append(name)
             if self.asks:
-                self.region = regions.allocate(self.engine._row_bytes(self.plan))
+                self.region = regions.allocate(self.engine._row_bytes(self.plan), self.engine.stages)
         except CapacityExceeded:
             self._release()
             return False
@@ -109,7 +108,7 @@ class Running(Sequence):
 
     def take(self, output: Any) -> FinishReason | None:  # noqa: ANN401 - a RequestOutput
         """New tokens; the reason if the request is over."""
-        if self.region is not None and self.region.counters[_FAILED]:
+        if self.region is not None and self.region.counters[FAILED]:
             return "cancelled"  # the workers gave it up: they will say why
         new = output.outputs[0]
         for token in new.token_ids:
@@ -130,11 +129,11 @@ class Running(Sequence):
             return False
         counters = self.region.counters
         if self.plan.capture is None:
-            return bool(counters[_FAILED])
+            return bool(counters[FAILED])
         wanted = self.plan.capture.positions.count(self.computed)
         stages = self.engine.stages_of(self.plan.capture.keys)
         behind = any(int(counters[stage]) < wanted for stage in stages)
-        return bool(self.plan.capture.spec.reduce or behind or counters[_FAILED])
+        return bool(self.plan.capture.spec.reduce or behind or counters[FAILED])
 
     def ending(self) -> list[Any]:
         return [self.key, self.computed, self.region.offset if self.region else 0]
@@ -149,7 +148,7 @@ class Running(Sequence):
         index = selected(capture.positions, self.computed)
         found = min(int(region.counters[stage]) for stage in self.engine.stages_of(capture.keys))
         short = found != len(index) if capture.spec.reduce else found < len(index)
-        if region.counters[_FAILED] or short:
+        if region.counters[FAILED] or short:
             raise RequestFailed(f"{len(index) - found} of {len(index)} rows of {self.name} did not arrive")
         columns = self._columns(capture, region, len(index))
         if not capture.spec.reduce and len(self.engine.stages_of(capture.keys)) == 1:

@@ -28,6 +28,7 @@ class Asker:
     seen: int = 0  # captured rows computed so far, all below a position that never falls
     reached: int = 0  # the first position that was never fed
     failed: str | None = None
+    left: bool = False  # its region is no longer ours
 
 
 @dataclass(frozen=True, slots=True)

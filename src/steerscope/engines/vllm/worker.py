@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from steerscope.capture.transport import HEADER, Arena
+from steerscope.capture.transport import ALIGN, FAILED, HEADER, LEFT, ROWS, STAGES, Arena
 from steerscope.engines.vllm.guards import check_config, layer_count, minor_version
 from steerscope.engines.vllm.layers import attach, find_layers
 from steerscope.engines.vllm.pool import make_pool
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 log = logging.getLogger("steerscope")
-FAILED = 7  # the counter that is not 0 when a request's rows are void
 
 
 class WorkerTaps:
@@ -53,6 +52,8 @@ class WorkerTaps:
         from vllm.distributed import get_pp_group, get_tp_group
 
         self.stage, self.writes = get_pp_group().rank_in_group, get_tp_group().rank_in_group == 0
+        if self.stage >= STAGES:
+            raise UnsupportedModel(f"pipelines have at most {STAGES} stages here: lower pipeline_parallel_size")
         tokens = max(config.scheduler_config.max_num_batched_tokens, *(_graph_sizes(config) or [1]))
         self.books = Books(tokens, settings.max_columns)
         self.table = SlotTable(self.hidden, settings.slots, self.device)
@@ -166,13 +167,20 @@ class WorkerTaps:
         before = next(j for j, key in enumerate(capture.keys) if key in self.taps)  # taps of earlier stages
         block = asker.wire.offset + HEADER + total * before * self.hidden * self.dtype.itemsize
         target = self.arena.view(block, (total, asker.width, self.hidden), self.dtype)[first : first + count]
-        self.pool.move(rows, target, self._counter(asker.wire.offset, self.stage), asker.seen)
+        self.pool.move(rows, target, functools.partial(self._set, asker, ROWS + self.stage, asker.seen))
         self.counts["rows"] += count
         self.counts["row_bytes"] += rows.numel() * rows.element_size()
 
-    def _counter(self, offset: int, number: int) -> torch.Tensor:
-        assert self.arena is not None
-        return self.arena.view(offset + 64 * number, (1,), torch.int64)
+    def _set(self, asker: Asker, counter: int, value: int) -> None:
+        """Tell the client; never again after the region was left."""
+        if self.arena is not None and not asker.left:
+            asker.left = counter == LEFT + self.stage
+            self.arena.words[(asker.wire.offset + ALIGN * counter) // 8] = value
+
+    def _leave(self, asker: Asker) -> None:
+        """No more rows: when those under way have arrived, its memory belongs to the client alone."""
+        self._release(asker)
+        self.pool.afterwards(functools.partial(self._set, asker, LEFT + self.stage, 1))
 
     # --- requests
 
@@ -195,9 +203,7 @@ class WorkerTaps:
             if wire.capture:
                 self._join_group(asker)
         except Exception as error:
-            self._release(asker)
             self._fail(asker, f"{type(error).__name__}: {error}")
-            return
         self.books.askers[new.req_id] = asker
 
     def _join_group(self, asker: Asker) -> None:
@@ -227,13 +233,12 @@ class WorkerTaps:
     def _forget(self, name: str) -> None:
         asker = self.books.askers.pop(name, None)
         if asker is not None:
-            self._release(asker)
+            self._leave(asker)
 
     def _fail(self, asker: Asker, why: str) -> None:
         asker.failed = why
         self.failures[asker.wire.name] = why
-        if self.arena is not None:
-            self._counter(asker.wire.offset, FAILED).fill_(1)
+        self._set(asker, FAILED, 1)
 
     # --- what the client asks (RPC; every rank answers)
 
@@ -255,8 +260,11 @@ class WorkerTaps:
 
     @torch.inference_mode()
     def finish(self, requests: list) -> dict[str, str]:
-        """The end of requests is known: [name, rows, offset] each. Rows are brought out, reductions completed.
-        Returns what went wrong, by name."""
+        """The end of requests is known: [name, rows, offset] each. Nothing is written for them any more, rows are
+        brought out, reductions completed. Returns what went wrong, by name."""
+        names = {name for name, _, _ in requests}
+        for key in [key for key, asker in self.books.askers.items() if asker.wire.name in names]:
+            self._forget(key)
         self.pool.drain()
         self._note_faults(self.pool.faulty(None))
         wrong = {}
@@ -276,7 +284,14 @@ class WorkerTaps:
         if self.writes and self.arena is not None:
             value = reducer.result()
             self.arena.view(offset + HEADER, tuple(value.shape), torch.float32).copy_(value)
-            self._counter(offset, self.stage).fill_(reducer.n)
+            self.arena.words[(offset + ALIGN * (ROWS + self.stage)) // 8] = reducer.n
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Nothing runs: every request that is still known has ended."""
+        for key in list(self.books.askers):
+            self._forget(key)
+        self.pool.drain()
 
     def describe(self) -> dict[str, Any]:
         return {

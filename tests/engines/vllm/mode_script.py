@@ -1,0 +1,174 @@
+"""One mode of vLLM in a process of its own: start the engine, run mixed requests together, check every row against the
+transformers engine, and print a verdict as the last line, in JSON.
+
+    python tests/engines/vllm/mode_script.py [--compile] [--interpret] [--tensor-parallel 2] [--pipeline-parallel 2]
+
+Two waves. In the first the requests are made by hand: prompts longer than a step, every site, op and selector, rows and
+reductions, before and after steering. The second is a wave of the soak: stop strings, EOS, cancellations, preemption.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from steerscope.bench import vllm_soak
+from steerscope.bench.vllm_soak import HIDDEN, LAYERS, VOCAB, Ledger, Request
+from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import TokenPrompt
+from steerscope.engines.hf import HFEngine
+from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering
+from steerscope.specs.steering import SITES
+
+LIMIT = 1e-4  # relative L2 of a row
+CHUNK = 32  # tokens of a step: longer prompts come in pieces
+LENGTHS = (4, 9, 31, 32, 33, 50, 64, 70, 90)
+SELECTORS = ("all", "prompt", "generated", "last_prompt", "positions=[0:3]", "!last_prompt", "positions=[1, -2:]")
+OPS = (
+    lambda vector, **where: Add(vector=vector, scale=0.3, **where),
+    lambda vector, **where: Cap(vector=vector, min=-1, max=1, **where),
+    lambda vector, **where: Ablate(vector=vector, **where),
+)
+
+
+def mixed(count: int) -> list[Request]:
+    """Requests that differ in everything; the cycles have different lengths, so that all pairs come together."""
+    rng = np.random.default_rng(7)
+    lengths, selectors, wanted, ops, sites = map(cycle, (LENGTHS, SELECTORS, SELECTORS[::-1], OPS, SITES))
+    steered, captured = cycle(["all", "0", "1-2", "3"]), cycle(["all", "1,3", "0", "1-2", "3"])
+    kinds = cycle([(None, False), ("mean", False), (None, True), ("last", False), (None, False), ("mean", True)])
+    return [
+        Request(
+            prompt=rng.integers(20, VOCAB, next(lengths)).tolist(),
+            sampling=_sampling(i, 2 + (5 * i) % 13),
+            steer=Steering(ops=tuple(_ops(i % 3, rng, ops, steered, selectors, sites))),
+            capture=_capture(captured, sites, wanted, kinds) if i % 8 != 5 else None,
+            cancel_after=None,
+            kind=("mixed", f"number {i}"),
+        )
+        for i in range(count)
+    ]
+
+
+def _sampling(i: int, most: int) -> Sampling:
+    return Sampling(max_tokens=most, temperature=1.0 if i % 8 == 3 else 0.0, seed=i, ignore_eos=i % 2 == 0)
+
+
+def _ops(
+    count: int, rng: np.random.Generator, ops: Iterator, layers: Iterator, tokens: Iterator, sites: Iterator
+) -> Iterator[Add | Cap | Ablate]:
+    for _ in range(count):
+        vector = rng.standard_normal(HIDDEN).astype(np.float32)
+        yield next(ops)(vector, layers=next(layers), tokens=next(tokens), site=next(sites))
+
+
+def _capture(layers: Iterator, sites: Iterator, tokens: Iterator, kinds: Iterator) -> Capture:
+    reduce, before = next(kinds)
+    both = (next(sites), next(sites))  # also such pairs as (mlp_out, resid_pre), whose taps are not in the same order
+    return Capture(layers=next(layers), sites=both, tokens=next(tokens), reduce=reduce, before_steering=before)
+
+
+def first_wave(engine: SyncEngine, reference: SyncEngine, requests: list[Request], ledger: Ledger) -> dict[str, int]:
+    """All at once; rows by teacher forcing, and greedy tokens against those of the transformers engine."""
+    prompts = [TokenPrompt(request.prompt) for request in requests]
+    samplings, steers = [request.sampling for request in requests], [request.steer for request in requests]
+    captures = [request.capture for request in requests]
+    together = engine.generate(prompts, samplings, steer=steers, capture=captures)
+    wanted = reference.generate(prompts, samplings, steer=steers)
+    greedy = 0
+    for request, done, best in zip(requests, together, wanted, strict=True):
+        vllm_soak.check(reference, request, done, ledger, LIMIT)
+        if request.sampling.temperature == 0:
+            greedy += 1
+            if done.token_ids != best.token_ids:
+                ledger.wrong.append(f"{request.kind}: {done.token_ids} instead of {best.token_ids}")
+    return {"together": len(requests), "greedy": greedy, "longest": max(len(request.prompt) for request in requests)}
+
+
+def second_wave(engine: SyncEngine, reference: SyncEngine, count: int, ledger: Ledger) -> None:
+    args = argparse.Namespace(seed=1, requests=count, concurrent=count, seconds=600.0, limit=LIMIT)
+    asyncio.run(vllm_soak.soak(engine.aio, reference, args, ledger))
+
+
+def left_over(engine: SyncEngine) -> dict[str, float]:
+    """What is still held when nobody asks for anything any more: nothing."""
+    engine.generate(TokenPrompt([20, 21]), Sampling(max_tokens=2, ignore_eos=True))  # lets the last finishes arrive
+    stats = engine.stats()
+    names = ("running", "waiting", "slots_in_use", "capture_bytes", "worker_slots_in_use", "worker_askers")
+    return {**{name: stats[name] for name in names}, "shared_bytes": engine.aio._regions.used}  # type: ignore[attr-defined]
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    chosen: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "enforce_eager": not args.compile}
+    chosen |= {"max_num_seqs": args.requests, "max_num_batched_tokens": max(CHUNK, args.requests)}
+    chosen |= {"block_size": 32, "num_gpu_blocks_override": 12, "kv_cache_memory_bytes": 64 << 20}  # too few for all
+    parallel = {"tensor_parallel_size": args.tensor_parallel, "pipeline_parallel_size": args.pipeline_parallel}
+    return chosen | parallel
+
+
+def triton_on_cpu() -> None:
+    """Let vLLM's CPU build find a Triton back end, whose kernels Triton's interpreter then runs (TRITON_INTERPRET=1):
+    it starts its second model runner only where there is one."""
+    from triton.backends import backends
+
+    class Driver:
+        @staticmethod
+        def is_active() -> bool:
+            return False
+
+    backends["cpu"] = type("Backend", (), {"driver": Driver, "compiler": None})
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from steerscope.engines.vllm.engine import VLLMEngine
+    from steerscope.engines.vllm.settings import Settings
+
+    model, tokenizer = vllm_soak.make_model(folder, torch.float32, "cpu")
+    began = time.perf_counter()
+    engine = VLLMEngine(folder, name="mode", settings=Settings(sites=SITES), **options(args)).sync
+    result: dict[str, Any] = {"start_s": round(time.perf_counter() - began, 1)}
+    children = [f"{type(child).__name__}:{child.name}" for child in multiprocessing.active_children()]
+    result |= {"workers": engine.aio.describe(), "children": children}  # type: ignore[attr-defined]
+    reference, ledger = HFEngine(model, tokenizer, name="reference").sync, Ledger()
+    began = time.perf_counter()
+    result |= first_wave(engine, reference, mixed(args.requests), ledger)
+    second_wave(engine, reference, args.soaked, ledger)
+    result |= {"run_s": round(time.perf_counter() - began, 1), "left_over": left_over(engine)}
+    stats = engine.stats()
+    result |= {"steps": stats["worker_steps"], "preempted": stats["worker_recomputed"], "ends": dict(ledger.ends)}
+    engine.close()
+    reference.close()
+    return result | {"rows": ledger.rows, "worst_row": ledger.worst, "wrong": ledger.wrong, "layers": LAYERS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile", action="store_true", help="without it, eager")
+    parser.add_argument("--interpret", action="store_true", help="give Triton a back end for the CPU")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=24, help="of the first wave, all at once")
+    parser.add_argument("--soaked", type=int, default=24, help="requests of the second wave")
+    args = parser.parse_args()
+    if args.interpret:
+        triton_on_cpu()
+    with tempfile.TemporaryDirectory() as scratch:
+        result = measure(args, Path(scratch) / "model")
+    print(json.dumps(result))  # noqa: T201
+    sys.stdout.flush()
+    os._exit(0)  # the verdict is given: nothing that runs at exit may change it
+
+
+if __name__ == "__main__":
+    main()
