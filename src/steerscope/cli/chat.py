@@ -36,13 +36,14 @@ def chat(
     seed: o.Seed = None,
     device: o.Device = None,
     dtype: o.Dtype = None,
+    engine_name: o.EngineName = "hf",
 ) -> None:
     """Talk to a model; /help lists what can be changed on the way."""
     given = dict(locals())
     from steerscope.cli.steer_args import parse
 
     sampling, *steers = o.together(lambda: o.sampling(given), *(partial(parse, text) for text in steer or ()))
-    with o.open_engine(model, device, dtype) as engine:
+    with o.open_engine(model, device, dtype, engine_name) as engine:
         if not getattr(engine.aio.tokenizer, "chat_template", None):
             raise o.mistake(model, "has no chat template", "use steerscope generate")
         session = _Session(engine, sampling, system)

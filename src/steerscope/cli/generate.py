@@ -40,6 +40,7 @@ def generate(
     as_json: o.AsJson = False,
     device: o.Device = None,
     dtype: o.Dtype = None,
+    engine_name: o.EngineName = "hf",
 ) -> None:
     """Generate text; --steer changes what the model computes, --capture writes it down."""
     given = dict(locals())
@@ -51,7 +52,7 @@ def generate(
         lambda: _messages(prompt, chat, system),
         *(partial(parse, text) for text in steer or ()),
     )
-    with o.open_engine(model, device, dtype) as engine:
+    with o.open_engine(model, device, dtype, engine_name) as engine:
         specs = {"sampling": sampling, "steer": joined(steers), "capture": wanted, "request_id": o.REQUEST}
         events = engine.stream_chat(messages, **specs) if chat else engine.stream(prompt, **specs)
         generation = o.show(engine, events, live=n == 1 and not as_json)

@@ -20,6 +20,7 @@ _STEER = "FILE[@LAYERS][:SCALE | :cap=MIN..MAX | :ablate[=KEEP]][;tokens=SELECTO
 Steer = Annotated[list[str] | None, typer.Option(help=_STEER)]
 System = Annotated[str | None, typer.Option(help="The system message.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.")]
+EngineName = Annotated[Literal["hf", "vllm"], typer.Option("--engine", help="transformers, or vLLM where installed.")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16", "auto"] | None, typer.Option(help="Type of the weights.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
@@ -92,7 +93,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], err: bool = False)
     Console(stderr=err, width=None if is_terminal else 1000).print(drawn)  # a pipe gets whole lines
 
 
-def open_engine(model: str, device: str | None, dtype: str | None) -> "SyncEngine":
+def open_engine(
+    model: str, device: str | None, dtype: str | None, engine: Literal["hf", "vllm"] = "hf"
+) -> "SyncEngine":
+    if engine == "vllm":
+        return ss.load(model, engine="vllm", device=device, dtype=dtype, progress=note)
     import torch
 
     try:

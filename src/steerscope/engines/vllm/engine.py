@@ -61,6 +61,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         self._llm, config = self._start_vllm(model, vllm_options)
         text, count = config.model_config.hf_text_config, layer_count(config)
         self.dtype = config.model_config.dtype
+        self.mode = _mode(config)
         self.facts = Facts(
             name=name or str(model),
             layers=count,
@@ -268,6 +269,14 @@ class VLLMEngine(ThreadedEngine[Running]):
     def _failed(self, one: Running, error: Exception) -> None:
         self._running.pop(one.key, None)
         super()._failed(one, error)
+
+
+def _mode(config: Any) -> str:  # noqa: ANN401
+    """How the forward runs: eager, compiled, or compiled and replayed from graphs."""
+    compilation = config.compilation_config
+    graphs = getattr(compilation.cudagraph_mode, "name", "NONE")
+    compiled = getattr(compilation.mode, "name", str(compilation.mode))
+    return "eager" if config.model_config.enforce_eager else f"compiled ({compiled}), CUDA graphs {graphs}"
 
 
 def _eos_ids(config: Any, tokenizer: Any) -> frozenset[int]:  # noqa: ANN401

@@ -5,6 +5,7 @@ rest. Hooks are traced by the compiler like the layer's own code when they are t
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -121,3 +122,8 @@ def _before_norm(name: str, module: nn.Module, args: tuple, _kwargs: dict) -> No
 def _after_addend(name: str, module: nn.Module, _args: tuple, output: object) -> None:
     addend = output[0] if isinstance(output, tuple) else output
     getattr(module, name)(addend, None)
+
+
+def returned(layer: nn.Module) -> str:
+    """What a layer's forward says it returns; the hook judges what it really does."""
+    return str(inspect.signature(layer.forward).return_annotation).replace("torch.", "")

@@ -159,17 +159,15 @@ class Running(Sequence):
         return CaptureHandle(self.name, len(index), load, self.engine.budget, held, self.engine.capture_ttl)
 
     def _columns(self, capture: CapturePlan, region: Region, count: int) -> dict[Key, torch.Tensor]:
-        """Each tap's rows. A region holds one block [rows, taps, hidden] per pipeline stage, or one of sums."""
-        hidden, keys = self.engine.facts.hidden, capture.keys
-        if capture.spec.reduce:
-            sums = region.tensor((len(keys), hidden), torch.float32)
-            return {key: sums[j] for j, key in enumerate(keys)}
-        total = capture.positions.count(self.plan.most_rows)
-        flat = region.tensor((total * len(keys), hidden), self.engine.dtype)
+        """Each tap's rows. A region holds one block [rows, taps, hidden] per pipeline stage, in the order of stages;
+        a reduction is one row of float32."""
+        hidden, keys, reduce = self.engine.facts.hidden, capture.keys, capture.spec.reduce
+        total = 1 if reduce else capture.positions.count(self.plan.most_rows)
+        flat = region.tensor((total * len(keys), hidden), torch.float32 if reduce else self.engine.dtype)
         found, start = {}, 0
         for stage in self.engine.stages_of(keys):
             mine = [key for key in keys if self.engine.stage[key] == stage]
             block = flat[start : start + total * len(mine)].view(total, len(mine), hidden)
-            found |= {key: block[:count, j] for j, key in enumerate(mine)}
+            found |= {key: block[0, j] if reduce else block[:count, j] for j, key in enumerate(mine)}
             start += total * len(mine)
         return found

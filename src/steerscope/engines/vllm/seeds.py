@@ -21,9 +21,9 @@ class Rewindable(torch.Generator):
     def get_offset(self) -> int:
         return 0
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> torch.Generator:
         del offset  # one draw back, whatever the runner thinks its size is
-        self.set_state(self.before)
+        return self.set_state(self.before)
 
 
 def mend(runner: Any) -> None:  # noqa: ANN401 - vLLM's V1 CPU runner, its inputs prepared

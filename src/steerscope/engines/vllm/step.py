@@ -25,6 +25,7 @@ class Asker:
     leases: list[Lease]
     group: int  # 0: captures nothing here
     width: int  # captured taps on this worker
+    before: int = 0  # captured taps of earlier pipeline stages: their rows come first
     seen: int = 0  # captured rows computed so far, all below a position that never falls
     reached: int = 0  # the first position that was never fed
     failed: str | None = None

@@ -15,7 +15,7 @@ import torch
 
 from steerscope.capture.transport import ALIGN, FAILED, HEADER, LEFT, ROWS, STAGES, Arena
 from steerscope.engines.vllm.guards import check_config, layer_count, minor_version
-from steerscope.engines.vllm.layers import attach, find_layers
+from steerscope.engines.vllm.layers import attach, find_layers, returned
 from steerscope.engines.vllm.pool import make_pool
 from steerscope.engines.vllm.seeds import mend
 from steerscope.engines.vllm.settings import Settings
@@ -46,8 +46,9 @@ class WorkerTaps:
         if bad := [f"{site}: {why}" for site, why in found.refused.items() if site in settings.sites]:
             raise UnsupportedModel(f"{type(runner.get_model()).__name__} cannot be tapped at " + "; ".join(bad))
         self.keys: tuple[Key, ...] = tuple(key for key in asked if key[0] in found.found)
+        self.returns = returned(next(iter(found.found.values())).module)
         self.layer_class = type(next(iter(found.found.values())).module).__name__
-        self.list_name = found.name
+        self.list_name, self.first_layer = found.name, min(found.found)
 
         from vllm.distributed import get_pp_group, get_tp_group
 
@@ -71,7 +72,7 @@ class WorkerTaps:
         _count_memory(runner, self.device, self.pool.cells)
         attach(found, self.taps)
         self.vectors: dict[bytes, dict[Key, np.ndarray]] = {}
-        self.reducing: dict[str, HeldBack] = {}
+        self.reducing: dict[str, tuple[int, HeldBack]] = {}  # after how many taps of earlier stages
         self.failures: dict[str, str] = {}
         self.arena: Arena | None = None
         self.counts = {"steps": 0, "asked_steps": 0, "rows": 0, "row_bytes": 0, "recomputed": 0}
@@ -158,14 +159,13 @@ class WorkerTaps:
         count = part.stop - part.start
         rows = self.pool.rows(part.cell, count, asker.width)
         if capture.reduce:
-            self.reducing[asker.wire.name].push(range(part.start, part.stop), rows)
+            self.reducing[asker.wire.name][1].push(range(part.start, part.stop), rows)
             return
         if not self.writes or self.arena is None:
             return
         first = capture.positions.count(part.start)
         total = capture.positions.count(capture.most)
-        before = next(j for j, key in enumerate(capture.keys) if key in self.taps)  # taps of earlier stages
-        block = asker.wire.offset + HEADER + total * before * self.hidden * self.dtype.itemsize
+        block = asker.wire.offset + HEADER + total * asker.before * self.hidden * self.dtype.itemsize
         target = self.arena.view(block, (total, asker.width, self.hidden), self.dtype)[first : first + count]
         self.pool.move(rows, target, functools.partial(self._set, asker, ROWS + self.stage, asker.seen))
         self.counts["rows"] += count
@@ -214,13 +214,14 @@ class WorkerTaps:
             return
         asker.group, fresh = self.groups.acquire((keys, capture.before_steering))
         asker.width = len(keys)
+        asker.before = sum(layer < self.first_layer for layer, _ in capture.keys)
         if fresh:
             self.shared.before[asker.group] = capture.before_steering
             for key, tap in self.taps.items():
                 tap.order[asker.group] = keys.index(key) if key in keys else -1
         if capture.reduce:
             reducer = Reducer(capture.reduce, len(keys), self.hidden, self.device)
-            self.reducing[asker.wire.name] = HeldBack(reducer, capture.hold)
+            self.reducing[asker.wire.name] = asker.before, HeldBack(reducer, capture.hold)
 
     def _release(self, asker: Asker) -> None:
         while asker.leases:
@@ -272,18 +273,20 @@ class WorkerTaps:
             held = self.reducing.pop(name, None)
             if held is not None and name not in self.failures:
                 try:
-                    self._write_reduced(held, rows, offset)
+                    before, reduced = held
+                    self._write_reduced(reduced, rows, offset, before)
                 except Exception as error:
                     self.failures[name] = f"{type(error).__name__}: {error}"
             if name in self.failures:
                 wrong[name] = self.failures.pop(name)
         return wrong
 
-    def _write_reduced(self, held: HeldBack, rows: int, offset: int) -> None:
+    def _write_reduced(self, held: HeldBack, rows: int, offset: int, before: int) -> None:
         reducer = held.finish(rows)
         if self.writes and self.arena is not None:
             value = reducer.result()
-            self.arena.view(offset + HEADER, tuple(value.shape), torch.float32).copy_(value)
+            block = offset + HEADER + before * self.hidden * value.itemsize
+            self.arena.view(block, tuple(value.shape), torch.float32).copy_(value)
             self.arena.words[(offset + ALIGN * (ROWS + self.stage)) // 8] = reducer.n
 
     @torch.inference_mode()
@@ -300,6 +303,7 @@ class WorkerTaps:
             "taps": [[layer, site] for layer, site in self.keys],
             "stage": self.stage,
             "runner": type(self.runner).__module__,
+            "returns": self.returns,
             "pool_bytes": self.pool.cells.numel() * self.pool.cells.element_size(),
         }
 
