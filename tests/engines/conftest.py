@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import os
+import platform
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None
 ENGINES = ("hf", *(("vllm",) if HAS_VLLM else ()))
 # vLLM's own implementations of these are tapped; its generic transformers backend is not.
 ON_VLLM = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3")
+MODEL_OPTIONS = ("layers", "seed", "max_position_embeddings", "attn_logit_softcapping")
 Start = Callable[..., SyncEngine]
 
 
@@ -28,7 +30,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     running: list[SyncEngine] = []
 
     def begin(architecture: str = "llama", tokenizer: str = "bytes", **options: object) -> SyncEngine:
-        model_options = {k: options.pop(k) for k in ("layers", "seed", "max_position_embeddings") if k in options}
+        model_options = {k: options.pop(k) for k in MODEL_OPTIONS if k in options}
         eos = options.pop("eos", None)
         if request.param == "vllm":
             if architecture not in ON_VLLM:
@@ -94,6 +96,11 @@ def _scratch() -> Path:
 _folder: tempfile.TemporaryDirectory[str] | None = None
 
 
+def has_bf16() -> bool:
+    """vLLM's CPU kernels for ARM use its bf16 instructions without looking whether they are there."""
+    return platform.machine() != "aarch64" or "bf16" in Path("/proc/cpuinfo").read_text()
+
+
 def start_vllm(folder: Path, name: str, options: dict[str, object]) -> SyncEngine:
     for variable, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
@@ -101,6 +108,8 @@ def start_vllm(folder: Path, name: str, options: dict[str, object]) -> SyncEngin
     from steerscope.engines.vllm.settings import Settings
     from steerscope.specs.steering import SITES
 
+    if options.get("dtype") == torch.bfloat16 and not has_bf16():
+        pytest.skip("this processor has no bf16")
     settings = {"max_columns": options.pop("max_columns", 16), "slots": options.pop("slots", 64)}
     settings |= {"sites": options.pop("sites", SITES), "layers": options.pop("tapped", "all")}
     defaults: dict[str, object] = {

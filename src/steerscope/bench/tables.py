@@ -77,6 +77,44 @@ def acceptance(results: Path) -> str:
     )
 
 
+_CELLS = {
+    "qwen": "Qwen2.5-3B shape, V2 runner, graphs",
+    "warm": "the same, from a warm compile cache",
+    "eager": "the same, eager",
+    "v1": "the same, V1 runner, graphs",
+    "full": "the same, 0.9 of the memory for vLLM",
+    "gemma": "Gemma-3-1B shape, V2 runner, graphs",
+    "fp32": "the same",
+}
+
+
+def gpu(results: Path) -> str:
+    lines = [
+        "| cell | rows | from float32 truth: median, worst | transformers' own: median, worst | a mistake would be |",
+        "|---|---|---|---|---|",
+    ]
+    cells = {name: _load(results / "gpu", f"{name}.json") for name in _CELLS}
+    for name, data in cells.items():
+        mine, theirs = data["relative_l2"]["float32"], data["relative_l2"]["transformers_float32"]
+        far = min(data["mistakes_would_be"].values())
+        lines.append(
+            f"| {_CELLS[name]}, {data['dtype']} | {data['rows']:,} | {mine['median']:.1e}, {mine['worst']:.1e} "
+            f"| {theirs['median']:.1e}, {theirs['worst']:.1e} | ≥ {far:.2f} |"
+        )
+    soak = _load(results / "gpu", "soak.json")
+    ends = ", ".join(f"{count} {reason}" for reason, count in sorted(soak["ends"].items()))
+    lines += [
+        "",
+        f"Relative L2 per row, teacher-forced; {cells['qwen']['device']}, vLLM {cells['qwen']['vllm']}. "
+        f"Soak on the same GPU, "
+        f"asynchronous scheduling {'on' if soak['async_scheduling'] else 'off'}: {soak['sent']:,} random requests "
+        f"({ends}; "
+        f"{soak['preempted']} recomputed after preemption), {soak['rows']:,} rows checked, {len(soak['wrong'])} wrong, "
+        f"nothing left over.",
+    ]
+    return "\n".join(lines)
+
+
 def _workload(work: dict) -> str:
     shape = f"Llama shape {work['layers']}×{work['hidden']}, {work['dtype']}"
     return f"{shape}, batch {work['batch']}, {work['prefill']} + {work['decode']} tokens"
@@ -87,7 +125,7 @@ def _machine(machine: dict) -> str:
     return f"{machine['threads']} thread, {machine['processor']}, {versions}"
 
 
-TABLES: dict[str, Callable[[Path], str]] = {"engine": engine, "peers": peers, "acceptance": acceptance}
+TABLES: dict[str, Callable[[Path], str]] = {"engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu}
 
 
 def refresh(text: str, results: Path) -> str:

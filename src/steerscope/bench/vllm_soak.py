@@ -60,7 +60,7 @@ def make_model(folder: Path, dtype: torch.dtype, device: str) -> tuple[PreTraine
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=0, eos_token_id=1, pad_token_id=1,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(dtype).eval()
+    model = LlamaForCausalLM(config).to(dtype).eval()  # type: ignore[arg-type]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:

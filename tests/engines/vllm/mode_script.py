@@ -11,8 +11,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,7 +22,7 @@ import numpy as np
 import torch
 
 from steerscope.bench import vllm_soak
-from steerscope.bench.vllm_soak import HIDDEN, LAYERS, VOCAB, Ledger, Request
+from steerscope.bench.vllm_soak import HIDDEN, VOCAB, Ledger, Request
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine
@@ -130,6 +128,19 @@ def triton_on_cpu() -> None:
     backends["cpu"] = type("Backend", (), {"driver": Driver, "compiler": None})
 
 
+def children() -> list[str]:
+    """Processes of this one; those of type SpawnProcess began with nothing of it."""
+    return sorted(f"{type(child).__name__} {child.name}" for child in multiprocessing.active_children())
+
+
+def compiled() -> dict[str, int]:
+    """What was traced in this process, and whether Inductor made code of it."""
+    from torch._dynamo.utils import counters
+
+    graphs = counters["stats"]["unique_graphs"]
+    return {"graphs": graphs, "breaks": sum(counters["graph_break"].values()), "inductor": len(counters["inductor"])}
+
+
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from steerscope.engines.vllm.engine import VLLMEngine
     from steerscope.engines.vllm.settings import Settings
@@ -138,8 +149,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     engine = VLLMEngine(folder, name="mode", settings=Settings(sites=SITES), **options(args)).sync
     result: dict[str, Any] = {"start_s": round(time.perf_counter() - began, 1)}
-    children = [f"{type(child).__name__}:{child.name}" for child in multiprocessing.active_children()]
-    result |= {"workers": engine.aio.describe(), "children": children}  # type: ignore[attr-defined]
+    result |= {"workers": engine.aio.describe(), "children": children()}  # type: ignore[attr-defined]
     reference, ledger = HFEngine(model, tokenizer, name="reference").sync, Ledger()
     began = time.perf_counter()
     result |= first_wave(engine, reference, mixed(args.requests), ledger)
@@ -149,7 +159,10 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     result |= {"steps": stats["worker_steps"], "preempted": stats["worker_recomputed"], "ends": dict(ledger.ends)}
     engine.close()
     reference.close()
-    return result | {"rows": ledger.rows, "worst_row": ledger.worst, "wrong": ledger.wrong, "layers": LAYERS}
+    result |= {"rows": ledger.rows, "worst_row": ledger.worst, "wrong": ledger.wrong}
+    for child in multiprocessing.active_children():
+        child.join(30)  # told to end, or killed: vLLM does not wait to see it gone
+    return result | {"compiled": compiled(), "still_running": children()}
 
 
 def main() -> None:
@@ -165,9 +178,7 @@ def main() -> None:
         triton_on_cpu()
     with tempfile.TemporaryDirectory() as scratch:
         result = measure(args, Path(scratch) / "model")
-    print(json.dumps(result))  # noqa: T201
-    sys.stdout.flush()
-    os._exit(0)  # the verdict is given: nothing that runs at exit may change it
+    print(json.dumps(result), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

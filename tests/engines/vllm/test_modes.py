@@ -1,0 +1,132 @@
+"""The taps in every mode of vLLM that a CPU can run, each in a process of its own (mode_script.py): at least twenty
+mixed requests together, in steps of 32 tokens, with every row, count and greedy token checked against transformers.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+SCRIPT = Path(__file__).with_name("mode_script.py")
+LIMIT, CHUNK = 1e-4, 32
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+Verdict = dict[str, Any]
+Mode = Callable[..., Verdict]
+
+
+@pytest.fixture
+def mode(tmp_path: Path) -> Mode:
+    """Runs the script with these arguments and environment variables, and checks what holds in every mode."""
+    pytest.importorskip("vllm")
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("this vLLM is not built for the CPU")
+
+    def run(*arguments: str, timeout: float, **environment: str) -> Verdict:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "STEERSCOPE", "TRITON_"))}
+        caches = {"VLLM_CACHE_ROOT": str(tmp_path / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+        verdict = last_line([*arguments], {**inherited, **ENVIRONMENT, **caches, **environment}, timeout)
+        check(verdict)
+        return verdict
+
+    return run
+
+
+def last_line(arguments: list[str], environment: dict[str, str], timeout: float) -> Verdict:
+    """The script's verdict. A script that takes too long is ended with all processes it started."""
+    command = [sys.executable, str(SCRIPT), *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    ) as script:
+        try:
+            output, _ = script.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(script.pid, signal.SIGKILL)
+            output, _ = script.communicate()
+            pytest.fail(f"no verdict after {timeout} s:\n{output[-4000:]}")
+    verdicts = [line for line in output.splitlines() if line.startswith("{")]
+    assert script.returncode == 0, output[-4000:]
+    assert verdicts, output[-4000:]
+    return json.loads(verdicts[-1])
+
+
+def check(verdict: Verdict) -> None:
+    assert verdict["wrong"] == []
+    assert verdict["worst_row"] < LIMIT
+    assert verdict["together"] >= 20
+    assert verdict["greedy"] >= 20
+    assert verdict["longest"] > 2 * CHUNK
+    assert verdict["rows"] > 2000
+    assert verdict["preempted"] > 0
+    assert set(verdict["ends"]) == {"length", "stop", "stop_string", "cancelled"}
+    assert not any(verdict["left_over"].values()), verdict["left_over"]
+    assert verdict["still_running"] == []
+
+
+def layers_of(worker: Verdict) -> set[int]:
+    return {layer for layer, _ in worker["taps"]}
+
+
+def test_dynamo(mode: Mode) -> None:
+    compiled = mode("--compile", timeout=300, VLLM_CPU_CI_ENV="1")["compiled"]
+    assert compiled["graphs"] > 0
+    assert compiled["breaks"] == 0
+    assert compiled["inductor"] == 0
+
+
+def test_inductor(mode: Mode) -> None:
+    compiled = mode("--compile", timeout=420)["compiled"]
+    assert compiled["graphs"] > 0
+    assert compiled["breaks"] == 0
+    assert compiled["inductor"] > 0
+
+
+def test_an_engine_core_in_another_process(mode: Mode) -> None:
+    """Nothing is handed to the worker but its command: the entry point alone brings the taps there, and rows come back
+    through shared memory."""
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if "steerscope" not in plugins.names:
+        pytest.fail("the entry point is missing: install the package again")
+    verdict = mode(timeout=300, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    assert verdict["children"] == ["SpawnProcess EngineCore"]
+
+
+def test_the_second_model_runner(mode: Mode) -> None:
+    """GPUs run it by default. On a CPU its kernels run in Triton's interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("vLLM's second model runner needs Triton: pip install triton (its interpreter runs on a CPU)")
+    (worker,) = mode("--interpret", timeout=420, VLLM_USE_V2_MODEL_RUNNER="1", TRITON_INTERPRET="1")["workers"]
+    assert worker["runner"] == "vllm.v1.worker.cpu.model_runner"
+
+
+def test_tensor_parallel(mode: Mode) -> None:
+    """Every rank steers, one writes the rows."""
+    workers = mode("--tensor-parallel", "2", timeout=420)["workers"]
+    assert [worker["stage"] for worker in workers] == [0, 0]
+    assert [layers_of(worker) for worker in workers] == [{0, 1, 2, 3}] * 2
+
+
+def test_pipeline_parallel(mode: Mode) -> None:
+    """Each stage writes the rows of its own layers. Compiled: without the warm-up of that, vLLM's CPU build never makes
+    what a later stage receives its input in."""
+    workers = mode("--compile", "--pipeline-parallel", "2", timeout=600)["workers"]
+    assert [worker["stage"] for worker in workers] == [0, 1]
+    assert [layers_of(worker) for worker in workers] == [{0, 1}, {2, 3}]

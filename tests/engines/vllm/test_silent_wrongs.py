@@ -1,0 +1,274 @@
+"""The wrongs that go unnoticed, on the real vLLM: each has a check, and each guard is taken out to see the check fail.
+
+Rows of another request, rows overwritten later, steering that is not applied, half the residual, positions off by one,
+the prefix cache handing out steered keys and values, and captured prompts read from that cache.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from engines.conftest import HAS_VLLM, saved, start_vllm
+from reference import Reference, distance
+from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import Generation, TokenPrompt
+from steerscope.specs import Add, Capture, Sampling, Steering
+from steerscope.specs.errors import RequestFailed, UnsupportedModel
+
+pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+
+BLOCK = 32
+RNG = np.random.default_rng(3)
+VECTOR = (6 * RNG.standard_normal(64)).astype(np.float32)
+LONG = RNG.integers(4, 500, 3 * BLOCK).tolist()  # several whole blocks of the cache
+FEW = Sampling(max_tokens=6, ignore_eos=True)
+
+
+def begin(**options: object) -> SyncEngine:
+    return start_vllm(saved("llama", "bytes", None, {}), "llama", {"sites": ("resid_post",), **options})
+
+
+def rows_are(done: Generation, vector: np.ndarray | None = None, where: Callable[[int], bool] = lambda _: True) -> bool:
+    """Every captured row equals the reference's, with the vector added at layer 1."""
+    from reference import RefOp
+
+    fed = [*done.prompt_token_ids, *done.token_ids[:-1]]
+    ops = [] if vector is None else [RefOp(1, "resid_post", vector, Add(vector="v", scale=1.0).coefficients(), where)]
+    wanted = Reference(tiny.model()).run(fed, ops)[1]
+    return done.rows.n == len(fed) and all(
+        distance(rows, wanted[layer, "resid_post"]) < 1e-4 for (layer, _), rows in done.rows.items()
+    )
+
+
+# --- the checks
+
+
+def own_rows(engine: SyncEngine) -> None:
+    """Mixed prompts in small chunks, some steered: everybody has their own rows, at their own positions."""
+    prompts = [TokenPrompt(RNG.integers(4, 500, n).tolist()) for n in (3, 70, 9, 40, 1, 22)]
+    steers = [Add(vector=VECTOR, layers=1) if i % 2 else Steering() for i in range(6)]
+    done = engine.generate(prompts, FEW, steer=steers, capture=Capture())
+    assert all(rows_are(one, VECTOR if i % 2 else None) for i, one in enumerate(done))
+
+
+def rows_stay(engine: SyncEngine) -> None:
+    """What was fetched is not written to again, whatever runs afterwards."""
+    first = engine.generate(TokenPrompt(LONG), FEW, capture=Capture())
+    kept, copy = first.rows[1], first.rows[1].clone()
+    assert first.capture is not None
+    first.capture.close()
+    for seed in range(6):
+        more = [TokenPrompt(np.random.default_rng(seed).integers(4, 500, 60).tolist()) for _ in range(4)]
+        for one in engine.generate(more, FEW, capture=Capture()):
+            assert one.capture is not None
+            one.capture.close()
+    assert torch.equal(kept, copy)
+
+
+def chosen_positions(engine: SyncEngine) -> None:
+    """Only the chosen positions are steered, in the prompt and after it."""
+    prompt = TokenPrompt(LONG[:40])
+    for tokens, where in {
+        "positions=[5:9]": lambda i: 5 <= i < 9,
+        "last_prompt": lambda i: i == 39,
+        "generated": lambda i: i >= 40,
+    }.items():
+        done = engine.generate(prompt, FEW, steer=Add(vector=VECTOR, layers=1, tokens=tokens), capture=Capture())
+        assert rows_are(done, VECTOR, where), tokens
+
+
+def uncached(engine: SyncEngine, ids: list[int], steer: Add | None) -> list[int]:
+    """The text when nothing is read from the cache, as for every captured prompt."""
+    done = engine.generate(TokenPrompt(ids), FEW, steer=steer, capture=Capture(layers=3, reduce="last"))
+    assert done.capture is not None
+    done.capture.close()
+    return done.token_ids
+
+
+def cache_is_parted(engine: SyncEngine) -> None:
+    """Requests with other steering never see each other's keys and values, though their prompts begin alike."""
+    ids = LONG[: 2 * BLOCK]
+    add, turned = Add(vector=VECTOR, layers=0), Add(vector=-VECTOR, layers=0)
+    plain, steered, other = (uncached(engine, ids, steer) for steer in (None, add, turned))
+    assert len({tuple(plain), tuple(steered), tuple(other)}) == 3, "the vector is too weak for this test"
+    for _ in range(2):
+        for steer, wanted in ((add, steered), (None, plain), (turned, other)):
+            assert engine.generate(TokenPrompt(ids), FEW, steer=steer).token_ids == wanted
+
+
+def selectors_part_the_cache(engine: SyncEngine) -> None:
+    """`last_prompt` is another token in an extension of the prompt; what was `generated` once is prompt in turn two."""
+    fresh = [
+        (LONG[: 2 * BLOCK], "last_prompt"),
+        (LONG, "last_prompt"),
+        (LONG[: 2 * BLOCK], "generated"),
+    ]
+    long = Sampling(max_tokens=BLOCK + 4, ignore_eos=True)
+    alone = {}
+    for ids, tokens in fresh:
+        steer = Add(vector=VECTOR, layers=0, tokens=tokens)
+        done = engine.generate(TokenPrompt(ids), long, steer=steer, capture=Capture(layers=3))  # computes everything
+        alone[len(ids), tokens] = done.token_ids
+    for ids, tokens in [*fresh, *fresh[::-1]]:
+        steer = Add(vector=VECTOR, layers=0, tokens=tokens)
+        assert engine.generate(TokenPrompt(ids), long, steer=steer).token_ids == alone[len(ids), tokens], tokens
+    first = fresh[0][0] + alone[2 * BLOCK, "generated"]
+    steer = Add(vector=VECTOR, layers=0, tokens="generated")
+    second = engine.generate(TokenPrompt(first), FEW, steer=steer, capture=Capture(layers=3)).token_ids
+    assert engine.generate(TokenPrompt(first), FEW, steer=steer).token_ids == second
+
+
+def captured_prompts_are_whole(engine: SyncEngine) -> None:
+    """A prompt that lies in the prefix cache still gives all its rows."""
+    for _ in range(2):
+        engine.generate(TokenPrompt(LONG), FEW)
+    assert rows_are(engine.generate(TokenPrompt(LONG), FEW, capture=Capture()))
+
+
+def a_swapped_name_is_another_vector(engine: SyncEngine) -> None:
+    """A vector registered again under its name never meets the keys and values of the old one."""
+    for sign in (1, -1, 1):
+        wanted = uncached(engine, LONG, Add(vector=sign * VECTOR, layers=0))
+        engine.register("mood", sign * VECTOR)
+        assert engine.generate(TokenPrompt(LONG), FEW, steer=Add(vector="mood", layers=0)).token_ids == wanted
+
+
+CHECKS = [own_rows, rows_stay, chosen_positions, cache_is_parted, selectors_part_the_cache, captured_prompts_are_whole,
+          a_swapped_name_is_another_vector]  # fmt: skip
+
+
+def test_nothing_is_silently_wrong() -> None:
+    engine = begin(max_num_batched_tokens=BLOCK)
+    try:
+        for check in CHECKS:
+            check(engine)
+    finally:
+        engine.close()
+
+
+# --- the guards, taken out one by one
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def rows_by_arrival(patch: pytest.MonkeyPatch) -> None:
+    from steerscope.engines.vllm.step import CELL, Books
+
+    real = Books.fill
+
+    def wrong(self, requests, starts, computed, reserve):  # noqa: ANN001, ANN202
+        filled = real(self, requests, starts, computed, reserve)
+        cells = self.index[:, CELL]
+        taken = cells[: filled.tokens] > 0
+        cells[: filled.tokens][taken] = np.roll(cells[: filled.tokens][taken], 2)
+        return filled
+
+    patch.setattr(Books, "fill", wrong)
+
+
+def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    from steerscope.engines.vllm.step import Books
+
+    real = Books._steer
+    patch.setattr(Books, "_steer", lambda self, asker, first, at, stop: real(self, asker, first, at + 1, stop + 1))
+
+
+def half_the_residual(patch: pytest.MonkeyPatch) -> None:
+    from steerscope.engines.vllm import layers
+
+    real = layers._after_layer
+    patch.setattr(layers, "_after_layer", lambda name, m, a, out: real(name, m, a, (out[0], torch.zeros_like(out[1]))))
+
+
+def no_steering(patch: pytest.MonkeyPatch) -> None:
+    from steerscope.engines.vllm import tap
+
+    patch.setattr(tap, "change", lambda h, *_: torch.zeros_like(h, dtype=torch.float32))
+
+
+def no_salt(patch: pytest.MonkeyPatch) -> None:
+    from steerscope.engines.vllm import running
+
+    patch.setattr(running, "salt", lambda _plan: None)
+
+
+def salt_without_positions(patch: pytest.MonkeyPatch) -> None:
+    from steerscope.engines.vllm import running, wire
+    from steerscope.specs.tokens import EVERYWHERE
+
+    def blind(plan):  # noqa: ANN001, ANN202
+        import dataclasses
+
+        columns = tuple(dataclasses.replace(column, positions=EVERYWHERE) for column in plan.columns)
+        return wire.salt(dataclasses.replace(plan, columns=columns))
+
+    patch.setattr(running, "salt", blind)
+
+
+def salt_by_name(patch: pytest.MonkeyPatch) -> None:
+    from steerscope.engines.vllm import running
+
+    patch.setattr(
+        running, "salt", lambda plan: str([str(a.op.vector)[:9] for a in plan.applied]) if plan.columns else None
+    )
+
+
+def reads_the_cache(patch: pytest.MonkeyPatch) -> None:
+    from steerscope.engines.vllm import running
+
+    real = running.Running.params
+
+    def wrong(self):  # noqa: ANN001, ANN202
+        params = real(self)
+        params.skip_reading_prefix_cache = False
+        return params
+
+    patch.setattr(running.Running, "params", wrong)
+
+
+def memory_reused_at_once(patch: pytest.MonkeyPatch) -> None:
+    from steerscope.capture import transport
+
+    def eager(self, data):  # noqa: ANN001, ANN202
+        self._regions.free(transport.Freed(self.offset, self.size, self.offset, ()))
+        held = torch.from_numpy(np.asarray(self))
+        return held[: data[0] * data[1] * 4].view(torch.float32).view(data)
+
+    patch.setattr(transport.Region, "tensor", lambda self, shape, _dtype: eager(self, shape))
+
+
+MUTATIONS: list[tuple[Mutation, Callable[[SyncEngine], None]]] = [
+    (rows_by_arrival, own_rows),
+    (half_the_residual, own_rows),
+    (no_steering, own_rows),
+    (positions_off_by_one, chosen_positions),
+    (no_salt, cache_is_parted),
+    (salt_without_positions, selectors_part_the_cache),
+    (salt_by_name, a_swapped_name_is_another_vector),
+    (reads_the_cache, captured_prompts_are_whole),
+    (memory_reused_at_once, rows_stay),
+]
+
+
+@pytest.mark.parametrize(("mutation", "check"), MUTATIONS, ids=lambda item: item.__name__)
+def test_without_its_guard_the_wrong_shows(
+    mutation: Mutation, check: Callable[[SyncEngine], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some show at the start already, where the self-test refuses to serve: it is switched off to see the check."""
+    mutation(monkeypatch)
+    monkeypatch.setattr("steerscope.engines.vllm.engine.self_test", lambda _engine: None)
+    engine = begin(max_num_batched_tokens=BLOCK)
+    try:
+        with pytest.raises((AssertionError, RequestFailed)):
+            check(engine)
+    finally:
+        engine.close()
+
+
+def test_the_self_test_refuses_to_serve_a_tap_that_does_not_steer(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_steering(monkeypatch)
+    with pytest.raises(UnsupportedModel, match="self-test of llama failed: a vector added at resid_post"):
+        begin()
