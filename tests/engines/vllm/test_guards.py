@@ -1,0 +1,184 @@
+"""What is refused before anything is tapped, each with one clear error; and the soak, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved, start_vllm
+from steerscope.engines.load import load_engine
+from steerscope.engines.plan import Facts, Planner, Prompt
+from steerscope.engines.vllm import guards
+from steerscope.engines.vllm.settings import Settings, asked_for
+from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
+from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
+
+needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+
+
+def config(**changes: object) -> Any:  # noqa: ANN401
+    """The parts of a VllmConfig that are looked at, all as they must be."""
+    parallel = SimpleNamespace(enable_dbo=False, prefill_context_parallel_size=1, decode_context_parallel_size=1)
+    model = SimpleNamespace(enable_sleep_mode=False, enable_prompt_embeds=False, runner_type="generate")
+    compilation = SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False))
+    made = SimpleNamespace(
+        parallel_config=parallel,
+        model_config=model,
+        compilation_config=compilation,
+        speculative_config=None,
+        kv_transfer_config=None,
+        lora_config=None,
+        additional_config={},
+    )
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        part = made
+        for step in path:
+            part = getattr(part, step)
+        setattr(part, last, value)
+    return made
+
+
+def test_a_plain_configuration_passes() -> None:
+    guards.check_config(config())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "named"),
+    [
+        ("speculative_config", object(), "speculative_config"),
+        ("parallel_config__enable_dbo", True, "enable_dbo"),
+        ("parallel_config__prefill_context_parallel_size", 2, "prefill_context_parallel_size"),
+        ("parallel_config__decode_context_parallel_size", 2, "decode_context_parallel_size"),
+        ("compilation_config__pass_config__enable_sp", True, "pass_config.enable_sp"),
+        ("kv_transfer_config", object(), "kv_transfer_config"),
+        ("model_config__enable_sleep_mode", True, "enable_sleep_mode"),
+        ("model_config__enable_prompt_embeds", True, "enable_prompt_embeds"),
+        ("lora_config", object(), "lora_config"),
+        ("model_config__runner_type", "pooling", "runner"),
+    ],
+)
+def test_what_would_make_rows_wrong_is_refused_by_name(setting: str, value: object, named: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        guards.check_config(config(**{setting: value}))
+    assert [problem.field for problem in refusal.value.problems] == [named]
+
+
+def test_all_refusals_come_together() -> None:
+    with pytest.raises(InvalidRequest, match="2 problems"):
+        guards.check_config(config(lora_config=object(), speculative_config=object()))
+
+
+def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "vllm_version", lambda: None)
+    with pytest.raises(UnsupportedModel, match=r"vLLM is not installed: pip install 'steerscope\[vllm\]'"):
+        load_engine("anything", engine="vllm")
+
+
+def test_an_old_version_is_refused_and_an_unseen_one_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "vllm_version", lambda: "0.20.1")
+    with pytest.raises(UnsupportedModel, match="0.20.1 is too old"):
+        guards.check_version()
+    monkeypatch.setattr(guards, "vllm_version", lambda: "0.99.0")
+    with pytest.warns(UserWarning, match="has not been run with vLLM 0.99.0"):
+        guards.check_version()
+    monkeypatch.setattr(guards, "vllm_version", lambda: "0.32.0")
+    guards.check_version()
+
+
+def test_nothing_is_tapped_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STEERSCOPE", raising=False)
+    assert asked_for(config()) is None
+    assert asked_for(config(additional_config={"steerscope": {"layers": "2-3"}})) == Settings.parse({"layers": "2-3"})
+    monkeypatch.setenv("STEERSCOPE", '{"slots": 8}')
+    assert asked_for(config()) == Settings.parse({"slots": 8})
+    monkeypatch.setenv("STEERSCOPE", "0")
+    assert asked_for(config()) is None
+
+
+def test_the_settings_travel_in_what_the_compile_cache_hashes() -> None:
+    a, b = (Settings.parse({"layers": layers}).additional_config() for layers in ("all", "1-2"))
+    assert a != b
+    assert a["steerscope"]["version"]
+    assert asked_for(config(additional_config=json.loads(json.dumps(a)))) == Settings()
+
+
+def test_the_taps_of_a_model() -> None:
+    assert Settings.parse({"layers": [0, 2], "sites": ("resid_pre", "resid_post")}).keys(4) == (
+        (0, "resid_pre"), (0, "resid_post"), (1, "resid_post"), (2, "resid_post"),
+    )  # fmt: skip
+    with pytest.raises(InvalidRequest, match=r"layers \[9\] do not exist; the model has layers 0–3"):
+        Settings.parse({"layers": "1,9"}).keys(4)
+
+
+def test_an_untapped_layer_or_site_is_refused_with_the_others() -> None:
+    facts = Facts("m", 4, 8, 100, 256, 4, {}, frozenset({(1, "resid_post"), (2, "resid_post")}))
+    add = Add(vector=np.ones(8, np.float32), layers="0-2")
+    with pytest.raises(InvalidRequest) as refusal:
+        Planner(facts, {}).plan("r", Prompt([1, 2]), Sampling(), Steering.of(add), Capture(layers=1, sites="mlp_out"))
+    assert [str(problem) for problem in refusal.value.problems] == [
+        "steer.ops[0].layers: resid_post of layers 0 was not tapped when the engine started; "
+        "start it with these layers and sites",
+        "capture.layers: mlp_out of layers 1 was not tapped when the engine started; "
+        "start it with these layers and sites",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"engine": "vlm"}, "engine"), ({"engine": "vllm", "device": "cuda"}, "device"), ({"taps": {"slots": 4}}, "taps")],
+)
+def test_options_of_the_wrong_engine_are_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        load_engine("anything", **options)
+    assert refusal.value.problems[0].field == named
+
+
+def test_a_pool_that_cannot_hold_a_step_is_refused_with_what_would_fit() -> None:
+    from steerscope.engines.vllm.pool import make_pool
+
+    index, settings = np.zeros((64, 14), np.int32), Settings.parse({"pool_bytes": 1 << 20})
+    with pytest.raises(CapacityExceeded, match="lower max_num_batched_tokens, or raise pool_bytes"):
+        make_pool(torch.device("cpu"), 64 * 36, 2048, torch.float32, index, settings)
+
+
+@needs_vllm
+def test_too_many_ops_and_untapped_layers_leave_the_engine_alive() -> None:
+    options = {"sites": ("resid_post",), "tapped": "1-2", "max_columns": 1}
+    engine = start_vllm(saved("llama", "bytes", None, {}), "llama", options)
+    try:
+        vector = np.ones(64, np.float32)
+        two = Steering.of(Add(vector=vector, layers=1), Add(vector=vector, layers=1, scale=2.0))
+        with pytest.raises(InvalidRequest, match="2 columns, the engine has 1"):
+            engine.generate("Hello", Sampling(max_tokens=2), steer=two)
+        with pytest.raises(InvalidRequest, match="was not tapped"):
+            engine.generate("Hello", Sampling(max_tokens=2), steer=Add(vector=vector, layers=3))
+        with pytest.raises(InvalidRequest, match="vLLM penalises the whole text"):
+            engine.generate("Hello", Sampling(max_tokens=2, repetition_penalty=1.3, repetition_window=4))
+        assert engine.generate("Hello", Sampling(max_tokens=2), capture=Capture(layers="1-2")).rows.n > 0
+    finally:
+        engine.close()
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_soak_of_five_hundred_random_requests_has_no_wrong_or_lost_row(tmp_path: Path) -> None:
+    output = tmp_path / "soak.json"
+    command = [sys.executable, "-m", "steerscope.bench.vllm_soak", "--requests", "500", "--cached", "384"]
+    environment = {**os.environ, **VLLM_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--output", str(output)], check=True, env=environment, timeout=600, capture_output=True)
+    found = json.loads(output.read_text())
+    assert found["wrong"] == []
+    assert found["holds"]
+    assert found["sent"] == sum(found["ends"].values()) == 500
+    assert found["preempted"] > 10
+    assert found["worst_row"] < 1e-4
+    early, late = found["rss_mib"][len(found["rss_mib"]) // 3], found["rss_mib"][-1]
+    assert late - early < 48, f"memory grew from {early} to {late} MiB"
