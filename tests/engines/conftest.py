@@ -112,6 +112,7 @@ def start_vllm(folder: Path, name: str, options: dict[str, object]) -> SyncEngin
         pytest.skip("this processor has no bf16")
     settings = {"max_columns": options.pop("max_columns", 16), "slots": options.pop("slots", 64)}
     settings |= {"sites": options.pop("sites", SITES), "layers": options.pop("tapped", "all")}
+    settings |= {"groups": options.pop("groups", 64)}
     defaults: dict[str, object] = {
         "dtype": str(options.pop("dtype", torch.float32)).removeprefix("torch."),
         "enforce_eager": True,

@@ -51,6 +51,7 @@ class Ledger:
     kinds: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     rows: int = 0
+    texts: int = 0
     worst: float = 0.0
 
 
@@ -138,6 +139,8 @@ def check(reference: SyncEngine, request: Request, done: Generation, ledger: Led
     problem = _end_is_right(request, choice)
     if problem:
         ledger.wrong.append(f"{name}: {problem}")
+    if request.capture is None and request.sampling.temperature == 0 and limit < 1e-3 and choice.token_ids:
+        _text_is_right(reference, request, choice, ledger, name)  # these may have read the prefix cache
     if request.capture is None or choice.capture is None:
         return
     fed = [*request.prompt, *choice.token_ids[:-1]] if choice.token_ids else []
@@ -158,6 +161,14 @@ def check(reference: SyncEngine, request: Request, done: Generation, ledger: Led
                 ledger.wrong.append(f"{name}: {key} is off by {far:.2g} ({request.kind})")
         ledger.rows += rows.n * len(rows)
     choice.capture.close()
+
+
+def _text_is_right(reference: SyncEngine, request: Request, choice: Choice, ledger: Ledger, name: str) -> None:
+    sampling = Sampling(max_tokens=request.sampling.max_tokens, ignore_eos=True)
+    wanted = reference.generate(TokenPrompt(request.prompt), sampling, steer=request.steer).token_ids
+    ledger.texts += 1
+    if choice.token_ids != wanted[: len(choice.token_ids)]:
+        ledger.wrong.append(f"{name}: another text than alone ({request.kind})")
 
 
 def _end_is_right(request: Request, choice: Choice) -> str | None:
@@ -260,6 +271,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "ends": dict(ledger.ends),
         "kinds": dict(ledger.kinds),
         "rows": ledger.rows,
+        "texts": ledger.texts,
         "worst_row": ledger.worst,
         "wrong": ledger.wrong,
         "left_over": left,

@@ -251,7 +251,7 @@ class Engine(Scopes, ABC):
         for plan in plans:
             seed = plan.sampling.seed if plan.sampling.seed is not None else secrets.randbits(48)
             for choice in range(plan.sampling.n):
-                single = plan.sampling.model_copy(update={"seed": seed + choice, "n": 1})
+                single = plan.sampling.model_copy(update={"seed": (seed + choice) % (1 << 63), "n": 1})
                 job = Job(replace(plan, choice=choice, sampling=single), lambda _: None, stream, None)
                 job.report = _reporter(loop, outcomes, job)
                 jobs.append(job)

@@ -28,6 +28,8 @@ class Facts:
     max_columns: int
     refused_sites: Mapping[Site, str]  # site → why it cannot be had
     tapped: frozenset[Key] | None = None  # what was tapped at the start; None: everything can be, at any time
+    steers: bool = True  # False: the taps only read
+    captures: bool = True  # False: the taps only write
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,10 @@ class Planner:
         self, request_id: str, prompt: Prompt, sampling: Sampling, steering: Steering, capture: Capture | None
     ) -> Plan:
         self._check_prompt(prompt, sampling)
+        if steering.ops and not self.facts.steers:
+            self._problem("steer", "the engine was started with taps that only read", "start it with steer on")
+        if capture and not self.facts.captures:
+            self._problem("capture", "the engine was started with taps that only write", "start it with capture on")
         most = len(prompt.token_ids) + sampling.max_tokens - 1
         placed, applied = self._place(steering, prompt, most)
         columns = pack(placed)

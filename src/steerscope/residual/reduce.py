@@ -25,9 +25,9 @@ class Reducer:
         fresh = [i for i, position in enumerate(positions) if position >= self.next]
         if not fresh:
             return
-        rows = rows[fresh[0] :].float()
+        rows = rows[fresh[0] :]
         if self.kind == "mean":
-            self._value += rows.sum(0)
+            self._value += rows.sum(0, dtype=torch.float32)
         else:
             self._value.copy_(rows[-1])
         self.n += len(fresh)
@@ -63,7 +63,7 @@ class HeldBack:
         self._positions += [positions[i] for i in fresh]
         sure = len(self._positions) - self.hold
         self._rows.append(rows[fresh[0] :])
-        together = torch.cat(self._rows)
+        together = torch.cat(self._rows) if len(self._rows) > 1 else self._rows[0]
         if sure > 0:
             self.reducer.update(self._positions[:sure], together[:sure])
             self._positions, together = self._positions[sure:], together[sure:]

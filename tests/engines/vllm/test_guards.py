@@ -36,6 +36,7 @@ def config(**changes: object) -> Any:  # noqa: ANN401
         kv_transfer_config=None,
         lora_config=None,
         additional_config={},
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
     )
     for name, value in changes.items():
         *path, last = name.split("__")
@@ -62,6 +63,8 @@ def test_a_plain_configuration_passes() -> None:
         ("model_config__enable_sleep_mode", True, "enable_sleep_mode"),
         ("model_config__enable_prompt_embeds", True, "enable_prompt_embeds"),
         ("lora_config", object(), "lora_config"),
+        ("cache_config__kv_sharing_fast_prefill", True, "kv_sharing_fast_prefill"),
+        ("parallel_config__data_parallel_size", 2, "data_parallel_size"),
         ("model_config__runner_type", "pooling", "runner"),
     ],
 )
@@ -129,6 +132,16 @@ def test_an_untapped_layer_or_site_is_refused_with_the_others() -> None:
         "capture.layers: mlp_out of layers 1 was not tapped when the engine started; "
         "start it with these layers and sites",
     ]
+
+
+def test_taps_that_only_read_or_only_write_refuse_the_other() -> None:
+    add = Add(vector=np.ones(8, np.float32), layers=1)
+    reads = Facts("m", 4, 8, 100, 256, 4, {}, steers=False)
+    writes = Facts("m", 4, 8, 100, 256, 4, {}, captures=False)
+    with pytest.raises(InvalidRequest, match="taps that only read"):
+        Planner(reads, {}).plan("r", Prompt([1]), Sampling(), Steering.of(add), None)
+    with pytest.raises(InvalidRequest, match="taps that only write"):
+        Planner(writes, {}).plan("r", Prompt([1]), Sampling(), Steering(), Capture())
 
 
 @pytest.mark.parametrize(

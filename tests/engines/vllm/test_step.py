@@ -98,6 +98,23 @@ def test_rows_that_were_never_computed_void_the_request_and_only_that() -> None:
     assert books.index[:4, GROUP].tolist() == [0] * 4
 
 
+def test_a_void_capture_goes_on_being_steered() -> None:
+    """Its keys and values are cached under the salt of its steering: they must be steered ones."""
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    books.askers["a"] = one = asker("a", EVERYWHERE, (EVERYWHERE,), slot=5)
+    one.failed = "rows are missing"
+    filled = step(books, pool, ("a", 0, 3))
+    assert filled.slices == []
+    assert books.index[:3, ENTRIES].tolist() == [5, 5, 5]
+
+
+def test_a_slice_says_how_many_rows_are_there_with_it_and_not_with_the_next() -> None:
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    books.askers["a"] = asker("a", Positions(((0, 2), (4, 5), (7, 10))))
+    assert [part.reached for part in step(books, pool, ("a", 0, 9)).slices] == [2, 3, 5]
+    assert [part.reached for part in step(books, pool, ("a", 0, 10)).slices] == [5, 5, 6], "fed again: none is lost"
+
+
 def test_steps_too_many_have_no_rows() -> None:
     """An asynchronous scheduler runs on until it hears that the text has ended."""
     books, pool = Books(TOKENS, COLUMNS), Pool()

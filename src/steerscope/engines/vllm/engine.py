@@ -5,7 +5,11 @@ tokens into text with the same code as the transformers engine, and ends request
 acknowledged by all of them, before the first request that uses them.
 """
 
+import contextlib
+import itertools
 import secrets
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer
 
 from steerscope.capture.budget import ByteBudget
-from steerscope.capture.transport import Arena, Regions, shared_folder
+from steerscope.capture.transport import LEFT, Arena, Regions, shared_folder
 from steerscope.engines.generation import Job
 from steerscope.engines.plan import Facts, Plan
 from steerscope.engines.text import Decoder
@@ -71,6 +75,8 @@ class VLLMEngine(ThreadedEngine[Running]):
             max_columns=self.settings.max_columns,
             refused_sites={},
             tapped=frozenset(self.settings.keys(count)),
+            steers=self.settings.steer,
+            captures=self.settings.capture,
         )
         self._decoder = Decoder(self.tokenizer)  # type: ignore[arg-type]
         self._eos = _eos_ids(config, self.tokenizer)
@@ -78,10 +84,18 @@ class VLLMEngine(ThreadedEngine[Running]):
         self._regions = Regions(self._share(capture_budget + (capture_budget >> 3) + _COUNTERS))
         self.stage = {(layer, site): one["stage"] for one in self._rpc("describe") for layer, site in one["taps"]}
         self.stages = sorted(set(self.stage.values()))
-        self._vector_slots = Slots(self.settings.slots, "vector")
+        # What the workers' tables hold is counted here too, so that a request waits for room instead of failing there.
+        self.slots = {
+            "vector": Slots(self.settings.slots, "vector"),
+            "coefficient": Slots(4 * self.settings.slots, "coefficient"),
+            "group": Slots(self.settings.groups, "capture group"),
+        }
+        self.separate = hasattr(self._llm.engine_core, "outputs_queue")  # the engine core is another process
+        self.numbers = itertools.count()
         self._resident: dict[bytes, None] = {}  # given to the workers, oldest first
         self._running: dict[str, Running] = {}
         self._run()
+        self._watch()
         try:
             self_test(self)
         except BaseException:
@@ -105,6 +119,25 @@ class VLLMEngine(ThreadedEngine[Running]):
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ModelNotFound(f"vLLM cannot start {model}: {reason}") from error
+
+    def _watch(self) -> None:
+        """A core that is killed says nothing, and vLLM's synchronous client waits for it for ever."""
+        core = self._llm.engine_core
+        if not hasattr(core, "outputs_queue"):
+            return
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        def watch() -> None:
+            while self._thread.is_alive():
+                if core.resources.engine_dead:
+                    core.outputs_queue.put_nowait(EngineDeadError())
+                    for waiting in list(core.utility_results.values()):
+                        if not waiting.done():
+                            waiting.set_exception(EngineDeadError())
+                    return
+                time.sleep(0.5)
+
+        threading.Thread(target=watch, name="steerscope-watch", daemon=True).start()
 
     def _share(self, size: int) -> Arena:
         arena = Arena(shared_folder(size) / f"steerscope-{secrets.token_hex(8)}", size, create=True)
@@ -141,7 +174,11 @@ class VLLMEngine(ThreadedEngine[Running]):
         """Counters of this process and of the workers."""
         workers = self._call(lambda: self._rpc("stats"))
         summed = {name: max(one[name] for one in workers) for name in workers[0]}
-        now = {"running": len(self._running), "waiting": len(self._waiting), "slots_in_use": self._vector_slots.in_use}
+        now = {
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "slots_in_use": self.slots["vector"].in_use,
+        }
         shared = {"capture_bytes": self.budget.used, "capture_budget": self.budget.total}
         return {**{f"worker_{name}": value for name, value in summed.items()}, **self._counts, **now, **shared}
 
@@ -158,14 +195,20 @@ class VLLMEngine(ThreadedEngine[Running]):
                 self._admit()
                 if self._running:
                     self._step()
-            except Exception as error:  # vLLM itself failed: everybody is told
+            except Exception as error:  # vLLM itself failed: everybody is told, and nothing is left running
+                with contextlib.suppress(Exception):
+                    self._llm.abort_request(list(self._running))
                 for one in [*self._running.values(), *self._waiting]:
                     self._failed(one, RequestFailed(f"a step of {self.facts.name} failed: {error}"))
                 self._waiting = []
-        for name in list(self._running):
-            self._leave(self._running[name], "cancelled", abort=True)
+        try:
+            self._conclude([(one, "cancelled") for one in self._running.values()], abort=True)
+        except Exception as error:
+            for one in list(self._running.values()):
+                self._failed(one, error)
         self._drop_waiting(cancelled_only=False)
-        self._llm.engine_core.shutdown()
+        with contextlib.suppress(Exception):
+            self._llm.engine_core.shutdown()
         del self._llm
 
     def _sequence(self, job: Job) -> Running:
@@ -185,12 +228,12 @@ class VLLMEngine(ThreadedEngine[Running]):
         while self._waiting:
             one = self._waiting[0]
             try:
-                ready = one.prepare(self._vector_slots, self._regions)
+                ready = one.prepare(self._regions)
                 if not ready and self._running:
                     return  # somebody will finish and make room
                 if not ready:
                     self._rpc("settle")  # the workers hear of an end with the next step, and there is none
-                    ready = one.prepare(self._vector_slots, self._regions)
+                    ready = one.prepare(self._regions)
                 if not ready:
                     raise CapacityExceeded(
                         "no free piece of shared memory is large enough: drop rows you hold, or raise capture_budget"
@@ -199,6 +242,8 @@ class VLLMEngine(ThreadedEngine[Running]):
                     self._give(column)
                 self._llm.add_request(one.key, one.prompt(), one.params())
             except Exception as error:
+                if one.region is not None:
+                    one.region.counters[LEFT:] = 1  # no worker has heard of it
                 self._failed(self._waiting.pop(0), error)
                 continue
             self._running[one.key] = self._waiting.pop(0)
@@ -258,9 +303,7 @@ class VLLMEngine(ThreadedEngine[Running]):
             else:
                 self._leave(one, reason)
 
-    def _leave(self, one: Running, reason: Any, abort: bool = False) -> None:  # noqa: ANN401
-        if abort:
-            self._llm.abort_request([one.key])
+    def _leave(self, one: Running, reason: Any) -> None:  # noqa: ANN401
         self._running.pop(one.key, None)
         self._counts["finished"] += 1
         self._counts["tokens"] += len(one.generated)

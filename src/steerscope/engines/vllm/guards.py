@@ -64,6 +64,10 @@ def check_config(config: Any) -> None:  # noqa: ANN401
         refuse("enable_sleep_mode", "a sleeping engine loses the tables")
     if getattr(config.model_config, "enable_prompt_embeds", False):
         refuse("enable_prompt_embeds", "positions of embeddings have no tokens to label")
+    if getattr(config.cache_config, "kv_sharing_fast_prefill", False):
+        refuse("kv_sharing_fast_prefill", "later layers would see only some of the tokens")
+    if getattr(parallel, "data_parallel_size", 1) > 1:
+        refuse("data_parallel_size", "it has not been tested", "start several engines instead")
     if config.lora_config is not None:
         refuse("lora_config", "it has not been tested")
     if getattr(config.model_config, "runner_type", "generate") != "generate":

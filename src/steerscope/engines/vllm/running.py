@@ -1,6 +1,7 @@
 """One request inside vLLM: what it carries there, and what comes back."""
 
 import functools
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from steerscope.engines.generation import FinishReason, Job
 from steerscope.engines.plan import CapturePlan
 from steerscope.engines.sequence import Sequence, captured
 from steerscope.engines.text import Decoder
-from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, salt, vector_hash
+from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, coefficient_hash, salt, vector_hash
 from steerscope.residual.rows import selected
 from steerscope.residual.table import Key, Slots
 from steerscope.specs.errors import CapacityExceeded, RequestFailed
@@ -22,26 +23,29 @@ if TYPE_CHECKING:
     from steerscope.engines.vllm.engine import VLLMEngine
 
 _HOLD = 4  # rows a reduction keeps back: vLLM may run a step or two past the end of a text
-_HOLD_STOP = 64  # … and past a stop string or a cancellation until it hears of it
+_HOLD_LATE, _HOLD_BYTES = 64, 64 << 20  # … and on until it hears of a stop string or a cancellation
 
 
 class Running(Sequence):
     def __init__(self, job: Job, decoder: Decoder, eos: frozenset[int], engine: "VLLMEngine") -> None:
         super().__init__(job, decoder, eos)
         self.engine = engine
-        self.key = f"{self.name}.{self.plan.choice}"
+        self.key = f"{self.name}.{self.plan.choice}.{next(engine.numbers)}"  # names come again, this does not
         self.region: Region | None = None
-        self._slots: Slots | None = None
-        self._held: list[bytes] = []
+        self._held: list[tuple[Slots, Hashable]] = []
 
-    def prepare(self, slots: Slots, regions: Regions) -> bool:
+    def prepare(self, regions: Regions) -> bool:
         """Take slots and shared memory; False when there is no room for them now."""
-        hashes = [vector_hash(column) for column in self.plan.columns]
-        self._slots = slots
+        slots, capture = self.engine.slots, self.plan.capture
+        needs: list[tuple[Slots, Hashable]] = []
+        for column in self.plan.columns:
+            needs += [(slots["vector"], vector_hash(column)), (slots["coefficient"], coefficient_hash(column))]
+        if capture is not None:
+            needs.append((slots["group"], (capture.keys, capture.spec.before_steering)))
         try:
-            for name in hashes:
-                slots.acquire(name)
-                self._held.append(name)
+            for table, content in needs:
+                table.acquire(content)
+                self._held.append((table, content))
             if self.asks:
                 self.region = regions.allocate(self.engine._row_bytes(self.plan), self.engine.stages)
         except CapacityExceeded:
@@ -59,11 +63,12 @@ class Running(Sequence):
         return bool(self.plan.columns or self.plan.capture)
 
     def _release(self) -> None:
-        while self._held and self._slots is not None:
-            self._slots.release(self._held.pop())
+        while self._held:
+            table, content = self._held.pop()
+            table.release(content)
 
     def prompt(self) -> dict[str, Any]:
-        asked: dict[str, Any] = {"prompt_token_ids": list(self.plan.prompt.token_ids)}
+        asked: dict[str, Any] = {"prompt_token_ids": [int(token) for token in self.plan.prompt.token_ids]}
         if found := salt(self.plan):
             asked["cache_salt"] = found
         return asked
@@ -95,7 +100,7 @@ class Running(Sequence):
         plan, capture = self.plan.capture, None
         assert self.region is not None
         if plan is not None:
-            hold = _HOLD_STOP if self.plan.sampling.stop or self.job.stream else _HOLD
+            hold = self._hold(plan)
             capture = WireCapture(
                 plan.keys,
                 plan.positions,
@@ -105,6 +110,12 @@ class Running(Sequence):
                 self.plan.most_rows,
             )
         return Wire(self.key, self.region.offset, columns, capture)
+
+    def _hold(self, capture: CapturePlan) -> int:
+        """Rows a reduction keeps back. Where this process finds the end, vLLM hears of it late, and has run on."""
+        late = self.plan.sampling.stop or self.job.stream or self.engine.separate
+        row = len(capture.keys) * self.engine.facts.hidden * self.engine.dtype.itemsize
+        return min(self.plan.sampling.max_tokens, max(_HOLD_LATE, _HOLD_BYTES // row)) if late else _HOLD
 
     def take(self, output: Any) -> FinishReason | None:  # noqa: ANN401 - a RequestOutput
         """New tokens; the reason if the request is over."""
@@ -116,6 +127,8 @@ class Running(Sequence):
                 return reason
         if not output.finished:
             return None
+        if new.finish_reason not in ("stop", "length"):
+            raise RequestFailed(f"vLLM gave {self.name} up: {new.finish_reason}")
         return "length" if new.finish_reason == "length" else "stop"
 
     @property
@@ -128,8 +141,10 @@ class Running(Sequence):
         if self.region is None:
             return False
         counters = self.region.counters
-        if self.plan.capture is None:
-            return bool(counters[FAILED])
+        if not self.generated:  # the workers may never have met it: only they can say that nobody writes there
+            return True
+        if self.plan.capture is None:  # of a short text the last steps' faults may not have been looked at
+            return bool(counters[FAILED]) or len(self.generated) <= 2
         wanted = self.plan.capture.positions.count(self.computed)
         stages = self.engine.stages_of(self.plan.capture.keys)
         behind = any(int(counters[stage]) < wanted for stage in stages)
@@ -164,6 +179,8 @@ class Running(Sequence):
         hidden, keys, reduce = self.engine.facts.hidden, capture.keys, capture.spec.reduce
         total = 1 if reduce else capture.positions.count(self.plan.most_rows)
         flat = region.tensor((total * len(keys), hidden), torch.float32 if reduce else self.engine.dtype)
+        if reduce and not count:
+            return {key: torch.full((hidden,), torch.nan) for key in keys}
         found, start = {}, 0
         for stage in self.engine.stages_of(keys):
             mine = [key for key in keys if self.engine.stage[key] == stage]

@@ -27,6 +27,7 @@ class Asker:
     width: int  # captured taps on this worker
     before: int = 0  # captured taps of earlier pipeline stages: their rows come first
     seen: int = 0  # captured rows computed so far, all below a position that never falls
+    moved: int = 0  # captured rows that are there or on their way
     reached: int = 0  # the first position that was never fed
     failed: str | None = None
     left: bool = False  # its region is no longer ours
@@ -40,6 +41,7 @@ class Slice:
     start: int
     stop: int
     cell: int
+    reached: int  # captured rows that are there when this slice is
 
 
 @dataclass(slots=True)
@@ -70,16 +72,17 @@ class Books:
         taken: list[tuple[Asker, int, int, int]] = []  # who, batch token, positions
         for i, name in enumerate(requests):
             asker = self.askers.get(name)
-            if asker is None or asker.failed:
+            if asker is None:
                 continue
             first, last, at = int(starts[i]), int(starts[i + 1]), int(computed[i])
             self._dirty = filled.tokens = last
             filled.recomputed += at < asker.reached
             asker.reached = max(asker.reached, at + last - first)
-            if asker.leases:
+            # Also when its rows are void: its keys and values are cached under the salt of its steering.
+            if asker.leases and len(asker.leases) == len(asker.wire.columns):
                 self._steer(asker, first, at, at + last - first)
                 filled.steered.append((asker, first, last))
-            if asker.group and asker.wire.capture:
+            if asker.group and asker.wire.capture and not asker.failed:
                 taken += [(asker, first + a - at, a, b) for a, b in _captured(asker, at, at + last - first)]
                 if asker.failed:
                     filled.failed.append(asker)
@@ -89,7 +92,9 @@ class Books:
             where = slice(token, token + b - a)
             self.index[where, CELL] = cell + asker.width * np.arange(b - a)
             self.index[where, GROUP] = asker.group
-            filled.slices.append(Slice(asker, a, b, cell))
+            assert asker.wire.capture is not None
+            asker.moved = max(asker.moved, asker.wire.capture.positions.count(b))
+            filled.slices.append(Slice(asker, a, b, cell, asker.moved))
             cell += (b - a) * asker.width
         return filled
 

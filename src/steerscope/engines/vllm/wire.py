@@ -85,6 +85,10 @@ def vector_hash(column: Column) -> bytes:
     return digest({key: vector.tobytes() for key, vector in column.vectors.items()})
 
 
+def coefficient_hash(column: Column) -> bytes:
+    return digest({key: np.array(c, np.float64).tobytes() for key, c in column.coefficients.items()})
+
+
 def salt(plan: Plan) -> str | None:
     """What keeps steered keys and values apart in vLLM's prefix cache: a hash of what the ops do and where.
 
@@ -97,7 +101,7 @@ def salt(plan: Plan) -> str | None:
     found = hashlib.blake2b(digest_size=16)
     for column in plan.columns:
         found.update(vector_hash(column))
-        found.update(digest({k: np.array(c, np.float64).tobytes() for k, c in column.coefficients.items()}))
+        found.update(coefficient_hash(column))
         if column.positions != EVERYWHERE:
             found.update(repr((len(plan.prompt.token_ids), column.positions.intervals)).encode())
         found.update(b";")

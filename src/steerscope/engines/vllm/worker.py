@@ -129,7 +129,12 @@ class WorkerTaps:
     def _stage(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
         if not self.books.askers and self.books.clean:
             return
-        self._filled = self.books.fill(names, starts, computed, self.pool.reserve)
+        try:
+            self._filled = self.books.fill(names, starts, computed, self.pool.reserve)
+        except Exception as error:  # a fault of ours: those who asked are told, the step goes on without them
+            self.books.clear()
+            for asker in [self.books.askers[name] for name in names if name in self.books.askers]:
+                self._fail(asker, f"{type(error).__name__}: {error}")
         self.pool.send_index(self._filled.tokens)
         self.counts["asked_steps"] += 1
         self.counts["recomputed"] += self._filled.recomputed
@@ -167,7 +172,7 @@ class WorkerTaps:
         total = capture.positions.count(capture.most)
         block = asker.wire.offset + HEADER + total * asker.before * self.hidden * self.dtype.itemsize
         target = self.arena.view(block, (total, asker.width, self.hidden), self.dtype)[first : first + count]
-        self.pool.move(rows, target, functools.partial(self._set, asker, ROWS + self.stage, asker.seen))
+        self.pool.move(rows, target, functools.partial(self._set, asker, ROWS + self.stage, part.reached))
         self.counts["rows"] += count
         self.counts["row_bytes"] += rows.numel() * rows.element_size()
 
@@ -180,6 +185,9 @@ class WorkerTaps:
     def _leave(self, asker: Asker) -> None:
         """No more rows: when those under way have arrived, its memory belongs to the client alone."""
         self._release(asker)
+        if not self.writes:
+            asker.left = True
+            return
         self.pool.afterwards(functools.partial(self._set, asker, LEFT + self.stage, 1))
 
     # --- requests
@@ -271,7 +279,7 @@ class WorkerTaps:
         wrong = {}
         for name, rows, offset in requests:
             held = self.reducing.pop(name, None)
-            if held is not None and name not in self.failures:
+            if held is not None and rows and name not in self.failures:
                 try:
                     before, reduced = held
                     self._write_reduced(reduced, rows, offset, before)
@@ -279,6 +287,8 @@ class WorkerTaps:
                     self.failures[name] = f"{type(error).__name__}: {error}"
             if name in self.failures:
                 wrong[name] = self.failures.pop(name)
+            if self.writes and self.arena is not None:  # also those that never came here
+                self.arena.words[(offset + ALIGN * (LEFT + self.stage)) // 8] = 1
         return wrong
 
     def _write_reduced(self, held: HeldBack, rows: int, offset: int, before: int) -> None:

@@ -1,0 +1,86 @@
+"""Requests that end early on vLLM: nothing of them stays, and nobody gets what lay in their memory."""
+
+import asyncio
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engines.conftest import HAS_VLLM, saved, start_vllm
+from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import EndEvent, Generation, TokenPrompt
+from steerscope.specs import Capture, Sampling
+
+pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+LONG = TokenPrompt([20 + i % 200 for i in range(100)])
+SAMPLING = Sampling(max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture
+def engine() -> Iterator[SyncEngine]:
+    """One request at a time: the others wait inside vLLM, which the workers do not see."""
+    options = {"sites": ("resid_post",), "max_batch": 1, "capture_budget": 4 << 20, "max_num_batched_tokens": 64}
+    started = start_vllm(saved("llama", "bytes", None, {}), "llama", options)
+    yield started
+    started.close()
+
+
+async def streamed(engine: SyncEngine, name: str, capture: Capture | None) -> Generation:
+    async for event in engine.aio.stream(LONG, SAMPLING, capture=capture, request_id=name):
+        if isinstance(event, EndEvent):
+            return event.generation
+    raise AssertionError("a stream without an end")
+
+
+async def cancelled_in_the_queue(engine: SyncEngine, captures: list[Capture]) -> list[Generation]:
+    """One request runs, those that capture wait behind it inside vLLM and are cancelled there."""
+    running: dict[str, object] = engine.aio._running  # type: ignore[attr-defined]
+    first = asyncio.ensure_future(streamed(engine, "first", None))
+    rest = [asyncio.ensure_future(streamed(engine, f"w{i}", capture)) for i, capture in enumerate(captures)]
+    while len(running) <= len(captures):
+        await asyncio.sleep(0.002)
+    for i in range(len(captures)):
+        engine.cancel(f"w{i}")
+    done = await asyncio.gather(*rest)
+    await first
+    return done
+
+
+def test_what_is_cancelled_before_a_worker_met_it_leaves_no_memory_taken(engine: SyncEngine) -> None:
+    for _ in range(8):  # each wave asks for more than a third of the memory
+        for one in asyncio.run(cancelled_in_the_queue(engine, [Capture()] * 7)):
+            assert one.finish_reason == "cancelled"
+            assert one.capture is not None
+            one.capture.close()
+        del one
+        gc.collect()
+        assert engine.stats()["capture_bytes"] == 0
+    assert engine.generate(LONG, SAMPLING, capture=Capture()).rows.n == 159
+    assert engine.aio._regions.used < 1 << 20  # type: ignore[attr-defined]
+
+
+def test_a_mean_of_nothing_is_not_somebody_elses_rows(engine: SyncEngine) -> None:
+    before = engine.generate(LONG, SAMPLING, capture=Capture(layers=0))
+    assert before.capture is not None
+    kept = before.rows[0].clone()
+    before.capture.close()
+    del before
+    gc.collect()
+    engine.generate(TokenPrompt([20]), Sampling(max_tokens=2, ignore_eos=True))  # the workers hear of its end
+    (one,) = asyncio.run(cancelled_in_the_queue(engine, [Capture(reduce="mean")]))
+    assert one.rows.n == 0
+    for layer in range(4):
+        assert torch.isnan(one.rows[layer]).all()
+        assert not any(torch.equal(one.rows[layer].view(-1), row) for row in kept)
+
+
+def test_more_sets_of_layers_than_the_workers_know_at_once_wait_their_turn() -> None:
+    options = {"sites": ("resid_post",), "slots": 4, "groups": 3}
+    engine = start_vllm(saved("llama", "bytes", None, {}), "llama", options)
+    try:
+        layers = [(i,) for i in range(4)] + [(i, j) for i in range(4) for j in range(i)]
+        done = engine.generate([LONG] * 10, Sampling(max_tokens=4), capture=[Capture(layers=each) for each in layers])
+        assert [one.rows.layers for one in done] == [tuple(sorted(each)) for each in layers]
+    finally:
+        engine.close()
