@@ -167,5 +167,11 @@ class CudaPool:
         if int(code) != 0:
             raise CapacityExceeded(f"the driver cannot pin {arena.size >> 20} MiB for captured rows (code {code})")
 
+    def unpin(self, arena: Arena) -> None:
+        """Before the memory is unmapped: the driver would go on believing that the address is pinned."""
+        runtime = torch.cuda.cudart()
+        assert runtime is not None
+        runtime.cudaHostUnregister(arena.address)
+
     def stats(self) -> dict[str, float]:
         return {"stall_s": self.stall_s, "backlog_bytes": float(self._unsent)}

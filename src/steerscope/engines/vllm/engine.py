@@ -208,6 +208,8 @@ class VLLMEngine(ThreadedEngine[Running]):
                 self._failed(one, error)
         self._drop_waiting(cancelled_only=False)
         with contextlib.suppress(Exception):
+            self._rpc("detach_arena")
+        with contextlib.suppress(Exception):
             self._llm.engine_core.shutdown()
         del self._llm
 

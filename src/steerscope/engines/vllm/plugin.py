@@ -7,7 +7,7 @@ It wraps one method of vLLM's worker class. The wrapper looks whether the engine
 import functools
 from typing import Any
 
-RPC = ("attach_arena", "register", "unregister", "finish", "settle", "describe", "stats")
+RPC = ("attach_arena", "detach_arena", "register", "unregister", "finish", "settle", "describe", "stats")
 
 
 def register() -> None:

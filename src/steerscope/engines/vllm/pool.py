@@ -54,6 +54,8 @@ class Pool(Protocol):
 
     def pin(self, arena: Arena) -> None: ...
 
+    def unpin(self, arena: Arena) -> None: ...
+
     def stats(self) -> dict[str, float]: ...
 
 
@@ -108,6 +110,9 @@ class HostPool:
         return found
 
     def pin(self, arena: Arena) -> None:
+        del arena
+
+    def unpin(self, arena: Arena) -> None:
         del arena
 
     def stats(self) -> dict[str, float]:

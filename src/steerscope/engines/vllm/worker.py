@@ -259,6 +259,14 @@ class WorkerTaps:
         self.pool.pin(self.arena)
 
     @torch.inference_mode()
+    def detach_arena(self) -> None:
+        """The client closes: nothing is written there any more."""
+        self.settle()
+        if self.arena is not None:
+            self.pool.unpin(self.arena)
+            self.arena = None
+
+    @torch.inference_mode()
     def register(self, name: bytes, keys: list, data: bytes) -> None:
         """Keep vectors for later requests: float32 [keys, hidden]."""
         rows = np.frombuffer(data, dtype="<f4").reshape(len(keys), self.hidden)
