@@ -27,6 +27,8 @@ PROMPT = "The quick brown fox jumps over"
 SHORT = Sampling(max_tokens=8, ignore_eos=True)
 LONG = Sampling(max_tokens=200, ignore_eos=True)
 VECTOR = np.random.default_rng(1).normal(size=64).astype(np.float32)
+# Reaches into that engine.
+ON_TRANSFORMERS = pytest.mark.parametrize("start", ["hf"], indirect=True)
 
 
 def test_a_stream_made_inside_a_steering_block_is_steered_wherever_it_is_read(engine: SyncEngine) -> None:
@@ -87,15 +89,14 @@ def test_a_vanishing_temperature_is_greedy(engine: SyncEngine) -> None:
 def test_a_mean_over_no_rows_is_not_a_number(start: Start) -> None:
     engine = start()
     first = engine.generate(PROMPT, SHORT).token_ids[0]
-    tiny.model().generation_config.eos_token_id = [first]
-    try:
-        ended = start().generate(PROMPT, Sampling(max_tokens=8), capture=Capture(tokens="generated", reduce="mean"))
-    finally:
-        tiny.model().generation_config.eos_token_id = 1
+    ended = start(eos=[first]).generate(
+        PROMPT, Sampling(max_tokens=8), capture=Capture(tokens="generated", reduce="mean")
+    )
     assert ended.rows.n == 0
     assert torch.isnan(ended.rows[0]).all()
 
 
+@ON_TRANSFORMERS
 def test_a_request_that_cannot_be_started_fails_alone(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Row.lease
 
@@ -110,6 +111,7 @@ def test_a_request_that_cannot_be_started_fails_alone(engine: SyncEngine, monkey
     assert [done is not None for done in failure.value.completed] == [True, False, True]
 
 
+@ON_TRANSFORMERS
 def test_a_fault_in_a_step_spares_those_who_wait(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(max_batch=1)
     real, calls = BatchCache.make_room, []
@@ -126,6 +128,7 @@ def test_a_fault_in_a_step_spares_those_who_wait(start: Start, monkeypatch: pyte
     assert [done is not None for done in failure.value.completed] == [False, True, True]
 
 
+@ON_TRANSFORMERS
 def test_a_fault_while_receiving_does_not_end_the_engine(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "Row", lambda *_: 1 / 0)
     with pytest.raises(RequestFailed, match="division by zero"):
@@ -134,6 +137,7 @@ def test_a_fault_while_receiving_does_not_end_the_engine(engine: SyncEngine, mon
     assert len(engine.generate(PROMPT, SHORT).token_ids) == 8
 
 
+@ON_TRANSFORMERS
 def test_one_long_text_does_not_bloat_the_cache_of_those_after_it(start: Start) -> None:
     engine = start("llama", max_position_embeddings=4096)
     engine.generate("word " * 1300, Sampling(max_tokens=2))
