@@ -260,7 +260,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     left = {
         name: stats[name] for name in ("running", "waiting", "slots_in_use", "capture_bytes", "worker_slots_in_use")
     }
-    left["shared_bytes"] = engine._regions.used
+    left["shared_bytes"] = engine.room.regions.used
     engine.sync.close()
     reference.close()
     return {

@@ -65,7 +65,7 @@ class ByteBudget:
         moved, deadline = self._given, time.monotonic() + self.wait_s
         try:
             # First come, first served: a large request must not starve behind small ones.
-            while self._queue[0] is not turn or (reservation := self._try(size)) is None:
+            while self._queue[0] is not turn or (reservation := self.take(size)) is None:
                 if self.closed:
                     raise EngineClosed("the engine was closed while a capture waited for room")
                 if moved != self._given:  # somebody finishes: waiting makes sense
@@ -104,7 +104,8 @@ class ByteBudget:
         for expire in due:
             expire()
 
-    def _try(self, size: int) -> Reservation | None:
+    def take(self, size: int) -> Reservation | None:
+        """Room for so much, if there is any now."""
         self.sweep()
         with self.lock:
             if self.used + size > self.total:

@@ -8,6 +8,7 @@ so nothing is left behind whoever dies first.
 import contextlib
 import mmap
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -24,9 +25,10 @@ from steerscope.specs.errors import CapacityExceeded
 ALIGN = 64
 STAGES = 7  # workers that write to one region
 # Every region begins with counters, a cache line each: rows that each stage has written; whether one of them gave up;
-# and whether each stage has left the region for good.
-ROWS, FAILED, LEFT = 0, STAGES, STAGES + 1
-HEADER = (2 * STAGES + 1) * ALIGN
+# whether each stage has left the region for good; whether it has met the request at all; and whose region it is.
+ROWS, FAILED, LEFT, MET, OWNER = 0, STAGES, STAGES + 1, 2 * STAGES + 1, 3 * STAGES + 1
+WHY, WHY_SIZE = (3 * STAGES + 2) * ALIGN, 256  # after them, in words, why a worker gave up
+HEADER = WHY + WHY_SIZE
 
 
 def shared_folder(size: int) -> Path:
@@ -68,6 +70,12 @@ class Arena:
             raise ValueError(f"[{offset}, {offset + size}) lies outside an arena of {self.size} bytes")
         return self.memory[offset : offset + size].view(dtype).view(shape)
 
+    def fail(self, offset: int, why: str) -> None:
+        """Tell the owner of a region that its request failed, and why."""
+        text = np.frombuffer(why.encode()[:WHY_SIZE].ljust(WHY_SIZE, b"\0"), np.uint8)
+        self.memory.numpy()[offset + WHY : offset + HEADER] = text
+        self.words[(offset + ALIGN * FAILED) // 8] = 1
+
     def unlink(self) -> None:
         with contextlib.suppress(OSError):
             self.path.unlink()
@@ -78,10 +86,29 @@ class Region:
 
     def __init__(self, regions: "Regions", offset: int, size: int, stages: tuple[int, ...]) -> None:
         self._regions, self.offset, self.size, self.stages = regions, offset, size, stages
+        self.owner = secrets.randbits(62) | 1
 
     @property
     def counters(self) -> np.ndarray:
         return self._regions.counters(self.offset)
+
+    @property
+    def failure(self) -> str | None:
+        """Why a worker gave the request up; None when none did."""
+        if not self.counters[FAILED]:
+            return None
+        start = self.offset + WHY
+        text = self._regions.arena.memory.numpy()[start : start + WHY_SIZE].tobytes()
+        return text.rstrip(b"\0").decode(errors="replace")
+
+    def withdraw(self) -> None:
+        """The request will not run. A stage that has not met it never writes: it would find another owner. (One that
+        meets it at this moment has said so before it looks; then it will also say when it has left.)"""
+        counters = self.counters
+        counters[OWNER] = 0
+        for stage in self.stages:
+            if not counters[MET + stage]:
+                counters[LEFT + stage] = 1
 
     @property
     def __array_interface__(self) -> dict[str, object]:
@@ -128,11 +155,11 @@ class Regions:
         return HEADER + -(-data // ALIGN) * ALIGN
 
     def counters(self, offset: int) -> np.ndarray:
-        return self.arena.words[offset // 8 : (offset + HEADER) // 8 : ALIGN // 8]
+        return self.arena.words[offset // 8 : (offset + WHY) // 8 : ALIGN // 8]
 
     def allocate(self, data: int, stages: Iterable[int] = ()) -> Region | None:
-        """Room for so many bytes that these stages will write, with its counters at 0; None when no gap is large
-        enough. What was freed is handed out again only when its writers have left it."""
+        """Room for so many bytes that these stages will write, its counters at 0 but for a new owner; None when no gap
+        is large enough. What was freed is handed out again only when its writers have left it."""
         size = self.bytes_for(data)
         with self._lock:
             self._merge()
@@ -141,6 +168,7 @@ class Regions:
                     self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
                     region = Region(self, offset, size, tuple(stages))
                     region.counters[:] = 0
+                    region.counters[OWNER] = region.owner
                     return region
         return None
 

@@ -10,6 +10,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -34,12 +35,22 @@ class PlacedOp:
     gate: int = 0
 
 
-@dataclass(slots=True)
+@dataclass
 class Column:
+    """Its keys are worked out once, when it is complete; who was told them may set them."""
+
     positions: Positions
     gate: int
     vectors: dict[Key, np.ndarray] = field(default_factory=dict)
     coefficients: dict[Key, Coefficients] = field(default_factory=dict)
+
+    @cached_property
+    def vector_key(self) -> bytes:
+        return digest({key: vector.tobytes() for key, vector in self.vectors.items()})
+
+    @cached_property
+    def coefficient_key(self) -> bytes:
+        return digest({key: np.array(c, np.float64).tobytes() for key, c in self.coefficients.items()})
 
 
 def pack(ops: Sequence[PlacedOp]) -> list[Column]:
@@ -137,8 +148,7 @@ class SlotTable:
         return self._tensors[key]
 
     def acquire(self, column: Column) -> Lease:
-        vector_key = digest({key: vector.tobytes() for key, vector in column.vectors.items()})
-        coefficient_key = digest({k: np.array(c, np.float64).tobytes() for k, c in column.coefficients.items()})
+        vector_key, coefficient_key = column.vector_key, column.coefficient_key
         for key in column.vectors:
             self.tensors(key)  # a new tap may find no memory: better before anything is taken
         vector_slot, new_vectors = self._vector_slots.acquire(vector_key)

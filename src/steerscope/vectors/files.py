@@ -40,7 +40,7 @@ from steerscope.vectors.vector import Json, SteeringVector
 
 FORMAT, VERSION = "steerscope-vector", "1"
 CONTROL_VECTOR = "controlvector"
-_SUFFIXES = {".safetensors": "safetensors", ".gguf": "GGUF", ".pt": "pt", ".pth": "pt"}
+SUFFIXES = {".safetensors": "safetensors", ".gguf": "GGUF", ".pt": "pt", ".pth": "pt"}
 
 
 def save(vector: SteeringVector, path: str | Path) -> None:
@@ -67,7 +67,7 @@ def load(path: str | Path) -> SteeringVector:
         raise BadFile(f"{path} does not exist")
     kind = _kind(path)
     if kind is None:
-        raise BadFile(f"{path} is not a vector file; known are {', '.join(_SUFFIXES)} and chatspace folders")
+        raise BadFile(f"{path} is not a vector file; known are {', '.join(SUFFIXES)} and chatspace folders")
     if kind == "pt":
         return load_pt(path)
     with reading(path, f"{kind} vector"):
@@ -82,7 +82,7 @@ def _kind(path: Path) -> str | None:
         return "GGUF"
     if head.startswith(b"PK\x03\x04"):
         return "pt"
-    suffix = _SUFFIXES.get(path.suffix.lower())
+    suffix = SUFFIXES.get(path.suffix.lower())
     return "safetensors" if head[8:] == b"{" and suffix != "pt" else suffix
 
 

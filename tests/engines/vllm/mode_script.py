@@ -104,7 +104,7 @@ def left_over(engine: SyncEngine) -> dict[str, float]:
     engine.generate(TokenPrompt([20, 21]), Sampling(max_tokens=2, ignore_eos=True))  # lets the last finishes arrive
     stats = engine.stats()
     names = ("running", "waiting", "slots_in_use", "capture_bytes", "worker_slots_in_use", "worker_askers")
-    return {**{name: stats[name] for name in names}, "shared_bytes": engine.aio._regions.used}  # type: ignore[attr-defined]
+    return {**{name: stats[name] for name in names}, "shared_bytes": engine.aio.room.regions.used}  # type: ignore[attr-defined]
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:

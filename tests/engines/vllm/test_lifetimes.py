@@ -57,7 +57,7 @@ def test_what_is_cancelled_before_a_worker_met_it_leaves_no_memory_taken(engine:
         gc.collect()
         assert engine.stats()["capture_bytes"] == 0
     assert engine.generate(LONG, SAMPLING, capture=Capture()).rows.n == 159
-    assert engine.aio._regions.used < 1 << 20  # type: ignore[attr-defined]
+    assert engine.aio.room.regions.used < 1 << 20  # type: ignore[attr-defined]
 
 
 def test_a_mean_of_nothing_is_not_somebody_elses_rows(engine: SyncEngine) -> None:

@@ -268,7 +268,14 @@ def test_without_its_guard_the_wrong_shows(
         engine.close()
 
 
-def test_the_self_test_refuses_to_serve_a_tap_that_does_not_steer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_refuses_to_serve_a_tap_that_does_not_steer(monkeypatch: pytest.MonkeyPatch) -> None:
     no_steering(monkeypatch)
+    with pytest.raises(UnsupportedModel, match="self-test failed: steering at resid_post of layer 0 did not arrive"):
+        begin()
+
+
+def test_so_does_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_steering(monkeypatch)
+    monkeypatch.setattr("steerscope.engines.vllm.worker.prove", lambda *_: None)
     with pytest.raises(UnsupportedModel, match="self-test of llama failed: a vector added at resid_post"):
         begin()

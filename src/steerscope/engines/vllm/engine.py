@@ -10,27 +10,25 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer
 
 from steerscope.capture.budget import ByteBudget
-from steerscope.capture.transport import LEFT, Arena, Regions, shared_folder
+from steerscope.capture.transport import Arena, Regions, shared_folder
 from steerscope.engines.generation import Job
-from steerscope.engines.plan import Facts, Plan
+from steerscope.engines.plan import Plan
 from steerscope.engines.text import Decoder
 from steerscope.engines.threaded import ThreadedEngine
 from steerscope.engines.vllm import plugin
-from steerscope.engines.vllm.guards import check_config, check_version, layer_count
+from steerscope.engines.vllm.claims import Room
+from steerscope.engines.vllm.guards import check_config, check_version, facts_of
 from steerscope.engines.vllm.running import Running
 from steerscope.engines.vllm.selftest import self_test
 from steerscope.engines.vllm.settings import Settings
-from steerscope.engines.vllm.wire import vector_hash
-from steerscope.residual.table import Column, Key, Slots
+from steerscope.residual.table import Column
 from steerscope.specs.errors import (
-    CapacityExceeded,
     ModelNotFound,
     Problem,
     RequestFailed,
@@ -63,33 +61,16 @@ class VLLMEngine(ThreadedEngine[Running]):
         self.capture_ttl = capture_ttl
         self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
         self._llm, config = self._start_vllm(model, vllm_options)
-        text, count = config.model_config.hf_text_config, layer_count(config)
+        self._llm.input_processor.steerscope_aside = True  # requests are judged here
         self.dtype = config.model_config.dtype
         self.mode = _mode(config)
-        self.facts = Facts(
-            name=name or str(model),
-            layers=count,
-            hidden=config.model_config.get_hidden_size(),
-            vocab=text.vocab_size,
-            context=config.model_config.max_model_len,
-            max_columns=self.settings.max_columns,
-            refused_sites={},
-            tapped=frozenset(self.settings.keys(count)),
-            steers=self.settings.steer,
-            captures=self.settings.capture,
-        )
+        self.facts = facts_of(config, self.settings, name or str(model))
         self._decoder = Decoder(self.tokenizer)  # type: ignore[arg-type]
         self._eos = _eos_ids(config, self.tokenizer)
         # The budget counts rows; every request that asks for something also has counters, and gaps cost a little.
-        self._regions = Regions(self._share(capture_budget + (capture_budget >> 3) + _COUNTERS))
-        self.stage = {(layer, site): one["stage"] for one in self._rpc("describe") for layer, site in one["taps"]}
-        self.stages = sorted(set(self.stage.values()))
-        # What the workers' tables hold is counted here too, so that a request waits for room instead of failing there.
-        self.slots = {
-            "vector": Slots(self.settings.slots, "vector"),
-            "coefficient": Slots(4 * self.settings.slots, "coefficient"),
-            "group": Slots(self.settings.groups, "capture group"),
-        }
+        regions = Regions(self._share(capture_budget + (capture_budget >> 3) + _COUNTERS))
+        stage = {(layer, site): one["stage"] for one in self._rpc("describe") for layer, site in one["taps"]}
+        self.room = Room(self.facts, self.dtype, self.settings, stage, regions)
         self.separate = hasattr(self._llm.engine_core, "outputs_queue")  # the engine core is another process
         self.numbers = itertools.count()
         self._resident: dict[bytes, None] = {}  # given to the workers, oldest first
@@ -151,17 +132,10 @@ class VLLMEngine(ThreadedEngine[Running]):
         """On every worker; from the engine's thread, or before it runs."""
         return self._llm.collective_rpc(f"steerscope_{method}", args=args)
 
-    def stages_of(self, keys: Sequence[Key]) -> list[int]:
-        """The pipeline stages that hold these taps, in order."""
-        return sorted({self.stage[key] for key in keys})
-
     # --- the Engine's side (any thread)
 
     def _row_bytes(self, plan: Plan) -> int:
-        if plan.capture is None:
-            return 0
-        size = 4 if plan.capture.spec.reduce else self.dtype.itemsize
-        return plan.capture.rows(plan.most_rows) * len(plan.capture.keys) * self.facts.hidden * size
+        return self.room.row_bytes(plan)
 
     def _check_sampling(self, sampling: Sampling) -> list[Problem]:
         if sampling.repetition_window is None or sampling.repetition_penalty == 1.0:
@@ -177,7 +151,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         now = {
             "running": len(self._running),
             "waiting": len(self._waiting),
-            "slots_in_use": self.slots["vector"].in_use,
+            "slots_in_use": self.room.vectors.in_use,
         }
         shared = {"capture_bytes": self.budget.used, "capture_budget": self.budget.total}
         return {**{f"worker_{name}": value for name, value in summed.items()}, **self._counts, **now, **shared}
@@ -230,36 +204,32 @@ class VLLMEngine(ThreadedEngine[Running]):
         while self._waiting:
             one = self._waiting[0]
             try:
-                ready = one.prepare(self._regions)
-                if not ready and self._running:
-                    return  # somebody will finish and make room
-                if not ready:
+                if not one.prepare():
+                    if self._running:
+                        return  # somebody will finish and make room
                     self._rpc("settle")  # the workers hear of an end with the next step, and there is none
-                    ready = one.prepare(self._regions)
-                if not ready:
-                    raise CapacityExceeded(
-                        "no free piece of shared memory is large enough: drop rows you hold, or raise capture_budget"
-                    )
+                    assert one.claim is not None
+                    one.claim.take()
                 for column in one.plan.columns:
                     self._give(column)
                 self._llm.add_request(one.key, one.prompt(), one.params())
             except Exception as error:
-                if one.region is not None:
-                    one.region.counters[LEFT:] = 1  # no worker has heard of it
+                if one.claim is not None:
+                    one.claim.withdraw()
                 self._failed(self._waiting.pop(0), error)
                 continue
             self._running[one.key] = self._waiting.pop(0)
 
     def _give(self, column: Column) -> None:
         """Vectors to every worker, once."""
-        name = vector_hash(column)
+        name = column.vector_key
         if name in self._resident:
             self._resident[name] = self._resident.pop(name)  # used last
             return
         data = b"".join(vector.tobytes() for vector in column.vectors.values())
         self._rpc("register", name, [list(key) for key in column.vectors], data)
         self._resident[name] = None
-        used = {vector_hash(c) for one in self._running.values() for c in one.plan.columns} | {name}
+        used = {c.vector_key for one in self._running.values() for c in one.plan.columns} | {name}
         while len(self._resident) > 4 * self.settings.slots:
             oldest = next((known for known in self._resident if known not in used), None)
             if oldest is None:
@@ -278,6 +248,8 @@ class VLLMEngine(ThreadedEngine[Running]):
                 reason = one.take(output)
             except Exception as error:
                 self._llm.abort_request([one.key])
+                if one.incomplete():
+                    self._rpc("finish", [one.ending()])
                 self._failed(one, error)
                 continue
             if reason:
@@ -295,13 +267,11 @@ class VLLMEngine(ThreadedEngine[Running]):
         if abort:
             self._llm.abort_request([one.key for one, _ in done])
         late = [one for one, _ in done if one.incomplete()]
-        wrong: dict[str, str] = {}
         if late:
-            for found in self._rpc("finish", [one.ending() for one in late]):
-                wrong |= found
+            self._rpc("finish", [one.ending() for one in late])
         for one, reason in done:
-            if one.key in wrong:
-                self._failed(one, RequestFailed(f"{one.name} failed: {wrong[one.key]}"))
+            if (why := one.failure) is not None:
+                self._failed(one, RequestFailed(f"{one.name} failed: {why}"))
             else:
                 self._leave(one, reason)
 

@@ -4,6 +4,8 @@ import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from steerscope.engines.plan import Facts
+from steerscope.engines.vllm.settings import Settings
 from steerscope.specs.errors import InvalidRequest, Problem, UnsupportedModel
 
 SEEN = ("0.26", "0.32")  # minor versions that the test-suite or a GPU run has seen
@@ -39,6 +41,23 @@ def check_version() -> None:
 
 def layer_count(config: Any) -> int:  # noqa: ANN401 - a VllmConfig
     return config.model_config.hf_text_config.num_hidden_layers
+
+
+def facts_of(config: Any, settings: Settings, name: str | None = None) -> Facts:
+    """What requests to this engine must fit."""
+    model, count = config.model_config, layer_count(config)
+    return Facts(
+        name=name or str(model.model),
+        layers=count,
+        hidden=model.get_hidden_size(),
+        vocab=model.hf_text_config.vocab_size,
+        context=model.max_model_len,
+        max_columns=settings.max_columns,
+        refused_sites={},
+        tapped=frozenset(settings.keys(count)),
+        steers=settings.steer,
+        captures=settings.capture,
+    )
 
 
 def check_config(config: Any) -> None:  # noqa: ANN401

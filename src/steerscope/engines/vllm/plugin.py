@@ -1,10 +1,12 @@
 """The entry point `vllm.general_plugins`, called by vLLM in every process it starts.
 
-It wraps one method of vLLM's worker class. The wrapper looks whether the engine asked for taps
-(`additional_config["steerscope"]`, or the environment variable STEERSCOPE); if not, vLLM stays as it is.
+It wraps two of vLLM's methods: the one that makes an engine's configuration, and the one that loads a worker's model.
+Both look whether the engine asked for taps (`additional_config["steerscope"]`, or the environment variable STEERSCOPE);
+if not, vLLM stays as it is.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 RPC = ("attach_arena", "detach_arena", "register", "unregister", "finish", "settle", "describe", "stats")
@@ -12,35 +14,53 @@ RPC = ("attach_arena", "detach_arena", "register", "unregister", "finish", "sett
 
 def register() -> None:
     """Idempotent: vLLM may call it more than once, and our engine calls it too."""
-    from vllm.v1.worker import gpu_worker
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.gpu_worker import Worker
 
-    _wrap(gpu_worker.Worker)
+    wrap(EngineArgs, "create_engine_config", _create_engine_config)
+    wrap(Worker, "load_model", _load_model)
 
 
-def _wrap(worker_class: type) -> None:
-    inner = worker_class.load_model  # type: ignore[attr-defined]
+def wrap(owner: type, name: str, wrapper: Callable) -> None:
+    """Replace a method by `wrapper(method, self, …)`, once."""
+    inner = getattr(owner, name)
     if getattr(inner, "steerscope", False):
         return
 
     @functools.wraps(inner)
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        inner(self, *args, **kwargs)
-        from steerscope.engines.vllm.settings import asked_for
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(inner, *args, **kwargs)
 
-        settings = asked_for(self.vllm_config)
-        if settings is not None:
-            install(self, settings)
-
-    load_model.steerscope = True  # type: ignore[attr-defined]
-    worker_class.load_model = load_model  # type: ignore[attr-defined]
+    call.steerscope = True  # type: ignore[attr-defined]
+    setattr(owner, name, call)
 
 
-def install(worker: Any, settings: Any) -> None:  # noqa: ANN401
-    from steerscope.engines.vllm.guards import check_version
-    from steerscope.engines.vllm.worker import WorkerTaps
+def _create_engine_config(inner: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    config = inner(self, *args, **kwargs)
+    from steerscope.engines.vllm.settings import asked_for
 
-    check_version()
-    taps = WorkerTaps(worker, settings)
-    for name in RPC:
-        setattr(worker, f"steerscope_{name}", getattr(taps, name))
-    worker.steerscope = taps
+    settings = asked_for(config)
+    if settings is not None:
+        from steerscope.engines.vllm import front
+        from steerscope.engines.vllm.guards import check_config, check_version
+
+        check_version()
+        check_config(config)
+        # Every process must read the same, and the compile cache must see it, wherever it was said.
+        config.additional_config = {**config.additional_config, **settings.additional_config()}
+        front.install()
+    return config
+
+
+def _load_model(inner: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    inner(self, *args, **kwargs)
+    from steerscope.engines.vllm.settings import asked_for
+
+    settings = asked_for(self.vllm_config)
+    if settings is not None:
+        from steerscope.engines.vllm.worker import WorkerTaps
+
+        taps = WorkerTaps(self, settings)
+        for name in RPC:
+            setattr(self, f"steerscope_{name}", getattr(taps, name))
+        self.steerscope = taps

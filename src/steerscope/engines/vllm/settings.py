@@ -2,7 +2,7 @@
 
 The settings travel in vLLM's `additional_config["steerscope"]`, so that every worker process has them and vLLM's
 compile cache, which hashes that field, never hands out code that was traced with other taps or by another version.
-A stock server may give them in the environment variable STEERSCOPE instead.
+vLLM's own front ends may be given them in the environment variable STEERSCOPE instead: `1`, or JSON.
 """
 
 import json
@@ -40,6 +40,10 @@ class Settings(Spec):
     pool_bytes: int | None = Field(
         default=None, ge=0
     )  # device memory for the rows of a step; None: as much as it can need
+    # For vLLM's own front ends:
+    vectors: str | None = None  # a folder; its files are the named vectors
+    captures: str | None = None  # a folder for rows that are asked for over HTTP
+    capture_budget: int = Field(default=1 << 30, ge=1 << 20)  # bytes of rows that may wait to be fetched
 
     def keys(self, layers: int) -> tuple[Key, ...]:
         """The taps of a model with so many layers."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from steerscope.capture.transport import Arena
 from steerscope.engines.vllm.wire import Wire
 from steerscope.residual.table import Lease
 from steerscope.specs.tokens import Interval
@@ -31,6 +32,7 @@ class Asker:
     reached: int = 0  # the first position that was never fed
     failed: str | None = None
     left: bool = False  # its region is no longer ours
+    arena: Arena | None = None  # where that region is
 
 
 @dataclass(frozen=True, slots=True)

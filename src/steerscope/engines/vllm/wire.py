@@ -1,14 +1,13 @@
 """What a request carries to the workers in `SamplingParams.extra_args["steerscope"]`: everything resolved, nothing left
-to judge there. Vectors go by the hash of their content; the workers were given the content before."""
+to judge there. Vectors go by the hash of their content, which the workers were given before or find beside it."""
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from steerscope.engines.plan import Plan
-from steerscope.residual.table import Column, Key, digest
+from steerscope.residual.table import Column, Key
 from steerscope.specs.steering import Coefficients
 from steerscope.specs.tokens import EVERYWHERE, Positions
 
@@ -18,9 +17,15 @@ Packed = dict[str, Any]  # plain data that msgpack takes
 @dataclass(frozen=True, slots=True)
 class WireColumn:
     vectors: bytes  # hash of the content
+    content: bytes | None  # float32 [keys, hidden]; None: the workers were given it
     coefficients: dict[Key, Coefficients]
     positions: Positions
     gate: int
+
+    @classmethod
+    def of(cls, column: Column, inline: bool) -> "WireColumn":
+        content = b"".join(vector.tobytes() for vector in column.vectors.values()) if inline else None
+        return cls(column.vector_key, content, column.coefficients, column.positions, column.gate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +41,15 @@ class WireCapture:
 @dataclass(frozen=True, slots=True)
 class Wire:
     name: str
-    offset: int  # of its region in the arena: counters, then rows
+    arena: tuple[str, int] | None  # path and size of the shared memory; None: the one that was attached
+    offset: int  # of its region there: counters, then rows
+    owner: int  # what that region's counter must say
     columns: tuple[WireColumn, ...]
     capture: WireCapture | None
 
     def pack(self) -> Packed:
         columns = [
-            [column.vectors, _pack_keys(column.coefficients), list(column.coefficients.values()),
+            [column.vectors, column.content, _pack_keys(column.coefficients), list(column.coefficients.values()),
              _pack_positions(column.positions), column.gate]
             for column in self.columns
         ]  # fmt: skip
@@ -50,22 +57,25 @@ class Wire:
         if self.capture:
             c = self.capture
             capture = [_pack_keys(c.keys), _pack_positions(c.positions), c.before_steering, c.reduce, c.hold, c.most]
-        return {"name": self.name, "offset": self.offset, "columns": columns, "capture": capture}
+        return {"name": self.name, "place": [self.arena, self.offset, self.owner], "columns": columns,
+                "capture": capture}  # fmt: skip
 
     @classmethod
     def unpack(cls, data: Packed) -> "Wire":
         columns = tuple(
-            WireColumn(bytes(vectors), dict(zip(_keys(keys), map(tuple, values), strict=True)), _positions(at), gate)
-            for vectors, keys, values, at, gate in data["columns"]
-        )
+            WireColumn(bytes(vectors), content, dict(zip(_keys(keys), map(tuple, values), strict=True)),
+                       _positions(at), gate)
+            for vectors, content, keys, values, at, gate in data["columns"]
+        )  # fmt: skip
         capture = None
         if data["capture"] is not None:
             keys, at, *rest = data["capture"]
             capture = WireCapture(_keys(keys), _positions(at), *rest)
-        return cls(data["name"], data["offset"], columns, capture)
+        arena, offset, owner = data["place"]
+        return cls(data["name"], None if arena is None else (arena[0], arena[1]), offset, owner, columns, capture)
 
 
-def _pack_keys(keys: Any) -> list[list[int | str]]:  # noqa: ANN401 - any iterable of keys
+def _pack_keys(keys: Iterable[Key]) -> list[list[int | str]]:
     return [[layer, site] for layer, site in keys]
 
 
@@ -81,14 +91,6 @@ def _positions(packed: list) -> Positions:
     return Positions(tuple((a, b) for a, b in packed))
 
 
-def vector_hash(column: Column) -> bytes:
-    return digest({key: vector.tobytes() for key, vector in column.vectors.items()})
-
-
-def coefficient_hash(column: Column) -> bytes:
-    return digest({key: np.array(c, np.float64).tobytes() for key, c in column.coefficients.items()})
-
-
 def salt(plan: Plan) -> str | None:
     """What keeps steered keys and values apart in vLLM's prefix cache: a hash of what the ops do and where.
 
@@ -100,9 +102,14 @@ def salt(plan: Plan) -> str | None:
         return None
     found = hashlib.blake2b(digest_size=16)
     for column in plan.columns:
-        found.update(vector_hash(column))
-        found.update(coefficient_hash(column))
+        found.update(column.vector_key)
+        found.update(column.coefficient_key)
         if column.positions != EVERYWHERE:
             found.update(repr((len(plan.prompt.token_ids), column.positions.intervals)).encode())
         found.update(b";")
     return found.hexdigest()
+
+
+def reads_cached(plan: Plan) -> bool:
+    """Whether a cached prompt may be used: of its positions, all but the last can be, and those would have no rows."""
+    return plan.capture is None or plan.capture.positions.count(len(plan.prompt.token_ids) - 1) == 0

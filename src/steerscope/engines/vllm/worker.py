@@ -6,6 +6,7 @@ is written into its counters and kept for the client to read, and the request's 
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from steerscope.capture.transport import ALIGN, FAILED, HEADER, LEFT, ROWS, STAGES, Arena
+from steerscope.capture.transport import ALIGN, HEADER, LEFT, MET, OWNER, ROWS, STAGES, Arena
 from steerscope.engines.vllm.guards import check_config, layer_count, minor_version
 from steerscope.engines.vllm.layers import attach, find_layers, returned
 from steerscope.engines.vllm.pool import make_pool
+from steerscope.engines.vllm.proof import prove
 from steerscope.engines.vllm.seeds import mend
 from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.step import Asker, Books, Filled, Slice
 from steerscope.engines.vllm.tap import Shared, Tap
-from steerscope.engines.vllm.wire import Wire
+from steerscope.engines.vllm.wire import Wire, WireColumn
 from steerscope.residual.reduce import HeldBack, Reducer
 from steerscope.residual.table import Column, Key, Slots, SlotTable
 from steerscope.specs.errors import UnsupportedModel
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 log = logging.getLogger("steerscope")
+HERE: "weakref.WeakSet[WorkerTaps]" = weakref.WeakSet()  # those of this process
 
 
 class WorkerTaps:
@@ -72,12 +75,15 @@ class WorkerTaps:
         _count_memory(runner, self.device, self.pool.cells)
         attach(found, self.taps)
         self.vectors: dict[bytes, dict[Key, np.ndarray]] = {}
-        self.reducing: dict[str, tuple[int, HeldBack]] = {}  # after how many taps of earlier stages
-        self.failures: dict[str, str] = {}
-        self.arena: Arena | None = None
+        self.reducing: dict[str, tuple[Asker, HeldBack]] = {}
+        self.arena: Arena | None = None  # of the client that attached one
+        self.arenas: dict[str, Arena] = {}  # those that requests name
+        self._finishing: set[str] = set()  # requests whose regions the client keeps for us, left or not
         self.counts = {"steps": 0, "asked_steps": 0, "rows": 0, "row_bytes": 0, "recomputed": 0}
         self._filled = Filled()
         self._wrap(runner)
+        _around(worker, "compile_or_warm_up_model", self._after_warm_up)
+        HERE.add(self)
 
     def _tap(self, key: Key) -> Tap:
         vectors, coefficients = self.table.tensors(key)
@@ -85,6 +91,7 @@ class WorkerTaps:
 
     def _wrap(self, runner: Any) -> None:  # noqa: ANN401
         """V2 runners build an input batch for real steps only; V1 runners call `_model_forward` for those only."""
+        self._dummy_run = runner._dummy_run
         _around(runner, "execute_model", self._around_step)
         if hasattr(runner, "_model_forward"):
             _around(runner, "_model_forward", self._before_forward)
@@ -105,6 +112,8 @@ class WorkerTaps:
         self._filled = Filled()
         result = run(output, *args, **kwargs)
         self._collect(self._filled)
+        if not output.total_num_scheduled_tokens:  # nobody runs any more: no later step will bring the rows out
+            self.pool.drain()
         return result
 
     def _before_forward(self, run: Callable, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -125,6 +134,11 @@ class WorkerTaps:
             self.books.clear()
             self.pool.send_index(0)
         return run(*args, **kwargs)
+
+    def _after_warm_up(self, run: Callable) -> Any:
+        result = run()
+        prove(self, self._dummy_run)
+        return result
 
     def _stage(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
         if not self.books.askers and self.books.clean:
@@ -166,21 +180,21 @@ class WorkerTaps:
         if capture.reduce:
             self.reducing[asker.wire.name][1].push(range(part.start, part.stop), rows)
             return
-        if not self.writes or self.arena is None:
+        if not self.writes or asker.arena is None:
             return
         first = capture.positions.count(part.start)
         total = capture.positions.count(capture.most)
         block = asker.wire.offset + HEADER + total * asker.before * self.hidden * self.dtype.itemsize
-        target = self.arena.view(block, (total, asker.width, self.hidden), self.dtype)[first : first + count]
+        target = asker.arena.view(block, (total, asker.width, self.hidden), self.dtype)[first : first + count]
         self.pool.move(rows, target, functools.partial(self._set, asker, ROWS + self.stage, part.reached))
         self.counts["rows"] += count
         self.counts["row_bytes"] += rows.numel() * rows.element_size()
 
     def _set(self, asker: Asker, counter: int, value: int) -> None:
         """Tell the client; never again after the region was left."""
-        if self.arena is not None and not asker.left:
+        if asker.arena is not None and not asker.left:
             asker.left = counter == LEFT + self.stage
-            self.arena.words[(asker.wire.offset + ALIGN * counter) // 8] = value
+            asker.arena.words[(asker.wire.offset + ALIGN * counter) // 8] = value
 
     def _leave(self, asker: Asker) -> None:
         """No more rows: when those under way have arrived, its memory belongs to the client alone."""
@@ -204,15 +218,45 @@ class WorkerTaps:
             return
         asker = Asker(wire, [], 0, 0)
         try:
+            asker.arena = self._arena_of(wire)
+            if not self._meet(asker):
+                return
             for column in wire.columns:
-                here = {key: v for key, v in self.vectors[column.vectors].items() if key in self.taps}
-                kept = {key: c for key, c in column.coefficients.items() if key in self.taps}
-                asker.leases.append(self.table.acquire(Column(column.positions, column.gate, here, kept)))
+                asker.leases.append(self.table.acquire(self._column(column)))
             if wire.capture:
                 self._join_group(asker)
         except Exception as error:
             self._fail(asker, f"{type(error).__name__}: {error}")
         self.books.askers[new.req_id] = asker
+
+    def _arena_of(self, wire: Wire) -> Arena | None:
+        if wire.arena is None:
+            return self.arena
+        path, size = wire.arena
+        if path not in self.arenas:
+            self.arenas[path] = Arena(Path(path), size, create=False)
+            self.pool.pin(self.arenas[path])
+        return self.arenas[path]
+
+    def _meet(self, asker: Asker) -> bool:
+        """Say that we have met it, then look whether its region is still its own: a client that withdrew a request does
+        these in the other order, so that one of us sees the other."""
+        if asker.arena is None or not self.writes:
+            return True
+        self._set(asker, MET + self.stage, 1)
+        return int(asker.arena.words[(asker.wire.offset + ALIGN * OWNER) // 8]) == asker.wire.owner
+
+    def _column(self, column: WireColumn) -> Column:
+        if column.content is None:
+            vectors = self.vectors[column.vectors]
+        else:
+            rows = np.frombuffer(column.content, dtype="<f4").reshape(-1, self.hidden)
+            vectors = dict(zip(column.coefficients, rows, strict=True))
+        here = {key: vector for key, vector in vectors.items() if key in self.taps}
+        kept = {key: c for key, c in column.coefficients.items() if key in self.taps}
+        made = Column(column.positions, column.gate, here, kept)
+        made.vector_key = column.vectors  # of all stages' vectors, as good a name for ours
+        return made
 
     def _join_group(self, asker: Asker) -> None:
         capture = asker.wire.capture
@@ -224,12 +268,16 @@ class WorkerTaps:
         asker.width = len(keys)
         asker.before = sum(layer < self.first_layer for layer, _ in capture.keys)
         if fresh:
-            self.shared.before[asker.group] = capture.before_steering
-            for key, tap in self.taps.items():
-                tap.order[asker.group] = keys.index(key) if key in keys else -1
+            self.set_group(asker.group, keys, capture.before_steering)
         if capture.reduce:
             reducer = Reducer(capture.reduce, len(keys), self.hidden, self.device)
-            self.reducing[asker.wire.name] = asker.before, HeldBack(reducer, capture.hold)
+            self.reducing[asker.wire.name] = asker, HeldBack(reducer, capture.hold)
+
+    def set_group(self, group: int, keys: tuple[Key, ...], before: bool) -> None:
+        """From now on, tokens of this group are captured at these taps."""
+        self.shared.before[group] = before
+        for key, tap in self.taps.items():
+            tap.order[group] = keys.index(key) if key in keys else -1
 
     def _release(self, asker: Asker) -> None:
         while asker.leases:
@@ -246,8 +294,10 @@ class WorkerTaps:
 
     def _fail(self, asker: Asker, why: str) -> None:
         asker.failed = why
-        self.failures[asker.wire.name] = why
-        self._set(asker, FAILED, 1)
+        if asker.arena is not None and (not asker.left or asker.wire.name in self._finishing):
+            asker.arena.fail(asker.wire.offset, why)
+        else:
+            log.error("%s: %s", asker.wire.name, why)
 
     # --- what the client asks (RPC; every rank answers)
 
@@ -276,42 +326,48 @@ class WorkerTaps:
         self.vectors.pop(bytes(name), None)
 
     @torch.inference_mode()
-    def finish(self, requests: list) -> dict[str, str]:
+    def finish(self, requests: list) -> None:
         """The end of requests is known: [name, rows, offset] each. Nothing is written for them any more, rows are
-        brought out, reductions completed. Returns what went wrong, by name."""
-        names = {name for name, _, _ in requests}
-        for key in [key for key, asker in self.books.askers.items() if asker.wire.name in names]:
-            self._forget(key)
+        brought out, reductions completed."""
+        self._finishing = {name for name, _, _ in requests}
+        ended = [key for key, asker in self.books.askers.items() if asker.wire.name in self._finishing]
         self.pool.drain()
         self._note_faults(self.pool.faulty(None))
-        wrong = {}
-        for name, rows, offset in requests:
+        for name, rows, _ in requests:
             held = self.reducing.pop(name, None)
-            if held is not None and rows and name not in self.failures:
-                try:
-                    before, reduced = held
-                    self._write_reduced(reduced, rows, offset, before)
-                except Exception as error:
-                    self.failures[name] = f"{type(error).__name__}: {error}"
-            if name in self.failures:
-                wrong[name] = self.failures.pop(name)
-            if self.writes and self.arena is not None:  # also those that never came here
+            if held is not None and rows:
+                self._write_reduced(*held, rows)
+        for key in ended:
+            self._forget(key)
+        self.pool.drain()
+        for _, _, offset in requests:  # also those that never came here
+            if self.writes and self.arena is not None:
                 self.arena.words[(offset + ALIGN * (LEFT + self.stage)) // 8] = 1
-        return wrong
+        self._finishing = set()
 
-    def _write_reduced(self, held: HeldBack, rows: int, offset: int, before: int) -> None:
-        reducer = held.finish(rows)
-        if self.writes and self.arena is not None:
-            value = reducer.result()
-            block = offset + HEADER + before * self.hidden * value.itemsize
-            self.arena.view(block, tuple(value.shape), torch.float32).copy_(value)
-            self.arena.words[(offset + ALIGN * (ROWS + self.stage)) // 8] = reducer.n
+    def _write_reduced(self, asker: Asker, held: HeldBack, rows: int) -> None:
+        if asker.failed is not None or asker.arena is None:
+            return
+        try:
+            reducer = held.finish(rows)
+            if self.writes:
+                value = reducer.result()
+                block = asker.wire.offset + HEADER + asker.before * self.hidden * value.itemsize
+                asker.arena.view(block, tuple(value.shape), torch.float32).copy_(value)
+                asker.arena.words[(asker.wire.offset + ALIGN * (ROWS + self.stage)) // 8] = reducer.n
+        except Exception as error:
+            self._fail(asker, f"{type(error).__name__}: {error}")
 
     @torch.inference_mode()
     def settle(self) -> None:
         """Nothing runs: every request that is still known has ended."""
         for key in list(self.books.askers):
             self._forget(key)
+        self.pool.drain()
+
+    @torch.inference_mode()
+    def settle_idle(self) -> None:
+        """For a client in the same process, which would otherwise wait for a step that never comes."""
         self.pool.drain()
 
     def describe(self) -> dict[str, Any]:

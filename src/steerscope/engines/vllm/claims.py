@@ -1,0 +1,141 @@
+"""What requests share on their way into vLLM, and the part of it that one of them holds.
+
+The workers' tables have a fixed number of slots, and rows arrive in one piece of shared memory. Both are counted here,
+on the client's side, so that a request waits or is refused instead of failing in a worker.
+"""
+
+import threading
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+
+from steerscope.capture.transport import Region, Regions
+from steerscope.engines.plan import Facts, Plan
+from steerscope.engines.vllm.settings import Settings
+from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn
+from steerscope.residual.rows import selected
+from steerscope.residual.table import Key, Slots
+from steerscope.specs.errors import CapacityExceeded, RequestFailed
+
+
+class Room:
+    def __init__(
+        self, facts: Facts, dtype: torch.dtype, settings: Settings, stage: Mapping[Key, int], regions: Regions
+    ) -> None:
+        self.facts, self.dtype, self.regions = facts, dtype, regions
+        self.stage = stage  # the pipeline stage that holds each tap
+        self.stages = sorted(set(stage.values()))
+        self.lock = threading.RLock()  # a claim may be collected anywhere
+        self.vectors = Slots(settings.slots, "vector")
+        self._coefficients = Slots(4 * settings.slots, "coefficient")
+        self._groups = Slots(settings.groups, "capture group")
+
+    def needs(self, plan: Plan) -> list[tuple[Slots, Hashable]]:
+        found: list[tuple[Slots, Hashable]] = []
+        for column in plan.columns:
+            found += [(self.vectors, column.vector_key), (self._coefficients, column.coefficient_key)]
+        if plan.capture is not None:
+            found.append((self._groups, (plan.capture.keys, plan.capture.spec.before_steering)))
+        return found
+
+    def row_bytes(self, plan: Plan) -> int:
+        if plan.capture is None:
+            return 0
+        size = 4 if plan.capture.spec.reduce else self.dtype.itemsize
+        return plan.capture.rows(plan.most_rows) * len(plan.capture.keys) * self.facts.hidden * size
+
+    def stages_of(self, keys: Sequence[Key]) -> list[int]:
+        """The pipeline stages that hold these taps, in order."""
+        return sorted({self.stage[key] for key in keys})
+
+
+class Claim:
+    """The slots and shared memory of one request that steers or captures."""
+
+    def __init__(self, room: Room, plan: Plan) -> None:
+        self.room, self.plan = room, plan
+        self.region: Region | None = None
+        self._held: list[tuple[Slots, Hashable]] = []
+
+    def take(self) -> None:
+        """Raises CapacityExceeded, holding nothing, when there is no room now."""
+        try:
+            with self.room.lock:
+                for slots, content in self.room.needs(self.plan):
+                    slots.acquire(content)
+                    self._held.append((slots, content))
+            self.region = self.room.regions.allocate(self.room.row_bytes(self.plan), self.room.stages)
+            if self.region is None:
+                raise CapacityExceeded(
+                    "no free piece of shared memory is large enough: drop rows you hold, or raise capture_budget"
+                )
+        except CapacityExceeded:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Give the slots back; may be called more than once."""
+        with self.room.lock:
+            while self._held:
+                slots, content = self._held.pop()
+                slots.release(content)
+
+    def withdraw(self) -> None:
+        """The request ends before anybody may have met it."""
+        self.release()
+        if self.region is not None:
+            self.region.withdraw()
+            self.region = None
+
+    def wire(self, name: str, hold: int = 0, arena: tuple[str, int] | None = None) -> Wire:
+        """For the workers. With an arena of its own it also carries the vectors: nobody gave them before."""
+        assert self.region is not None
+        capture, plan = None, self.plan.capture
+        if plan is not None:
+            spec = plan.spec
+            capture = WireCapture(
+                plan.keys, plan.positions, spec.before_steering, spec.reduce, hold, self.plan.most_rows
+            )
+        columns = tuple(WireColumn.of(column, inline=arena is not None) for column in self.plan.columns)
+        return Wire(name, arena, self.region.offset, self.region.owner, columns, capture)
+
+    def arrived(self) -> int:
+        """Rows that every stage of the capture has written."""
+        assert self.region is not None
+        assert self.plan.capture is not None
+        return min(int(self.region.counters[stage]) for stage in self.room.stages_of(self.plan.capture.keys))
+
+    def hand_over(self, computed: int) -> tuple[dict[Key, torch.Tensor], int]:
+        """Each tap's rows of a text that has ended with so many, and the bytes they need from now on. The rows keep the
+        memory; the claim lets it go. Raises RequestFailed when some did not arrive."""
+        capture, region = self.plan.capture, self.region
+        assert capture is not None
+        assert region is not None
+        count = len(selected(capture.positions, computed))
+        found, reduce = self.arrived(), capture.spec.reduce
+        if region.failure is not None or (found != count if reduce else found < count):
+            raise RequestFailed(f"{count - found} of {count} rows did not arrive")
+        stages, size = self.room.stages_of(capture.keys), region.size
+        columns = self._columns(region, count)
+        if not reduce and len(stages) == 1:
+            size = count * len(capture.keys) * self.room.facts.hidden * self.room.dtype.itemsize
+            region.shrink(size)
+        self.region = None
+        return columns, size
+
+    def _columns(self, region: Region, count: int) -> dict[Key, torch.Tensor]:
+        """A region holds one block [rows, taps, hidden] per pipeline stage, in the order of stages; a reduction is one
+        row of float32."""
+        assert self.plan.capture is not None
+        capture, hidden, reduce = self.plan.capture, self.room.facts.hidden, self.plan.capture.spec.reduce
+        if reduce and not count:
+            return {key: torch.full((hidden,), torch.nan) for key in capture.keys}
+        total = 1 if reduce else capture.positions.count(self.plan.most_rows)
+        flat = region.tensor((total * len(capture.keys), hidden), torch.float32 if reduce else self.room.dtype)
+        found, start = {}, 0
+        for stage in self.room.stages_of(capture.keys):
+            mine = [key for key in capture.keys if self.room.stage[key] == stage]
+            block = flat[start : start + total * len(mine)].view(total, len(mine), hidden)
+            found |= {key: block[0, j] if reduce else block[:count, j] for j, key in enumerate(mine)}
+            start += total * len(mine)
+        return found

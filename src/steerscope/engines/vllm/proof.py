@@ -1,0 +1,90 @@
+"""Proof in a worker, before it serves: every tap steers and captures in the compiled code and graphs that will run.
+
+The runner's own dummy batches go through the model, one like a decoding request and one like a short prompt. Every
+token is steered at every tap: its projection on a direction of that tap is set to a value. The rows that the taps
+captured must show it. What else is in those rows does not matter, and nothing of this stays behind.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from steerscope.engines.vllm.step import CELL, ENTRIES, GROUP
+from steerscope.residual.table import Column, Key
+from steerscope.specs.errors import UnsupportedModel
+from steerscope.specs.steering import Ablate, Coefficients
+from steerscope.specs.tokens import EVERYWHERE
+
+if TYPE_CHECKING:
+    from steerscope.engines.vllm.worker import WorkerTaps
+
+_BATCHES = ((1, True), (2, False))  # tokens, and whether as a batch of decoding requests
+_FACTOR = 4.0  # the value, in units of what the row's norm is without it
+_TRIES = 3  # dummy batches may read memory that was never written: now and then it is not finite
+
+
+@torch.inference_mode()
+def prove(taps: "WorkerTaps", dummy_run: Callable[..., Any]) -> None:
+    if not (taps.settings.steer and taps.settings.capture and taps.keys):
+        return
+    rng = np.random.default_rng(0)
+    directions = {key: _unit(rng.standard_normal(taps.hidden)) for key in taps.keys}
+    for batch in _BATCHES:
+        for attempt in itertools.count(1):
+            plain = _run(taps, dummy_run, batch, None)
+            if plain.isfinite().all() or attempt == _TRIES:
+                break
+        norms = plain.norm(dim=-1).amax(dim=0).clamp(min=1e-3)
+        values = {key: _FACTOR * float(norm) for key, norm in zip(taps.keys, norms, strict=True)}
+        column = Column(EVERYWHERE, 0, directions, {key: _to(value) for key, value in values.items()})
+        _judge(taps, _run(taps, dummy_run, batch, column), directions, values)
+
+
+def _unit(direction: np.ndarray) -> np.ndarray:
+    return (direction / np.linalg.norm(direction)).astype(np.float32)
+
+
+def _to(value: float) -> Coefficients:
+    return Ablate(vector=[1.0], to=value).coefficients()
+
+
+def _run(
+    taps: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bool], column: Column | None
+) -> torch.Tensor:
+    """A dummy batch, steered by a column and captured at every tap: float64 [tokens, taps, hidden]."""
+    tokens, uniform = batch
+    content = (taps.keys, False)
+    group, _ = taps.groups.acquire(content)
+    taps.set_group(group, taps.keys, before=False)
+    lease = None if column is None else taps.table.acquire(column)
+    try:
+        cell, index = taps.pool.reserve(tokens * len(taps.keys)), taps.books.index
+        index[:tokens, CELL] = cell + len(taps.keys) * np.arange(tokens)
+        index[:tokens, GROUP] = group
+        if lease is not None:
+            index[:tokens, ENTRIES : ENTRIES + 3] = (lease.vector_slot, lease.coefficient_slot, 0)
+        taps.pool.send_index(tokens)
+        dummy_run(tokens, uniform_decode=uniform)
+        return taps.pool.rows(cell, tokens, len(taps.keys)).double().cpu()
+    finally:
+        taps.books.index[:tokens] = 0
+        taps.pool.send_index(0)
+        taps.shared.faults.zero_()
+        taps.groups.release(content)
+        if lease is not None:
+            taps.table.release(lease)
+
+
+def _judge(taps: "WorkerTaps", rows: torch.Tensor, directions: dict[Key, np.ndarray], values: dict[Key, float]) -> None:
+    limit = max(1e-3, 8 * torch.finfo(taps.dtype).eps)
+    for i, key in enumerate(taps.keys):
+        got = rows[:, i] @ torch.from_numpy(directions[key].astype(np.float64))
+        error = float((got / values[key] - 1).abs().max())
+        if not error < limit:
+            raise UnsupportedModel(
+                f"self-test failed: steering at {key[1]} of layer {key[0]} did not arrive in the mode that will run "
+                f"(relative error {error:.2g}, allowed {limit:.2g})"
+            )
