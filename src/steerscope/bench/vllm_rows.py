@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Generation, TokenPrompt
 from steerscope.engines.hf import HFEngine
+from steerscope.models import DEFAULT_MODEL, resolve
 from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering
 
 _QWEN = {
@@ -52,7 +53,9 @@ ROUNDING = 1.5  # a row may be so many times further from float32 than the worst
 
 
 def make_model(shape: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Weights drawn so that every layer changes the stream by a good part of itself."""
+    """The embedded model, or weights drawn so that every layer changes the stream by a good part of itself."""
+    if shape == DEFAULT_MODEL:
+        return AutoModelForCausalLM.from_pretrained(resolve(shape), dtype=dtype).to(device).eval()
     architecture, sizes = SHAPES[shape]
     config = AutoConfig.for_model(architecture, **sizes, bos_token_id=0, eos_token_id=1, pad_token_id=1)
     torch.manual_seed(0)
@@ -94,7 +97,7 @@ def differences(rows: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]
 
 def spread(distances: torch.Tensor) -> dict[str, float]:
     marks = {"median": 0.5, "p99": 0.99, "worst": 1.0}
-    return {name: float(distances.quantile(mark)) if len(distances) < 1 << 24 else -1.0 for name, mark in marks.items()}
+    return {name: float(np.quantile(distances.numpy(), mark)) for name, mark in marks.items()}
 
 
 def forced(engine: SyncEngine, done: Generation, steer: Steering, capture: Capture) -> Generation:
@@ -233,7 +236,7 @@ def like_earlier(earlier: dict[str, Any], together: list) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--shape", choices=[*SHAPES, DEFAULT_MODEL], default="tiny")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--reference", default=None, help="the references' device, where vLLM needs the other's memory")
