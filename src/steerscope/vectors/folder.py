@@ -8,12 +8,12 @@ from steerscope.vectors.files import SUFFIXES, load
 
 
 class VectorFolder(Mapping[str, VectorData]):
-    def __init__(self, folder: str | Path | None) -> None:
-        self._folder = None if folder is None else Path(folder)
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
         self._read: dict[Path, tuple[tuple[int, int], VectorData]] = {}
 
     def _files(self) -> dict[str, Path]:
-        if self._folder is None or not self._folder.is_dir():
+        if not self._folder.is_dir():
             return {}
         found = sorted(path for path in self._folder.iterdir() if path.suffix.lower() in SUFFIXES)
         return {path.stem: path for path in found}

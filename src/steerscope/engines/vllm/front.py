@@ -13,6 +13,7 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,7 @@ from steerscope.specs.base import Spec
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import CapacityExceeded, InvalidRequest, Problem, RequestFailed
 from steerscope.specs.sampling import Sampling
-from steerscope.specs.steering import Steering
-from steerscope.vectors.folder import VectorFolder
+from steerscope.specs.steering import Steering, VectorData
 
 log = logging.getLogger("steerscope")
 _ARRIVE_S = 60.0
@@ -57,7 +57,7 @@ class Front:
 
     def __init__(self, config: Any, settings: Settings) -> None:
         self.settings, self.facts = settings, facts_of(config, settings)
-        self.vectors = VectorFolder(settings.vectors)
+        self.vectors = named(settings.vectors)
         self.budget = ByteBudget(settings.capture_budget, 0.0)
         size = settings.capture_budget + (settings.capture_budget >> 3) + (4 << 20)
         self.arena = Arena(shared_folder(size) / f"steerscope-{secrets.token_hex(8)}", size, create=True)
@@ -188,6 +188,14 @@ class Text:
             self.held.release()
         if hasattr(self, "claim"):
             self.claim.withdraw()
+
+
+def named(folder: str | None) -> Mapping[str, VectorData]:
+    if folder is None:
+        return {}
+    from steerscope.vectors.folder import VectorFolder  # with all readers of files
+
+    return VectorFolder(folder)
 
 
 def drain_here() -> None:
