@@ -110,6 +110,18 @@ class ThreadedEngine(Engine, Generic[S]):
                     self._counts["failed"] += 1
                     job.fail(RequestFailed(f"{job.plan.request_id} could not be started: {error}"))
 
+    def _refuse_rest(self) -> None:
+        """The thread ends: nobody may be left waiting for it."""
+        with self._lock:
+            self.closed = self.budget.closed = True
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if callable(item):
+                item()
+            for job in item if isinstance(item, list) else ():
+                self._counts["failed"] += 1
+                job.fail(RequestFailed(f"{job.plan.request_id} failed: the engine has ended"))
+
     def _drop_waiting(self, cancelled_only: bool) -> None:
         for one in [one for one in self._waiting if one.job.cancelled or not cancelled_only]:
             self._waiting.remove(one)

@@ -2,12 +2,17 @@
 
 import asyncio
 import gc
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from engines.conftest import HAS_VLLM, saved, start_vllm
+from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved, start_vllm
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, Generation, TokenPrompt
 from steerscope.specs import Capture, Sampling
@@ -84,3 +89,16 @@ def test_more_sets_of_layers_than_the_workers_know_at_once_wait_their_turn() -> 
         assert [one.rows.layers for one in done] == [tuple(sorted(each)) for each in layers]
     finally:
         engine.close()
+
+
+def test_a_killed_engine_core_ends_its_requests_and_refuses_others() -> None:
+    script = Path(__file__).with_name("kill_script.py")
+    environment = {**os.environ, **VLLM_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    command = [sys.executable, str(script), str(saved("llama", "bytes", None, {}))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert found["running"][0] == "RequestFailed"
+    assert found["next"][0] == "EngineClosed"
+    assert found["close"][0] == "done"
+    assert not found["alive"]
+    assert all(found[name][1] < 30 for name in ("running", "next", "close"))

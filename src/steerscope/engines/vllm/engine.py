@@ -23,7 +23,7 @@ from steerscope.engines.text import Decoder
 from steerscope.engines.threaded import ThreadedEngine
 from steerscope.engines.vllm import plugin
 from steerscope.engines.vllm.claims import Room
-from steerscope.engines.vllm.guards import check_config, check_version, facts_of
+from steerscope.engines.vllm.guards import check_version, facts_of
 from steerscope.engines.vllm.running import Running
 from steerscope.engines.vllm.selftest import self_test
 from steerscope.engines.vllm.settings import Settings
@@ -33,6 +33,7 @@ from steerscope.specs.errors import (
     Problem,
     RequestFailed,
     SteerscopeError,
+    UnsupportedModel,
 )
 from steerscope.specs.sampling import Sampling
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _COUNTERS = 4 << 20
+_FAILURES = 2  # steps that fail in a row: the engine is beyond help
 
 
 class VLLMEngine(ThreadedEngine[Running]):
@@ -59,12 +61,26 @@ class VLLMEngine(ThreadedEngine[Running]):
         check_version()
         self.settings = settings or Settings()
         self.capture_ttl = capture_ttl
-        self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
+        self.tokenizer = tokenizer or _tokenizer(model)
         self._llm, config = self._start_vllm(model, vllm_options)
+        try:
+            self._begin(config, name or str(model), capture_budget)
+        except BaseException:
+            self._llm.engine_core.shutdown()
+            raise
+        self._run()
+        self._watch()
+        try:
+            self_test(self)
+        except BaseException:
+            self.sync.close()
+            raise
+
+    def _begin(self, config: Any, name: str, capture_budget: int) -> None:
         self._llm.input_processor.steerscope_aside = True  # requests are judged here
         self.dtype = config.model_config.dtype
         self.mode = _mode(config)
-        self.facts = facts_of(config, self.settings, name or str(model))
+        self.facts = facts_of(config, self.settings, name)
         self._decoder = Decoder(self.tokenizer)  # type: ignore[arg-type]
         self._eos = _eos_ids(config, self.tokenizer)
         # The budget counts rows; every request that asks for something also has counters, and gaps cost a little.
@@ -75,13 +91,6 @@ class VLLMEngine(ThreadedEngine[Running]):
         self.numbers = itertools.count()
         self._resident: dict[bytes, None] = {}  # given to the workers, oldest first
         self._running: dict[str, Running] = {}
-        self._run()
-        self._watch()
-        try:
-            self_test(self)
-        except BaseException:
-            self.sync.close()
-            raise
 
     def _start_vllm(self, model: str | Path, options: dict[str, Any]) -> "tuple[LLMEngine, Any]":
         from vllm.engine.arg_utils import EngineArgs
@@ -93,7 +102,6 @@ class VLLMEngine(ThreadedEngine[Running]):
         try:
             args = EngineArgs(model=str(model), additional_config=extra, **{**defaults, **options})
             config = args.create_engine_config()
-            check_config(config)
             return LLMEngine.from_engine_args(args), config
         except SteerscopeError:
             raise
@@ -124,6 +132,12 @@ class VLLMEngine(ThreadedEngine[Running]):
         arena = Arena(shared_folder(size) / f"steerscope-{secrets.token_hex(8)}", size, create=True)
         try:
             self._rpc("attach_arena", str(arena.path), size)
+        except Exception as error:
+            if "steerscope_attach_arena" not in str(error):
+                raise
+            raise UnsupportedModel(
+                "vLLM did not load the steerscope plugin in its workers: VLLM_PLUGINS must name steerscope or be unset"
+            ) from error
         finally:
             arena.unlink()  # everybody has it mapped: its memory goes when they do
         return arena
@@ -163,18 +177,24 @@ class VLLMEngine(ThreadedEngine[Running]):
     # --- the thread
 
     def _loop(self) -> None:
-        while self._receive():
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        failures = 0
+        while failures < _FAILURES and self._receive():
             try:
                 self._drop_cancelled()
                 self._admit()
                 if self._running:
                     self._step()
+                failures = 0
             except Exception as error:  # vLLM itself failed: everybody is told, and nothing is left running
+                failures = _FAILURES if isinstance(error, EngineDeadError) else failures + 1
                 with contextlib.suppress(Exception):
                     self._llm.abort_request(list(self._running))
                 for one in [*self._running.values(), *self._waiting]:
                     self._failed(one, RequestFailed(f"a step of {self.facts.name} failed: {error}"))
                 self._waiting = []
+        self._refuse_rest()
         try:
             self._conclude([(one, "cancelled") for one in self._running.values()], abort=True)
         except Exception as error:
@@ -284,6 +304,14 @@ class VLLMEngine(ThreadedEngine[Running]):
     def _failed(self, one: Running, error: Exception) -> None:
         self._running.pop(one.key, None)
         super()._failed(one, error)
+
+
+def _tokenizer(model: str | Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelNotFound(f"no tokenizer can be loaded for {model}: {reason}") from error
 
 
 def _mode(config: Any) -> str:  # noqa: ANN401
