@@ -6,7 +6,7 @@ transformers engine, and print a verdict as the last line, in JSON.
 
 Two waves. In the first the requests are made by hand: prompts longer than a step, every site, op and selector, rows and
 reductions, before and after steering. The second is a wave of the soak: stop strings, EOS, cancellations, preemption.
-With --beside another engine serves the same requests, in another order, at the same time, and is closed between the two.
+With --beside another engine serves the same requests in another order at the same time, and is closed between the two.
 """
 
 import argparse
@@ -81,10 +81,10 @@ def _sampling(i: int, most: int, ends: bool) -> Sampling:
 
 
 def _ops(
-    count: int, rng: np.random.Generator, hidden: int, ops: Iterator, layers: Iterator, tokens: Iterator, sites: Iterator
+    count: int, rng: np.random.Generator, size: int, ops: Iterator, layers: Iterator, tokens: Iterator, sites: Iterator
 ) -> Iterator[Add | Cap | Ablate]:
     for _ in range(count):
-        vector = rng.standard_normal(hidden).astype(np.float32)
+        vector = rng.standard_normal(size).astype(np.float32)
         yield next(ops)(vector, layers=next(layers), tokens=next(tokens), site=next(sites))
 
 
