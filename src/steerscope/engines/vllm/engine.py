@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from steerscope.capture.budget import ByteBudget
@@ -106,8 +107,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         except SteerscopeError:
             raise
         except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ModelNotFound(f"vLLM cannot start {model}: {reason}") from error
+            raise ModelNotFound(f"vLLM cannot start {model}: {_reason(error)}") from error
 
     def _watch(self) -> None:
         """A core that is killed says nothing, and vLLM's synchronous client waits for it for ever."""
@@ -310,8 +310,14 @@ def _tokenizer(model: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelNotFound(f"no tokenizer can be loaded for {model}: {reason}") from error
+        raise ModelNotFound(f"no tokenizer can be loaded for {model}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """One line; of a refused configuration what was wrong with it, not how many things were."""
+    if isinstance(error, ValidationError):
+        return "; ".join(found["msg"] for found in error.errors(include_url=False, include_context=False))
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _mode(config: Any) -> str:  # noqa: ANN401

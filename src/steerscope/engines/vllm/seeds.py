@@ -3,6 +3,9 @@
 While a prompt is fed in pieces, the V1 runner samples after every piece, throws the token away and takes the draw back
 by moving the generator's offset. CPU generators have no offset: there the step fails, and the engine with it.
 Generators that remember their state give it what it needs.
+
+Up to vLLM 0.28 the sampler for CPUs looks at seeds only when every request of the batch has one, so that the text of a
+seeded request depends on who runs beside it. The others get generators too.
 """
 
 from typing import Any
@@ -27,8 +30,13 @@ class Rewindable(torch.Generator):
 
 
 def mend(runner: Any) -> None:  # noqa: ANN401 - vLLM's V1 CPU runner, its inputs prepared
-    """Before a step: requests whose sample will be thrown away get generators that can go back."""
+    """Before a step with seeded requests: all have a generator, and where the sample will be thrown away it can go
+    back."""
     batch = runner.input_batch
+    for at in range(len(batch.req_ids)):
+        if at not in batch.generators:
+            batch.generators[at] = spare = torch.Generator()
+            spare.seed()  # all new ones begin alike
     for at, generator in batch.generators.items():
         if not runner.discard_request_mask.np[at]:
             continue

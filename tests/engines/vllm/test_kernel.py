@@ -1,0 +1,149 @@
+"""The tap of CUDA against the tap in torch, which is tested against the float64 oracle. Triton's interpreter runs the
+kernel's own code on a CPU, in a process of its own: whether Triton interprets is settled when it is imported."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+GROUPS, SLOTS, CELLS = 5, 7, 64
+NAN, INF = float("nan"), float("inf")
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_the_kernel_equals_the_definition_in_tritons_interpreter() -> None:
+    """Runs the tests below."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "4 passed" in done.stdout, done.stdout[-4000:]
+
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that the test above starts")
+
+
+def tables(tokens: int, hidden: int, columns: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """Everything a tap reads, drawn at random; slot 0 and group 0 are nothing, as everywhere."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def draw(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(high, shape, generator=rng, dtype=torch.int32)
+
+    index = torch.zeros(tokens + 2, 2 + 3 * columns, dtype=torch.int32)
+    index[:, 0] = 3 * torch.arange(tokens + 2)  # room for three captured taps of each token
+    index[:, 1] = draw(GROUPS, tokens + 2)
+    for k in range(columns):
+        index[:, 2 + 3 * k] = draw(SLOTS, tokens + 2)
+        index[:, 3 + 3 * k] = draw(SLOTS, tokens + 2) * draw(2, tokens + 2)  # half the entries are empty
+        index[:, 4 + 3 * k] = draw(3, tokens + 2)
+    vectors = torch.randn(SLOTS, hidden, generator=rng) / hidden**0.5
+    coefficients = torch.randn(SLOTS, 5, generator=rng)
+    coefficients[:, 3:] = torch.tensor([[-INF, INF], [-0.2, INF], [-INF, 0.1], [-0.1, 0.3]])[draw(4, SLOTS).long()]
+    coefficients[0] = torch.tensor([0.0, 0.0, 0.0, -INF, INF])
+    vectors[0] = 0
+    order = draw(4, GROUPS) - 1
+    order[0] = -1
+    before = draw(2, GROUPS).bool()
+    pool = torch.full((CELLS, hidden), 7.0, dtype=dtype)
+    faults = torch.zeros(tokens + 2, dtype=torch.int32)
+    return [pool, index, vectors, coefficients, torch.tensor([1.0, 0.0, 0.5]), order, before, faults]
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """With its strides, which clone does not keep where there are gaps."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
+def both(delta: torch.Tensor, residual: torch.Tensor | None, given: list, steer: bool, capture: bool) -> list[list]:
+    """What the two taps leave behind, in (delta, pool, faults)."""
+    from steerscope.engines.vllm.kernel import _cuda_tap
+    from steerscope.engines.vllm.tap import _torch_tap
+
+    found = []
+    for tap in (_cuda_tap, _torch_tap):
+        mine, rest = copied(delta), [tensor.clone() for tensor in given]
+        tap(mine, None if residual is None else copied(residual), *rest, steer, capture)
+        found.append([mine, rest[0], rest[-1]])
+    return found
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """To a few steps of the dtype: the sum of a dot product is taken in another order."""
+    step = max(1e-6, 4 * torch.finfo(found.dtype).eps)
+    return torch.allclose(found.float(), wanted.float(), rtol=step, atol=4 * step, equal_nan=True)
+
+
+@interpreted
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(
+    tokens=st.integers(1, 6),
+    hidden=st.sampled_from([16, 48, 64]),
+    columns=st.integers(1, 4),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    shape=st.sampled_from(["one tensor", "pair", "strided"]),
+    kind=st.sampled_from([(True, True), (True, False), (False, True)]),
+    seed=st.integers(0, 999),
+)
+def test_any_tokens(
+    tokens: int, hidden: int, columns: int, dtype: torch.dtype, shape: str, kind: tuple[bool, bool], seed: int
+) -> None:
+    rng = torch.Generator().manual_seed(seed + 1)
+    delta, residual = (torch.randn(tokens, 2 * hidden, generator=rng).to(dtype) for _ in range(2))
+    delta, residual = (part[:, :hidden] for part in (delta, residual))
+    if shape != "strided":
+        delta, residual = delta.contiguous(), residual.contiguous()
+    given_tables = tables(tokens, hidden, columns, dtype, seed)
+    kernel, torch_tap = both(delta, None if shape == "one tensor" else residual, given_tables, *kind)
+    assert close(kernel[0], torch_tap[0])
+    assert close(kernel[1], torch_tap[1])
+    assert torch.equal(kernel[2], torch_tap[2])
+    steered = given_tables[1][:tokens, 3::3].ne(0).any(1) if kind[0] else torch.zeros(tokens, dtype=torch.bool)
+    assert torch.equal(kernel[0][~steered], delta[~steered])  # not touched at all
+
+
+@interpreted
+def test_steering_and_capture_do_something() -> None:
+    """The comparison above means something only if the drawn tables change streams and fill cells."""
+    delta = torch.randn(6, 48, generator=torch.Generator().manual_seed(0))
+    (changed, pool, _), _ = both(delta, None, tables(6, 48, 3, torch.float32, 1), True, True)
+    assert not close(changed, delta)
+    assert 1 < int((pool != 7).any(1).sum()) < CELLS
+
+
+@interpreted
+def test_what_is_not_finite_is_noted_and_an_untouched_row_keeps_its_infinity() -> None:
+    given_tables = tables(4, 16, 1, torch.float32, 0)
+    index, coefficients = given_tables[1], given_tables[3]
+    index[:, 1:] = 0
+    index[:2, 2:5] = torch.tensor([1, 1, 0])
+    index[3, 2:5] = torch.tensor([1, 1, 1])  # its gate is closed
+    coefficients[1] = torch.tensor([0.5, 0.0, 0.0, -INF, INF])
+    delta = torch.ones(4, 16)
+    delta[1, 3], delta[2, 5], delta[3, 7] = NAN, INF, INF
+    kernel, torch_tap = both(delta, None, given_tables, True, True)
+    assert kernel[2].tolist() == torch_tap[2].tolist()
+    assert kernel[2].tolist()[:3] == [0, 1, 0]
+    assert torch.equal(kernel[0][2:], delta[2:])
+    assert close(kernel[0], torch_tap[0])
+
+
+@interpreted
+def test_a_state_that_the_kernel_cannot_read_is_refused() -> None:
+    given_tables = tables(4, 16, 1, torch.float32, 0)
+    from steerscope.engines.vllm.kernel import _cuda_tap
+
+    with pytest.raises(ValueError, match="made for 6"):
+        _cuda_tap(torch.ones(7, 16), None, *given_tables, True, True)
+    with pytest.raises(ValueError, match="side by side"):
+        _cuda_tap(torch.ones(16, 4).T, None, *given_tables, True, True)

@@ -1,0 +1,47 @@
+"""The embedded model, SmolLM2-135M-Instruct, by its name on vLLM: mixed requests together in steps of 32 tokens, every
+row, count and greedy token against the transformers engine."""
+
+import os
+
+import pytest
+
+from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT
+from engines.vllm.mode_script import CHUNK, LIMIT, Shape, first_wave, mixed
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.smollm,
+    pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed"),
+]
+SMOLLM = Shape(576, (100, 49000), ("all", "0", "10-15", "29"), ("all", "3,17,28", "0", "10-12", "29"), ends=False)
+
+
+def test_mixed_requests_on_the_embedded_model_have_exact_rows_counts_and_tokens() -> None:
+    import steerscope
+    from steerscope.bench.vllm_soak import Ledger
+
+    for variable, value in VLLM_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    options = {"enforce_eager": True, "max_model_len": 256, "max_num_batched_tokens": CHUNK, "max_num_seqs": CHUNK}
+    engine = steerscope.load(
+        "smollm2-135m",
+        engine="vllm",
+        dtype="float32",
+        taps={"sites": ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")},
+        vllm={**options, "kv_cache_memory_bytes": 256 << 20, "block_size": 32},
+        capture_budget=512 << 20,
+    )
+    reference = steerscope.load("smollm2-135m", dtype="float32")
+    try:
+        ledger = Ledger()
+        found = first_wave(engine, reference, mixed(24, SMOLLM), ledger)
+        assert ledger.wrong == []
+        assert ledger.worst < LIMIT
+        assert found["together"] == 24
+        assert found["greedy"] >= 20
+        assert found["longest"] > 2 * CHUNK
+        assert ledger.rows > 10_000
+        assert engine.stats()["capture_bytes"] == 0
+    finally:
+        engine.close()
+        reference.close()
