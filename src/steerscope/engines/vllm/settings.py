@@ -2,7 +2,8 @@
 
 The settings travel in vLLM's `additional_config["steerscope"]`, so that every worker process has them and vLLM's
 compile cache, which hashes that field, never hands out code that was traced with other taps or by another version.
-A stock server may give them in the environment variable STEERSCOPE instead.
+A stock server may give them in the environment variable STEERSCOPE instead. STEERSCOPE_NOOP=1 makes every tap do
+nothing, to tell its cost from the cost of what surrounds it; rows are void then, and nothing is steered.
 """
 
 import json
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 NAME = "steerscope"
 ENVIRONMENT = "STEERSCOPE"
+NOOP = "STEERSCOPE_NOOP"
 
 
 class Settings(Spec):
@@ -40,6 +42,8 @@ class Settings(Spec):
     pool_bytes: int | None = Field(
         default=None, ge=0
     )  # device memory for the rows of a step; None: as much as it can need
+
+    noop: bool = Field(default_factory=lambda: os.environ.get(NOOP, "") == "1")  # for measurements only
 
     def keys(self, layers: int) -> tuple[Key, ...]:
         """The taps of a model with so many layers."""

@@ -81,7 +81,8 @@ class WorkerTaps:
 
     def _tap(self, key: Key) -> Tap:
         vectors, coefficients = self.table.tensors(key)
-        return Tap(self.shared, vectors, coefficients, self.settings.steer, self.settings.capture)
+        settings = self.settings
+        return Tap(self.shared, vectors, coefficients, settings.steer, settings.capture, settings.noop)
 
     def _wrap(self, runner: Any) -> None:  # noqa: ANN401
         """V2 runners build an input batch for real steps only; V1 runners call `_model_forward` for those only."""
