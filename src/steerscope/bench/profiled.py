@@ -25,13 +25,12 @@ def top_functions(work: Callable[[], object], wrap: Callable[[Callable[[], None]
         work()
     finally:
         call(profile.disable)
-    found = pstats.Stats(profile).get_stats_profile().func_profiles  # type: ignore[attr-defined]
-    ranked = sorted(found.items(), key=lambda item: -item[1].tottime)[:TOP]
+    found = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    ranked = sorted(found.items(), key=lambda item: -item[1][2])[:TOP]
     return [
-        {"function": name, "file": f"{one.file_name}:{one.line_number}", "calls": one.ncalls, "own_s": one.tottime,
-         "total_s": one.cumtime}
-        for name, one in ranked
-    ]  # fmt: skip
+        {"function": name, "file": f"{file}:{line}", "calls": calls, "own_us": 1e6 * own, "total_us": 1e6 * total}
+        for (file, line, name), (_, calls, own, total, _) in ranked
+    ]
 
 
 class HookTimer:
@@ -98,6 +97,8 @@ def profile(driver: Ours, setup: Setup, cell: str, timer: HookTimer) -> dict[str
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities):
+        pass  # the library behind it wants to be started by this thread
     tracer = torch.profiler.profile(activities=activities)
     inside(tracer.start)
     traced = driver.run(prompts, cell)
