@@ -134,8 +134,8 @@ def run_cell(cell: str, base: Child, other: Child, args: argparse.Namespace) -> 
             if "error" in first:
                 return {"error": first["error"]}
     ours, theirs, same, began = [], [], 0, time.perf_counter()
+    pair: dict[int, dict[str, Any]] = {}
     for turn in range(args.rounds):
-        pair: dict[int, dict[str, Any]] = {}
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
             pair[which] = (base, other)[which].order("run", cell, turn)
             if "error" in pair[which]:
