@@ -2,7 +2,7 @@
 # What each kind of request costs on a GPU against untouched vLLM, in pairs. Usage: speed.sh OUT [run ...]
 # Needs vLLM on PYTHONPATH; writes OUT/speed-<run>.json, OUT/profile-<cell>.json and a log of each.
 out=$1; shift
-runs=${*:-"qwen profile llama-8b llama-1b b1 b64 b256 peer"}
+runs=${*:-"qwen steer profile llama-8b llama-1b b1 b64 b256 peer"}
 tmp=${TMPDIR:-/tmp}
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$tmp/vllm-cache}
@@ -22,7 +22,9 @@ pair() {  # name, then options of steerscope.bench.paired
 }
 for run in $runs; do
   case $run in
-    qwen)      pair speed-qwen2.5-3b --model qwen2.5-3b ;;
+    qwen)      pair speed-qwen2.5-3b --model qwen2.5-3b \
+                 --cells noise zero-layer all-layers one-layer generated last mean ;;
+    steer)     pair speed-qwen2.5-3b-steer --model qwen2.5-3b --cells noise add cap ablate add:one add:same ;;
     quick)     pair speed-qwen2.5-3b --model qwen2.5-3b --cells noise zero-layer all-layers add ;;
     llm)       pair speed-qwen2.5-3b-llm --model qwen2.5-3b --baseline llm --cells noise zero-layer all-layers ;;
     process)   pair speed-qwen2.5-3b-process --model qwen2.5-3b --core process --cells $some ;;

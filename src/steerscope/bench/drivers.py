@@ -168,16 +168,20 @@ class HiddenStates(BareVLLM):
     per request. It hands out what enters a layer, so the last layer's rows are missing."""
 
     def __init__(self, setup: Setup, scratch: Path) -> None:
+        # In a core of its own: the files of the last requests are written by steps that nobody asks for any more.
+        setup = replace(setup, core="process")
+        vllm_environment(setup, plugins=False)
+        from vllm.config import KVTransferConfig  # type: ignore[import-not-found]
+
         layers = model_config(setup.model).num_hidden_layers
         drafter = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(range(1, layers))}}
         method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": drafter}
         folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else scratch
-        transfer = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
-        transfer |= {"kv_connector_extra_config": {"shared_storage_path": str(folder)}}
-        # In a core of its own: the files of the last requests are written by steps that nobody asks for any more.
-        super().__init__(
-            replace(setup, core="process"), scratch, speculative_config=method, kv_transfer_config=transfer
+        where = {"shared_storage_path": str(folder / "steerscope-hidden-states")}
+        transfer = KVTransferConfig(
+            kv_connector="ExampleHiddenStatesConnector", kv_role="kv_producer", kv_connector_extra_config=where
         )
+        super().__init__(setup, scratch, speculative_config=method, kv_transfer_config=transfer)
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
         """The clock stops when every file is complete: only then has the client its rows."""
@@ -303,14 +307,13 @@ class Ours:
 
 def _verified(tensors: Sequence[torch.Tensor]) -> float:
     """The sum of all absolute values; every row must be finite and hold something."""
-    total = 0.0
-    for tensor in tensors:
-        if not bool(tensor.any(dim=-1).all()):
-            raise NotMeasured("not measured: a row is empty")
-        total += float(tensor.abs().sum(dtype=torch.float64))
-    if not total < float("inf"):
+    with ThreadPoolExecutor(_COPIERS) as threads:
+        sums = torch.cat(list(threads.map(lambda tensor: tensor.abs().sum(-1, dtype=torch.float32).view(-1), tensors)))
+    if not bool((sums > 0).all()):
+        raise NotMeasured("not measured: a row is empty")
+    if not bool(sums.isfinite().all()):
         raise NotMeasured("not measured: a row is not finite")
-    return total
+    return float(sums.double().sum())
 
 
 def make_driver(kind: str, setup: Setup, scratch: Path, budget: int = 0) -> Driver:

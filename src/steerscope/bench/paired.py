@@ -9,6 +9,7 @@ when the upper end of the 95 % interval of its median ratio does. The file is wr
 """
 
 import argparse
+import gc
 import multiprocessing
 import os
 import statistics
@@ -55,6 +56,8 @@ def serve(pipe: Connection, kind: str, setup: Setup, scratch: Path, budget: int,
         if kind == "profiled":
             timer.install()
         driver = make_driver("ours" if kind == "profiled" else kind, setup, scratch, budget)
+        gc.collect()
+        gc.freeze()  # a sweep over vLLM's modules in the middle of a round would be noise
         pipe.send(about(setup) | {"engine": driver.describe()})
         while (order := pipe.recv())[0] != "close":
             what, cell, seed, *how = order
