@@ -120,6 +120,6 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:  # noqa: ANN401
     text = speed(tmp_path)
     assert "**tiny, 2 × (6 + 4)**" in text
     assert "| nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | ≤ +0.5 %: holds | +0.0 % |  |" in text
-    assert "| ≤ +1.0 %: **missed** | +0.0 % | 100.0 |" in text
+    assert "| ≤ +1.0 %: **missed** | +0.0 % | 100.0 (goal ≥ 10) |" in text
     assert "the process died" in text
     assert "| `WorkerTaps._stage` | 12.3 | 1 |" in hooks(tmp_path)

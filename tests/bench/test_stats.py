@@ -30,7 +30,7 @@ def test_the_interval_covers_the_truth_and_narrows_with_rounds() -> None:
     rng = np.random.default_rng(5)
     few, many = ([1 + 0.01 * rng.standard_normal() for _ in range(n)] for n in (8, 400))
     ratios = [paired([1.0] * len(x), x)["interval"] for x in (few, many)]
-    (low, high), (left, right) = ratios  # type: ignore[misc]
+    (low, high), (left, right) = ratios
     assert low < 1 < high
     assert right - left < (high - low) / 2
 

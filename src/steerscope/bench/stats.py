@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ def drift(seconds: Sequence[float]) -> float:
     return statistics.median(seconds[-third:]) / statistics.median(seconds[:third]) - 1
 
 
-def paired(base: Sequence[float], other: Sequence[float]) -> dict[str, float | list[float]]:
+def paired(base: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
     """The ratio of each round, their median and mean, and 95 % intervals of both by bootstrap over rounds."""
     ratios = np.array(other) / np.array(base)
     drawn = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))

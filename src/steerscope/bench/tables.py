@@ -149,6 +149,7 @@ def _pairs(data: dict) -> str:
             else ""
         )
         fetch = f"{cell['fetch_gb_per_s']:.1f}" if cell.get("fetch_gb_per_s") else ""
+        fetch += f" (goal ≥ {cell['fetch_goal']:.0f})" if "fetch_goal" in cell else ""
         lines.append(
             f"| {_REQUESTS.get(name, name)} | {base:.4f} | {mine:.4f} | {over:+.2f} % [{low:+.2f}, {high:+.2f}] "
             f"| {goal} | {100 * cell['drift']:+.1f} % | {fetch} |"
