@@ -15,11 +15,14 @@ VLLM_STAMP := $(VLLM)/.installed
 # The oldest vLLM whose CPU build runs, in a third one.
 OLDEST := .venv-vllm-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
+# A process of vLLM takes 20 s to start on a CPU, so the suite runs these of its cells.
+BENCH_CELLS := baseline zero-layer layers=0 layers=0,2,4,6,8,10,12,14 all-layers add cap stream
 
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup setup-vllm setup-vllm-oldest demo test test-vllm test-vllm-oldest test-fast check acceptance bench serve clean
+.PHONY: help setup setup-vllm setup-vllm-oldest demo test test-vllm test-vllm-oldest test-fast check acceptance bench \
+  bench-peers serve clean
 .DEFAULT_GOAL := help
 
 help:
@@ -97,12 +100,18 @@ check: setup ## ruff and pyright
 acceptance: setup ## the claims on real models; writes bench/results/acceptance.json
 	@$(BIN)/python -m steerscope.bench.acceptance --output bench/results/acceptance.json && $(BIN)/python -m steerscope.bench.tables
 
-bench: setup ## the transformers engine against bare generate and the peers; writes bench/results/hf.json
-	@$(BIN)/python -m steerscope.bench.hf --peers --output bench/results/hf.json && $(BIN)/python -m steerscope.bench.tables
+bench: setup setup-vllm ## both engines against bare generate and stock vLLM on the CPU (< 10 min); report in bench-report/
+	@$(BIN)/python -m steerscope.bench.hf --rounds 3 --output bench/results/hf.json
+	@VLLM_CPU_KVCACHE_SPACE=1 $(VLLM)/bin/steerscope bench suite --eager --report bench-report --repeats 2 --iterations 4 \
+	  $(foreach cell,$(BENCH_CELLS),--cell $(cell)) --output bench/results/cpu_suite.json
+	@$(BIN)/python -m steerscope.bench.tables
+
+bench-peers: setup ## the transformers engine against other libraries, each in an environment of its own (slow)
+	@$(BIN)/steerscope bench peers --output bench/results/hf.json && $(BIN)/python -m steerscope.bench.tables
 
 serve: setup ## show the demo's report at http://127.0.0.1:8000
 	@test -f demo-report/index.html || $(MAKE) demo
 	@$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory demo-report
 
 clean: ## remove what make made
-	rm -rf $(VENV) $(VLLM) $(OLDEST) demo-report .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(OLDEST) demo-report bench-report .pytest_cache .ruff_cache

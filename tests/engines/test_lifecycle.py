@@ -240,6 +240,6 @@ def test_a_length_dependent_rotary_embedding_limits_the_context_to_where_it_does
         lambda e: e.register("a", np.ones(3)),
     ],
 )
-def test_things_of_the_wrong_kind_are_refused_in_words(engine: SyncEngine, call) -> None:  # noqa: ANN001
+def test_things_of_the_wrong_kind_are_refused_in_words(engine: SyncEngine, call) -> None:
     with pytest.raises(InvalidRequest):
         call(engine)

@@ -159,7 +159,7 @@ def peers_table(peers: dict[str, dict]) -> Table:
     return table
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=8)
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="also run the peers, each in a venv of its own")
     parser.add_argument("--peer-rounds", type=int, default=2)
     parser.add_argument("--venvs", type=Path, default=Path(".cache/peers"))
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the peers' processes
     torch.set_num_threads(args.threads)
     console = Console(stderr=True)

@@ -8,8 +8,11 @@ A block stands between `<!-- figures: NAME -->` and `<!-- end -->`.
 
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
+
+from steerscope.bench.suite import markdown
 
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -164,6 +167,83 @@ def seen(results: Path) -> tuple[str, ...]:
     return tuple(f"{major}.{minor}" for major, minor in sorted(minors))
 
 
+def suite(results: Path) -> str:
+    return markdown(_load(results, "cpu_suite.json"))
+
+
+def speed(results: Path) -> str:
+    """Every pair of engines that was measured on a GPU: what each kind of request costs, next to its goal."""
+    files = sorted((results / "gpu").glob("speed*.json"))
+    blocks = [_pairs(json.loads(file.read_text())) for file in files]
+    return "\n\n".join(blocks) or "*No figures yet: run `bench/gpu/speed.sh` where there is a GPU.*"
+
+
+def _pairs(data: dict) -> str:
+    work, engines = data["configuration"], data["engines"]
+    lines = [
+        f"**{work['model']}, {work['batch']} × ({work['prefill']} + {work['decode']})**",
+        "",
+        "| request | untouched s | steerscope s | overhead, 95 % interval | goal | drift | fetch GB/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, cell in data["cells"].items():
+        if "error" in cell:
+            lines.append(f"| {_REQUESTS.get(name, name)} | — | — | {cell['error'].splitlines()[0][:80]} | | | |")
+            continue
+        base, mine = (statistics.median(cell[key]) for key in ("baseline_s", "tapped_s"))
+        over, low, high = (100 * (x - 1) for x in (cell["ratio"]["median"], *cell["ratio"]["interval"]))
+        goal = (
+            f"≤ {100 * (cell['goal'] - 1):+.1f} %: {'holds' if cell['holds'] else '**missed**'}"
+            if "goal" in cell
+            else ""
+        )
+        fetch = f"{cell['fetch_gb_per_s']:.1f}" if cell.get("fetch_gb_per_s") else ""
+        fetch += f" (goal ≥ {cell['fetch_goal']:.0f})" if "fetch_goal" in cell else ""
+        lines.append(
+            f"| {_REQUESTS.get(name, name)} | {base:.4f} | {mine:.4f} | {over:+.2f} % [{low:+.2f}, {high:+.2f}] "
+            f"| {goal} | {100 * cell['drift']:+.1f} % | {fetch} |"
+        )
+    rounds = [cell["rounds"] for cell in data["cells"].values() if "rounds" in cell]
+    versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("vllm", "torch") if name in data["versions"])
+    lines += ["", f"At least {min(rounds, default=0)} rounds; {engines.get('ours', {}).get('mode')}; "]
+    lines[-1] += f"{data['hardware']['gpu']}, {versions}."
+    return "\n".join(lines)
+
+
+_REQUESTS = {
+    "noise": "untouched against itself",
+    "zero-layer": "nothing is asked",
+    "all-layers": "every row of every layer",
+    "one-layer": "every row of one layer",
+    "generated": "all layers, generated tokens",
+    "last": "all layers, last prompt token",
+    "mean": "all layers, mean",
+    "add": "add at every layer, each request another vector",
+    "cap": "cap, likewise",
+    "ablate": "ablate, likewise",
+    "add:one": "add at one layer, likewise",
+    "add:same": "add at every layer, one vector for all",
+    "hidden-states": "vLLM's own `extract_hidden_states`",
+}
+
+
+def hooks(results: Path) -> str:
+    """What our code does on the host in a step, from the profiles."""
+    lines = []
+    for file in sorted((results / "gpu").glob("profile*.json")):
+        data = json.loads(file.read_text())["profile"]
+        lines += [
+            "",
+            f"| host work per step, {_REQUESTS.get(data['cell'], data['cell'])} | µs | calls |",
+            "|---|---|---|",
+        ]
+        lines += [
+            f"| `{name}` | {one['us_per_step']:.1f} | {one['calls_per_step']:.2g} |"
+            for name, one in list(data["hooks"].items())[:8]
+        ]
+    return "\n".join(lines).strip() or "*No profile yet: `bench/gpu/speed.sh OUT profile`.*"
+
+
 def _workload(work: dict) -> str:
     shape = f"Llama shape {work['layers']}×{work['hidden']}, {work['dtype']}"
     return f"{shape}, batch {work['batch']}, {work['prefill']} + {work['decode']} tokens"
@@ -175,12 +255,9 @@ def _machine(machine: dict) -> str:
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
-    "engine": engine,
-    "peers": peers,
-    "acceptance": acceptance,
-    "gpu": gpu,
-    "versions": versions,
-}
+    "engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu, "versions": versions, "suite": suite,
+    "speed": speed, "hooks": hooks,
+}  # fmt: skip
 
 
 def refresh(text: str, results: Path) -> str:

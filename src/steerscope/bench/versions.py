@@ -44,7 +44,7 @@ _ENVIRONMENT = {
 }
 
 
-def start(folder: Path, mode: str, **changes: Any) -> SyncEngine:  # noqa: ANN401
+def start(folder: Path, mode: str, **changes: Any) -> SyncEngine:
     from steerscope.engines.vllm.engine import VLLMEngine
 
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "enforce_eager": mode == "eager"}
@@ -61,7 +61,7 @@ def refusals(engine: SyncEngine, folder: Path) -> dict[str, bool]:
     many = Steering.of(*(Add(vector=vector, layers=0, scale=float(i + 1)) for i in range(5)))
     window = Sampling(max_tokens=2, repetition_penalty=1.3, repetition_window=4)
 
-    def ask(sampling: Sampling = _FEW, **more: Any) -> Callable[[], object]:  # noqa: ANN401
+    def ask(sampling: Sampling = _FEW, **more: Any) -> Callable[[], object]:
         return lambda: engine.generate(_ONE, sampling, **more)
 
     cases: dict[str, tuple[Callable[[], object], str]] = {

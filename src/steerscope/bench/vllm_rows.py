@@ -20,58 +20,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Generation, TokenPrompt
 from steerscope.engines.hf import HFEngine
-from steerscope.models import DEFAULT_MODEL, resolve
+from steerscope.models import DEFAULT_MODEL
 from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering
 
-_QWEN = {
-    "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
-    "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6, "tie_word_embeddings": True,
-}  # fmt: skip
-_GEMMA = {
-    "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
-    "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "max_position_embeddings": 32768,
-    "sliding_window": 512, "query_pre_attn_scalar": 256,
-}  # fmt: skip
-_TINY = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 1024,
-}  # fmt: skip
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2.5-3b": ("qwen2", _QWEN),
-    "gemma-3-1b": ("gemma3_text", _GEMMA),
-    "tiny": ("llama", _TINY),
-}
 COSINE = 0.999  # of every row with transformers' in the same dtype
 TF32 = 4e-3  # what attention kernels make of float32 on CUDA
 ROUNDING = 1.5  # a row may be so many times further from float32 than the worst of transformers in the same dtype
 
 
-def make_model(shape: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The embedded model, or weights drawn so that every layer changes the stream by a good part of itself."""
-    if shape == DEFAULT_MODEL:
-        return AutoModelForCausalLM.from_pretrained(resolve(shape), dtype=dtype).to(device).eval()
-    architecture, sizes = SHAPES[shape]
-    config = AutoConfig.for_model(architecture, **sizes, bos_token_id=0, eos_token_id=1, pad_token_id=1)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                scaled = architecture.startswith("gemma")  # they multiply embeddings by √hidden
-                parameter.normal_(0, 1.0 if "embed" in name and not scaled else parameter.shape[-1] ** -0.5)
-            elif "norm" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-def requests(facts: Any, count: int, rng: np.random.Generator) -> tuple[list, list[Sampling], list[Steering], Capture]:  # noqa: ANN401
+def requests(facts: Any, count: int, rng: np.random.Generator) -> tuple[list, list[Sampling], list[Steering], Capture]:
     """Different prompts, lengths and steerings; selectors that mean the same when the text is fed as one prompt."""
     prompts, samplings, steers = [], [], []
     for i in range(count):
@@ -130,19 +92,7 @@ def start_vllm(folder: Path, args: argparse.Namespace) -> SyncEngine:
         options["kv_cache_memory_bytes"] = 256 << 20
     if args.dtype == "float32":
         torch.backends.cuda.matmul.allow_tf32 = False
-    return VLLMEngine(folder, tokenizer=_NoTokenizer(), capture_budget=4 << 30, **options).sync
-
-
-class _NoTokenizer:
-    """Random weights speak no language: prompts are ids, and texts stay empty."""
-
-    eos_token_id, chat_template = 1, None
-
-    def decode(self, _ids: list[int], **_options: bool) -> str:
-        return ""
-
-    def get_vocab(self) -> dict[str, int]:
-        return {}
+    return VLLMEngine(folder, tokenizer=NoTokenizer(), capture_budget=4 << 30, **options).sync
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -152,7 +102,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model.to(args.reference)
     exact = copy.deepcopy(model).float()
     reference, truth = (
-        HFEngine(one, _NoTokenizer(), name="reference", capture_budget=8 << 30).sync  # type: ignore[arg-type]
+        HFEngine(one, NoTokenizer(), name="reference", capture_budget=8 << 30).sync  # type: ignore[arg-type]
         for one in (model, exact)
     )
     rng = np.random.default_rng(0)

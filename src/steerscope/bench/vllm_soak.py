@@ -117,7 +117,7 @@ def draw(rng: np.random.Generator, prefix: list[int]) -> Request:
     return Request(prompt, sampling, Steering(ops=tuple(ops)), capture, cancel, tuple(kind or ["plain"]))
 
 
-async def run(engine: Any, request: Request, number: int) -> Generation | None:  # noqa: ANN401
+async def run(engine: Any, request: Request, number: int) -> Generation | None:
     """Through the stream, as a client would; a cancellation comes after some tokens."""
     seen, name = 0, f"soak{number}"
     prompt = TokenPrompt(request.prompt)
@@ -215,7 +215,7 @@ def _expected(reference: SyncEngine, request: Request, fed: list[int]) -> tuple[
     return found, chosen
 
 
-async def soak(engine: Any, reference: SyncEngine, args: argparse.Namespace, ledger: Ledger) -> list[int]:  # noqa: ANN401
+async def soak(engine: Any, reference: SyncEngine, args: argparse.Namespace, ledger: Ledger) -> list[int]:
     rng = np.random.default_rng(args.seed)
     prefix = rng.integers(20, VOCAB, 64).tolist()
     began, sent, memory = time.perf_counter(), 0, []

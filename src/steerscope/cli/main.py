@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import steerscope as ss
+from steerscope.cli.bench import app as bench
 from steerscope.cli.chat import chat
 from steerscope.cli.doctor import doctor
 from steerscope.cli.generate import generate
@@ -35,6 +36,7 @@ app = typer.Typer(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=Fal
 app.command()(generate)
 app.command()(chat)
 app.add_typer(vectors, name="vectors")
+app.add_typer(bench, name="bench")
 app.command()(doctor)
 
 

@@ -17,7 +17,7 @@ from steerscope.residual.table import Key
 from steerscope.specs.errors import RequestFailed
 
 
-class Sequence(ABC):
+class RunningText(ABC):
     def __init__(self, job: Job, decoder: Decoder, eos: frozenset[int]) -> None:
         plan = job.plan
         self.job, self.plan = job, plan

@@ -5,21 +5,20 @@ import queue
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from steerscope.capture.budget import ByteBudget
 from steerscope.engines.base import Engine
 from steerscope.engines.generation import Job
-from steerscope.engines.sequence import Sequence
+from steerscope.engines.sequence import RunningText
 from steerscope.specs.errors import EngineClosed, RequestFailed
 
 SWEEP_S = 5.0  # how often an idle engine looks for captures that have expired
 _ANSWER_S = 120.0
 T = TypeVar("T")
-S = TypeVar("S", bound=Sequence)
+S = TypeVar("S", bound=RunningText)
 
 
 class ThreadedEngine(Engine, Generic[S]):
@@ -51,7 +50,7 @@ class ThreadedEngine(Engine, Generic[S]):
         stop = weakref.WeakMethod(self._stop)  # a thread inside torch when the interpreter ends would abort it
         atexit.register(lambda: (found := stop()) and found())
 
-    def _submit(self, jobs: Many[Job]) -> None:
+    def _submit(self, jobs: Sequence[Job]) -> None:
         self._put(list(jobs))
 
     def _put(self, item: list[Job] | Callable[[], None]) -> None:

@@ -23,7 +23,7 @@ from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 
 
-def config(**changes: object) -> Any:  # noqa: ANN401
+def config(**changes: object) -> Any:
     """The parts of a VllmConfig that are looked at, all as they must be."""
     parallel = SimpleNamespace(enable_dbo=False, prefill_context_parallel_size=1, decode_context_parallel_size=1)
     model = SimpleNamespace(enable_sleep_mode=False, enable_prompt_embeds=False, runner_type="generate")

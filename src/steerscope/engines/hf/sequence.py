@@ -8,7 +8,7 @@ import torch
 from steerscope.capture.handle import CaptureHandle
 from steerscope.engines.generation import Job
 from steerscope.engines.hf.sampler import Chooser
-from steerscope.engines.sequence import Sequence, captured
+from steerscope.engines.sequence import RunningText, captured
 from steerscope.engines.text import Decoder
 from steerscope.residual.reduce import Reducer
 from steerscope.residual.rows import RowBuffer, selected
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from steerscope.engines.hf.engine import HFEngine
 
 
-class Row(Sequence):
+class Row(RunningText):
     def __init__(self, job: Job, decoder: Decoder, eos: frozenset[int], engine: "HFEngine") -> None:
         super().__init__(job, decoder, eos)
         self.engine = engine

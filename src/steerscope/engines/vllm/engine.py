@@ -51,12 +51,12 @@ class VLLMEngine(ThreadedEngine[Running]):
         model: str | Path,
         *,
         name: str | None = None,
-        tokenizer: Any = None,  # noqa: ANN401 - anything like a transformers tokenizer
+        tokenizer: Any = None,  # anything like a transformers tokenizer
         settings: Settings | None = None,
         capture_budget: int = 1 << 30,
         capture_wait: float = 60.0,
         capture_ttl: float = 600.0,
-        **vllm_options: Any,  # noqa: ANN401 - vLLM's EngineArgs
+        **vllm_options: Any,  # vLLM's EngineArgs
     ) -> None:
         super().__init__(ByteBudget(capture_budget, capture_wait))
         check_version()
@@ -142,7 +142,7 @@ class VLLMEngine(ThreadedEngine[Running]):
             arena.unlink()  # everybody has it mapped: its memory goes when they do
         return arena
 
-    def _rpc(self, method: str, *args: Any) -> list[Any]:  # noqa: ANN401
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
         """On every worker; from the engine's thread, or before it runs."""
         return self._llm.collective_rpc(f"steerscope_{method}", args=args)
 
@@ -295,7 +295,7 @@ class VLLMEngine(ThreadedEngine[Running]):
             else:
                 self._leave(one, reason)
 
-    def _leave(self, one: Running, reason: Any) -> None:  # noqa: ANN401
+    def _leave(self, one: Running, reason: Any) -> None:
         self._running.pop(one.key, None)
         self._counts["finished"] += 1
         self._counts["tokens"] += len(one.generated)
@@ -320,7 +320,7 @@ def _reason(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _mode(config: Any) -> str:  # noqa: ANN401
+def _mode(config: Any) -> str:
     """How the forward runs: eager, compiled, or compiled and replayed from graphs."""
     compilation = config.compilation_config
     graphs = getattr(compilation.cudagraph_mode, "name", "NONE")
@@ -328,7 +328,7 @@ def _mode(config: Any) -> str:  # noqa: ANN401
     return "eager" if config.model_config.enforce_eager else f"compiled ({compiled}), CUDA graphs {graphs}"
 
 
-def _eos_ids(config: Any, tokenizer: Any) -> frozenset[int]:  # noqa: ANN401
+def _eos_ids(config: Any, tokenizer: Any) -> frozenset[int]:
     found = config.model_config.try_get_generation_config().get("eos_token_id")
     if found is None:
         found = getattr(config.model_config.hf_text_config, "eos_token_id", None)

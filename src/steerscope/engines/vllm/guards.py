@@ -40,7 +40,7 @@ def check_version() -> None:
         )
 
 
-def layer_count(config: Any) -> int:  # noqa: ANN401 - a VllmConfig
+def layer_count(config: Any) -> int:  # a VllmConfig
     return config.model_config.hf_text_config.num_hidden_layers
 
 
@@ -61,7 +61,7 @@ def facts_of(config: Any, settings: Settings, name: str | None = None) -> Facts:
     )
 
 
-def check_config(config: Any) -> None:  # noqa: ANN401
+def check_config(config: Any) -> None:
     """Refuse, all at once, what would make rows or steering wrong without an error."""
     parallel, problems = config.parallel_config, []
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from steerscope.capture.handle import CaptureHandle
 from steerscope.engines.generation import FinishReason, Job
 from steerscope.engines.plan import CapturePlan
-from steerscope.engines.sequence import Sequence, captured
+from steerscope.engines.sequence import RunningText, captured
 from steerscope.engines.text import Decoder
 from steerscope.engines.vllm.claims import Claim
 from steerscope.engines.vllm.wire import reads_cached, salt
@@ -22,7 +22,7 @@ _HOLD = 4  # rows a reduction keeps back: vLLM may run a step or two past the en
 _HOLD_LATE, _HOLD_BYTES = 64, 64 << 20  # … and on until it hears of a stop string or a cancellation
 
 
-class Running(Sequence):
+class Running(RunningText):
     def __init__(self, job: Job, decoder: Decoder, eos: frozenset[int], engine: "VLLMEngine") -> None:
         super().__init__(job, decoder, eos)
         self.engine = engine

@@ -29,7 +29,7 @@ class Rewindable(torch.Generator):
         return self.set_state(self.before)
 
 
-def mend(runner: Any) -> None:  # noqa: ANN401 - vLLM's V1 CPU runner, its inputs prepared
+def mend(runner: Any) -> None:  # vLLM's V1 CPU runner, its inputs prepared
     """Before a step with seeded requests: all have a generator, and where the sample will be thrown away it can go
     back."""
     batch = runner.input_batch

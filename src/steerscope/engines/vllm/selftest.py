@@ -5,12 +5,14 @@ Two requests with the same prompt are steered at every tap with a vector of that
 the equation, the other what leaves it. The difference must be the vector, at every tap, for prompt and generated rows.
 """
 
+import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from steerscope.engines.generation import TokenPrompt
+from steerscope.engines.vllm.settings import NOOP
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import SteerscopeError, UnsupportedModel
 from steerscope.specs.sampling import Sampling
@@ -24,6 +26,9 @@ _STRENGTH = 0.5  # of a row's own norm, so that it stands out of rounding in any
 
 
 def self_test(engine: "VLLMEngine") -> None:
+    if engine.settings.noop:
+        warnings.warn(f"{NOOP} is set: nothing is steered, and captured rows are void", stacklevel=2)
+        return
     if not (engine.settings.steer and engine.settings.capture):
         return
     try:

@@ -2,7 +2,9 @@
 
 The settings travel in vLLM's `additional_config["steerscope"]`, so that every worker process has them and vLLM's
 compile cache, which hashes that field, never hands out code that was traced with other taps or by another version.
-vLLM's own front ends may be given them in the environment variable STEERSCOPE instead: `1`, or JSON.
+vLLM's own front ends may be given them in the environment variable STEERSCOPE instead: `1`, or JSON. STEERSCOPE_NOOP=1
+makes every tap do nothing, to tell its cost from the cost of what surrounds it; rows are void then, and nothing is
+steered.
 """
 
 import json
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 NAME = "steerscope"
 ENVIRONMENT = "STEERSCOPE"
+NOOP = "STEERSCOPE_NOOP"
 
 
 class Settings(Spec):
@@ -44,6 +47,8 @@ class Settings(Spec):
     vectors: str | None = None  # a folder; its files are the named vectors
     captures: str | None = None  # a folder for rows that are asked for over HTTP
     capture_budget: int = Field(default=1 << 30, ge=1 << 20)  # bytes of rows that may wait to be fetched
+
+    noop: bool = Field(default_factory=lambda: os.environ.get(NOOP, "") == "1")  # for measurements only
 
     def keys(self, layers: int) -> tuple[Key, ...]:
         """The taps of a model with so many layers."""

@@ -92,9 +92,11 @@ class Tap(nn.Module):
 
     order: Tensor
 
-    def __init__(self, shared: Shared, vectors: Tensor, coefficients: Tensor, steer: bool, capture: bool) -> None:
+    def __init__(
+        self, shared: Shared, vectors: Tensor, coefficients: Tensor, steer: bool, capture: bool, noop: bool = False
+    ) -> None:
         super().__init__()
-        self.steer, self.capture = steer, capture
+        self.steer, self.capture, self.noop = steer, capture, noop
         order = torch.full_like(shared.before, -1, dtype=torch.int32)  # place of this tap in each group, −1: none
         tensors = {"pool": shared.pool, "index": shared.index, "gates": shared.gates, "before": shared.before}
         tensors["faults"] = shared.faults
@@ -103,6 +105,8 @@ class Tap(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, delta: Tensor, residual: Tensor | None) -> None:
+        if self.noop:
+            return
         torch.ops.steerscope.tap(
             delta,
             residual,

@@ -38,7 +38,7 @@ HERE: "weakref.WeakSet[WorkerTaps]" = weakref.WeakSet()  # those of this process
 class WorkerTaps:
     """What steerscope keeps in one worker."""
 
-    def __init__(self, worker: Any, settings: Settings) -> None:  # noqa: ANN401 - vLLM's worker, whatever its version
+    def __init__(self, worker: Any, settings: Settings) -> None:  # vLLM's worker, whatever its version
         config, runner = worker.vllm_config, worker.model_runner
         check_config(config)
         self.settings, self.runner, self.device = settings, runner, runner.device
@@ -87,9 +87,10 @@ class WorkerTaps:
 
     def _tap(self, key: Key) -> Tap:
         vectors, coefficients = self.table.tensors(key)
-        return Tap(self.shared, vectors, coefficients, self.settings.steer, self.settings.capture)
+        settings = self.settings
+        return Tap(self.shared, vectors, coefficients, settings.steer, settings.capture, settings.noop)
 
-    def _wrap(self, runner: Any) -> None:  # noqa: ANN401
+    def _wrap(self, runner: Any) -> None:
         """V2 runners build an input batch for real steps only; V1 runners call `_model_forward` for those only."""
         self._dummy_run = runner._dummy_run
         _around(runner, "execute_model", self._around_step)
@@ -101,7 +102,7 @@ class WorkerTaps:
 
     # --- the step
 
-    def _around_step(self, run: Callable, output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _around_step(self, run: Callable, output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run"):
             return self._before_dummy(run, output, *args, **kwargs)
         self.counts["steps"] += 1
@@ -116,19 +117,19 @@ class WorkerTaps:
             self.pool.drain()
         return result
 
-    def _before_forward(self, run: Callable, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _before_forward(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
         batch, runner = self.runner.input_batch, self.runner
         self._stage(batch.req_ids, runner.query_start_loc.np, batch.num_computed_tokens_cpu)
         if self.device.type == "cpu" and batch.generators:
             mend(runner)
         return run(*args, **kwargs)
 
-    def _after_inputs(self, run: Callable, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _after_inputs(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
         batch = run(*args, **kwargs)
         self._stage(batch.req_ids, batch.query_start_loc_np, batch.num_computed_tokens_np)
         return batch
 
-    def _before_dummy(self, run: Callable, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _before_dummy(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
         """Warm-up, graph capture and idle data-parallel ranks must find nothing to do."""
         if not self.books.clean:
             self.books.clear()
@@ -206,7 +207,7 @@ class WorkerTaps:
 
     # --- requests
 
-    def _admit(self, new: Any) -> None:  # noqa: ANN401
+    def _admit(self, new: Any) -> None:
         params = new.sampling_params
         packed = ((params.extra_args or {}) if params else {}).get("steerscope")
         if packed is None or new.req_id in self.books.askers:  # a request that was preempted comes again
@@ -385,21 +386,21 @@ class WorkerTaps:
         return {**self.counts, **self.pool.stats(), "slots_in_use": self.table.in_use, "askers": len(self.books.askers)}
 
 
-def _around(target: Any, name: str, wrapper: Callable) -> None:  # noqa: ANN401
+def _around(target: Any, name: str, wrapper: Callable) -> None:
     inner = getattr(target, name)
 
     @functools.wraps(inner)
-    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def call(*args: Any, **kwargs: Any) -> Any:
         return wrapper(inner, *args, **kwargs)
 
     setattr(target, name, call)
 
 
-def _count_memory(runner: Any, device: torch.device, pool: torch.Tensor) -> None:  # noqa: ANN401
+def _count_memory(runner: Any, device: torch.device, pool: torch.Tensor) -> None:
     """Older versions size their KV cache by what `load_model` took: what came after it must be added."""
     if device.type == "cuda" and minor_version() < (0, 32) and hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += pool.numel() * pool.element_size()
 
 
-def _graph_sizes(config: Any) -> list[int]:  # noqa: ANN401
+def _graph_sizes(config: Any) -> list[int]:
     return list(config.compilation_config.cudagraph_capture_sizes or [])

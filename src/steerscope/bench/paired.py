@@ -1,0 +1,279 @@
+"""The cost of each kind of request against untouched vLLM, measured in pairs.
+
+    python -m steerscope.bench.paired --model qwen2.5-3b --output speed.json
+
+Two engines live side by side on one GPU, each in a process of its own: stock vLLM without any plugin (A), and the
+tapped one (B). Only one runs at a time. Rounds go A B, B A, A B, …, and each round's ratio is B over A with the same
+prompts, so that what changes slowly hits both. The first cell runs A against itself: that is the noise. A cell holds
+when the upper end of the 95 % interval of its median ratio does. The file is written after every cell.
+"""
+
+import argparse
+import gc
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, fields
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from steerscope.bench.one import about, write
+from steerscope.bench.stats import drift, paired
+from steerscope.bench.workload import Setup, capture_of, check_cell
+from steerscope.specs.errors import SteerscopeError
+
+NOISE, PEER = "noise", "hidden-states"
+CELLS = (
+    NOISE, "zero-layer", "all-layers", "one-layer", "generated", "last", "mean", "add", "cap", "ablate", "add:one",
+    "add:same",
+)  # fmt: skip
+GOALS = {
+    "zero-layer": 1.005, "all-layers": 1.01, "generated": 1.005, "last": 1.005, "mean": 1.005, "add": 1.01,
+    "cap": 1.02, "ablate": 1.02,
+}  # fmt: skip
+FETCH_GOAL, DRIFT_GOAL = 10.0, 0.01  # GB/s into private memory; of the ratio, with every row captured
+START_S, RUN_S = 900.0, 300.0
+_FEWEST = 4  # rounds of a cell that is cut short
+
+
+class ChildFailed(SteerscopeError):
+    pass
+
+
+def serve(pipe: Connection, kind: str, setup: Setup, scratch: Path, budget: int, noop: bool) -> None:
+    """A child: start the engine, then answer one order at a time. vLLM is imported only from here on."""
+    os.environ["STEERSCOPE_NOOP"] = str(int(noop))
+    from steerscope.bench.drivers import Ours, make_driver
+    from steerscope.bench.profiled import HookTimer, profile
+
+    timer = HookTimer()
+    try:
+        if kind == "profiled":
+            timer.install()
+        driver = make_driver("ours" if kind == "profiled" else kind, setup, scratch, budget)
+        gc.collect()
+        gc.freeze()  # a sweep over vLLM's modules in the middle of a round would be noise
+        pipe.send(about(setup) | {"engine": driver.describe()})
+        while (order := pipe.recv())[0] != "close":
+            what, cell, seed, *how = order
+            try:
+                if what == "profile":
+                    assert isinstance(driver, Ours)
+                    pipe.send(profile(driver, setup, cell, timer))
+                else:
+                    run = driver.run(setup.prompts(seed), cell, *how)
+                    run.extra.pop("last", None)
+                    pipe.send(asdict(run))
+            except Exception as error:  # this cell has no figures; the next may
+                traceback.print_exc()
+                pipe.send({"error": f"{type(error).__name__}: {error}"})
+        driver.close()
+        pipe.send({"closed": True})
+    except (EOFError, KeyboardInterrupt):
+        return
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send({"fatal": f"{type(error).__name__}: {error}"})
+
+
+class Child:
+    """An engine in a process of its own."""
+
+    def __init__(self, kind: str, setup: Setup, scratch: Path, budget: int = 0, noop: bool = False) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.kind, began = kind, time.perf_counter()
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, kind, setup, scratch, budget, noop))
+        self._process.start()
+        theirs.close()
+        self.about = self._answer(START_S)
+        self.about["start_s"] = time.perf_counter() - began
+
+    def order(self, *order: Any, limit: float = RUN_S) -> dict[str, Any]:
+        self._pipe.send(order)
+        return self._answer(limit)
+
+    def _answer(self, limit: float) -> dict[str, Any]:
+        try:
+            found = self._pipe.recv() if self._pipe.poll(limit) else {"fatal": f"no answer in {limit:.0f} s"}
+        except EOFError:
+            found = {"fatal": "the process died"}
+        if "fatal" in found:
+            self.stop()
+            raise ChildFailed(f"{self.kind}: {found['fatal']}")
+        return found
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def close(self) -> None:
+        try:
+            self.order("close", limit=60)
+            self._process.join(30)
+        except (ChildFailed, OSError):
+            pass
+        self.stop()
+
+    def stop(self) -> None:
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+def run_cell(cell: str, base: Child, other: Child, args: argparse.Namespace) -> dict[str, Any]:
+    """Pairs of runs until there are enough, or the time is over. The warm-ups and one round after the timed ones, which
+    verifies the rows and copies them, are not among them."""
+    for i in range(args.warmups):
+        for child in (base, other):
+            first = child.order("run", cell, 10_000 + i)
+            if "error" in first:
+                return {"error": first["error"]}
+    ours, theirs, same, began = [], [], 0, time.perf_counter()
+    pair: dict[int, dict[str, Any]] = {}
+    for turn in range(args.rounds):
+        for which in (0, 1) if turn % 2 == 0 else (1, 0):
+            pair[which] = (base, other)[which].order("run", cell, turn)
+            if "error" in pair[which]:
+                return {"error": pair[which]["error"]}
+        theirs.append(pair[0]["seconds"])
+        ours.append(pair[1]["seconds"])
+        same += sum(a == b for a, b in zip(pair[0]["tokens"], pair[1]["tokens"], strict=True))
+        if turn + 1 >= _FEWEST and time.perf_counter() - began > args.cell_seconds:
+            break
+    ratio = paired(theirs, ours)
+    found: dict[str, Any] = {"rounds": len(ours), "baseline_s": theirs, "tapped_s": ours, "ratio": ratio}
+    found |= {"same_tokens": same / (len(ours) * args.setup.batch), "steps": [pair[0]["steps"], pair[1]["steps"]]}
+    found |= {
+        "drift": drift(ratio["rounds"]),
+        "tokens_per_s": args.setup.batch * args.setup.decode / statistics.median(ours),
+    }
+    if cell in GOALS and other.kind == "ours":
+        found |= {"goal": GOALS[cell], "holds": ratio["interval"][1] <= GOALS[cell]}
+    if other.kind == PEER or (other is not base and capture_of(cell, 4)):
+        found |= verify_cell(cell, other, args)
+    return found
+
+
+def verify_cell(cell: str, child: Child, args: argparse.Namespace) -> dict[str, Any]:
+    """Rows counted and summed, and copied into private memory several times."""
+    checked = child.order("run", cell, 0, not args.noop, True)
+    if "error" in checked:
+        return {"verified": checked["error"], "holds": False}
+    found: dict[str, Any] = {name: checked[name] for name in ("rows", "bytes", "checksum")} | {"verified": True}
+    found["stats"] = checked["extra"].get("stats")
+    if checked["fetch"]:
+        times = [child.order("run", cell, i, False, True)["fetch"] for i in range(3)]
+        fresh = checked["extra"].get("fetch_fresh")
+        found["fetch_gb_per_s"] = checked["bytes"] / statistics.median(times) / 1e9
+        found["fetch_fresh_gb_per_s"] = checked["bytes"] / fresh / 1e9 if fresh else None
+        if cell == "all-layers":
+            found |= {"fetch_goal": FETCH_GOAL, "fetch_holds": found["fetch_gb_per_s"] >= FETCH_GOAL}
+            found["drift_goal"] = DRIFT_GOAL
+    return found
+
+
+def shown(cell: str, found: dict[str, Any]) -> str:
+    if "error" in found:
+        return f"{cell:14} {found['error']}"
+    ratio, goal = found["ratio"], found.get("goal")
+    low, high = (100 * (edge - 1) for edge in ratio["interval"])
+    text = f"{cell:14} {statistics.median(found['tapped_s']):8.4f} s  {100 * (ratio['median'] - 1):+6.2f} % "
+    text += f"[{low:+.2f}, {high:+.2f}]  {found['rounds']} rounds, drift {100 * found['drift']:+.1f} %"
+    if goal:
+        text += f"  goal {100 * (goal - 1):+.1f} %: {'holds' if found['holds'] else 'MISSES'}"
+    if "fetch_gb_per_s" in found:
+        text += f"  fetch {found['fetch_gb_per_s']:.1f} GB/s"
+    return text
+
+
+def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    setup: Setup = args.setup
+    cells = list(args.cells)
+    result = about(setup, rounds=args.rounds, warmups=args.warmups, baseline=args.baseline, noop=args.noop)
+    result |= {"engines": {}, "cells": {}}
+    budget = setup.row_bytes() if any(capture_of(cell, 4) for cell in [*cells, args.profile or ""]) else 0
+    children: dict[str, Child] = {}
+
+    def start(kind: str) -> Child:
+        """One after the other: vLLM measures the free memory while it starts."""
+        children[kind] = Child(kind, setup, scratch, budget, args.noop)
+        result["engines"][kind] = children[kind].about["engine"] | {"start_s": children[kind].about["start_s"]}
+        result["hardware"] = children[kind].about["hardware"]
+        say(f"{kind} is up after {children[kind].about['start_s']:.0f} s: {children[kind].about['engine']}")
+        return children[kind]
+
+    try:
+        if args.profile:
+            result["profile"] = start("profiled").order("profile", args.profile, 0)
+            return result
+        base = start(args.baseline)
+        for cell in cells:
+            if cell == PEER and "ours" in children:  # the peer needs its room
+                children.pop("ours").close()
+            kind = args.baseline if cell == NOISE else PEER if cell == PEER else "ours"
+            try:
+                other = children.get(kind) or start(kind)
+                found = run_cell("baseline" if cell in (NOISE, PEER) else cell, base, other, args)
+            except ChildFailed as error:
+                if not base.alive:
+                    raise
+                children.pop(kind, None)  # the next cell starts another
+                found = {"error": str(error)}
+            result["cells"][cell] = found
+            write(args.output, result)
+            say(shown(cell, found))
+    except ChildFailed as error:
+        result["failed"] = str(error)
+        say(str(error))
+    finally:
+        for child in children.values():
+            child.close()
+    return result
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--cells", nargs="*", default=CELLS, help=f"of bench/workload.py, {NOISE} and {PEER}")
+    parser.add_argument("--baseline", choices=("baseline", "llm"), default="baseline", help="llm: through vLLM's LLM")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warmups", type=int, default=2)
+    parser.add_argument("--cell-seconds", type=float, default=60.0, help="a cell ends after so long, with fewer rounds")
+    parser.add_argument("--profile", metavar="CELL", help="instead of timing: one cell under profilers")
+    parser.add_argument("--noop", action="store_true", help="taps that do nothing: what the machinery costs alone")
+    parser.add_argument("--scratch", type=Path, help="keep the shape's folder, so that compiled code is found again")
+    for field in fields(Setup):
+        name = f"--{field.name.replace('_', '-')}"
+        if field.type is bool or field.type == "bool":
+            parser.add_argument(name, action="store_true")
+        elif field.name != "engine":
+            default = "tiny" if field.name == "model" else field.default
+            parser.add_argument(name, type=type(default), default=default)
+    args = parser.parse_args()
+    args.setup = Setup(**{f.name: getattr(args, f.name) for f in fields(Setup) if f.name != "engine"}, engine="vllm")
+    args.cells = [cell if cell in (NOISE, PEER) else check_cell(cell) for cell in args.cells]
+    return args
+
+
+def main() -> None:
+    args = parse()
+    with tempfile.TemporaryDirectory() as scratch:
+        result = measure(args, args.scratch or Path(scratch))
+    write(args.output, result)
+    raise SystemExit(1 if "failed" in result else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Where the time of a round goes: host functions, kernels, and our own hooks in the worker, in µs per step."""
+
+import cProfile
+import functools
+import pstats
+import time
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from steerscope.bench.drivers import Ours
+from steerscope.bench.workload import Setup
+
+TOP = 25
+
+
+def top_functions(work: Callable[[], object], wrap: Callable[[Callable[[], None]], None] | None = None) -> list[dict]:
+    """Functions by their own time, of this thread or of the one that `wrap` runs things in."""
+    call = wrap or (lambda what: what())
+    profile = cProfile.Profile()
+    call(profile.enable)
+    try:
+        work()
+    finally:
+        call(profile.disable)
+    found = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    ranked = sorted(found.items(), key=lambda item: -item[1][2])[:TOP]
+    return [
+        {"function": name, "file": f"{file}:{line}", "calls": calls, "own_us": 1e6 * own, "total_us": 1e6 * total}
+        for (file, line, name), (_, calls, own, total, _) in ranked
+    ]
+
+
+class HookTimer:
+    """Counts and times every method of the worker's classes, once they are wrapped. Only for profiles: a wrapper costs
+    about a microsecond, and the times of inner methods are in those of outer ones."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
+
+    def install(self) -> None:
+        from steerscope.engines.vllm import pool, step, worker
+
+        classes: list[type] = [worker.WorkerTaps, step.Books, pool.HostPool]
+        if torch.cuda.is_available():
+            from steerscope.engines.vllm import cuda
+
+            classes.append(cuda.CudaPool)
+        for one in classes:
+            for name, function in list(vars(one).items()):
+                if isinstance(function, FunctionType) and not name.startswith("__"):
+                    setattr(one, name, self._timed(f"{one.__name__}.{name}", function))
+
+    def _timed(self, name: str, function: FunctionType) -> Callable[..., Any]:
+        self.reset(name)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[name] += time.perf_counter() - start
+                self.calls[name] += 1
+
+        return call
+
+    def reset(self, *names: str) -> None:
+        for name in names or self.seconds:
+            self.seconds[name], self.calls[name] = 0.0, 0
+
+    def per_step(self, steps: int) -> dict[str, dict[str, float]]:
+        found = {
+            name: {"us_per_step": 1e6 * self.seconds[name] / steps, "calls_per_step": count / steps}
+            for name, count in self.calls.items()
+            if count
+        }
+        return dict(sorted(found.items(), key=lambda item: -item[1]["us_per_step"]))
+
+
+def profile(driver: Ours, setup: Setup, cell: str, timer: HookTimer) -> dict[str, Any]:
+    """Three rounds, one instrument each, after one that warms up."""
+    prompts, engine = setup.prompts(0), driver.engine.aio
+
+    def inside(what: Callable[[], None]) -> None:
+        """In the thread that drives vLLM."""
+        engine._call(what)  # type: ignore[attr-defined]
+
+    driver.run(prompts, cell)
+    timer.reset()
+    plain = driver.run(prompts, cell)
+    found: dict[str, Any] = {"cell": cell, "steps": plain.steps, "hooks": timer.per_step(plain.steps or 1)}
+    found |= {"hooked_s": plain.seconds, "stats": driver.engine.stats()}
+    try:  # whatever these two cannot do here, the rest stands
+        found["functions"] = top_functions(lambda: driver.run(prompts, cell), inside)
+        found |= _traced(lambda: driver.run(prompts, cell), inside)
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _traced(work: Callable[[], object], inside: Callable[[Callable[[], None]], None]) -> dict[str, Any]:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities):
+        pass  # the library behind it wants to be started by this thread
+    tracer = torch.profiler.profile(activities=activities)
+    inside(tracer.start)
+    work()
+    inside(tracer.stop)
+    return {"operators": _top(tracer, "self_cpu_time_total"), "kernels": _top(tracer, "self_device_time_total")}
+
+
+def _top(tracer: Any, by: str) -> list[dict[str, Any]]:
+    averages = [one for one in tracer.key_averages() if getattr(one, by, 0) > 0]
+    averages.sort(key=lambda one: -getattr(one, by))
+    return [{"name": one.key[:120], "calls": one.count, "us": getattr(one, by)} for one in averages[:TOP]]

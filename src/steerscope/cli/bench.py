@@ -1,0 +1,172 @@
+"""`steerscope bench`: what capturing and steering cost. One configuration per process; `suite` runs them all."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from steerscope.cli import options as o
+
+if TYPE_CHECKING:
+    from steerscope.bench.workload import Setup
+
+app = typer.Typer(no_args_is_help=True, help="Measure what capturing and steering cost.")
+
+_SHAPES = "A directory, smollm2-135m, or a shape with made-up weights: qwen2.5-3b, llama-8b, llama-1b, small, tiny."
+Model = Annotated[str, typer.Option(help=_SHAPES)]
+EngineName = Annotated[Literal["hf", "vllm"], typer.Option("--engine", help="transformers, or vLLM where installed.")]
+Batch = Annotated[int, typer.Option(min=1, help="Requests that run together.")]
+Prefill = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
+Decode = Annotated[int, typer.Option(min=2, help="Tokens each request generates.")]
+Iterations = Annotated[int, typer.Option(min=1, help="Timed rounds, after one that is not.")]
+Dtype = Annotated[str, typer.Option(help="auto: bfloat16 on a GPU, float32 elsewhere.")]
+Eager = Annotated[bool, typer.Option("--eager", help="vLLM without compilation and graphs.")]
+Tokens = Annotated[int, typer.Option(help="vLLM's max_num_batched_tokens.")]
+Output = Annotated[Path, typer.Option(help="The JSON to write.")]
+Mode = Literal["baseline", "zero-layer", "all-layers", "custom"]
+
+
+def _setup(given: dict[str, Any]) -> "Setup":
+    from dataclasses import fields
+
+    from steerscope.bench.workload import Setup
+
+    names = {field.name for field in fields(Setup)}
+    return Setup(**{name: value for name, value in given.items() if name in names})
+
+
+def _done(output: Path, result: dict[str, Any]) -> None:
+    from steerscope.bench.one import write
+
+    write(output, result)
+    head = ("", "median", "min", "spread", "drift")
+    rows = [
+        (name, f"{one['median']:.4f} s", f"{one['min']:.4f} s", f"{one['spread']:.1%}", f"{one['drift']:+.1%}")
+        for name, one in result["summary"].items()
+        if isinstance(one, dict)
+    ]
+    o.table(head, rows)
+    o.note(f"written to {output}")
+
+
+@app.command()
+def capture(
+    output: Output,
+    mode: Annotated[Mode, typer.Option(help="baseline: nothing of ours; zero-layer: on, but nothing is asked.")],
+    layers: Annotated[str | None, typer.Option(help="For custom: 0,5,10 or 4-7.")] = None,
+    model: Model = "tiny",
+    batch: Batch = 32,
+    prefill: Prefill = 512,
+    decode: Decode = 128,
+    iterations: Iterations = 10,
+    engine: EngineName = "hf",
+    dtype: Dtype = "auto",
+    eager: Eager = False,
+    tokens: Tokens = 16384,
+    profile: Annotated[bool, typer.Option("--profile", help="Instead: name the top costs of a fetch.")] = False,
+) -> None:
+    """One capture configuration."""
+    given = dict(locals())
+    if (mode == "custom") != (layers is not None):
+        raise o.mistake("--layers", "goes with --mode custom", "give both or neither")
+    from steerscope.bench.one import measure, top_costs, write
+
+    cell = f"layers={layers}" if layers else mode
+    if profile:
+        costs = top_costs(_setup(given), cell)
+        write(output, {"top_costs": costs})
+        rows = [(one["function"], one["file"][-50:], str(one["calls"]), f"{one['own_us']:.0f}") for one in costs[:10]]
+        o.table(("function", "where", "calls", "own µs"), rows)
+        return
+    _done(output, measure(_setup(given), cell, iterations))
+
+
+@app.command()
+def steer(
+    output: Output,
+    op: Annotated[Literal["add", "cap", "ablate"], typer.Option(help="What is done to the stream.")] = "add",
+    layers: Annotated[Literal["one", "all"], typer.Option(help="The middle layer, or all.")] = "all",
+    specs: Annotated[Literal["one", "each"], typer.Option(help="One for all requests, or another for each.")] = "each",
+    model: Model = "tiny",
+    batch: Batch = 32,
+    prefill: Prefill = 512,
+    decode: Decode = 128,
+    iterations: Iterations = 10,
+    engine: EngineName = "hf",
+    dtype: Dtype = "auto",
+    eager: Eager = False,
+    tokens: Tokens = 16384,
+) -> None:
+    """One steering configuration."""
+    given = dict(locals())
+    from steerscope.bench.one import measure
+
+    cell = op + (":one" if layers == "one" else "") + (":same" if specs == "one" else "")
+    _done(output, measure(_setup(given), cell, iterations))
+
+
+@app.command()
+def stream(
+    output: Output,
+    model: Model = "tiny",
+    batch: Batch = 32,
+    prefill: Prefill = 512,
+    decode: Decode = 128,
+    iterations: Iterations = 10,
+    engine: EngineName = "hf",
+    dtype: Dtype = "auto",
+    eager: Eager = False,
+    tokens: Tokens = 16384,
+) -> None:
+    """All requests as streams: time to the first token, tokens per second."""
+    given = dict(locals())
+    from steerscope.bench.one import stream as measure
+
+    _done(output, measure(_setup(given), iterations))
+
+
+@app.command()
+def peers(
+    output: Output,
+    rounds: Annotated[int, typer.Option(help="Turns of the engine against bare generate.")] = 5,
+    venvs: Annotated[Path, typer.Option(help="Where each library gets an environment of its own.")] = Path(
+        ".cache/peers"
+    ),
+) -> None:
+    """The transformers engine against bare generate and other libraries."""
+    from steerscope.bench.hf import main
+
+    main(["--peers", "--output", str(output), "--rounds", str(rounds), "--venvs", str(venvs)])
+
+
+@app.command()
+def suite(
+    output: Output,
+    report: Annotated[Path | None, typer.Option(help="Folder for report.html and report.md.")] = None,
+    engines: Annotated[str, typer.Option(help="hf,vllm")] = "hf,vllm",
+    cells: Annotated[list[str] | None, typer.Option("--cell", help="Only these; may be given again.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Fresh processes per cell.")] = 2,
+    model: Model = "small",
+    batch: Batch = 8,
+    prefill: Prefill = 64,
+    decode: Decode = 32,
+    iterations: Iterations = 5,
+    dtype: Dtype = "auto",
+    eager: Eager = False,
+    tokens: Tokens = 2048,
+) -> None:
+    """Everything, each cell in fresh processes that take turns."""
+    given = dict(locals())
+    from steerscope.bench.one import write
+    from steerscope.bench.report import html_report
+    from steerscope.bench.suite import markdown, run_suite
+
+    result = run_suite(_setup(given), engines.split(","), repeats, iterations, cells or (), o.note)
+    write(output, result)
+    if report is not None:
+        report.mkdir(parents=True, exist_ok=True)
+        (report / "report.html").write_text(html_report(result), encoding="utf-8")
+        (report / "report.md").write_text(markdown(result) + "\n", encoding="utf-8")
+        o.note(f"report in {report}")
+    typer.echo(markdown(json.loads(output.read_text())))

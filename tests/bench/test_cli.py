@@ -1,0 +1,113 @@
+"""`steerscope bench` on the transformers engine and a tiny shape."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from steerscope.bench import drivers
+from steerscope.cli.main import app
+from steerscope.engines.facade import SyncEngine
+
+SMALL = ["--model", "tiny", "--batch", "2", "--prefill", "6", "--decode", "4", "--iterations", "3"]
+
+
+def bench(tmp_path: Path, *words: str) -> dict[str, Any]:
+    output = tmp_path / "x.json"
+    done = CliRunner().invoke(app, ["bench", *words, *SMALL, "--output", str(output)])
+    assert done.exit_code == 0, done.output
+    return json.loads(output.read_text())
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        (("--mode", "baseline"), 0),
+        (("--mode", "zero-layer"), 0),
+        (("--mode", "all-layers"), 2 * 9 * 4),
+        (("--mode", "custom", "--layers", "0,2"), 2 * 9 * 2),
+    ],
+    ids=lambda value: value[1] if isinstance(value, tuple) else "",
+)
+def test_capture(tmp_path: Path, words: tuple[str, ...], rows: int) -> None:
+    found = bench(tmp_path, "capture", *words)
+    assert found.keys() == {
+        "configuration", "versions", "hardware", "engine", "iterations", "verified", "summary",
+    }  # fmt: skip
+    assert [one["rows"] for one in found["iterations"]] == [rows] * 3
+    assert found["verified"]["rows"] == rows
+    assert found["verified"]["bytes"] == rows * 128 * 4
+    assert bool(found["verified"]["checksum"]) == bool(rows)
+    for one in found["iterations"]:
+        assert one["total_s"] == pytest.approx(one["generation_s"] + one["fetch_s"])
+        assert one["tokens_per_s"] == pytest.approx(2 * 4 / one["generation_s"])
+    assert found["summary"]["generation"].keys() == {"median", "min", "spread", "drift"}
+    assert ("fetch_gb_per_s" in found["summary"]) == bool(rows)
+
+
+def test_all_layers_and_baseline_give_the_same_rows_as_the_model(tmp_path: Path) -> None:
+    """The checksum is that of the rows a plain forward has."""
+    import torch
+
+    from steerscope.bench.shapes import make_model
+    from steerscope.bench.workload import Setup
+
+    found = bench(tmp_path, "capture", "--mode", "custom", "--layers", "0")
+    model: Any = make_model("tiny", "cpu", torch.float32)
+    prompts = torch.tensor(Setup("tiny", batch=2, prefill=6).prompts(2))
+    with torch.no_grad():
+        whole = model.generate(prompts, max_new_tokens=4, do_sample=False, eos_token_id=None)
+        rows = model(whole[:, :-1], output_hidden_states=True).hidden_states[1]
+    assert found["verified"]["checksum"] == pytest.approx(float(rows.abs().sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize("op", ["add", "cap", "ablate"])
+def test_steer(tmp_path: Path, op: str) -> None:
+    found = bench(tmp_path, "steer", "--op", op, "--layers", "one", "--specs", "one")
+    assert found["configuration"]["cell"] == f"{op}:one:same"
+    assert len(found["iterations"]) == 3
+
+
+def test_stream(tmp_path: Path) -> None:
+    found = bench(tmp_path, "stream")
+    for one in found["iterations"]:
+        assert 0 < one["first_token_s"] <= one["last_first_token_s"] <= one["total_s"]
+        assert one["tokens_per_s"] == pytest.approx(2 * 4 / one["total_s"])
+
+
+def test_the_top_costs_of_a_fetch_have_names(tmp_path: Path) -> None:
+    costs = bench(tmp_path, "capture", "--mode", "all-layers", "--profile")["top_costs"]
+    assert costs
+    assert {"function", "file", "calls", "own_us", "total_us"} == costs[0].keys()
+
+
+def test_requests_that_run_one_by_one_are_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SyncEngine.generate
+
+    def one_by_one(self: SyncEngine, prompts: list, sampling: Any, **asked: Any) -> list:
+        return [real(self, prompt, sampling, **asked) for prompt in prompts]
+
+    monkeypatch.setattr(SyncEngine, "generate", one_by_one)
+    words = ["bench", "capture", "--mode", "zero-layer", "--model", "tiny", "--batch", "8", "--prefill", "4"]
+    output = tmp_path / "x.json"
+    done = CliRunner().invoke(app, [*words, "--decode", "4", "--iterations", "1", "--output", str(output)])
+    assert done.exit_code == 2
+    assert "requests did not run together" in done.output
+    assert not output.exists()
+
+
+def test_rows_that_did_not_arrive_are_not_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(drivers, "wanted_rows", lambda *_: 1)
+    words = ["bench", "capture", "--mode", "all-layers", *SMALL, "--output", str(tmp_path / "x.json")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert "72 rows arrived, 1 were asked for" in done.output
+
+
+def test_layers_go_with_custom_only(tmp_path: Path) -> None:
+    for words in (("--mode", "custom"), ("--mode", "baseline", "--layers", "0")):
+        done = CliRunner().invoke(app, ["bench", "capture", *words, *SMALL, "--output", str(tmp_path / "x.json")])
+        assert done.exit_code == 2
+        assert "goes with --mode custom" in done.output

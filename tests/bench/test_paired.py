@@ -1,0 +1,125 @@
+"""The pairs: order, ratios, failures, and what is written, with engines that are not there."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steerscope.bench import paired
+from steerscope.bench.paired import CELLS, ChildFailed, parse
+from steerscope.bench.tables import hooks, speed
+from steerscope.bench.workload import Setup
+
+SETUP = Setup("tiny", batch=2, prefill=6, decode=4)
+TIMES = {"baseline": 1.0, "ours": 1.004}
+
+
+class FakeChild:
+    """Answers like an engine. Which order it was given is kept for all of them together."""
+
+    log: list[tuple[str, ...]] = []
+    broken: set[str] = set()
+
+    def __init__(self, kind: str, *_: object) -> None:
+        self.kind, self.alive = kind, True
+        engine = {"mode": "compiled", "async_scheduling": True}
+        self.about = {"engine": engine, "start_s": 1.0, "hardware": {"gpu": "G"}}
+        FakeChild.log.append(("start", kind))
+
+    def order(self, what: str, cell: str, seed: int, *how: bool) -> dict[str, Any]:
+        FakeChild.log.append((what, self.kind, cell, str(seed)))
+        if cell in FakeChild.broken and self.kind == "ours":
+            self.alive = False
+            raise ChildFailed("ours: the process died")
+        seconds = TIMES[self.kind] + (0.02 if cell == "all-layers" and self.kind == "ours" else 0)
+        fetch = 0.001 if len(how) > 1 else 0.0
+        return {
+            "seconds": seconds, "tokens": [[1], [2]], "steps": 4, "rows": 5, "bytes": 10**8, "fetch": fetch,
+            "checksum": 1.5, "extra": {"fetch_fresh": 0.01, "stats": {}},
+        }  # fmt: skip
+
+    def close(self) -> None:
+        FakeChild.log.append(("close", self.kind))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(paired, "Child", FakeChild)
+    FakeChild.log, FakeChild.broken = [], set()
+
+    def measure(*cells: str, **more: Any) -> dict[str, Any]:
+        given = {
+            "setup": SETUP,
+            "cells": cells,
+            "rounds": 6,
+            "warmups": 1,
+            "cell_seconds": 60.0,
+            "baseline": "baseline",
+        }
+        given |= {"profile": None, "noop": False, "output": tmp_path / "speed.json"}
+        return paired.measure(argparse.Namespace(**given | more), tmp_path)
+
+    return measure
+
+
+def test_rounds_go_there_and_back_with_the_same_prompts(run: Any) -> None:
+    found = run("noise", "zero-layer")["cells"]
+    timed = [entry for entry in FakeChild.log if entry[0] == "run" and entry[2] == "zero-layer" and int(entry[3]) < 100]
+    assert [entry[1] for entry in timed] == ["baseline", "ours", "ours", "baseline"] * 3
+    assert [entry[3] for entry in timed] == [str(i // 2) for i in range(12)]
+    assert found["noise"]["ratio"]["median"] == 1.0
+    assert found["zero-layer"]["ratio"]["median"] == pytest.approx(1.004)
+    assert found["zero-layer"]["holds"]
+    assert found["zero-layer"]["same_tokens"] == 1.0
+    assert FakeChild.log[-2:] == [("close", "baseline"), ("close", "ours")]
+
+
+def test_rows_are_verified_and_a_missed_goal_is_said(run: Any) -> None:
+    cell = run("all-layers")["cells"]["all-layers"]
+    assert (cell["verified"], cell["checksum"], cell["holds"]) == (True, 1.5, False)
+    assert cell["fetch_gb_per_s"] == pytest.approx(100.0)
+    assert cell["fetch_holds"]
+    assert "MISSES" in paired.shown("all-layers", cell)
+
+
+def test_a_cell_that_takes_too_long_ends_with_fewer_rounds(run: Any) -> None:
+    assert run("zero-layer", cell_seconds=0.0)["cells"]["zero-layer"]["rounds"] == 4
+
+
+def test_a_dead_engine_costs_its_cell_only(run: Any, tmp_path: Path) -> None:
+    FakeChild.broken = {"cap"}
+    found = run("zero-layer", "cap", "add")["cells"]
+    assert found["cap"] == {"error": "ours: the process died"}
+    assert found["add"]["rounds"] == 6
+    assert FakeChild.log.count(("start", "ours")) == 2
+    assert json.loads((tmp_path / "speed.json").read_text())["cells"].keys() == found.keys()
+
+
+def test_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = ["--model", "llama-8b", "--batch", "64", "--eager", "--cells", "noise", "layers=0,5", "--output", "x.json"]
+    monkeypatch.setattr(sys, "argv", ["paired", *words])
+    args = parse()
+    assert (args.setup.model, args.setup.batch, args.setup.eager, args.setup.engine) == ("llama-8b", 64, True, "vllm")
+    assert args.cells == ["noise", "layers=0,5"]
+    monkeypatch.setattr(sys, "argv", ["paired", "--output", str(tmp_path)])
+    assert tuple(parse().cells) == CELLS
+
+
+def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
+    FakeChild.broken = {"cap"}
+    found = run("noise", "zero-layer", "all-layers", "cap")
+    (tmp_path / "gpu").mkdir()
+    assert "No figures yet" in speed(tmp_path)
+    assert "No profile yet" in hooks(tmp_path)
+    (tmp_path / "gpu" / "speed-x.json").write_text(json.dumps(found))
+    profile = {"cell": "add", "hooks": {"WorkerTaps._stage": {"us_per_step": 12.34, "calls_per_step": 1.0}}}
+    (tmp_path / "gpu" / "profile-add.json").write_text(json.dumps({"profile": profile}))
+    text = speed(tmp_path)
+    assert "**tiny, 2 × (6 + 4)**" in text
+    assert "| nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | ≤ +0.5 %: holds | +0.0 % |  |" in text
+    assert "| ≤ +1.0 %: **missed** | +0.0 % | 100.0 (goal ≥ 10) |" in text
+    assert "the process died" in text
+    assert "| `WorkerTaps._stage` | 12.3 | 1 |" in hooks(tmp_path)

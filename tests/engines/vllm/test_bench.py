@@ -1,0 +1,51 @@
+"""The benchmark's drivers on the real vLLM: stock, and ours; one process each, as everywhere."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT
+from steerscope.engines.vllm.settings import Settings
+
+SMALL = ["--engine", "vllm", "--model", "tiny", "--batch", "4", "--prefill", "16", "--decode", "6", "--iterations", "2"]
+
+
+def bench(output: Path, *words: str, **environment: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "steerscope.cli.main", "bench", *words, *SMALL, "--eager", "--tokens", "512"]
+    done = subprocess.run(
+        [*command, "--output", str(output)],
+        env={**os.environ, **VLLM_ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(output.read_text())
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+@pytest.mark.slow
+def test_stock_vllm_and_all_layers(tmp_path: Path) -> None:
+    bare = bench(tmp_path / "a.json", "capture", "--mode", "baseline")
+    ours = bench(tmp_path / "b.json", "capture", "--mode", "all-layers")
+    assert bare["verified"]["rows"] == 0
+    assert ours["verified"]["rows"] == 4 * (16 + 6 - 1) * 4
+    assert ours["verified"]["checksum"] > 0
+    assert {"mode", "async_scheduling", "max_num_seqs", "prefix_caching"} <= bare["engine"].keys()
+    for name in ("mode", "max_num_seqs", "max_num_batched_tokens", "prefix_caching"):
+        assert bare["engine"][name] == ours["engine"][name]
+    assert bare["iterations"][0]["steps"] <= 6 + 2
+
+
+def test_noop_is_part_of_what_vllm_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STEERSCOPE_NOOP", raising=False)
+    plain = Settings().additional_config()
+    monkeypatch.setenv("STEERSCOPE_NOOP", "1")
+    assert Settings().noop
+    assert Settings().additional_config() != plain

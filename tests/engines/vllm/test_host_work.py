@@ -1,0 +1,146 @@
+"""Work that every step pays for, counted instead of timed, so that it cannot grow unnoticed on any machine.
+
+On the host: Python and C calls that the worker's hooks make in one decode step. In the graph: nodes that a tap adds to
+a layer. The numbers are ceilings: lower one when the code has become better; raise one only for a reason.
+"""
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.conftest import HAS_VLLM, saved, start_vllm
+from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import TokenPrompt
+from steerscope.engines.vllm.layers import attach, find_layers
+from steerscope.engines.vllm.step import ENTRIES
+from steerscope.engines.vllm.tap import Shared, Tap
+from steerscope.specs import Add, Capture, Sampling
+
+BATCH, HIDDEN, LAYERS = 32, 64, 4
+# Calls per decode step of 32 requests.
+IDLE, CAPTURING, STEERING = 8, 2033, 411
+# Beside the operator itself a tap may only bring its tensors in.
+OPERATORS, INPUTS = 1, 3
+CLIENT = ("engine.py", "running.py", "selftest.py")  # the same thread drives them, but they are not the worker's
+
+
+def is_worker(frame: FrameType) -> bool:
+    file = Path(frame.f_code.co_filename)
+    inside = file.parent.name == "vllm" and file.parent.parent.name == "engines"
+    pure = "steerscope/residual/" in str(file) or "steerscope/specs/tokens" in str(file)
+    return (inside and file.name not in CLIENT and file.name not in ("tap.py", "layers.py")) or pure
+
+
+def calls(engine: SyncEngine, tokens: int, **asked: object) -> int:
+    """Calls by worker code in all steps of a batch."""
+    count = 0
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        if event in ("call", "c_call") and is_worker(frame):
+            count += 1
+
+    prompts = [TokenPrompt([5 + i, 6, 7, 8]) for i in range(BATCH)]
+    engine.aio._call(lambda: sys.setprofile(note))  # type: ignore[attr-defined]
+    done = engine.generate(prompts, Sampling(max_tokens=tokens, ignore_eos=True), **asked)  # type: ignore[call-overload]
+    engine.aio._call(lambda: sys.setprofile(None))  # type: ignore[attr-defined]
+    for one in done:
+        if one.capture is not None:
+            one.capture.close()
+    return count
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+def test_calls_of_a_step() -> None:
+    """From the difference of two lengths: what a request costs once is in both."""
+    folder = saved("llama", "bytes", None, {})
+    options: dict[str, object] = {"sites": ("resid_post",), "max_columns": 4, "max_batch": BATCH}
+    engine = start_vllm(folder, "llama", {**options, "enable_prefix_caching": False})
+    vectors = np.random.default_rng(0).standard_normal((BATCH, HIDDEN)).astype(np.float32)
+    kinds: dict[str, tuple[int, dict[str, object]]] = {
+        "idle": (IDLE, {}),
+        "capturing": (CAPTURING, {"capture": Capture()}),
+        "steering": (STEERING, {"steer": [Add(vector=v, scale=0.1, layers="all") for v in vectors]}),
+    }
+    try:
+        for name, (most, asked) in kinds.items():
+            calls(engine, 4, **asked)  # vectors are given to the worker once
+            found = (calls(engine, 30, **asked) - calls(engine, 10, **asked)) / 20
+            print(f"{name}: {found:g} calls per step")  # noqa: T201
+            assert found <= most, f"{name}: a step makes {found:g} calls, {most} were allowed"
+    finally:
+        engine.close()
+
+
+class Block(nn.Module):
+    """A decoder layer as vLLM has them: it hands on (delta, residual)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual = delta + residual
+        return self.mlp(residual), residual
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        delta, residual = hidden, torch.zeros_like(hidden)
+        for layer in self.layers:
+            delta, residual = layer(delta, residual)
+        return delta + residual
+
+
+def nodes(layers: int, tapped: bool, noop: bool = False) -> tuple[int, int]:
+    """Operators and inputs of the graph the compiler is given."""
+    model = Model(layers)
+    if tapped:
+        shared = Shared(
+            pool=torch.zeros(64, HIDDEN),
+            index=torch.zeros(8, ENTRIES + 12, dtype=torch.int32),
+            gates=torch.ones(4),
+            before=torch.zeros(8, dtype=torch.bool),
+            faults=torch.zeros(8, dtype=torch.int32),
+        )
+        tables = [(torch.zeros(8, HIDDEN), torch.zeros(32, 5)) for _ in range(layers)]
+        taps = {(i, "resid_post"): Tap(shared, *table, True, True, noop) for i, table in enumerate(tables)}
+        attach(find_layers(model, layers), taps)  # type: ignore[arg-type]
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=keep, fullgraph=True)(torch.randn(4, HIDDEN))
+    (graph,) = graphs
+    kinds = [node.op for node in graph.graph.nodes]
+    inputs = kinds.count("placeholder") + kinds.count("get_attr")
+    return len(kinds) - inputs - kinds.count("output"), inputs
+
+
+def per_layer(tapped: bool, noop: bool = False) -> tuple[float, float]:
+    """What each further layer adds: tensors that all taps share are counted once, and so not here."""
+    many, few = nodes(2 * LAYERS, tapped, noop), nodes(LAYERS, tapped, noop)
+    return (many[0] - few[0]) / LAYERS, (many[1] - few[1]) / LAYERS
+
+
+def test_nodes_that_a_tap_adds_to_a_layer() -> None:
+    (operators, inputs), (bare_operators, bare_inputs) = per_layer(True), per_layer(False)
+    assert operators - bare_operators <= OPERATORS
+    assert inputs - bare_inputs <= INPUTS
+
+
+def test_a_tap_that_does_nothing_adds_nothing() -> None:
+    assert per_layer(True, noop=True) == per_layer(False)
