@@ -65,7 +65,7 @@ def shape_config(shape: str) -> PretrainedConfig:
 def make_model(shape: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
     """The embedded model, or weights drawn so that every layer changes the stream by a good part of itself."""
     if shape == DEFAULT_MODEL:
-        return AutoModelForCausalLM.from_pretrained(resolve(shape), dtype=dtype).to(device).eval()
+        return AutoModelForCausalLM.from_pretrained(resolve(shape), dtype=dtype).eval().to(device)  # type: ignore[arg-type]
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape_config(shape), dtype=dtype).eval()

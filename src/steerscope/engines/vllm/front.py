@@ -231,7 +231,7 @@ def front_of(processor: Any) -> Front | None:
 
 def process_inputs(inner: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     request = inner(self, *args, **kwargs)
-    params = request.sampling_params
+    params: Any = request.sampling_params
     given = (params.extra_args or {}).get(NAME) if params is not None else None
     if given is None or getattr(self, "steerscope_aside", False):  # our own engine has judged it already
         return request
@@ -261,7 +261,7 @@ def refusal(problems: list[Problem]) -> InvalidRequest:
 
 
 def add_request(inner: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    params = request.sampling_params
+    params: Any = request.sampling_params
     ticket = (params.extra_args or {}).get(NAME) if params is not None else None
     if not isinstance(ticket, Ticket):
         inner(self, request, *args, **kwargs)
