@@ -229,10 +229,13 @@ def front_of(processor: Any) -> Front | None:
         return processor.steerscope
 
 
+def entry_of(request: Any) -> Any:
+    return None if request.sampling_params is None else (request.sampling_params.extra_args or {}).get(NAME)
+
+
 def process_inputs(inner: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     request = inner(self, *args, **kwargs)
-    params: Any = request.sampling_params
-    given = (params.extra_args or {}).get(NAME) if params is not None else None
+    params, given = request.sampling_params, entry_of(request)
     if given is None or getattr(self, "steerscope_aside", False):  # our own engine has judged it already
         return request
     front = front_of(self)
@@ -261,8 +264,7 @@ def refusal(problems: list[Problem]) -> InvalidRequest:
 
 
 def add_request(inner: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    params: Any = request.sampling_params
-    ticket = (params.extra_args or {}).get(NAME) if params is not None else None
+    params, ticket = request.sampling_params, entry_of(request)
     if not isinstance(ticket, Ticket):
         inner(self, request, *args, **kwargs)
         return
