@@ -20,7 +20,7 @@ def asker(
     name: str, positions: Positions | None, columns: tuple[Positions, ...] = (), most: int = 1000, slot: int = 1
 ) -> Asker:
     capture = positions and WireCapture(((0, "resid_post"), (1, "resid_post")), positions, False, None, 0, most)
-    wire = Wire(name, 0, tuple(WireColumn(b"", {}, p, 0) for p in columns), capture)
+    wire = Wire(name, None, 0, 0, tuple(WireColumn(b"", None, {}, p, 0) for p in columns), capture)
     leases = [Lease(slot + k, slot + k, b"", b"") for k in range(len(columns))]
     return Asker(wire, leases, 3 if positions else 0, 2 if positions else 0)
 
@@ -182,8 +182,14 @@ def test_every_index_row_says_what_an_oracle_says(
 def test_the_wire_survives_its_way(packed_through_msgpack: bool) -> None:
     wire = Wire(
         "r0.0",
+        ("/somewhere", 1 << 30),
         4096,
-        (WireColumn(b"\x00\xff", {(3, "resid_post"): (0.0, 1.0, 1.0, float("-inf"), 2.5)}, EVERYWHERE, 0),),
+        2**61 + 1,
+        (
+            WireColumn(
+                b"\x00\xff", b"\x01\x02", {(3, "resid_post"): (0.0, 1.0, 1.0, float("-inf"), 2.5)}, EVERYWHERE, 0
+            ),
+        ),
         WireCapture(((1, "resid_mid"), (2, "attn_out")), Positions(((0, 4),)), True, "mean", 4, 17),
     )
     packed = wire.pack()
