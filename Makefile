@@ -12,11 +12,17 @@ PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
 # vLLM lives in an environment of its own: it is large, and the demo does not need it.
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+<<<<<<< HEAD
 # The oldest vLLM whose CPU build runs, in a third one.
 OLDEST := .venv-vllm-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 # A process of vLLM takes 20 s to start on a CPU, so the suite runs these of its cells.
 BENCH_CELLS := baseline zero-layer layers=0 layers=0,2,4,6,8,10,12,14 all-layers add cap stream
+=======
+VLLM_PIP := $(VLLM)/bin/python -m pip install $(PIP_OPTIONS)
+# A process of vLLM takes 20 s to start on a CPU, so the suite runs these of its cells; without --cell it runs all.
+BENCH_CELLS := baseline zero-layer layers=0,2,4,6,8,10,12,14 all-layers add stream
+>>>>>>> bench
 
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
@@ -102,7 +108,7 @@ acceptance: setup ## the claims on real models; writes bench/results/acceptance.
 
 bench: setup setup-vllm ## both engines against bare generate and stock vLLM on the CPU (< 10 min); report in bench-report/
 	@$(BIN)/python -m steerscope.bench.hf --rounds 3 --output bench/results/hf.json
-	@VLLM_CPU_KVCACHE_SPACE=1 $(VLLM)/bin/steerscope bench suite --eager --report bench-report --repeats 2 --iterations 4 \
+	@VLLM_CPU_KVCACHE_SPACE=1 $(VLLM)/bin/steerscope bench suite --eager --report bench-report --prefill 32 --decode 16 --iterations 3 \
 	  $(foreach cell,$(BENCH_CELLS),--cell $(cell)) --output bench/results/cpu_suite.json
 	@$(BIN)/python -m steerscope.bench.tables
 
