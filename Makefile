@@ -12,17 +12,11 @@ PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
 # vLLM lives in an environment of its own: it is large, and the demo does not need it.
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
-<<<<<<< HEAD
 # The oldest vLLM whose CPU build runs, in a third one.
 OLDEST := .venv-vllm-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
-# A process of vLLM takes 20 s to start on a CPU, so the suite runs these of its cells.
-BENCH_CELLS := baseline zero-layer layers=0 layers=0,2,4,6,8,10,12,14 all-layers add cap stream
-=======
-VLLM_PIP := $(VLLM)/bin/python -m pip install $(PIP_OPTIONS)
 # A process of vLLM takes 20 s to start on a CPU, so the suite runs these of its cells; without --cell it runs all.
 BENCH_CELLS := baseline zero-layer layers=0,2,4,6,8,10,12,14 all-layers add stream
->>>>>>> bench
 
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
