@@ -238,7 +238,7 @@ def rows_by_arrival(patch: pytest.MonkeyPatch) -> None:
     """Rows written to whoever comes next instead of by position: padding is taken for tokens."""
     real = passes.keep_books
 
-    def wrong(rows_, width):  # noqa: ANN202
+    def wrong(rows_, width):
         books = real(rows_, width)
         books.captures = [(keys, before, list(range(len(index)))) for keys, before, index in books.captures]
         return books
@@ -272,7 +272,7 @@ def steer_everyone(patch: pytest.MonkeyPatch) -> None:
     """Ops applied to the first rows of the batch instead of their own tokens."""
     real = passes.keep_books
 
-    def wrong(rows_, width):  # noqa: ANN202
+    def wrong(rows_, width):
         books = real(rows_, width)
         books.entries = dict(enumerate(books.entries.values()))
         return books
@@ -281,7 +281,7 @@ def steer_everyone(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_watermark(patch: pytest.MonkeyPatch) -> None:
-    def update(self, positions, rows_):  # noqa: ANN202
+    def update(self, positions, rows_):
         self._value += rows_.float().sum(0)
         self.n += len(positions)
 
@@ -323,7 +323,7 @@ def numbers_unchecked(patch: pytest.MonkeyPatch) -> None:
 def slots_not_cleared(patch: pytest.MonkeyPatch) -> None:
     """A reused slot keeps what its last owner had at other layers."""
 
-    def write(self, which, slot, values):  # noqa: ANN202
+    def write(self, which, slot, values):
         for key, value in values.items():
             self.tensors(key)[which][slot].copy_(value)
 
@@ -335,14 +335,14 @@ def slots_never_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_budget(patch: pytest.MonkeyPatch) -> None:
-    def reserve(self, size):  # noqa: ANN202
+    def reserve(self, size):
         from steerscope.capture.budget import Reservation
 
         self.sweep()
         self.used += size
         return Reservation(self, size)
 
-    patch.setattr(ByteBudget, "_try", reserve)
+    patch.setattr(ByteBudget, "take", reserve)
 
 
 def no_expiry(patch: pytest.MonkeyPatch) -> None:
@@ -363,7 +363,7 @@ def overflow_unnoticed(patch: pytest.MonkeyPatch) -> None:
 def cache_rows_not_cleared(patch: pytest.MonkeyPatch) -> None:
     """A row that leaves keeps its NaNs where the next request's padding will be."""
 
-    def leave(self, row):  # noqa: ANN202
+    def leave(self, row):
         w, last = self.window, self.window.rows - 1
         for layer in self.own:
             for buffer in (layer.keys, layer.values):
@@ -381,7 +381,7 @@ def cache_rows_not_cleared(patch: pytest.MonkeyPatch) -> None:
 def cache_row_not_moved(patch: pytest.MonkeyPatch) -> None:
     """A row leaves and the last one does not take its place."""
 
-    def leave(self, row):  # noqa: ANN202
+    def leave(self, row):
         self.lengths[row] = self.lengths[-1]
         self.lengths.pop()
         self.window.rows -= 1

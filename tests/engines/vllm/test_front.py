@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -30,6 +29,7 @@ from steerscope.engines.hf import HFEngine
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
 from steerscope.vectors import SteeringVector, save
 
+httpx = pytest.importorskip("httpx", reason="it comes with vLLM")
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 
 RNG = np.random.default_rng(5)
@@ -277,7 +277,7 @@ def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
     raise AssertionError(log.read_text()[-3000:])
 
 
-def complete(url: str, prompt: list[int], entry: dict[str, Any] | None) -> httpx.Response:
+def complete(url: str, prompt: list[int], entry: dict[str, Any] | None) -> Any:
     body: dict[str, Any] = {"model": str(saved("llama", "bytes", None, {})), "prompt": prompt, "max_tokens": 6}
     body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
     if entry is not None:
