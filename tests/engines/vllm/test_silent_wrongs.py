@@ -159,7 +159,7 @@ def rows_by_arrival(patch: pytest.MonkeyPatch) -> None:
 
     real = Books.fill
 
-    def wrong(self, requests, starts, computed, reserve):  # noqa: ANN202
+    def wrong(self, requests, starts, computed, reserve):
         filled = real(self, requests, starts, computed, reserve)
         cells = self.index[:, CELL]
         taken = cells[: filled.tokens] > 0
@@ -199,7 +199,7 @@ def salt_without_positions(patch: pytest.MonkeyPatch) -> None:
     from steerscope.engines.vllm import running, wire
     from steerscope.specs.tokens import EVERYWHERE
 
-    def blind(plan):  # noqa: ANN202
+    def blind(plan):
         import dataclasses
 
         columns = tuple(dataclasses.replace(column, positions=EVERYWHERE) for column in plan.columns)
@@ -221,7 +221,7 @@ def reads_the_cache(patch: pytest.MonkeyPatch) -> None:
 
     real = running.Running.params
 
-    def wrong(self):  # noqa: ANN202
+    def wrong(self):
         params = real(self)
         params.skip_reading_prefix_cache = False
         return params
@@ -232,7 +232,7 @@ def reads_the_cache(patch: pytest.MonkeyPatch) -> None:
 def memory_reused_at_once(patch: pytest.MonkeyPatch) -> None:
     from steerscope.capture import transport
 
-    def eager(self, data):  # noqa: ANN202
+    def eager(self, data):
         self._regions.free(transport.Freed(self.offset, self.size, self.offset, ()))
         held = torch.from_numpy(np.asarray(self))
         return held[: data[0] * data[1] * 4].view(torch.float32).view(data)
@@ -257,8 +257,9 @@ MUTATIONS: list[tuple[Mutation, Callable[[SyncEngine], None]]] = [
 def test_without_its_guard_the_wrong_shows(
     mutation: Mutation, check: Callable[[SyncEngine], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some show at the start already, where the self-test refuses to serve: it is switched off to see the check."""
+    """Some show at the start already, where the self-tests refuse to serve: they are switched off to see the check."""
     mutation(monkeypatch)
+    monkeypatch.setattr("steerscope.engines.vllm.worker.prove", lambda *_: None)
     monkeypatch.setattr("steerscope.engines.vllm.engine.self_test", lambda _engine: None)
     engine = begin(max_num_batched_tokens=BLOCK)
     try:
