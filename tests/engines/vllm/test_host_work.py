@@ -26,7 +26,12 @@ BATCH, HIDDEN, LAYERS = 32, 64, 4
 IDLE, CAPTURING, STEERING = 8, 2033, 411
 # Beside the operator itself a tap may only bring its tensors in.
 OPERATORS, INPUTS = 1, 3
-CLIENT = ("engine.py", "running.py", "selftest.py")  # the same thread drives them, but they are not the worker's
+CLIENT = (
+    "engine.py",
+    "running.py",
+    "claims.py",
+    "selftest.py",
+)  # the same thread drives them, but they are not the worker's
 
 
 def is_worker(frame: FrameType) -> bool:

@@ -21,7 +21,7 @@ from reference import Reference, RefOp
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Generation, TokenPrompt
 from steerscope.specs import Add, Capture, Sampling
-from steerscope.specs.errors import ModelNotFound, UnsupportedModel
+from steerscope.specs.errors import ModelNotFound
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 PROMPTS = [TokenPrompt(np.random.default_rng(n).integers(4, 500, n).tolist()) for n in (40, 3, 21)]
@@ -128,7 +128,7 @@ def test_a_format_that_vllm_loads_but_cannot_run_stops_the_start(tmp_path: Path,
     if hasattr(torch.ops._C, "cpu_gemm_wna16"):
         pytest.skip("this build of vLLM has the kernel")
     quantised.write(tmp_path, form)
-    with pytest.raises(UnsupportedModel, match="no attribute 'cpu_gemm_wna16'"):
+    with pytest.raises(ModelNotFound, match="no attribute 'cpu_gemm_wna16'"):
         serve(tmp_path, torch.float16)
 
 

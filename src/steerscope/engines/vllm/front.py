@@ -13,6 +13,7 @@ import logging
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,7 @@ from steerscope.specs.steering import Steering, VectorData
 
 log = logging.getLogger("steerscope")
 _ARRIVE_S = 60.0
+ALIVE: "weakref.WeakSet[Text]" = weakref.WeakSet()
 _TTL_S = 600.0
 
 
@@ -137,6 +139,7 @@ class Text:
             if self.held is None:
                 raise CapacityExceeded(f"captures hold the whole budget of {self.front.budget.total >> 20} MiB")
         self.claim.take()
+        ALIVE.add(self)
 
     def wire(self, name: str) -> dict[str, Any]:
         return self.claim.wire(name, arena=(str(self.front.arena.path), self.front.arena.size)).pack()
@@ -278,6 +281,8 @@ def add_request(inner: Any, self: Any, request: Any, *args: Any, **kwargs: Any) 
 
 def process_outputs(inner: Any, self: Any, outputs: list, *args: Any, **kwargs: Any) -> Any:
     """A text that the workers gave up ends with an error, and ends in the engine too."""
+    if not ALIVE:
+        return inner(self, outputs, *args, **kwargs)
     from vllm.v1.engine import FinishReason
 
     stopped = []

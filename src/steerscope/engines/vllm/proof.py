@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from steerscope.engines.vllm.worker import WorkerTaps
 
 log = logging.getLogger("steerscope")
-_BATCHES = ((1, True), (2, False))  # tokens, and whether as a batch of decoding requests
+_BATCHES = ((2, False), (1, True))  # tokens, and whether as decoding requests; one token must not be traced first
 _FACTOR = 4.0  # the value, in units of what the row's norm is without it
 _TRIES = 3  # dummy batches may read memory that was never written: now and then it is not finite
 
