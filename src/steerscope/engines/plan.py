@@ -3,6 +3,7 @@
 Selectors become positions, names become vectors, ops become columns. Both engines run plans and nothing else.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -120,8 +121,9 @@ class Planner:
         ids, facts = prompt.token_ids, self.facts
         if not ids:
             self._problem("prompt", "the prompt is empty", "give at least one token")
-        bad = [i for i in ids if not isinstance(i, int | np.integer) or not 0 <= i < facts.vocab]
-        if bad:
+        found = np.asarray(ids) if ids else np.zeros(1, int)
+        if found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= facts.vocab:
+            bad = [i for i in ids if not isinstance(i, int | np.integer) or not 0 <= i < facts.vocab]
             self._problem("prompt", f"token id {bad[0]!r} does not exist", f"{facts.name} has ids 0–{facts.vocab - 1}")
         if facts.context is None or len(ids) + sampling.max_tokens <= facts.context:
             return
@@ -148,9 +150,10 @@ class Planner:
             self._check_tapped(layers, op.site, f"{field}.layers")
             applied.append(Applied(op, layers, positions))
             for layer in layers:
-                vector = _direction(data, layer, op.unit)
+                vector, content = _direction(data, layer, op.unit)
                 key = tap_of(layer, op.site)
-                placed.append((key != (layer, op.site), PlacedOp(key, positions, vector, op.coefficients())))
+                made = PlacedOp(key, positions, vector, op.coefficients(), content=content)
+                placed.append((key != (layer, op.site), made))
         # At a shared tap the ops of resid_post come before those of the next layer's resid_pre.
         return [op for _, op in sorted(placed, key=lambda pair: pair[0])], applied
 
@@ -230,10 +233,14 @@ class Planner:
         return CapturePlan(asked, keys, positions, capture)
 
 
-def _direction(data: VectorData, layer: int, unit: bool) -> np.ndarray:
-    raw = data.shared if data.shared is not None else data.per_layer[layer]
-    vector = np.frombuffer(raw, dtype="<f4")
-    if not unit:
-        return vector
-    precise = vector.astype(np.float64)
-    return (precise / np.linalg.norm(precise)).astype(np.float32)
+def _direction(data: VectorData, layer: int, unit: bool) -> tuple[np.ndarray, bytes]:
+    """The numbers for one layer, and a hash that stands for them; worked out once for all requests."""
+    place = (None if data.shared is not None else layer, unit)
+    if place not in data.known:
+        raw = data.shared if data.shared is not None else data.per_layer[layer]
+        vector = np.frombuffer(raw, dtype="<f4")
+        if unit:
+            precise = vector.astype(np.float64)
+            vector = (precise / np.linalg.norm(precise)).astype(np.float32)
+        data.known[place] = (vector, hashlib.blake2b(vector.tobytes(), digest_size=16).digest())
+    return data.known[place]  # type: ignore[return-value]

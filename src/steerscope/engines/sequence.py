@@ -27,6 +27,8 @@ class RunningText(ABC):
         self.over = False  # reported; a sequence ends once
         self._eos = frozenset() if plan.sampling.ignore_eos else eos
         self._detokenizer, self._stops = Detokenizer(decoder), StopStrings(plan.sampling.stop)
+        # Nobody looks at the text before its end: it is decoded then, at once.
+        self._decode = None if job.stream or plan.sampling.stop else decoder.decode
         self._pieces: list[str] = []
         self._born = time.perf_counter()
         self._admitted = self._first = 0.0
@@ -57,6 +59,8 @@ class RunningText(ABC):
             reason = "stop"
         elif count >= self.plan.sampling.max_tokens:
             reason = "length"
+        if self._decode is not None:
+            return reason
         text = self._stops.push(self._detokenizer.push(token))
         if reason and self._stops.found is None:
             text += self._stops.push(self._detokenizer.flush())
@@ -73,7 +77,9 @@ class RunningText(ABC):
         if self.over:
             return
         self._release()
-        if reason == "cancelled":
+        if self._decode is not None:
+            self._pieces = [self._decode(self.generated)]
+        elif reason == "cancelled":
             self._pieces.append(self._stops.push(self._detokenizer.flush()) + self._stops.flush())
         now = time.perf_counter()
         admitted, first = self._admitted or now, self._first or now

@@ -33,6 +33,7 @@ class PlacedOp:
     vector: np.ndarray  # float32 [hidden], unit length where the op needs it
     coefficients: Coefficients
     gate: int = 0
+    content: bytes = b""  # what the vector's numbers are, if somebody has worked that out
 
 
 @dataclass
@@ -43,10 +44,11 @@ class Column:
     gate: int
     vectors: dict[Key, np.ndarray] = field(default_factory=dict)
     coefficients: dict[Key, Coefficients] = field(default_factory=dict)
+    contents: dict[Key, bytes] = field(default_factory=dict)
 
     @cached_property
     def vector_key(self) -> bytes:
-        return digest({key: vector.tobytes() for key, vector in self.vectors.items()})
+        return digest({key: self.contents.get(key) or vector.tobytes() for key, vector in self.vectors.items()})
 
     @cached_property
     def coefficient_key(self) -> bytes:
@@ -65,6 +67,7 @@ def pack(ops: Sequence[PlacedOp]) -> list[Column]:
             columns.append(Column(op.positions, op.gate))
         columns[at].vectors[op.key] = op.vector
         columns[at].coefficients[op.key] = op.coefficients
+        columns[at].contents[op.key] = op.content
         last[op.key] = at
     return columns
 

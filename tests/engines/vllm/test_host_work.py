@@ -23,15 +23,11 @@ from steerscope.specs import Add, Capture, Sampling
 
 BATCH, HIDDEN, LAYERS = 32, 64, 4
 # Calls per decode step of 32 requests.
-IDLE, CAPTURING, STEERING = 8, 2033, 411
+IDLE, CAPTURING, STEERING = 12, 400, 90
 # Beside the operator itself a tap may only bring its tensors in.
 OPERATORS, INPUTS = 1, 3
-CLIENT = (
-    "engine.py",
-    "running.py",
-    "claims.py",
-    "selftest.py",
-)  # the same thread drives them, but they are not the worker's
+# The same thread drives these, but they are not the worker's.
+CLIENT = ("engine.py", "running.py", "claims.py", "front.py", "plugin.py", "selftest.py")
 
 
 def is_worker(frame: FrameType) -> bool:

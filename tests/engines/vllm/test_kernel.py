@@ -12,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 GROUPS, SLOTS, CELLS = 5, 7, 64
@@ -40,13 +42,14 @@ def tables(tokens: int, hidden: int, columns: int, dtype: torch.dtype, seed: int
     def draw(high: int, *shape: int) -> torch.Tensor:
         return torch.randint(high, shape, generator=rng, dtype=torch.int32)
 
-    index = torch.zeros(tokens + 2, 2 + 3 * columns, dtype=torch.int32)
-    index[:, 0] = 3 * torch.arange(tokens + 2)  # room for three captured taps of each token
-    index[:, 1] = draw(GROUPS, tokens + 2)
-    for k in range(columns):
-        index[:, 2 + 3 * k] = draw(SLOTS, tokens + 2)
-        index[:, 3 + 3 * k] = draw(SLOTS, tokens + 2) * draw(2, tokens + 2)  # half the entries are empty
-        index[:, 4 + 3 * k] = draw(3, tokens + 2)
+    index = torch.zeros(tokens + 2, ENTRIES + 3 * columns, dtype=torch.int32)
+    index[:, CELL] = 3 * torch.arange(tokens + 2)  # room for three captured taps of each token
+    index[:, GROUP] = draw(GROUPS, tokens + 2)
+    for k in range(ENTRIES, ENTRIES + 3 * columns, 3):
+        index[:, k] = draw(SLOTS, tokens + 2)
+        index[:, k + 1] = draw(SLOTS, tokens + 2) * draw(2, tokens + 2)  # half the entries are empty
+        index[:, k + 2] = draw(3, tokens + 2)
+    index[:, ASKER] = (1 + torch.arange(tokens + 2)) * index[:, ENTRIES + 1 :: 3].ne(0).any(1)
     vectors = torch.randn(SLOTS, hidden, generator=rng) / hidden**0.5
     coefficients = torch.randn(SLOTS, 5, generator=rng)
     coefficients[:, 3:] = torch.tensor([[-INF, INF], [-0.2, INF], [-INF, 0.1], [-0.1, 0.3]])[draw(4, SLOTS).long()]
@@ -56,7 +59,7 @@ def tables(tokens: int, hidden: int, columns: int, dtype: torch.dtype, seed: int
     order[0] = -1
     before = draw(2, GROUPS).bool()
     pool = torch.full((CELLS, hidden), 7.0, dtype=dtype)
-    faults = torch.zeros(tokens + 2, dtype=torch.int32)
+    faults = torch.zeros(tokens + 4, dtype=torch.int32)
     return [pool, index, vectors, coefficients, torch.tensor([1.0, 0.0, 0.5]), order, before, faults]
 
 
@@ -67,13 +70,16 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def both(delta: torch.Tensor, residual: torch.Tensor | None, given: list, steer: bool, capture: bool) -> list[list]:
     """What the two taps leave behind, in (delta, pool, faults)."""
-    from steerscope.engines.vllm.kernel import _cuda_tap
+    from steerscope.engines.vllm.kernel import _cuda_check, _cuda_tap
     from steerscope.engines.vllm.tap import _torch_tap
 
     found = []
     for tap in (_cuda_tap, _torch_tap):
         mine, rest = copied(delta), [tensor.clone() for tensor in given]
-        tap(mine, None if residual is None else copied(residual), *rest, steer, capture)
+        other = None if residual is None else copied(residual)
+        tap(mine, other, *rest, steer, capture)
+        if tap is _cuda_tap and steer:  # on CUDA that is a kernel of its own
+            _cuda_check(mine, other, rest[1], rest[-1], False)
         found.append([mine, rest[0], rest[-1]])
     return found
 
@@ -108,7 +114,9 @@ def test_any_tokens(
     assert close(kernel[0], torch_tap[0])
     assert close(kernel[1], torch_tap[1])
     assert torch.equal(kernel[2], torch_tap[2])
-    steered = given_tables[1][:tokens, 3::3].ne(0).any(1) if kind[0] else torch.zeros(tokens, dtype=torch.bool)
+    steered = (
+        given_tables[1][:tokens, ENTRIES + 1 :: 3].ne(0).any(1) if kind[0] else torch.zeros(tokens, dtype=torch.bool)
+    )
     assert torch.equal(kernel[0][~steered], delta[~steered])  # not touched at all
 
 
@@ -125,15 +133,16 @@ def test_steering_and_capture_do_something() -> None:
 def test_what_is_not_finite_is_noted_and_an_untouched_row_keeps_its_infinity() -> None:
     given_tables = tables(4, 16, 1, torch.float32, 0)
     index, coefficients = given_tables[1], given_tables[3]
-    index[:, 1:] = 0
-    index[:2, 2:5] = torch.tensor([1, 1, 0])
-    index[3, 2:5] = torch.tensor([1, 1, 1])  # its gate is closed
+    index[:, ASKER:] = 0
+    index[:2, ENTRIES:] = torch.tensor([1, 1, 0])
+    index[3, ENTRIES:] = torch.tensor([1, 1, 1])  # its gate is closed
+    index[:4, ASKER] = torch.tensor([1, 2, 0, 4])
     coefficients[1] = torch.tensor([0.5, 0.0, 0.0, -INF, INF])
     delta = torch.ones(4, 16)
     delta[1, 3], delta[2, 5], delta[3, 7] = NAN, INF, INF
     kernel, torch_tap = both(delta, None, given_tables, True, True)
     assert kernel[2].tolist() == torch_tap[2].tolist()
-    assert kernel[2].tolist()[:3] == [0, 1, 0]
+    assert kernel[2].tolist()[:4] == [0, 0, 1, 0]
     assert torch.equal(kernel[0][2:], delta[2:])
     assert close(kernel[0], torch_tap[0])
 

@@ -1,11 +1,9 @@
-"""The row pool on a GPU: cells in a ring, rows leave on a side stream, paced.
+"""The row pool on a GPU: rows leave on a side stream, paced.
 
 Copying all rows of a large prompt at once would keep the engine's own small copies (sampled tokens out, indices in)
-waiting behind gigabytes, step after step. So each step sends a bounded part, and the backlog is carried in the ring. A
-step whose cells are still on their way out waits for them; that is counted as `stall_s`.
+waiting behind gigabytes, step after step. So each step sends a bounded part, and the backlog stays in the pool.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,55 +14,62 @@ from torch import Tensor
 
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm import kernel
-from steerscope.engines.vllm.step import Asker, Filled
+from steerscope.engines.vllm.pool import TRASH, Cells
+from steerscope.engines.vllm.step import Asker
 from steerscope.specs.errors import CapacityExceeded
 
 _RING = 8  # steps that may be prepared while earlier ones run
-_PACE = 64 << 20  # bytes per step, at least
-_BACKLOG = 1.25  # cells, in steps of the largest kind
+_PACE = 64 << 20  # bytes per step
+_LOOK = 4  # steps between two looks at the fault flags
 
 
 @dataclass(slots=True)
 class Move:
-    """Rows on their way: cells [first, last), and what to do when they have arrived. Without rows it only marks a place
-    in the queue."""
+    """Rows on their way: cells [first, first + size) are free when they have arrived. Without rows it only marks a
+    place in the queue."""
 
+    asker: Asker | None
     first: int
-    last: int
+    size: int
     rows: Tensor | None
     target: Tensor | None
-    note: Callable[[], None]
+    note: Callable[[], None] | None
     sent: torch.cuda.Event | None = None
 
     @property
-    def size(self) -> int:
+    def bytes(self) -> int:
         return 0 if self.rows is None else self.rows.numel() * self.rows.element_size()
 
 
 class CudaPool:
-    def __init__(self, device: torch.device, cells: int, hidden: int, dtype: torch.dtype, index: np.ndarray) -> None:
+    def __init__(
+        self, device: torch.device, cells: int, askers: int, hidden: int, dtype: torch.dtype, index: np.ndarray
+    ) -> None:
         kernel.register()
-        self.device, self.size = device, int(cells * _BACKLOG)
+        self.device = device
         try:
-            self.cells = torch.zeros(self.size, hidden, dtype=dtype, device=device)
+            self.cells = torch.zeros(cells + TRASH, hidden, dtype=dtype, device=device)
         except torch.OutOfMemoryError as error:
             raise CapacityExceeded(
-                f"no device memory for {self.size * hidden * dtype.itemsize >> 20} MiB of rows: tap fewer layers, or "
+                f"no device memory for {cells * hidden * dtype.itemsize >> 20} MiB of rows: tap fewer layers, or "
                 "lower max_num_batched_tokens"
             ) from error
+        free = Cells(cells)
+        self.take, self.give = free.take, free.give
         self.index = torch.zeros(index.shape, dtype=torch.int32, device=device)
         self._books = torch.from_numpy(index)
         self._stages = [torch.zeros(index.shape, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._stage_events = [torch.cuda.Event() for _ in range(_RING)]
-        self.faults = torch.zeros(len(index), dtype=torch.int32, device=device)
-        self._flags: deque[tuple[Filled, Tensor, torch.cuda.Event]] = deque()  # on their way
         self._turn, self._sent_tokens = 0, 0
+        self.faults = torch.zeros(askers, dtype=torch.int32, device=device)
+        self._flags = torch.zeros(askers, dtype=torch.int32, pin_memory=True)
+        self._flags_there = torch.cuda.Event()
+        self._asked, self._looks = False, 0
         self._side = torch.cuda.Stream(device)
         self._ready = torch.cuda.Event()
-        self._head = 0
-        self._moves: deque[Move] = deque()  # unsent and sent, in order of their cells
-        self._unsent = 0  # bytes
-        self.stall_s = 0.0
+        self._moves: deque[Move] = deque()  # sent ones first
+        self._unsent: deque[Move] = deque()
+        self._backlog = 0  # bytes of the unsent
 
     # --- before the forward
 
@@ -79,75 +84,79 @@ class CudaPool:
         self.index[:count].copy_(stage, non_blocking=True)
         self._stage_events[turn].record()
 
-    def reserve(self, cells: int) -> int:
-        """The first of so many cells in a row, none of which is still on its way out."""
-        if self._head + cells > self.size:
-            self._head = 0
-        first, last = self._head, self._head + cells
-        if any(move.first < last and first < move.last for move in self._moves):
-            began = time.perf_counter()
-            while any(move.first < last and first < move.last for move in self._moves):
-                self._send(self._unsent)
-                self._arrived(wait=True)
-            self.stall_s += time.perf_counter() - began
-        self._head = last
-        return first
-
     # --- after the forward
 
     def rows(self, cell: int, count: int, width: int) -> Tensor:
         return self.cells[cell : cell + count * width].view(count, width, -1)
 
-    def move(self, rows: Tensor, target: Tensor, note: Callable[[], None]) -> None:
-        first = int(rows.storage_offset()) // rows.shape[-1]
-        last = first + rows.shape[0] * rows.shape[1]
-        self._moves.append(Move(first, last, rows, target, note))
-        self._unsent += self._moves[-1].size
+    def move(self, asker: Asker, cell: int, size: int, rows: Tensor, target: Tensor, note: Callable[[], None]) -> None:
+        """In parts that the pace can send one by one; the last one frees the cells."""
+        step = max(1, _PACE // (rows[0].numel() * rows.element_size()))
+        parts = range(0, len(rows), step)
+        for at in parts:
+            part = Move(asker, cell, 0, rows[at : at + step], target[at : at + step], None)
+            if at == parts[-1]:
+                part.size, part.note = size, note
+            self._queue(part)
+
+    def _queue(self, move: Move) -> None:
+        self._moves.append(move)
+        if move.rows is not None:
+            self._unsent.append(move)
+            self._backlog += move.bytes
 
     def afterwards(self, note: Callable[[], None]) -> None:
-        self._moves.append(Move(0, 0, None, None, note))
+        self._queue(Move(None, 0, 0, None, None, note))
         self._arrived()
 
-    def end_step(self) -> None:
-        self._arrived()
-        self._ready.record()
-        self._side.wait_event(self._ready)
-        self._send(max(_PACE, self._unsent // 8))
+    def pump(self) -> None:
+        if self._moves:
+            self._arrived()
+        if self._unsent:
+            self._ready.record()
+            self._side.wait_event(self._ready)
+            self._send(_PACE)
 
-    def drain(self) -> None:
-        self._ready.record()
-        self._side.wait_event(self._ready)
-        self._send(self._unsent)
-        self._arrived(wait=True)
+    def drain(self, names: set[str] | None = None) -> None:
+        while any(names is None or (move.asker is not None and move.asker.wire.name in names) for move in self._moves):
+            self._ready.record()
+            self._side.wait_event(self._ready)
+            self._send(_PACE)
+            self._arrived(wait=True)
 
-    def faulty(self, filled: Filled | None) -> list[Asker]:
-        if filled is not None and filled.steered:
-            flags = torch.empty(filled.tokens, dtype=torch.int32, pin_memory=True)
-            flags.copy_(self.faults[: filled.tokens], non_blocking=True)
-            self.faults[: filled.tokens].zero_()
-            event = torch.cuda.Event()
-            event.record()
-            self._flags.append((filled, flags, event))
-        found: list[Asker] = []
-        while self._flags and (filled is None or self._flags[0][2].query()):
-            earlier, flags, event = self._flags.popleft()
-            event.synchronize()
-            if flags.any():
-                found += [asker for asker, first, last in earlier.steered if flags[first:last].any()]
+    def faulty(self, wait: bool = False) -> list[int]:
+        found: list[int] = []
+        if self._asked and (wait or self._flags_there.query()):
+            self._flags_there.synchronize()
+            found, self._asked = self._read(), False
+        self._looks += 1
+        if not self._asked and (wait or self._looks % _LOOK == 0):
+            self._flags.copy_(self.faults, non_blocking=True)
+            self._flags_there.record()
+            self._asked = True
+            if wait:
+                self._flags_there.synchronize()
+                found, self._asked = found + self._read(), False
+        return found
+
+    def _read(self) -> list[int]:
+        found = self._flags.nonzero().flatten().tolist() if self._flags.any() else []
+        if found:
+            self.faults.zero_()
         return found
 
     def _send(self, size: int) -> None:
         """Queue moves until so many bytes are on their way. Their rows are complete: a step waits for its forward."""
         with torch.cuda.stream(self._side):
-            for move in self._moves:
-                if size <= 0:
-                    break
-                if move.sent is None and move.rows is not None and move.target is not None:
-                    move.target.copy_(move.rows, non_blocking=True)
-                    move.sent = torch.cuda.Event()
-                    move.sent.record()
-                    size -= move.size
-                    self._unsent -= move.size
+            while self._unsent and size > 0:
+                move = self._unsent.popleft()
+                assert move.target is not None
+                assert move.rows is not None
+                move.target.copy_(move.rows, non_blocking=True)
+                move.sent = torch.cuda.Event()
+                move.sent.record()
+                size -= move.bytes
+                self._backlog -= move.bytes
 
     def _arrived(self, wait: bool = False) -> None:
         while self._moves:
@@ -157,7 +166,10 @@ class CudaPool:
                     return
                 move.sent.synchronize()
             self._moves.popleft()
-            move.note()
+            if move.size:
+                self.give(move.first, move.size)
+            if move.note is not None:
+                move.note()
 
     def pin(self, arena: Arena) -> None:
         """Let the GPU write to the shared memory itself."""
@@ -174,4 +186,4 @@ class CudaPool:
         runtime.cudaHostUnregister(arena.address)
 
     def stats(self) -> dict[str, float]:
-        return {"stall_s": self.stall_s, "backlog_bytes": float(self._unsent)}
+        return {"backlog_bytes": float(self._backlog)}

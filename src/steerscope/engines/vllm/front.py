@@ -141,7 +141,7 @@ class Text:
         self.claim.take()
         ALIVE.add(self)
 
-    def wire(self, name: str) -> dict[str, Any]:
+    def wire(self, name: str) -> bytes:
         return self.claim.wire(name, arena=(str(self.front.arena.path), self.front.arena.size)).pack()
 
     @property

@@ -1,5 +1,5 @@
-"""The tap on CUDA: one Triton program per token. A token with nothing to do costs a few loads; another is read once,
-put through its ops in registers, and written once. The definition is `residual.equation.change`."""
+"""The tap on CUDA: one Triton program per token. A token with nothing to do costs one load; another is read once, put
+through its ops in registers, and written once. The definition is `residual.equation.change`."""
 
 import torch
 import triton
@@ -7,25 +7,24 @@ import triton.language as tl
 from torch import Tensor
 
 from steerscope.engines.vllm import tap
+from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP
 
 
 @triton.jit
 def _kernel(
-    delta, residual, pool, index, vectors, coefficients, gates, order, before, faults,
+    delta, residual, pool, index, vectors, coefficients, gates, order, before,
     delta_stride, residual_stride, index_width, hidden,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
+    CELL: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     mine = index + token * index_width
-    group = tl.load(mine + 1)
-    place = -1
-    if CAPTURE:
-        place = tl.load(order + group)
+    group = tl.load(mine + GROUP)
     busy = 0
     if STEER:
         for k in tl.static_range(COLUMNS):
-            busy |= tl.load(mine + 3 + 3 * k)
-    if (place >= 0) | (busy != 0):
+            busy |= tl.load(mine + ENTRIES + 1 + 3 * k)
+    if (group != 0) | (busy != 0):
         at = tl.arange(0, BLOCK)
         inside = at < hidden
         kind = delta.dtype.element_ty
@@ -40,28 +39,47 @@ def _kernel(
             start = h.to(tl.float32)
             total = tl.zeros([BLOCK], dtype=tl.float32)
             for k in tl.static_range(COLUMNS):
-                five = coefficients + tl.load(mine + 3 + 3 * k) * 5
-                c, s, m = tl.load(five), tl.load(five + 1), tl.load(five + 2)
-                gate = tl.load(gates + tl.load(mine + 4 + 3 * k))
-                if (gate != 0) & ((c != 0) | (s != 0) | (m != 0)):
-                    slot = tl.load(mine + 2 + 3 * k).to(tl.int64)
+                number = tl.load(mine + ENTRIES + 1 + 3 * k)
+                if number != 0:
+                    slot = tl.load(mine + ENTRIES + 3 * k).to(tl.int64)
                     v = tl.load(vectors + slot * hidden + at, mask=inside, other=0.0)
-                    p = tl.sum((start + total) * v)
-                    low = tl.maximum(s * p, tl.load(five + 3), propagate_nan=tl.PropagateNan.ALL)
-                    clipped = tl.minimum(low, tl.load(five + 4), propagate_nan=tl.PropagateNan.ALL)
-                    total += gate * (c + clipped - m * p) * v
+                    five = coefficients + number * 5
+                    c, s, m = tl.load(five), tl.load(five + 1), tl.load(five + 2)
+                    lo, hi = tl.load(five + 3), tl.load(five + 4)
+                    gate = tl.load(gates + tl.load(mine + ENTRIES + 2 + 3 * k))
+                    if (gate != 0) & ((c != 0) | (s != 0) | (m != 0)):
+                        p = tl.sum((start + total) * v)
+                        low = tl.maximum(s * p, lo, propagate_nan=tl.PropagateNan.ALL)
+                        clipped = tl.minimum(low, hi, propagate_nan=tl.PropagateNan.ALL)
+                        total += gate * (c + clipped - m * p) * v
             d = (d.to(tl.float32) + total).to(kind)
             tl.store(delta + token * delta_stride + at, d, mask=inside)
-            size = tl.abs(d.to(tl.float32))
-            if tl.sum(tl.where(size < float("inf"), 0, 1)) > 0:  # inf or NaN
-                tl.store(faults + token, 1)
-        if place >= 0:
-            if tl.load(before + group) == 0:
-                row = d
-                if RESIDUAL:
-                    row = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
-            cell = (tl.load(mine) + place).to(tl.int64)
-            tl.store(pool + cell * hidden + at, row, mask=inside)
+        if CAPTURE:
+            place = tl.load(order + group)
+            if place >= 0:
+                if tl.load(before + group) == 0:
+                    row = d
+                    if RESIDUAL:
+                        row = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
+                cell = (tl.load(mine + CELL) + place).to(tl.int64)
+                tl.store(pool + cell * hidden + at, row, mask=inside)
+
+
+@triton.jit
+def _check_kernel(
+    delta, residual, index, faults, delta_stride, residual_stride, index_width, hidden,
+    BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, ASKER: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    asker = tl.load(index + token * index_width + ASKER)
+    if asker != 0:
+        at = tl.arange(0, BLOCK)
+        inside = at < hidden
+        h = tl.load(delta + token * delta_stride + at, mask=inside, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            h += tl.load(residual + token * residual_stride + at, mask=inside, other=0.0).to(tl.float32)
+        if tl.sum(tl.where(tl.abs(h) < float("inf"), 0, 1)) > 0:  # inf or NaN
+            tl.store(faults + asker, 1)
 
 
 def _cuda_tap(
@@ -78,6 +96,9 @@ def _cuda_tap(
     steer: bool,
     capture: bool,
 ) -> None:
+    if not tap.heavy_kernels:
+        return
+    del faults
     tokens, hidden = delta.shape
     if tokens > index.shape[0]:
         raise ValueError(f"a tap met {tokens} tokens, it was made for {index.shape[0]}")
@@ -94,17 +115,43 @@ def _cuda_tap(
         gates,
         order,
         before,
-        faults,
         delta.stride(0),
         residual.stride(0) if residual is not None else 0,
         index.shape[1],
         hidden,
-        COLUMNS=(index.shape[1] - 2) // 3,
+        COLUMNS=(index.shape[1] - ENTRIES) // 3,
         BLOCK=block,
         RESIDUAL=residual is not None,
         STEER=steer,
         CAPTURE=capture,
-        num_warps=max(1, min(16, block // 512)),
+        CELL=CELL,
+        GROUP=GROUP,
+        ENTRIES=ENTRIES,
+        num_warps=_warps(block),
+    )
+
+
+def _warps(block: int) -> int:
+    return max(1, min(16, block // 512))
+
+
+def _cuda_check(delta: Tensor, residual: Tensor | None, index: Tensor, faults: Tensor, always: bool) -> None:
+    if not (tap.heavy_kernels or always):
+        return
+    block = triton.next_power_of_2(delta.shape[1])
+    _check_kernel[(delta.shape[0],)](  # type: ignore[index]
+        delta,
+        residual if residual is not None else delta,
+        index,
+        faults,
+        delta.stride(0),
+        residual.stride(0) if residual is not None else 0,
+        index.shape[1],
+        delta.shape[1],
+        BLOCK=block,
+        RESIDUAL=residual is not None,
+        ASKER=ASKER,
+        num_warps=_warps(block),
     )
 
 
@@ -112,3 +159,4 @@ def register() -> None:
     """Make this the tap of CUDA tensors, once."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key("steerscope::tap", "CUDA"):
         tap.library.impl("tap", _cuda_tap, "CUDA")
+        tap.library.impl("check", _cuda_check, "CUDA")

@@ -1,9 +1,10 @@
 """Device memory for the rows of running steps, and their way out.
 
-On the CPU a step's rows are copied to the client's memory as soon as the forward is over, so one step's worth of cells
-is enough, and the index that taps read is the very memory the books write.
+On the CPU rows are copied to the client's memory as soon as they are complete, and the index that taps read is the very
+memory the books write.
 """
 
+import bisect
 from collections.abc import Callable
 from typing import Protocol
 
@@ -12,18 +13,47 @@ import torch
 from torch import Tensor
 
 from steerscope.capture.transport import Arena
-from steerscope.engines.vllm.settings import Settings
-from steerscope.engines.vllm.step import Asker, Filled
+from steerscope.engines.vllm.step import Asker
 from steerscope.specs.errors import CapacityExceeded
+
+TRASH = 64  # cells after the last, where tokens that nobody captures may write
+
+
+class Cells:
+    """Which cells are free: first fit, neighbours merged."""
+
+    def __init__(self, count: int) -> None:
+        self._free: list[tuple[int, int]] = [(0, count)]  # (first, behind the last), ascending
+
+    def take(self, count: int) -> int | None:
+        for i, (first, last) in enumerate(self._free):
+            if last - first >= count:
+                self._free[i : i + 1] = [(first + count, last)] if last - first > count else []
+                return first
+        return None
+
+    def give(self, first: int, count: int) -> None:
+        at = bisect.bisect(self._free, (first, first))
+        last = first + count
+        if at < len(self._free) and self._free[at][0] == last:
+            last = self._free.pop(at)[1]
+        if at and self._free[at - 1][1] == first:
+            at -= 1
+            first = self._free.pop(at)[0]
+        self._free.insert(at, (first, last))
 
 
 class Pool(Protocol):
-    cells: Tensor  # [cells, hidden]
+    cells: Tensor  # [cells + TRASH, hidden]
     index: Tensor  # [tokens, columns] int32, what the taps read
-    faults: Tensor  # [tokens] int32, set by the taps
+    faults: Tensor  # [askers] int32, set by the taps
 
-    def reserve(self, cells: int) -> int:
-        """The first of so many cells in a row, for all rows of a step."""
+    def take(self, count: int) -> int | None:
+        """The first of so many cells in a row; None: there is no room."""
+        ...
+
+    def give(self, first: int, count: int) -> None:
+        """They are no longer needed, or not once what is queued has read them."""
         ...
 
     def send_index(self, tokens: int) -> None:
@@ -31,25 +61,27 @@ class Pool(Protocol):
         ...
 
     def rows(self, cell: int, count: int, width: int) -> Tensor:
-        """[count, width, hidden]: cells of this step."""
+        """[count, width, hidden]"""
         ...
 
-    def move(self, rows: Tensor, target: Tensor, note: Callable[[], None]) -> None:
-        """Copy to shared memory, and call this when they are there."""
+    def move(self, asker: Asker, cell: int, size: int, rows: Tensor, target: Tensor, note: Callable[[], None]) -> None:
+        """Copy to shared memory, then give the cells back and call this."""
         ...
 
-    def end_step(self) -> None: ...
+    def pump(self) -> None:
+        """Between two steps: send some of what waits, and see what has arrived."""
+        ...
 
     def afterwards(self, note: Callable[[], None]) -> None:
         """Call this when everything moved so far has arrived."""
         ...
 
-    def drain(self) -> None:
-        """Return when everything moved has arrived."""
+    def drain(self, names: set[str] | None = None) -> None:
+        """Return when everything moved has arrived; or that of these."""
         ...
 
-    def faulty(self, filled: Filled | None) -> list[Asker]:
-        """Whose steered rows were found not to be finite; of this step, or of one whose flags have arrived by now."""
+    def faulty(self, wait: bool = False) -> list[int]:
+        """Numbers of askers whose steered rows were found not to be finite; some steps late unless it waits."""
         ...
 
     def pin(self, arena: Arena) -> None: ...
@@ -60,30 +92,34 @@ class Pool(Protocol):
 
 
 def make_pool(
-    device: torch.device, cells: int, hidden: int, dtype: torch.dtype, index: np.ndarray, settings: Settings
+    device: torch.device,
+    cells: int,
+    askers: int,
+    hidden: int,
+    dtype: torch.dtype,
+    index: np.ndarray,
+    limit: int | None,
 ) -> Pool:
     size = cells * hidden * dtype.itemsize
-    if settings.pool_bytes is not None and size > settings.pool_bytes:
+    if limit is not None and size > limit:
         raise CapacityExceeded(
-            f"the rows of one step can take {size >> 20} MiB, pool_bytes is {settings.pool_bytes >> 20} MiB: tap fewer "
+            f"the rows of one step can take {size >> 20} MiB, pool_bytes is {limit >> 20} MiB: tap fewer "
             "layers or sites, lower max_num_batched_tokens, or raise pool_bytes"
         )
     if device.type == "cuda":
         from steerscope.engines.vllm.cuda import CudaPool
 
-        return CudaPool(device, cells, hidden, dtype, index)
-    return HostPool(cells, hidden, dtype, index)
+        return CudaPool(device, cells, askers, hidden, dtype, index)
+    return HostPool(cells, askers, hidden, dtype, index)
 
 
 class HostPool:
-    def __init__(self, cells: int, hidden: int, dtype: torch.dtype, index: np.ndarray) -> None:
-        self.cells = torch.zeros(cells, hidden, dtype=dtype)
+    def __init__(self, cells: int, askers: int, hidden: int, dtype: torch.dtype, index: np.ndarray) -> None:
+        self.cells = torch.zeros(cells + TRASH, hidden, dtype=dtype)
         self.index = torch.from_numpy(index)
-        self.faults = torch.zeros(len(index), dtype=torch.int32)
-
-    def reserve(self, cells: int) -> int:
-        assert cells <= len(self.cells)
-        return 0
+        self.faults = torch.zeros(askers, dtype=torch.int32)
+        free = Cells(cells)
+        self.take, self.give = free.take, free.give
 
     def send_index(self, tokens: int) -> None:
         del tokens  # the taps read the books' own memory
@@ -91,21 +127,24 @@ class HostPool:
     def rows(self, cell: int, count: int, width: int) -> Tensor:
         return self.cells[cell : cell + count * width].view(count, width, -1)
 
-    def move(self, rows: Tensor, target: Tensor, note: Callable[[], None]) -> None:
+    def move(self, asker: Asker, cell: int, size: int, rows: Tensor, target: Tensor, note: Callable[[], None]) -> None:
+        del asker
         target.copy_(rows)
+        self.give(cell, size)
         note()
 
-    def end_step(self) -> None: ...
+    def pump(self) -> None: ...
 
     def afterwards(self, note: Callable[[], None]) -> None:
         note()
 
-    def drain(self) -> None: ...
+    def drain(self, names: set[str] | None = None) -> None: ...
 
-    def faulty(self, filled: Filled | None) -> list[Asker]:
-        if filled is None or not filled.steered or not self.faults.any():
+    def faulty(self, wait: bool = False) -> list[int]:
+        del wait
+        if not self.faults.any():
             return []
-        found = [asker for asker, first, last in filled.steered if self.faults[first:last].any()]
+        found = self.faults.nonzero().flatten().tolist()
         self.faults.zero_()
         return found
 

@@ -1,12 +1,14 @@
 """Proof in a worker, before it serves: every tap steers and captures in the compiled code and graphs that will run.
 
-The runner's own dummy batches go through the model, one like a decoding request and one like a short prompt. Every
-token is steered at every tap: its projection on a direction of that tap is set to a value. The rows that the taps
-captured must show it. What else is in those rows does not matter, and nothing of this stays behind.
+The runner's own dummy batches go through the model, one like a decoding request and one like a short prompt, once with
+ops that go the heavy way and once with one that goes the light way. Every token is steered at every tap: its projection
+on a direction of that tap is set to a value, or raised by it. The rows that the taps captured must show it. What else
+is in those rows does not matter, and nothing of this stays behind.
 """
 
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from steerscope.engines.vllm.step import CELL, ENTRIES, GROUP
+from steerscope.engines.vllm.step import Asker, goes_light
+from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn
 from steerscope.residual.table import Column, Key
 from steerscope.specs.errors import UnsupportedModel
-from steerscope.specs.steering import Ablate, Coefficients
+from steerscope.specs.steering import Ablate, Add
 from steerscope.specs.tokens import EVERYWHERE
 
 if TYPE_CHECKING:
@@ -31,69 +34,81 @@ _TRIES = 3  # dummy batches may read memory that was never written: now and then
 
 @torch.inference_mode()
 def prove(taps: "WorkerTaps", dummy_run: Callable[..., Any]) -> None:
-    if not (taps.settings.steer and taps.settings.capture and taps.keys):
+    if not (taps.settings.steer and taps.settings.capture and taps.keys) or taps.settings.noop:
         return
     if "force_attention" in inspect.signature(dummy_run).parameters:  # else its output is memory never written
         dummy_run = functools.partial(dummy_run, force_attention=True)
+    for batch, light in itertools.product(_BATCHES, (False, True) if taps.light else (False,)):
+        if not any(_try(taps, dummy_run, batch, light) for _ in range(_TRIES)):
+            log.warning("vLLM's dummy batches are not finite: the taps were not tried in the worker")
+    taps.shared.faults.zero_()
+
+
+def _try(taps: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bool], light: bool) -> bool:
+    """False: the batch says nothing."""
     rng = np.random.default_rng(0)
     directions = {key: _unit(rng.standard_normal(taps.hidden)) for key in taps.keys}
-    for batch in _BATCHES:
-        for _ in range(_TRIES):
-            plain = _run(taps, dummy_run, batch, None)
-            norms = plain.norm(dim=-1).amax(dim=0).clamp(min=1e-3)
-            values = {key: _FACTOR * float(norm) for key, norm in zip(taps.keys, norms, strict=True)}
-            if not np.isfinite(list(values.values())).all():
-                continue
-            column = Column(EVERYWHERE, 0, directions, {key: _to(value) for key, value in values.items()})
-            steered = _run(taps, dummy_run, batch, column)
-            if steered.isfinite().all():
-                _judge(taps, steered, directions, values)
-                break
-        else:
-            log.warning("vLLM's dummy batches are not finite: the taps were not tried in the worker")
+    norms = _run(taps, dummy_run, batch, None).norm(dim=-1).amax(dim=0).clamp(min=1e-3)
+    if not norms.isfinite().all():
+        return False
+    values = {key: _FACTOR * float(norm) for key, norm in zip(taps.keys, norms, strict=True)}
+    ops = {k: Add(vector=[1.0], scale=x) if light else Ablate(vector=[1.0], to=x) for k, x in values.items()}
+    column = Column(EVERYWHERE, 0, directions, {key: op.coefficients() for key, op in ops.items()})
+    rows = _run(taps, dummy_run, batch, column)
+    if rows.isfinite().all():
+        _judge(taps, rows, directions, values, light)
+        return True
+    return False
 
 
 def _unit(direction: np.ndarray) -> np.ndarray:
     return (direction / np.linalg.norm(direction)).astype(np.float32)
 
 
-def _to(value: float) -> Coefficients:
-    return Ablate(vector=[1.0], to=value).coefficients()
-
-
 def _run(
     taps: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bool], column: Column | None
 ) -> torch.Tensor:
-    """A dummy batch, steered by a column and captured at every tap: float64 [tokens, taps, hidden]."""
+    """A dummy batch as if one request asked for it, captured at every tap: float64 [tokens, taps, hidden]."""
     tokens, uniform = batch
-    content = (taps.keys, False)
-    group, _ = taps.groups.acquire(content)
-    taps.set_group(group, taps.keys, before=False)
-    lease = None if column is None else taps.table.acquire(column)
+    capture = WireCapture(taps.keys, EVERYWHERE, False, None, 0, tokens)
+    columns = () if column is None else (WireColumn.of(column, inline=False),)
+    wire = Wire("proof", None, 0, 0, columns, capture)
+    leases = [] if column is None else [taps.table.acquire(column)]
+    asker = Asker(wire, leases, 0, len(taps.keys), light=taps.light and goes_light(wire))
+    asker.group, _ = taps.groups.acquire((taps.keys, False))
+    taps.set_group(asker.group, taps.keys, before=False)
+    taps.books.askers["proof"] = asker
+    filled = taps.books.fill(["proof"], np.array([0, tokens]), np.array([0]), taps.reserve)
+    taps.graphs.use(filled.heavy)
+    taps.pool.send_index(tokens)
     try:
-        cell, index = taps.pool.reserve(tokens * len(taps.keys)), taps.books.index
-        index[:tokens, CELL] = cell + len(taps.keys) * np.arange(tokens)
-        index[:tokens, GROUP] = group
-        if lease is not None:
-            index[:tokens, ENTRIES : ENTRIES + 3] = (lease.vector_slot, lease.coefficient_slot, 0)
-        taps.pool.send_index(tokens)
+        taps.books.proving = True
         dummy_run(tokens, uniform_decode=uniform)
-        return taps.pool.rows(cell, tokens, len(taps.keys)).double().cpu()
+        (part,) = filled.slices
+        rows = taps.pool.rows(part.cell, tokens, len(taps.keys)).double().cpu()
+        taps.pool.give(part.cell, part.size)
+        return rows
     finally:
-        taps.books.index[:tokens] = 0
+        taps.books.proving = False
+        taps.books.forget("proof")
+        taps.books.clear()
         taps.pool.send_index(0)
-        taps.shared.faults.zero_()
-        taps.groups.release(content)
-        if lease is not None:
+        taps.groups.release((taps.keys, False))
+        for lease in leases:
             taps.table.release(lease)
 
 
-def _judge(taps: "WorkerTaps", rows: torch.Tensor, directions: dict[Key, np.ndarray], values: dict[Key, float]) -> None:
-    """A row that was not steered has a projection of about norm / √hidden; rounding makes far less."""
+def _judge(
+    taps: "WorkerTaps", rows: torch.Tensor, directions: dict[Key, np.ndarray], values: dict[Key, float], light: bool
+) -> None:
+    """A row that was not steered has a projection of about norm / √hidden; rounding makes far less. What is raised has
+    the projection it had besides."""
     eps = torch.finfo(taps.dtype).eps
     for i, key in enumerate(taps.keys):
         got = rows[:, i] @ torch.from_numpy(directions[key].astype(np.float64))
         allowed = max(1e-3, 8 * eps) * values[key] + 8 * eps * rows[:, i].norm(dim=-1) / taps.hidden**0.5
+        if light:
+            allowed += 1.5 / _FACTOR * values[key]
         error = (got - values[key]).abs()
         if bool((error > allowed).any()):
             raise UnsupportedModel(

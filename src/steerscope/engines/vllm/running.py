@@ -3,6 +3,8 @@
 import functools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from steerscope.capture.handle import CaptureHandle
 from steerscope.engines.generation import FinishReason, Job
 from steerscope.engines.plan import CapturePlan
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
     from steerscope.engines.vllm.engine import VLLMEngine
 
+_LATE = 8  # steps after which the workers have looked whether steered rows are finite
 _HOLD = 4  # rows a reduction keeps back: vLLM may run a step or two past the end of a text
 _HOLD_LATE, _HOLD_BYTES = 64, 64 << 20  # … and on until it hears of a stop string or a cancellation
 
@@ -45,7 +48,7 @@ class Running(RunningText):
             self.claim.release()
 
     def prompt(self) -> dict[str, Any]:
-        asked: dict[str, Any] = {"prompt_token_ids": [int(token) for token in self.plan.prompt.token_ids]}
+        asked: dict[str, Any] = {"prompt_token_ids": np.asarray(self.plan.prompt.token_ids).tolist()}
         if found := salt(self.plan):
             asked["cache_salt"] = found
         return asked
@@ -113,14 +116,14 @@ class Running(RunningText):
         if not self.generated or self.failure is not None:  # it may be in the very step that runs now
             return True
         if self.plan.capture is None:  # of a short text the last steps' faults may not have been looked at
-            return len(self.generated) <= 2
+            return len(self.generated) <= _LATE
         wanted = self.plan.capture.positions.count(self.computed)
         return bool(self.plan.capture.spec.reduce) or self.claim.arrived() < wanted
 
     def ending(self) -> list[Any]:
         assert self.claim is not None
         assert self.claim.region is not None
-        return [self.key, self.computed, self.claim.region.offset]
+        return [self.key, self.computed, self.claim.region.offset, bool(self.plan.columns)]
 
     def _handle(self) -> CaptureHandle | None:
         capture, held = self.plan.capture, self.job.held

@@ -3,6 +3,12 @@
 Before every forward the scheduler's own numbers (which requests run, how many tokens, from which position) are turned
 into one row of integers per token: where its captured rows go, which group of taps captures it, and its ops. Rows of
 tokens nobody claims are zero. Pure numpy, and work only for requests that asked for something.
+
+There are two ways through a tap. The light one only captures, or adds one vector: compiled into the model's own code it
+costs nothing that can be measured. The heavy one does everything, in a kernel of its own. A request takes one of them.
+
+While requests decode, a step differs from the last one only in where its rows go, and these lie in pages: a few rows of
+one request side by side, sent together. Such a step is a handful of array operations, whatever the number of requests.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +19,23 @@ import numpy as np
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm.wire import Wire
 from steerscope.residual.table import Lease
-from steerscope.specs.tokens import Interval
+from steerscope.specs.tokens import Interval, Positions
 
-CELL, GROUP, ENTRIES = 0, 1, 2  # columns of the index: first cell, group, then three per op
+# Columns of the index: first cell, group, vector and coefficients of the light way; the asker's number; first cell and
+# group of the heavy way, and its ops, three numbers each.
+LIGHT_CELL, LIGHT_GROUP, LIGHT_VECTOR, LIGHT_COEFFICIENT, ASKER, CELL, GROUP, ENTRIES = range(8)
+PAGE = 16  # rows, at most
+_LINE = 16  # an index row fills whole cache lines
+
+
+@dataclass(slots=True)
+class Page:
+    """Cells for rows that follow each other: row i of position start + i."""
+
+    cell: int
+    start: int
+    size: int
+    count: int = 0
 
 
 @dataclass(slots=True)
@@ -33,79 +53,242 @@ class Asker:
     failed: str | None = None
     left: bool = False  # its region is no longer ours
     arena: Arena | None = None  # where that region is
+    number: int = 0  # which fault flag is its own
+    light: bool = False
+    page: Page | None = None
+
+    @property
+    def steers(self) -> bool:
+        return bool(self.leases) and len(self.leases) == len(self.wire.columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Rows of one request in one step: positions [start, stop) are cells [cell, cell + (stop − start) · width)."""
+    """Rows of one request: positions [start, stop) are cells [cell, cell + (stop − start) · width)."""
 
     asker: Asker
     start: int
     stop: int
     cell: int
     reached: int  # captured rows that are there when this slice is
+    size: int  # cells that were reserved for it
 
 
 @dataclass(slots=True)
 class Filled:
-    """What one step does: how many tokens have a say, and the rows it will make."""
+    """What one step does: how many tokens have a say, and the rows that are complete with it."""
 
     tokens: int = 0  # index rows [0, tokens) are written, the rest is zero
     slices: list[Slice] = field(default_factory=list)
     failed: list[Asker] = field(default_factory=list)  # found out in this step
     recomputed: int = 0  # requests that were preempted and begin again
-    steered: list[tuple[Asker, int, int]] = field(default_factory=list)  # who steers batch tokens [first, last)
+    steers: bool = False
+    heavy: bool = False  # somebody goes the heavy way
+    same: bool = False  # the index says what it said in the last step
+
+
+@dataclass(slots=True)
+class _Steady:
+    """Decoding requests, as arrays over the askers of a batch."""
+
+    names: list[str]
+    askers: list[Asker]
+    request: np.ndarray  # its number in the batch
+    token: np.ndarray
+    position: np.ndarray  # the next one
+    column: np.ndarray  # where its cell stands in an index row
+    width: np.ndarray  # 0: captures nothing any more
+    cell: np.ndarray  # of the next row
+    room: np.ndarray  # rows left in its page
+    most: np.ndarray
+    filled: Filled
+
+    def fits(self, names: Sequence[str], starts: np.ndarray, computed: np.ndarray) -> bool:
+        """The batch is the last one, a token later."""
+        return (
+            len(names) == len(self.names)
+            and list(names) == self.names
+            and bool((starts[self.request] == self.token).all())
+            and bool((starts[self.request + 1] == self.token + 1).all())
+            and bool((computed[self.request] == self.position).all())
+            and bool((self.position < self.most).all())
+        )
 
 
 class Books:
-    def __init__(self, tokens: int, columns: int) -> None:
-        self.columns = columns
-        self.index = np.zeros((tokens, ENTRIES + 3 * columns), dtype=np.int32)
+    def __init__(self, tokens: int, columns: int, light: bool = False, page: int = PAGE) -> None:
+        self.columns, self.light, self.page = columns, light, page
+        width = -(-(ENTRIES + 3 * columns) // _LINE) * _LINE
+        self.index = np.zeros((tokens, width), dtype=np.int32)
         self.askers: dict[str, Asker] = {}
         self._dirty = 0  # index rows [0, dirty) may be non-zero
+        self._steady: _Steady | None = None
+        self.proving = False  # a dummy batch is to do what the index says
 
     def fill(
         self, requests: Sequence[str], starts: np.ndarray, computed: np.ndarray, reserve: Callable[[int], int]
     ) -> Filled:
         """Write the index for a step in which request i feeds tokens [starts[i], starts[i+1]) of the batch, beginning
         at its absolute position computed[i]. `reserve(cells)` gives the first cell of so many in a row."""
+        if self._steady is not None and self._steady.fits(requests, starts, computed):
+            again = self._repeat(self._steady, reserve)
+            if again is not None:
+                return again
+        self.settle()
         filled = Filled()
         self.clear()
-        taken: list[tuple[Asker, int, int, int]] = []  # who, batch token, positions
+        here: list[tuple[int, Asker]] = []
+        taken: list[tuple[Asker, int, int, int]] = []  # who, batch token, positions; of prompts
+        rows: list[tuple[Asker, int, int, int]] = []  # the same, of those who feed one token
         for i, name in enumerate(requests):
             asker = self.askers.get(name)
             if asker is None:
                 continue
+            here.append((i, asker))
             first, last, at = int(starts[i]), int(starts[i + 1]), int(computed[i])
             self._dirty = filled.tokens = last
-            filled.recomputed += at < asker.reached
+            if at < asker.reached:
+                filled.recomputed += 1
+                filled.slices += self.close(asker)
             asker.reached = max(asker.reached, at + last - first)
             # Also when its rows are void: its keys and values are cached under the salt of its steering.
-            if asker.leases and len(asker.leases) == len(asker.wire.columns):
+            if asker.steers:
                 self._steer(asker, first, at, at + last - first)
-                filled.steered.append((asker, first, last))
+                filled.steers, filled.heavy = True, filled.heavy or not asker.light
             if asker.group and asker.wire.capture and not asker.failed:
-                taken += [(asker, first + a - at, a, b) for a, b in _captured(asker, at, at + last - first)]
+                found = [(asker, first + a - at, a, b) for a, b in _captured(asker, at, at + last - first)]
+                (rows if last - first == 1 else taken).extend(found)
+                filled.heavy |= not asker.light
                 if asker.failed:
                     filled.failed.append(asker)
         total = sum((b - a) * asker.width for asker, _, a, b in taken)
         cell = reserve(total) if total else 0
         for asker, token, a, b in taken:
-            where = slice(token, token + b - a)
-            self.index[where, CELL] = cell + asker.width * np.arange(b - a)
-            self.index[where, GROUP] = asker.group
-            assert asker.wire.capture is not None
-            asker.moved = max(asker.moved, asker.wire.capture.positions.count(b))
-            filled.slices.append(Slice(asker, a, b, cell, asker.moved))
+            filled.slices += self.close(asker)
+            filled.slices.append(_slice(asker, a, b, cell, (b - a) * asker.width))
+            self._capture(asker, token, cell, b - a)
             cell += (b - a) * asker.width
+        for asker, token, a, _ in rows:
+            self._capture(asker, token, self._page_row(asker, a, filled, reserve), 1)
+        self._steady = self._begin(list(requests), here, starts, computed, filled)
         return filled
+
+    def _capture(self, asker: Asker, token: int, cell: int, count: int) -> None:
+        where = slice(token, token + count)
+        self.index[where, LIGHT_CELL if asker.light else CELL] = cell + asker.width * np.arange(count)
+        self.index[where, LIGHT_GROUP if asker.light else GROUP] = asker.group
+
+    def _page_row(self, asker: Asker, position: int, filled: Filled, reserve: Callable[[int], int]) -> int:
+        """The cell of one more row; a page that is full with it is complete."""
+        page = asker.page
+        if page is None or page.start + page.count != position:
+            filled.slices += self.close(asker)
+            assert asker.wire.capture is not None
+            size = min(self.page, asker.wire.capture.most - position)
+            page = asker.page = Page(reserve(size * asker.width), position, size)
+        page.count += 1
+        cell = page.cell + (page.count - 1) * asker.width
+        if page.count == page.size:
+            filled.slices += self.close(asker)
+        return cell
+
+    def close(self, asker: Asker) -> list[Slice]:
+        """The rows of its open page, if it has one (there may be none yet); no more will join them."""
+        if self._steady is not None and asker.page is not None:
+            self.settle()
+        page, asker.page = asker.page, None
+        if page is None:
+            return []
+        return [_slice(asker, page.start, page.start + page.count, page.cell, page.size * asker.width)]
 
     def _steer(self, asker: Asker, first: int, at: int, stop: int) -> None:
         for k, (column, lease) in enumerate(zip(asker.wire.columns, asker.leases, strict=True)):
-            entry = (lease.vector_slot, lease.coefficient_slot, column.gate)
             for a, b in column.positions.within(at, stop):
                 where = slice(first + a - at, first + b - at)
-                self.index[where, ENTRIES + 3 * k : ENTRIES + 3 * k + 3] = entry
+                self.index[where, ASKER] = asker.number
+                if asker.light:
+                    self.index[where, LIGHT_VECTOR:ASKER] = (lease.vector_slot, lease.coefficient_slot)
+                else:
+                    entry = (lease.vector_slot, lease.coefficient_slot, column.gate)
+                    self.index[where, ENTRIES + 3 * k : ENTRIES + 3 * k + 3] = entry
+
+    # --- steps that repeat
+
+    def _begin(
+        self, names: list[str], here: list[tuple[int, Asker]], starts: np.ndarray, computed: np.ndarray, filled: Filled
+    ) -> _Steady | None:
+        """What the next steps look like if everybody who asks goes on with one token each; None if not so."""
+        for i, asker in here:
+            at = int(computed[i])
+            if starts[i + 1] - starts[i] != 1 or asker.failed or not _lasts(asker, at):
+                return None
+        if not here:
+            return None
+        request = np.array([i for i, _ in here])
+        askers = [asker for _, asker in here]
+        rows = [asker.width if asker.group and asker.wire.capture and _captures(asker, int(computed[i])) else 0
+                for i, asker in here]  # fmt: skip
+        pages = [asker.page for asker in askers]
+        again = Filled(filled.tokens, steers=filled.steers, heavy=filled.heavy, same=not any(rows))
+        return _Steady(
+            names=names,
+            askers=askers,
+            request=request,
+            token=starts[request].astype(np.int64),
+            position=computed[request].astype(np.int64) + 1,
+            column=np.array([LIGHT_CELL if asker.light else CELL for asker in askers]),
+            width=np.array(rows),
+            cell=np.array([page.cell + page.count * w if page else 0 for page, w in zip(pages, rows, strict=True)]),
+            room=np.array([0 if page is None else page.size - page.count for page in pages]),
+            most=np.array([asker.wire.capture.most if w and asker.wire.capture else np.iinfo(np.int64).max
+                           for asker, w in zip(askers, rows, strict=True)]),
+            filled=again,
+        )  # fmt: skip
+
+    def _repeat(self, now: _Steady, reserve: Callable[[int], int]) -> Filled | None:
+        if now.filled.same:
+            now.position += 1
+            return now.filled
+        slices: list[Slice] = []
+        for i in np.flatnonzero((now.room == 0) & (now.width > 0)):
+            asker, position = now.askers[i], int(now.position[i])
+            size = min(self.page, int(now.most[i]) - position)
+            asker.page = Page(reserve(size * asker.width), position, size)
+            now.cell[i], now.room[i] = asker.page.cell, size
+            if self._steady is not now:  # there was no room, and all pages were closed to make some
+                return None
+        self.index[now.token, now.column] = now.cell
+        now.position += 1
+        now.cell += now.width
+        now.room -= now.width > 0
+        for i in np.flatnonzero((now.room == 0) & (now.width > 0)):
+            asker = now.askers[i]
+            assert asker.page is not None
+            page, asker.page = asker.page, None
+            slices.append(_slice(asker, page.start, page.start + page.size, page.cell, page.size * asker.width))
+        again = now.filled
+        return Filled(again.tokens, slices, steers=again.steers, heavy=again.heavy)
+
+    def settle(self) -> None:
+        """Write back to the askers what the arrays know."""
+        now, self._steady = self._steady, None
+        for i, asker in enumerate(now.askers if now else ()):
+            assert now is not None
+            asker.reached = max(asker.reached, int(now.position[i]))
+            if not now.width[i] or asker.wire.capture is None:
+                continue
+            asker.seen = max(asker.seen, asker.wire.capture.positions.count(int(now.position[i])))
+            if asker.page is not None:
+                asker.page.count = asker.page.size - int(now.room[i])
+
+    def forget(self, name: str) -> tuple[Asker | None, list[Slice]]:
+        """The request is over: who it was, and the rows of its open page."""
+        asker = self.askers.get(name)
+        if asker is None:
+            return None, []
+        self.settle()
+        del self.askers[name]
+        return asker, self.close(asker)
 
     @property
     def clean(self) -> bool:
@@ -113,8 +296,43 @@ class Books:
         return self._dirty == 0
 
     def clear(self) -> None:
+        self.settle()
         self.index[: self._dirty] = 0
         self._dirty = 0
+
+
+def goes_light(wire: Wire) -> bool:
+    """Whether its ops are one addition, if any: nothing that needs a projection, a gate, or an order."""
+    if len(wire.columns) > 1:
+        return False
+    adds = all(s == 0 and m == 0 for c in wire.columns for _, s, m, _, _ in c.coefficients.values())
+    return adds and all(column.gate == 0 for column in wire.columns)
+
+
+def _slice(asker: Asker, start: int, stop: int, cell: int, size: int) -> Slice:
+    assert asker.wire.capture is not None
+    asker.moved = max(asker.moved, asker.wire.capture.positions.count(stop))
+    return Slice(asker, start, stop, cell, asker.moved, size)
+
+
+def _constant(positions: Positions, at: int, stop: int) -> bool:
+    """Either all of [at, stop) or none of it."""
+    return list(positions.within(at, stop)) in ([], [(at, stop)])
+
+
+def _lasts(asker: Asker, at: int) -> bool:
+    """What it does at this position it does from then on."""
+    capture, stop = asker.wire.capture, at + (1 << 30)
+    if capture and at < capture.most:
+        stop = capture.most  # looked at again when it gets there
+        if not _constant(capture.positions, at, stop):
+            return False
+    return all(_constant(column.positions, at, stop) for column in asker.wire.columns)
+
+
+def _captures(asker: Asker, at: int) -> bool:
+    capture = asker.wire.capture
+    return capture is not None and at < capture.most and at in capture.positions
 
 
 def _captured(asker: Asker, at: int, stop: int) -> Iterator[Interval]:

@@ -1,16 +1,30 @@
-"""The tap: one operator that steers the tokens of a forward in place and copies captured rows to the pool.
+"""The tap: steers the tokens of a forward in place and copies captured rows to the pool.
 
 It reads nothing but tensors whose addresses never change, so it can be compiled and replayed in a CUDA graph; a layer
-number never enters it, so that the compiled code of equal layers is equal. To the compiler it is opaque: what it does
-is `residual.equation.change`, here in torch, on CUDA as a Triton kernel of the same definition.
+number never enters it, so that the compiled code of equal layers is equal. What it does is `residual.equation.change`.
+
+The heavy way is one operator, opaque to the compiler: here in torch, on CUDA as a Triton kernel of the same definition.
+The light way is plain torch that the compiler traces and fuses with the norm that follows.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from steerscope.engines.vllm.step import CELL, ENTRIES, GROUP
+from steerscope.engines.vllm.pool import TRASH
+from steerscope.engines.vllm.step import (
+    ASKER,
+    CELL,
+    ENTRIES,
+    GROUP,
+    LIGHT_CELL,
+    LIGHT_COEFFICIENT,
+    LIGHT_GROUP,
+    LIGHT_VECTOR,
+)
 from steerscope.residual.equation import change
 
 library = torch.library.Library("steerscope", "DEF")
@@ -20,9 +34,30 @@ library.define(
 )
 
 
+library.define("check(Tensor delta, Tensor? residual, Tensor index, Tensor(a!) faults, bool always) -> ()")
+
+
 @torch.library.register_fake("steerscope::tap", lib=library)
 def _fake(*_: object) -> None:
     return None
+
+
+@torch.library.register_fake("steerscope::check", lib=library)
+def _fake_check(*_: object) -> None:
+    return None
+
+
+heavy_kernels = True  # whether a CUDA tap launches its kernels; graphs may be captured without
+
+
+@contextlib.contextmanager
+def heavy_kernels_off() -> Iterator[None]:
+    global heavy_kernels
+    heavy_kernels = False
+    try:
+        yield
+    finally:
+        heavy_kernels = True
 
 
 def _torch_tap(
@@ -48,7 +83,8 @@ def _torch_tap(
     early = wanted & before.index_select(0, group)
     _copy_rows(early, delta, residual, pool, index, place)
     if steer:
-        entries = index[:, ENTRIES:].view(len(index), -1, 3)
+        columns = (index.shape[1] - ENTRIES) // 3
+        entries = index[:, ENTRIES : ENTRIES + 3 * columns].reshape(len(index), columns, 3)
         used = entries[:, :, 1].ne(0)
         steered = used.any(1).nonzero().squeeze(1)
         if len(steered):
@@ -58,7 +94,7 @@ def _torch_tap(
             gained = change(stream, vectors, coefficients, entries.index_select(0, steered), gates)
             changed = (mine.float() + gained).to(delta.dtype)
             delta.index_copy_(0, steered, changed)
-            faults[steered[~torch.isfinite(changed).all(1)]] = 1
+            faults[index[steered[~torch.isfinite(changed).all(1)], ASKER].long()] = 1
     _copy_rows(wanted & ~early, delta, residual, pool, index, place)
 
 
@@ -84,19 +120,36 @@ class Shared:
     index: Tensor  # [tokens, 2 + 3 · columns]
     gates: Tensor
     before: Tensor  # [groups]: the group captures before steering
-    faults: Tensor  # [tokens]: 1 where a steered row is not finite
+    faults: Tensor  # [askers]: 1 where a steered row is not finite
 
 
 class Tap(nn.Module):
     """The tensors of one (layer, site)."""
 
+    pool: Tensor
+    index: Tensor
+    gates: Tensor
+    before: Tensor
+    faults: Tensor
+    vectors: Tensor
+    coefficients: Tensor
     order: Tensor
 
     def __init__(
-        self, shared: Shared, vectors: Tensor, coefficients: Tensor, steer: bool, capture: bool, noop: bool = False
+        self,
+        shared: Shared,
+        vectors: Tensor,
+        coefficients: Tensor,
+        steer: bool = True,
+        capture: bool = True,
+        noop: bool = False,
+        light: bool = False,
+        last: bool = False,
     ) -> None:
         super().__init__()
         self.steer, self.capture, self.noop = steer, capture, noop
+        self.light = light  # there is a light way
+        self.last = last  # after it, look whether what was steered is finite
         order = torch.full_like(shared.before, -1, dtype=torch.int32)  # place of this tap in each group, −1: none
         tensors = {"pool": shared.pool, "index": shared.index, "gates": shared.gates, "before": shared.before}
         tensors["faults"] = shared.faults
@@ -121,3 +174,26 @@ class Tap(nn.Module):
             self.steer,
             self.capture,
         )
+        if self.light:
+            self._light(delta, residual)
+        if self.last and self.steer:
+            torch.ops.steerscope.check(delta, residual, self.index, self.faults, self.light)
+
+    def _light(self, delta: Tensor, residual: Tensor | None) -> None:
+        """One vector added, and rows captured. Tokens with nothing to do add zero and write where nobody reads."""
+        index = self.index[: delta.shape[0]]
+        changed = delta
+        if self.steer:
+            strength = self.coefficients[index[:, LIGHT_COEFFICIENT], 0]
+            gained = strength.unsqueeze(1) * self.vectors[index[:, LIGHT_VECTOR]]
+            changed = (delta.float() + gained).to(delta.dtype)
+        if self.capture:
+            group = index[:, LIGHT_GROUP]
+            place = self.order[group]
+            nowhere = self.pool.shape[0] - TRASH + torch.arange(delta.shape[0], device=delta.device) % TRASH
+            cell = torch.where(place >= 0, index[:, LIGHT_CELL] + place, nowhere)
+            kept = torch.where(self.before[group].unsqueeze(1), delta, changed) if self.steer else delta
+            rows = kept if residual is None else kept + residual
+            self.pool.index_copy_(0, cell, rows.to(self.pool.dtype))
+        if self.steer:
+            delta.copy_(changed)

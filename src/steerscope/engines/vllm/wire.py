@@ -47,7 +47,13 @@ class Wire:
     columns: tuple[WireColumn, ...]
     capture: WireCapture | None
 
-    def pack(self) -> Packed:
+    def pack(self) -> bytes:
+        """One piece, which vLLM copies and sends as it is."""
+        import msgspec  # vLLM has it
+
+        return msgspec.msgpack.encode(self._plain())
+
+    def _plain(self) -> Packed:
         columns = [
             [column.vectors, column.content, _pack_keys(column.coefficients), list(column.coefficients.values()),
              _pack_positions(column.positions), column.gate]
@@ -61,7 +67,10 @@ class Wire:
                 "capture": capture}  # fmt: skip
 
     @classmethod
-    def unpack(cls, data: Packed) -> "Wire":
+    def unpack(cls, packed: bytes) -> "Wire":
+        import msgspec
+
+        data: Packed = msgspec.msgpack.decode(packed)
         columns = tuple(
             WireColumn(bytes(vectors), content, dict(zip(_keys(keys), map(tuple, values), strict=True)),
                        _positions(at), gate)

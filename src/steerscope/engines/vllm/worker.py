@@ -6,7 +6,9 @@ is written into its counters and kept for the client to read, and the request's 
 
 import functools
 import logging
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,18 +17,19 @@ import numpy as np
 import torch
 
 from steerscope.capture.transport import ALIGN, HEADER, LEFT, MET, OWNER, ROWS, STAGES, Arena
+from steerscope.engines.vllm.graphs import Graphs, around
 from steerscope.engines.vllm.guards import check_config, layer_count, minor_version
 from steerscope.engines.vllm.layers import attach, find_layers, returned
 from steerscope.engines.vllm.pool import make_pool
 from steerscope.engines.vllm.proof import prove
 from steerscope.engines.vllm.seeds import mend
 from steerscope.engines.vllm.settings import Settings
-from steerscope.engines.vllm.step import Asker, Books, Filled, Slice
+from steerscope.engines.vllm.step import PAGE, Asker, Books, Filled, Slice, goes_light
 from steerscope.engines.vllm.tap import Shared, Tap
 from steerscope.engines.vllm.wire import Wire, WireColumn
 from steerscope.residual.reduce import HeldBack, Reducer
 from steerscope.residual.table import Column, Key, Slots, SlotTable
-from steerscope.specs.errors import UnsupportedModel
+from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -59,15 +62,22 @@ class WorkerTaps:
         if self.stage >= STAGES:
             raise UnsupportedModel(f"pipelines have at most {STAGES} stages here: lower pipeline_parallel_size")
         tokens = max(config.scheduler_config.max_num_batched_tokens, *(_graph_sizes(config) or [1]))
-        self.books = Books(tokens, settings.max_columns)
+        requests = config.scheduler_config.max_num_seqs
+        self.light = settings.traced and self.device.type == "cuda" and _compiles(config)
+        page = max(1, min(PAGE, tokens // (4 * requests)))
+        self.books = Books(tokens, settings.max_columns, self.light, page)
         self.table = SlotTable(self.hidden, settings.slots, self.device)
         self.groups = Slots(settings.groups, "capture group")
-        cells = tokens * len(self.keys) if settings.capture else 0
-        self.pool = make_pool(self.device, cells, self.hidden, self.dtype, self.books.index, settings)
+        self._numbers = deque(range(1, 2 * requests + 2))  # of askers; those given back are used again last
+        # The rows of one step always fit, beside open pages and rows that wait to be sent.
+        cells = (tokens + page * requests + tokens // 4) * len(self.keys) if settings.capture else 0
+        self.pool = make_pool(
+            self.device, cells, 2 * requests + 2, self.hidden, self.dtype, self.books.index, settings.pool_bytes
+        )
         self.shared = Shared(
             pool=self.pool.cells,
             index=self.pool.index,
-            gates=torch.ones(1 + config.scheduler_config.max_num_seqs, device=self.device),
+            gates=torch.ones(1 + requests, device=self.device),
             before=torch.zeros(settings.groups, dtype=torch.bool, device=self.device),
             faults=self.pool.faults,
         )
@@ -79,26 +89,31 @@ class WorkerTaps:
         self.arena: Arena | None = None  # of the client that attached one
         self.arenas: dict[str, Arena] = {}  # those that requests name
         self._finishing: set[str] = set()  # requests whose regions the client keeps for us, left or not
-        self.counts = {"steps": 0, "asked_steps": 0, "rows": 0, "row_bytes": 0, "recomputed": 0}
+        self.counts = {"steps": 0, "asked_steps": 0, "rows": 0, "row_bytes": 0, "recomputed": 0, "stall_s": 0.0}
+        self.graphs = Graphs(runner)
         self._filled = Filled()
         self._wrap(runner)
-        _around(worker, "compile_or_warm_up_model", self._after_warm_up)
+        around(worker, "compile_or_warm_up_model", self._after_warm_up)
         HERE.add(self)
 
     def _tap(self, key: Key) -> Tap:
         vectors, coefficients = self.table.tensors(key)
         settings = self.settings
-        return Tap(self.shared, vectors, coefficients, settings.steer, settings.capture, settings.noop)
+        last = self.device.type == "cuda" and key == self.keys[-1]
+        return Tap(
+            self.shared, vectors, coefficients, settings.steer, settings.capture, settings.noop, self.light, last
+        )
 
     def _wrap(self, runner: Any) -> None:
         """V2 runners build an input batch for real steps only; V1 runners call `_model_forward` for those only."""
         self._dummy_run = runner._dummy_run
-        _around(runner, "execute_model", self._around_step)
+        around(runner, "execute_model", self._around_step)
         if hasattr(runner, "_model_forward"):
-            _around(runner, "_model_forward", self._before_forward)
-            _around(runner, "_dummy_run", self._before_dummy)
+            around(runner, "_model_forward", self._before_forward)
+            around(runner, "_dummy_run", self._before_dummy)
         else:
-            _around(runner, "prepare_inputs", self._after_inputs)
+            around(runner, "prepare_inputs", self._after_inputs)
+            around(runner, "capture_model", self.graphs.capture)
 
     # --- the step
 
@@ -111,6 +126,7 @@ class WorkerTaps:
         for new in output.scheduled_new_reqs:
             self._admit(new)
         self._filled = Filled()
+        self.pool.pump()  # beside the forward that comes, not beside the small copies after it
         result = run(output, *args, **kwargs)
         self._collect(self._filled)
         if not output.total_num_scheduled_tokens:  # nobody runs any more: no later step will bring the rows out
@@ -131,7 +147,7 @@ class WorkerTaps:
 
     def _before_dummy(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
         """Warm-up, graph capture and idle data-parallel ranks must find nothing to do."""
-        if not self.books.clean:
+        if not self.books.clean and not self.books.proving:
             self.books.clear()
             self.pool.send_index(0)
         return run(*args, **kwargs)
@@ -143,53 +159,75 @@ class WorkerTaps:
 
     def _stage(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
         if not self.books.askers and self.books.clean:
+            self.graphs.use(heavy=False)
             return
         try:
-            self._filled = self.books.fill(names, starts, computed, self.pool.reserve)
+            self._filled = self.books.fill(names, starts, computed, self.reserve)
         except Exception as error:  # a fault of ours: those who asked are told, the step goes on without them
             self.books.clear()
             for asker in [self.books.askers[name] for name in names if name in self.books.askers]:
                 self._fail(asker, f"{type(error).__name__}: {error}")
-        self.pool.send_index(self._filled.tokens)
+        self.graphs.use(self._filled.heavy)
+        if not self._filled.same:
+            self.pool.send_index(self._filled.tokens)
         self.counts["asked_steps"] += 1
         self.counts["recomputed"] += self._filled.recomputed
         for asker in self._filled.failed:
             self._fail(asker, asker.failed or "")
 
-    def _collect(self, filled: Filled) -> None:
-        for part in filled.slices:
-            try:
-                if part.asker.failed is None:
-                    self._take(part)
-            except Exception as error:  # one request's rows are void, the step goes on
-                self._fail(part.asker, f"{type(error).__name__}: {error}")
-        if filled.slices:
-            self.pool.end_step()
-        if filled.tokens:
-            self._note_faults(self.pool.faulty(filled))
+    def reserve(self, cells: int) -> int:
+        """Cells in a row. When there are none, everything that can leave the pool does; nothing runs meanwhile."""
+        first = self.pool.take(cells)
+        if first is None:
+            began = time.perf_counter()
+            for asker in self.books.askers.values():
+                self._bring_out(self.books.close(asker))
+            self.pool.drain()
+            first = self.pool.take(cells)
+            self.counts["stall_s"] += time.perf_counter() - began
+        if first is None:
+            raise CapacityExceeded("the rows of one step do not fit the pool")
+        return first
 
-    def _note_faults(self, askers: list[Asker]) -> None:
-        for asker in askers:
+    def _collect(self, filled: Filled) -> None:
+        self._bring_out(filled.slices)
+        if filled.steers:
+            self._note_faults(self.pool.faulty())
+
+    def _note_faults(self, numbers: list[int]) -> None:
+        for asker in [one for one in self.books.askers.values() if one.number in numbers] if numbers else ():
             if asker.failed is None:
                 self._fail(asker, "its steering makes the hidden states not finite; lower the strength")
 
-    def _take(self, part: Slice) -> None:
+    def _bring_out(self, parts: list[Slice]) -> None:
+        for part in parts:
+            try:
+                if part.asker.failed is not None or part.start == part.stop or not self._take(part):
+                    self.pool.give(part.cell, part.size)
+            except Exception as error:  # one request's rows are void, the step goes on
+                self.pool.give(part.cell, part.size)
+                self._fail(part.asker, f"{type(error).__name__}: {error}")
+
+    def _take(self, part: Slice) -> bool:
+        """Reduce the rows or send them; whether their cells are still needed."""
         asker, capture = part.asker, part.asker.wire.capture
         assert capture is not None
         count = part.stop - part.start
         rows = self.pool.rows(part.cell, count, asker.width)
         if capture.reduce:
             self.reducing[asker.wire.name][1].push(range(part.start, part.stop), rows)
-            return
+            return False
         if not self.writes or asker.arena is None:
-            return
+            return False
         first = capture.positions.count(part.start)
         total = capture.positions.count(capture.most)
         block = asker.wire.offset + HEADER + total * asker.before * self.hidden * self.dtype.itemsize
         target = asker.arena.view(block, (total, asker.width, self.hidden), self.dtype)[first : first + count]
-        self.pool.move(rows, target, functools.partial(self._set, asker, ROWS + self.stage, part.reached))
+        note = functools.partial(self._set, asker, ROWS + self.stage, part.reached)
         self.counts["rows"] += count
         self.counts["row_bytes"] += rows.numel() * rows.element_size()
+        self.pool.move(asker, part.cell, part.size, rows, target, note)
+        return True
 
     def _set(self, asker: Asker, counter: int, value: int) -> None:
         """Tell the client; never again after the region was left."""
@@ -217,13 +255,16 @@ class WorkerTaps:
         except Exception as error:
             log.error("a request carries a steerscope entry that cannot be read: %s", error)
             return
-        asker = Asker(wire, [], 0, 0)
+        asker = Asker(wire, [], 0, 0, light=self.light and goes_light(wire))
         try:
             asker.arena = self._arena_of(wire)
             if not self._meet(asker):
                 return
             for column in wire.columns:
                 asker.leases.append(self.table.acquire(self._column(column)))
+            if wire.columns:
+                asker.number = self._numbers.popleft()
+                self.pool.faults[asker.number] = 0
             if wire.capture:
                 self._join_group(asker)
         except Exception as error:
@@ -287,10 +328,14 @@ class WorkerTaps:
             keys = tuple(key for key in asker.wire.capture.keys if key in self.taps)
             self.groups.release((keys, asker.wire.capture.before_steering))
             asker.group = 0
+        if asker.number:
+            self._numbers.append(asker.number)
+            asker.number = 0
 
     def _forget(self, name: str) -> None:
-        asker = self.books.askers.pop(name, None)
+        asker, rows = self.books.forget(name)
         if asker is not None:
+            self._bring_out(rows)
             self._leave(asker)
 
     def _fail(self, asker: Asker, why: str) -> None:
@@ -328,21 +373,19 @@ class WorkerTaps:
 
     @torch.inference_mode()
     def finish(self, requests: list) -> None:
-        """The end of requests is known: [name, rows, offset] each. Nothing is written for them any more, rows are
-        brought out, reductions completed."""
-        self._finishing = {name for name, _, _ in requests}
-        ended = [key for key, asker in self.books.askers.items() if asker.wire.name in self._finishing]
-        self.pool.drain()
-        self._note_faults(self.pool.faulty(None))
-        for name, rows, _ in requests:
+        """The end of requests is known: [name, rows, offset, whether it steers] each. Nothing is written for them any
+        more, rows are brought out, reductions completed."""
+        self._finishing = {name for name, *_ in requests}
+        if any(steers for *_, steers in requests):
+            self._note_faults(self.pool.faulty(wait=True))
+        for key in [key for key, asker in self.books.askers.items() if asker.wire.name in self._finishing]:
+            self._forget(key)
+        self.pool.drain(self._finishing)
+        for name, rows, offset, _ in requests:
             held = self.reducing.pop(name, None)
             if held is not None and rows:
                 self._write_reduced(*held, rows)
-        for key in ended:
-            self._forget(key)
-        self.pool.drain()
-        for _, _, offset in requests:  # also those that never came here
-            if self.writes and self.arena is not None:
+            if self.writes and self.arena is not None:  # also those that never came here
                 self.arena.words[(offset + ALIGN * (LEFT + self.stage)) // 8] = 1
         self._finishing = set()
 
@@ -386,16 +429,6 @@ class WorkerTaps:
         return {**self.counts, **self.pool.stats(), "slots_in_use": self.table.in_use, "askers": len(self.books.askers)}
 
 
-def _around(target: Any, name: str, wrapper: Callable) -> None:
-    inner = getattr(target, name)
-
-    @functools.wraps(inner)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(inner, *args, **kwargs)
-
-    setattr(target, name, call)
-
-
 def _count_memory(runner: Any, device: torch.device, pool: torch.Tensor) -> None:
     """Older versions size their KV cache by what `load_model` took: what came after it must be added."""
     if device.type == "cuda" and minor_version() < (0, 32) and hasattr(runner, "model_memory_usage"):
@@ -404,3 +437,8 @@ def _count_memory(runner: Any, device: torch.device, pool: torch.Tensor) -> None
 
 def _graph_sizes(config: Any) -> list[int]:
     return list(config.compilation_config.cudagraph_capture_sizes or [])
+
+
+def _compiles(config: Any) -> bool:
+    mode = getattr(config.compilation_config, "mode", None)
+    return getattr(mode, "name", "") == "VLLM_COMPILE" and not config.model_config.enforce_eager
