@@ -168,6 +168,8 @@ def seen(results: Path) -> tuple[str, ...]:
 
 
 def suite(results: Path) -> str:
+    if not (results / "cpu_suite.json").exists():
+        return "*No figures yet: run `make bench` on a machine with nothing else to do.*"
     return markdown(_load(results, "cpu_suite.json"))
 
 
