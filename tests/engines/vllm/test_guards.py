@@ -157,9 +157,9 @@ def test_options_of_the_wrong_engine_are_refused(options: dict[str, Any], named:
 def test_a_pool_that_cannot_hold_a_step_is_refused_with_what_would_fit() -> None:
     from steerscope.engines.vllm.pool import make_pool
 
-    index, settings = np.zeros((64, 14), np.int32), Settings.parse({"pool_bytes": 1 << 20})
+    index = np.zeros((64, 14), np.int32)
     with pytest.raises(CapacityExceeded, match="lower max_num_batched_tokens, or raise pool_bytes"):
-        make_pool(torch.device("cpu"), 64 * 36, 2048, torch.float32, index, settings)
+        make_pool(torch.device("cpu"), 64 * 36, 8, 2048, torch.float32, index, 1 << 20)
 
 
 @needs_vllm
