@@ -3,6 +3,7 @@
 Selectors become positions, names become vectors, ops become columns. Both engines run plans and nothing else.
 """
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -234,13 +235,15 @@ class Planner:
 
 
 def _direction(data: VectorData, layer: int, unit: bool) -> tuple[np.ndarray, bytes]:
-    """The numbers for one layer, and a hash that stands for them; worked out once for all requests."""
-    place = (None if data.shared is not None else layer, unit)
-    if place not in data.known:
-        raw = data.shared if data.shared is not None else data.per_layer[layer]
-        vector = np.frombuffer(raw, dtype="<f4")
-        if unit:
-            precise = vector.astype(np.float64)
-            vector = (precise / np.linalg.norm(precise)).astype(np.float32)
-        data.known[place] = (vector, hashlib.blake2b(vector.tobytes(), digest_size=16).digest())
-    return data.known[place]  # type: ignore[return-value]
+    """The numbers for one layer, and a hash that stands for them."""
+    return _worked_out(data.shared if data.shared is not None else data.per_layer[layer], unit)
+
+
+@functools.lru_cache(maxsize=4096)
+def _worked_out(raw: bytes, unit: bool) -> tuple[np.ndarray, bytes]:
+    """Once for all requests that use them."""
+    vector = np.frombuffer(raw, dtype="<f4")
+    if unit:
+        precise = vector.astype(np.float64)
+        vector = (precise / np.linalg.norm(precise)).astype(np.float32)
+    return vector, hashlib.blake2b(vector.tobytes(), digest_size=16).digest()

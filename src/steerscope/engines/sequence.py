@@ -78,7 +78,11 @@ class RunningText(ABC):
             return
         self._release()
         if self._decode is not None:
-            self._pieces = [self._decode(self.generated)]
+            try:
+                self._pieces = [self._decode(self.generated)]
+            except Exception as error:  # of a tokenizer that does not know an id: this text's fault alone
+                self.fail(RequestFailed(f"{self.name} cannot be decoded: {type(error).__name__}: {error}"))
+                return
         elif reason == "cancelled":
             self._pieces.append(self._stops.push(self._detokenizer.flush()) + self._stops.flush())
         now = time.perf_counter()

@@ -11,7 +11,6 @@ import re
 import struct
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol, Self, get_args, runtime_checkable
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
@@ -123,11 +122,6 @@ class VectorData(Spec):
     @property
     def hidden(self) -> int:
         return len(next(data for _, data in self.items())) // 4
-
-    @cached_property
-    def known(self) -> dict[tuple[int | None, bool], tuple[object, bytes]]:
-        """What was worked out from the numbers, for requests that use them again."""
-        return {}
 
 
 @runtime_checkable

@@ -129,6 +129,18 @@ def test_each_of_n_texts_has_its_own_rows(llm: Any, truth: SyncEngine) -> None:
         assert distance(one.steerscope.fetch()[2], again.rows[2]) < 1e-4
 
 
+def test_a_text_that_stops_early_has_its_last_rows(llm: Any, truth: SyncEngine) -> None:
+    """It ends inside a page, and in this process no step comes after it."""
+    (plain,) = ask(llm, None)
+    ids = list(plain.outputs[0].token_ids)
+    at = next(i for i in range(2, 6) if ids[i] not in ids[:i])
+    (done,) = ask(llm, {"capture": {"layers": [1]}}, stop_token_ids=[ids[at]])
+    assert done.outputs[0].finish_reason == "stop"
+    fed = TokenPrompt([7, 8, 9, 10, 11, *ids[:at]])
+    again = truth.generate(fed, Sampling(max_tokens=1), capture=Capture(layers=[1]))
+    assert same(done.outputs[0].steerscope.fetch(), again)
+
+
 def test_a_steered_prompt_does_not_leak_through_the_prefix_cache(llm: Any, truth: SyncEngine) -> None:
     for entry in ({"steer": [ADD]}, None, {"steer": [ADD]}, {"capture": {"layers": [0]}}):
         (done,) = ask(llm, entry, prompts=[LONG])
@@ -277,9 +289,15 @@ def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
     raise AssertionError(log.read_text()[-3000:])
 
 
-def complete(url: str, prompt: list[int], entry: dict[str, Any] | None) -> Any:
+def arrive(*files: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not all(file.exists() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def complete(url: str, prompt: list[int], entry: dict[str, Any] | None, **more: Any) -> Any:
     body: dict[str, Any] = {"model": str(saved("llama", "bytes", None, {})), "prompt": prompt, "max_tokens": 6}
-    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True} | more
     if entry is not None:
         body["vllm_xargs"] = {"steerscope": json.dumps(entry)}
     return httpx.post(f"{url}/v1/completions", json=body, timeout=120)
@@ -294,14 +312,19 @@ def test_the_openai_server_steers_captures_and_answers_400(server: tuple[str, Pa
     assert steered.json()["choices"][0]["token_ids"] == wanted(truth, prompt, steer).token_ids
     entry = {"steer": [ADD], "capture": {"layers": [0, 3]}, "save_as": "first"}
     assert complete(url, prompt, entry).status_code == 200
-    deadline = time.monotonic() + 30
-    while not (captures / "first.safetensors").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    arrive(captures / "first.safetensors")
     assert same(load_rows(captures / "first.safetensors"), wanted(truth, prompt, steer, Capture(layers=[0, 3])))
     wrong = complete(url, prompt, {**entry, "steer": [{**ADD, "layers": 77}]})
     assert wrong.status_code == 400
     assert "the vector has no layers [77]" in wrong.text
     assert "first exists" in wrong.text
+    two = complete(url, prompt, {"capture": {"layers": [2]}, "save_as": "two"}, n=2, temperature=1, seed=1).json()
+    files = [captures / f"two-{i}.safetensors" for i in range(2)]
+    arrive(*files)
+    for choice, file in zip(two["choices"], files, strict=True):
+        fed = TokenPrompt([*prompt, *choice["token_ids"][:-1]])
+        again = truth.generate(fed, Sampling(max_tokens=1), capture=Capture(layers=[2]))
+        assert same(load_rows(file), again), "each file holds the rows of its own choice"
     huge = {"steer": [{"op": "add", "vector": {"shared": [3e38] * 64}, "layers": 0, "scale": 1e3}]}
     assert complete(url, prompt, huge).status_code == 500
     assert complete(url, prompt, None).status_code == 200

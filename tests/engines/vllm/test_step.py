@@ -48,10 +48,30 @@ class Pool:
         return first
 
 
+class TightPool(Pool):
+    """Every third time there is no room until all pages are closed and their rows sent, before the step's forward."""
+
+    def __init__(self, books: Books) -> None:
+        super().__init__()
+        self.books, self.calls = books, 0
+        self.sent: list[Slice] = []
+
+    def reserve(self, cells: int) -> int:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            for one in self.books.askers.values():
+                self.sent += self.books.close(one)
+        return super().reserve(cells)
+
+
 def step(books: Books, pool: Pool, *parts: tuple[str, int, int]) -> Filled:
     """Requests with their first position and number of tokens, in batch order."""
     starts = np.cumsum([0, *(count for _, _, count in parts)])
-    return books.fill([name for name, _, _ in parts], starts, np.array([at for _, at, _ in parts]), pool.reserve)
+    early: list[Slice] = []
+    at = np.array([at for _, at, _ in parts])
+    filled = books.fill([name for name, _, _ in parts], starts, at, pool.reserve, early.extend)
+    filled.slices[:0] = early
+    return filled
 
 
 def test_a_chunk_in_a_mixed_batch_is_addressed_by_absolute_position() -> None:
@@ -191,16 +211,24 @@ CHOSEN = st.lists(POSITIONS | st.just(EVERYWHERE), min_size=4, max_size=4)
 
 
 @settings(max_examples=200, deadline=None)
-@given(histories(), CHOSEN, CHOSEN, st.booleans())
+@given(histories(), CHOSEN, CHOSEN, st.booleans(), st.booleans())
 def test_every_index_row_says_what_an_oracle_says(
-    history: list[list[tuple[str, int, int]]], captured: list[Positions], steered: list[Positions], light: bool
+    history: list[list[tuple[str, int, int]]],
+    captured: list[Positions],
+    steered: list[Positions],
+    light: bool,
+    tight: bool,
 ) -> None:
-    books, pool, oracle = Books(TOKENS, COLUMNS, page=4), Pool(), Oracle()
+    books, oracle = Books(TOKENS, COLUMNS, page=4), Oracle()
+    pool = TightPool(books) if tight else Pool()
     for i, name in enumerate("abc"):  # "d" asks for nothing
         books.askers[name] = asker(name, captured[i] if i else None, (steered[i],), most=50, slot=1 + i)
         books.askers[name].light = light and name == "b"
     for parts in history:
         filled = step(books, pool, *parts)
+        if isinstance(pool, TightPool):  # sent already: rows of this step cannot be among them
+            oracle.hand_out(pool.sent)
+            pool.sent = []
         token = 0
         for name, at, count in parts:
             for position in range(at, at + count):

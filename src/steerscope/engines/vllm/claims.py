@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
-from steerscope.capture.transport import Region, Regions
+from steerscope.capture.transport import LEFT, Region, Regions
 from steerscope.engines.plan import Facts, Plan
 from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn
@@ -104,6 +104,10 @@ class Claim:
         assert self.region is not None
         assert self.plan.capture is not None
         return min(int(self.region.counters[stage]) for stage in self.room.stages_of(self.plan.capture.keys))
+
+    def left(self) -> bool:
+        """Every stage has said that it writes no more."""
+        return self.region is None or all(self.region.counters[LEFT + stage] for stage in self.region.stages)
 
     def hand_over(self, computed: int) -> tuple[dict[Key, torch.Tensor], int]:
         """Each tap's rows of a text that has ended with so many, and the bytes they need from now on. The rows keep the

@@ -28,7 +28,7 @@ class Move:
     """Rows on their way: cells [first, first + size) are free when they have arrived. Without rows it only marks a
     place in the queue."""
 
-    asker: Asker | None
+    asker: Asker
     first: int
     size: int
     rows: Tensor | None
@@ -105,8 +105,8 @@ class CudaPool:
             self._unsent.append(move)
             self._backlog += move.bytes
 
-    def afterwards(self, note: Callable[[], None]) -> None:
-        self._queue(Move(None, 0, 0, None, None, note))
+    def afterwards(self, asker: Asker, note: Callable[[], None]) -> None:
+        self._queue(Move(asker, 0, 0, None, None, note))
         self._arrived()
 
     def pump(self) -> None:
@@ -118,7 +118,7 @@ class CudaPool:
             self._send(_PACE)
 
     def drain(self, names: set[str] | None = None) -> None:
-        while any(names is None or (move.asker is not None and move.asker.wire.name in names) for move in self._moves):
+        while any(names is None or move.asker.wire.name in names for move in self._moves):
             self._ready.record()
             self._side.wait_event(self._ready)
             self._send(_PACE)
@@ -141,8 +141,8 @@ class CudaPool:
 
     def _read(self) -> list[int]:
         found = self._flags.nonzero().flatten().tolist() if self._flags.any() else []
-        if found:
-            self.faults.zero_()
+        for number in found:
+            self.faults[number] = 0
         return found
 
     def _send(self, size: int) -> None:

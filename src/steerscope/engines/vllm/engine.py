@@ -192,6 +192,8 @@ class VLLMEngine(ThreadedEngine[Running]):
                 with contextlib.suppress(Exception):
                     self._llm.abort_request(list(self._running))
                 for one in [*self._running.values(), *self._waiting]:
+                    if one.claim is not None:
+                        one.claim.withdraw()
                     self._failed(one, RequestFailed(f"a step of {self.facts.name} failed: {error}"))
                 self._waiting = []
         self._refuse_rest()

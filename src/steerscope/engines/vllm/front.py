@@ -117,11 +117,11 @@ class Ticket:
     """One request of n texts, between its acceptance and its queueing."""
 
     def __init__(self, front: Front, plan: Plan, save_as: str | None, n: int) -> None:
-        self.front, self.plan, self.save_as, self.n = front, plan, save_as, n
+        self.plan = plan
         self.texts: list[Text] = []
         try:
             for i in range(n if plan.columns or plan.capture else 0):
-                self.texts.append(Text(self, i))
+                self.texts.append(Text(front, plan, save_as and front.file(save_as, i, n)))
         except CapacityExceeded as error:
             self.texts.clear()
             raise InvalidRequest([Problem("", str(error), "send it again when others have ended")]) from None
@@ -130,8 +130,8 @@ class Ticket:
 class Text:
     """One text of a request, from its queueing to its end. Its slots and memory come back when nobody holds it."""
 
-    def __init__(self, ticket: Ticket, i: int) -> None:
-        self.ticket, self.i, self.front, self.plan = ticket, i, ticket.front, ticket.plan
+    def __init__(self, front: Front, plan: Plan, file: Path | str | None) -> None:
+        self.front, self.plan, self.file = front, plan, file
         self.held: Reservation | None = None
         self.claim = Claim(self.front.room, self.plan)
         if size := self.front.room.row_bytes(self.plan):
@@ -159,7 +159,7 @@ class Text:
         held, self.held = self.held, None
         load = functools.partial(self._load, history, held)
         handle = CaptureHandle(self.plan.request_id, count, load, self.front.budget, held, _TTL_S)
-        if self.ticket.save_as:
+        if self.file:
             self.front.saver.submit(self._save, handle)
         return handle
 
@@ -170,6 +170,8 @@ class Text:
         deadline = time.monotonic() + _ARRIVE_S
         while self.claim.arrived() < len(index) and self.failure is None and time.monotonic() < deadline:
             drain_here()
+            if self.claim.left() and self.claim.arrived() < len(index):
+                break
             time.sleep(0.001)
         if (why := self.failure) is not None:
             raise RequestFailed(f"{self.plan.request_id} failed: {why}")
@@ -179,10 +181,10 @@ class Text:
         return captured(self.plan, index, columns, history, self.front.facts.name)
 
     def _save(self, handle: CaptureHandle) -> None:
-        assert self.ticket.save_as is not None
+        assert self.file is not None
         try:
             with handle:
-                handle.save(self.front.file(self.ticket.save_as, self.i, self.ticket.n))
+                handle.save(self.file)
         except Exception as error:
             log.error("the rows of %s were not saved: %s", self.plan.request_id, error)
 
@@ -271,7 +273,7 @@ def add_request(inner: Any, self: Any, request: Any, *args: Any, **kwargs: Any) 
     if not isinstance(ticket, Ticket):
         inner(self, request, *args, **kwargs)
         return
-    text = ticket.texts.pop() if ticket.texts else None
+    text = ticket.texts.pop(0) if ticket.texts else None
     request.sampling_params = copy.copy(params)  # the texts of one request share it
     extra = {name: value for name, value in params.extra_args.items() if name != NAME}
     request.sampling_params.extra_args = extra if text is None else {**extra, NAME: text.wire(request.request_id)}
@@ -300,7 +302,8 @@ def process_outputs(inner: Any, self: Any, outputs: list, *args: Any, **kwargs: 
 def new_completion_output(inner: Any, self: Any, token_ids: list, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
     completion = inner(self, token_ids, finish_reason, *args, **kwargs)
     text = getattr(self, "steerscope", None)
-    if text is not None and finish_reason is not None and text.failure is None:
+    ended = str(finish_reason) not in ("None", "abort", "error")
+    if text is not None and ended and text.failure is None:
         completion.steerscope = text.end(list(self.detokenizer.output_token_ids))
     return completion
 

@@ -88,6 +88,8 @@ def check_config(config: Any) -> None:
         refuse("kv_sharing_fast_prefill", "later layers would see only some of the tokens")
     if getattr(parallel, "data_parallel_size", 1) > 1:
         refuse("data_parallel_size", "it has not been tested", "start several engines instead")
+    if getattr(parallel, "_api_process_count", 1) > 1:
+        refuse("api_server_count", "each server would count the workers' slots for itself", "set it to 1")
     if config.lora_config is not None:
         refuse("lora_config", "it has not been tested")
     if getattr(config.model_config, "runner_type", "generate") != "generate":

@@ -35,6 +35,8 @@ class Cells:
     def give(self, first: int, count: int) -> None:
         at = bisect.bisect(self._free, (first, first))
         last = first + count
+        assert at == len(self._free) or last <= self._free[at][0], "cells that are free already"
+        assert not at or self._free[at - 1][1] <= first, "cells that are free already"
         if at < len(self._free) and self._free[at][0] == last:
             last = self._free.pop(at)[1]
         if at and self._free[at - 1][1] == first:
@@ -72,8 +74,8 @@ class Pool(Protocol):
         """Between two steps: send some of what waits, and see what has arrived."""
         ...
 
-    def afterwards(self, note: Callable[[], None]) -> None:
-        """Call this when everything moved so far has arrived."""
+    def afterwards(self, asker: Asker, note: Callable[[], None]) -> None:
+        """Call this for it when everything moved so far has arrived."""
         ...
 
     def drain(self, names: set[str] | None = None) -> None:
@@ -135,7 +137,8 @@ class HostPool:
 
     def pump(self) -> None: ...
 
-    def afterwards(self, note: Callable[[], None]) -> None:
+    def afterwards(self, asker: Asker, note: Callable[[], None]) -> None:
+        del asker
         note()
 
     def drain(self, names: set[str] | None = None) -> None: ...

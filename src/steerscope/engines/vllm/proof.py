@@ -78,7 +78,7 @@ def _run(
     asker.group, _ = taps.groups.acquire((taps.keys, False))
     taps.set_group(asker.group, taps.keys, before=False)
     taps.books.askers["proof"] = asker
-    filled = taps.books.fill(["proof"], np.array([0, tokens]), np.array([0]), taps.reserve)
+    filled = taps.books.fill(["proof"], np.array([0, tokens]), np.array([0]), taps.reserve, lambda _: None)
     taps.graphs.use(filled.heavy)
     taps.pool.send_index(tokens)
     try:

@@ -115,8 +115,10 @@ class Running(RunningText):
             return False
         if not self.generated or self.failure is not None:  # it may be in the very step that runs now
             return True
-        if self.plan.capture is None:  # of a short text the last steps' faults may not have been looked at
-            return len(self.generated) <= _LATE
+        if self.plan.columns and len(self.generated) <= _LATE:  # the last steps' faults may not have been looked at
+            return True
+        if self.plan.capture is None:
+            return False
         wanted = self.plan.capture.positions.count(self.computed)
         return bool(self.plan.capture.spec.reduce) or self.claim.arrived() < wanted
 

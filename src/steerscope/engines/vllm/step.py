@@ -19,12 +19,14 @@ import numpy as np
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm.wire import Wire
 from steerscope.residual.table import Lease
+from steerscope.specs.errors import CapacityExceeded
 from steerscope.specs.tokens import Interval, Positions
 
 # Columns of the index: first cell, group, vector and coefficients of the light way; the asker's number; first cell and
 # group of the heavy way, and its ops, three numbers each.
 LIGHT_CELL, LIGHT_GROUP, LIGHT_VECTOR, LIGHT_COEFFICIENT, ASKER, CELL, GROUP, ENTRIES = range(8)
 PAGE = 16  # rows, at most
+_TRIES = 4  # of finding room for a step
 _LINE = 16  # an index row fills whole cache lines
 
 
@@ -126,10 +128,16 @@ class Books:
         self.proving = False  # a dummy batch is to do what the index says
 
     def fill(
-        self, requests: Sequence[str], starts: np.ndarray, computed: np.ndarray, reserve: Callable[[int], int]
+        self,
+        requests: Sequence[str],
+        starts: np.ndarray,
+        computed: np.ndarray,
+        reserve: Callable[[int], int],
+        bring_out: Callable[[list[Slice]], None],
     ) -> Filled:
         """Write the index for a step in which request i feeds tokens [starts[i], starts[i+1]) of the batch, beginning
-        at its absolute position computed[i]. `reserve(cells)` gives the first cell of so many in a row."""
+        at its absolute position computed[i]. `reserve(cells)` gives the first cell of so many in a row, and may close
+        every page to make room; `bring_out` takes rows of earlier steps."""
         if self._steady is not None and self._steady.fits(requests, starts, computed):
             again = self._repeat(self._steady, reserve)
             if again is not None:
@@ -147,9 +155,9 @@ class Books:
             here.append((i, asker))
             first, last, at = int(starts[i]), int(starts[i + 1]), int(computed[i])
             self._dirty = filled.tokens = last
-            if at < asker.reached:
-                filled.recomputed += 1
-                filled.slices += self.close(asker)
+            filled.recomputed += at < asker.reached
+            if asker.page is not None and (last - first > 1 or asker.page.start + asker.page.count != at):
+                bring_out(self.close(asker))
             asker.reached = max(asker.reached, at + last - first)
             # Also when its rows are void: its keys and values are cached under the salt of its steering.
             if asker.steers:
@@ -162,14 +170,13 @@ class Books:
                 if asker.failed:
                     filled.failed.append(asker)
         total = sum((b - a) * asker.width for asker, _, a, b in taken)
-        cell = reserve(total) if total else 0
+        cell = self._make_room(rows, total, reserve)
         for asker, token, a, b in taken:
-            filled.slices += self.close(asker)
             filled.slices.append(_slice(asker, a, b, cell, (b - a) * asker.width))
             self._capture(asker, token, cell, b - a)
             cell += (b - a) * asker.width
-        for asker, token, a, _ in rows:
-            self._capture(asker, token, self._page_row(asker, a, filled, reserve), 1)
+        for asker, token, _, _ in rows:
+            self._capture(asker, token, self._page_row(asker, filled), 1)
         self._steady = self._begin(list(requests), here, starts, computed, filled)
         return filled
 
@@ -178,19 +185,30 @@ class Books:
         self.index[where, LIGHT_CELL if asker.light else CELL] = cell + asker.width * np.arange(count)
         self.index[where, LIGHT_GROUP if asker.light else GROUP] = asker.group
 
-    def _page_row(self, asker: Asker, position: int, filled: Filled, reserve: Callable[[int], int]) -> int:
+    def _make_room(self, rows: list[tuple[Asker, int, int, int]], total: int, reserve: Callable[[int], int]) -> int:
+        """A page for everybody who feeds one token, and the first of so many cells. Nothing counts before all have
+        theirs: whoever closes pages to make room must find rows of earlier steps in them, and no others."""
+        cell: int | None = None
+        for _ in range(_TRIES):
+            for asker, _, position, _ in rows:
+                if asker.page is None:
+                    assert asker.wire.capture is not None
+                    size = min(self.page, asker.wire.capture.most - position)
+                    asker.page = Page(reserve(size * asker.width), position, size)
+            if cell is None and total:
+                cell = reserve(total)
+            if all(asker.page is not None for asker, *_ in rows):
+                return cell or 0
+        raise CapacityExceeded("the rows of one step do not fit the pool")
+
+    def _page_row(self, asker: Asker, filled: Filled) -> int:
         """The cell of one more row; a page that is full with it is complete."""
         page = asker.page
-        if page is None or page.start + page.count != position:
-            filled.slices += self.close(asker)
-            assert asker.wire.capture is not None
-            size = min(self.page, asker.wire.capture.most - position)
-            page = asker.page = Page(reserve(size * asker.width), position, size)
+        assert page is not None
         page.count += 1
-        cell = page.cell + (page.count - 1) * asker.width
         if page.count == page.size:
             filled.slices += self.close(asker)
-        return cell
+        return page.cell + (page.count - 1) * asker.width
 
     def close(self, asker: Asker) -> list[Slice]:
         """The rows of its open page, if it has one (there may be none yet); no more will join them."""

@@ -4,8 +4,11 @@ The runner's own methods are wrapped on the instance. Nothing here may stop the 
 is written into its counters and kept for the client to read, and the request's rows are void.
 """
 
+import contextlib
+import dataclasses
 import functools
 import logging
+import threading
 import time
 import weakref
 from collections import deque
@@ -68,6 +71,7 @@ class WorkerTaps:
         self.books = Books(tokens, settings.max_columns, self.light, page)
         self.table = SlotTable(self.hidden, settings.slots, self.device)
         self.groups = Slots(settings.groups, "capture group")
+        self._owners: dict[int, Asker] = {}  # of those numbers, also after they have left
         self._numbers = deque(range(1, 2 * requests + 2))  # of askers; those given back are used again last
         # The rows of one step always fit, beside open pages and rows that wait to be sent.
         cells = (tokens + page * requests + tokens // 4) * len(self.keys) if settings.capture else 0
@@ -91,6 +95,7 @@ class WorkerTaps:
         self._finishing: set[str] = set()  # requests whose regions the client keeps for us, left or not
         self.counts = {"steps": 0, "asked_steps": 0, "rows": 0, "row_bytes": 0, "recomputed": 0, "stall_s": 0.0}
         self.graphs = Graphs(runner)
+        self.lock = threading.RLock()  # a client in the same process may ask from another thread
         self._filled = Filled()
         self._wrap(runner)
         around(worker, "compile_or_warm_up_model", self._after_warm_up)
@@ -120,6 +125,10 @@ class WorkerTaps:
     def _around_step(self, run: Callable, output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run"):
             return self._before_dummy(run, output, *args, **kwargs)
+        with self.lock:
+            return self._step(run, output, *args, **kwargs)
+
+    def _step(self, run: Callable, output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
         self.counts["steps"] += 1
         for name in output.finished_req_ids:
             self._forget(name)
@@ -162,11 +171,12 @@ class WorkerTaps:
             self.graphs.use(heavy=False)
             return
         try:
-            self._filled = self.books.fill(names, starts, computed, self.reserve)
-        except Exception as error:  # a fault of ours: those who asked are told, the step goes on without them
-            self.books.clear()
+            self._filled = self.books.fill(names, starts, computed, self.reserve, self._bring_out)
+        except Exception as error:  # a fault of ours: those who asked are told, the step goes on without their rows
             for asker in [self.books.askers[name] for name in names if name in self.books.askers]:
                 self._fail(asker, f"{type(error).__name__}: {error}")
+            with contextlib.suppress(Exception):  # steered they must be: their keys are cached as such
+                self._filled = self.books.fill(names, starts, computed, self.reserve, self._bring_out)
         self.graphs.use(self._filled.heavy)
         if not self._filled.same:
             self.pool.send_index(self._filled.tokens)
@@ -195,8 +205,9 @@ class WorkerTaps:
             self._note_faults(self.pool.faulty())
 
     def _note_faults(self, numbers: list[int]) -> None:
-        for asker in [one for one in self.books.askers.values() if one.number in numbers] if numbers else ():
-            if asker.failed is None:
+        for number in numbers:
+            asker = self._owners.get(number)
+            if asker is not None and asker.failed is None:
                 self._fail(asker, "its steering makes the hidden states not finite; lower the strength")
 
     def _bring_out(self, parts: list[Slice]) -> None:
@@ -241,7 +252,7 @@ class WorkerTaps:
         if not self.writes:
             asker.left = True
             return
-        self.pool.afterwards(functools.partial(self._set, asker, LEFT + self.stage, 1))
+        self.pool.afterwards(asker, functools.partial(self._set, asker, LEFT + self.stage, 1))
 
     # --- requests
 
@@ -258,12 +269,14 @@ class WorkerTaps:
         asker = Asker(wire, [], 0, 0, light=self.light and goes_light(wire))
         try:
             asker.arena = self._arena_of(wire)
-            if not self._meet(asker):
-                return
+            if not self._meet(asker):  # it was withdrawn, but runs: its keys are cached as steered ones
+                asker.arena, asker.left = None, True
+                asker.wire = wire = dataclasses.replace(wire, capture=None)
             for column in wire.columns:
                 asker.leases.append(self.table.acquire(self._column(column)))
             if wire.columns:
                 asker.number = self._numbers.popleft()
+                self._owners[asker.number] = asker
                 self.pool.faults[asker.number] = 0
             if wire.capture:
                 self._join_group(asker)
@@ -285,8 +298,11 @@ class WorkerTaps:
         these in the other order, so that one of us sees the other."""
         if asker.arena is None or not self.writes:
             return True
+        owner = (asker.wire.offset + ALIGN * OWNER) // 8
+        if int(asker.arena.words[owner]) != asker.wire.owner:
+            return False
         self._set(asker, MET + self.stage, 1)
-        return int(asker.arena.words[(asker.wire.offset + ALIGN * OWNER) // 8]) == asker.wire.owner
+        return int(asker.arena.words[owner]) == asker.wire.owner
 
     def _column(self, column: WireColumn) -> Column:
         if column.content is None:
@@ -412,7 +428,10 @@ class WorkerTaps:
     @torch.inference_mode()
     def settle_idle(self) -> None:
         """For a client in the same process, which would otherwise wait for a step that never comes."""
-        self.pool.drain()
+        with self.lock:
+            for asker in self.books.askers.values():
+                self._bring_out(self.books.close(asker))
+            self.pool.drain()
 
     def describe(self) -> dict[str, Any]:
         return {
