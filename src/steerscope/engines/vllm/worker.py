@@ -126,21 +126,18 @@ class WorkerTaps:
         if kwargs.get("dummy_run"):
             return self._before_dummy(run, output, *args, **kwargs)
         with self.lock:
-            return self._step(run, output, *args, **kwargs)
-
-    def _step(self, run: Callable, output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
-        self.counts["steps"] += 1
-        for name in output.finished_req_ids:
-            self._forget(name)
-        for new in output.scheduled_new_reqs:
-            self._admit(new)
-        self._filled = Filled()
-        self.pool.pump()  # beside the forward that comes, not beside the small copies after it
-        result = run(output, *args, **kwargs)
-        self._collect(self._filled)
-        if not output.total_num_scheduled_tokens:  # nobody runs any more: no later step will bring the rows out
-            self.pool.drain()
-        return result
+            self.counts["steps"] += 1
+            for name in output.finished_req_ids:
+                self._forget(name)
+            for new in output.scheduled_new_reqs:
+                self._admit(new)
+            self._filled = Filled()
+            self.pool.pump()  # beside the forward that comes, not beside the small copies after it
+            result = run(output, *args, **kwargs)
+            self._collect(self._filled)
+            if not output.total_num_scheduled_tokens:  # nobody runs any more: no later step will bring the rows out
+                self.pool.drain()
+            return result
 
     def _before_forward(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
         batch, runner = self.runner.input_batch, self.runner
