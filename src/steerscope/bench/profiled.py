@@ -42,9 +42,9 @@ class HookTimer:
         self.calls: dict[str, int] = {}
 
     def install(self) -> None:
-        from steerscope.engines.vllm import pool, step, worker
+        from steerscope.engines.vllm import delivery, pool, step, worker
 
-        classes: list[type] = [worker.WorkerTaps, step.Books, pool.HostPool]
+        classes: list[type] = [worker.WorkerTaps, step.Books, delivery.Delivery, pool.HostPool]
         if torch.cuda.is_available():
             from steerscope.engines.vllm import cuda
 

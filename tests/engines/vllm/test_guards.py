@@ -65,6 +65,7 @@ def test_a_plain_configuration_passes() -> None:
         ("lora_config", object(), "lora_config"),
         ("cache_config__kv_sharing_fast_prefill", True, "kv_sharing_fast_prefill"),
         ("parallel_config__data_parallel_size", 2, "data_parallel_size"),
+        ("parallel_config___api_process_count", 2, "api_server_count"),
         ("model_config__runner_type", "pooling", "runner"),
     ],
 )

@@ -1,6 +1,6 @@
 """vLLM's own front ends — `LLM`, `AsyncLLM`, the OpenAI server — for requests that carry a steerscope entry.
 
-Three methods of vLLM are wrapped in the process that takes requests. What a request asks in
+Four methods of vLLM are wrapped in the process that takes requests. What a request asks in
 `extra_args["steerscope"]` (a dict, or JSON text as `vllm_xargs` brings it) is judged when its prompt is processed, so
 that a wrong one is an error of the caller; it is sent to the workers when it is queued; and when a text ends, its rows
 hang on vLLM's own output. The engine class of this package takes the same road with its own bookkeeping.
@@ -69,7 +69,8 @@ class Front:
         self.saver = ThreadPoolExecutor(1, "steerscope-save")
 
     def __del__(self) -> None:
-        self.arena.unlink()
+        if hasattr(self, "arena"):  # else there was no memory for it
+            self.arena.unlink()
 
     def ticket(self, request: Any, given: object) -> "Ticket":
         """A request that vLLM has accepted, judged. Raises InvalidRequest."""
@@ -169,7 +170,7 @@ class Text:
         index = selected(self.plan.capture.positions, len(history) - 1)
         deadline = time.monotonic() + _ARRIVE_S
         while self.claim.arrived() < len(index) and self.failure is None and time.monotonic() < deadline:
-            drain_here()
+            drain_here(str(self.front.arena.path))
             if self.claim.left() and self.claim.arrived() < len(index):
                 break
             time.sleep(0.001)
@@ -203,12 +204,12 @@ def named(folder: str | None) -> Mapping[str, VectorData]:
     return VectorFolder(folder)
 
 
-def drain_here() -> None:
+def drain_here(arena: str) -> None:
     """Where the workers live in this process nobody runs them any more when the last text is out."""
     from steerscope.engines.vllm.worker import HERE
 
     for taps in list(HERE):
-        taps.settle_idle()
+        taps.settle_idle(arena)
 
 
 def stages_of(config: Any, settings: Settings) -> dict[Key, int]:
@@ -302,7 +303,7 @@ def process_outputs(inner: Any, self: Any, outputs: list, *args: Any, **kwargs: 
 def new_completion_output(inner: Any, self: Any, token_ids: list, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
     completion = inner(self, token_ids, finish_reason, *args, **kwargs)
     text = getattr(self, "steerscope", None)
-    ended = str(finish_reason) not in ("None", "abort", "error")
+    ended = finish_reason is not None and finish_reason.name not in ("ABORT", "ERROR")
     if text is not None and ended and text.failure is None:
         completion.steerscope = text.end(list(self.detokenizer.output_token_ids))
     return completion

@@ -105,8 +105,8 @@ def make_pool(
     size = cells * hidden * dtype.itemsize
     if limit is not None and size > limit:
         raise CapacityExceeded(
-            f"the rows of one step can take {size >> 20} MiB, pool_bytes is {limit >> 20} MiB: tap fewer "
-            "layers or sites, lower max_num_batched_tokens, or raise pool_bytes"
+            f"the rows of one step, and those that wait to be sent, can take {size >> 20} MiB, pool_bytes is "
+            f"{limit >> 20} MiB: tap fewer layers or sites, lower max_num_batched_tokens, or raise pool_bytes"
         )
     if device.type == "cuda":
         from steerscope.engines.vllm.cuda import CudaPool

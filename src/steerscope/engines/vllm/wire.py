@@ -3,7 +3,7 @@ to judge there. Vectors go by the hash of their content, which the workers were 
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from steerscope.engines.plan import Plan
@@ -46,6 +46,12 @@ class Wire:
     owner: int  # what that region's counter must say
     columns: tuple[WireColumn, ...]
     capture: WireCapture | None
+
+    def without_content(self) -> "Wire":
+        """When the vectors are in the table nobody needs these bytes."""
+        if all(column.content is None for column in self.columns):
+            return self
+        return replace(self, columns=tuple(replace(column, content=None) for column in self.columns))
 
     def pack(self) -> bytes:
         """One piece, which vLLM copies and sends as it is."""

@@ -4,22 +4,19 @@ The runner's own methods are wrapped on the instance. Nothing here may stop the 
 is written into its counters and kept for the client to read, and the request's rows are void.
 """
 
-import contextlib
-import dataclasses
-import functools
 import logging
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from steerscope.capture.transport import ALIGN, HEADER, LEFT, MET, OWNER, ROWS, STAGES, Arena
+from steerscope.capture.transport import STAGES
+from steerscope.engines.vllm.delivery import Delivery
 from steerscope.engines.vllm.graphs import Graphs, around
 from steerscope.engines.vllm.guards import check_config, layer_count, minor_version
 from steerscope.engines.vllm.layers import attach, find_layers, returned
@@ -27,10 +24,9 @@ from steerscope.engines.vllm.pool import make_pool
 from steerscope.engines.vllm.proof import prove
 from steerscope.engines.vllm.seeds import mend
 from steerscope.engines.vllm.settings import Settings
-from steerscope.engines.vllm.step import PAGE, Asker, Books, Filled, Slice, goes_light
+from steerscope.engines.vllm.step import PAGE, Asker, Books, Filled, goes_light
 from steerscope.engines.vllm.tap import Shared, Tap
 from steerscope.engines.vllm.wire import Wire, WireColumn
-from steerscope.residual.reduce import HeldBack, Reducer
 from steerscope.residual.table import Column, Key, Slots, SlotTable
 from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
 
@@ -89,11 +85,8 @@ class WorkerTaps:
         _count_memory(runner, self.device, self.pool.cells)
         attach(found, self.taps)
         self.vectors: dict[bytes, dict[Key, np.ndarray]] = {}
-        self.reducing: dict[str, tuple[Asker, HeldBack]] = {}
-        self.arena: Arena | None = None  # of the client that attached one
-        self.arenas: dict[str, Arena] = {}  # those that requests name
-        self._finishing: set[str] = set()  # requests whose regions the client keeps for us, left or not
-        self.counts = {"steps": 0, "asked_steps": 0, "rows": 0, "row_bytes": 0, "recomputed": 0, "stall_s": 0.0}
+        self.delivery = Delivery(self.pool, self.hidden, self.dtype, self.stage, self.writes)
+        self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "stall_s": 0.0}
         self.graphs = Graphs(runner)
         self.lock = threading.RLock()  # a client in the same process may ask from another thread
         self._filled = Filled()
@@ -167,20 +160,21 @@ class WorkerTaps:
         if not self.books.askers and self.books.clean:
             self.graphs.use(heavy=False)
             return
+        bring_out = self.delivery.bring_out
         try:
-            self._filled = self.books.fill(names, starts, computed, self.reserve, self._bring_out)
+            self._filled = self.books.fill(names, starts, computed, self.reserve, bring_out)
         except Exception as error:  # a fault of ours: those who asked are told, the step goes on without their rows
             for asker in [self.books.askers[name] for name in names if name in self.books.askers]:
-                self._fail(asker, f"{type(error).__name__}: {error}")
-            with contextlib.suppress(Exception):  # steered they must be: their keys are cached as such
-                self._filled = self.books.fill(names, starts, computed, self.reserve, self._bring_out)
+                self.delivery.fail(asker, f"{type(error).__name__}: {error}")
+            # Steered they must be, or the step must not run: their keys are cached as steered ones.
+            self._filled = self.books.fill(names, starts, computed, self.reserve, bring_out)
         self.graphs.use(self._filled.heavy)
         if not self._filled.same:
             self.pool.send_index(self._filled.tokens)
         self.counts["asked_steps"] += 1
         self.counts["recomputed"] += self._filled.recomputed
         for asker in self._filled.failed:
-            self._fail(asker, asker.failed or "")
+            self.delivery.fail(asker, asker.failed or "")
 
     def reserve(self, cells: int) -> int:
         """Cells in a row. When there are none, everything that can leave the pool does; nothing runs meanwhile."""
@@ -188,7 +182,7 @@ class WorkerTaps:
         if first is None:
             began = time.perf_counter()
             for asker in self.books.askers.values():
-                self._bring_out(self.books.close(asker))
+                self.delivery.bring_out(self.books.close(asker))
             self.pool.drain()
             first = self.pool.take(cells)
             self.counts["stall_s"] += time.perf_counter() - began
@@ -197,7 +191,7 @@ class WorkerTaps:
         return first
 
     def _collect(self, filled: Filled) -> None:
-        self._bring_out(filled.slices)
+        self.delivery.bring_out(filled.slices)
         if filled.steers:
             self._note_faults(self.pool.faulty())
 
@@ -205,51 +199,7 @@ class WorkerTaps:
         for number in numbers:
             asker = self._owners.get(number)
             if asker is not None and asker.failed is None:
-                self._fail(asker, "its steering makes the hidden states not finite; lower the strength")
-
-    def _bring_out(self, parts: list[Slice]) -> None:
-        for part in parts:
-            try:
-                if part.asker.failed is not None or part.start == part.stop or not self._take(part):
-                    self.pool.give(part.cell, part.size)
-            except Exception as error:  # one request's rows are void, the step goes on
-                self.pool.give(part.cell, part.size)
-                self._fail(part.asker, f"{type(error).__name__}: {error}")
-
-    def _take(self, part: Slice) -> bool:
-        """Reduce the rows or send them; whether their cells are still needed."""
-        asker, capture = part.asker, part.asker.wire.capture
-        assert capture is not None
-        count = part.stop - part.start
-        rows = self.pool.rows(part.cell, count, asker.width)
-        if capture.reduce:
-            self.reducing[asker.wire.name][1].push(range(part.start, part.stop), rows)
-            return False
-        if not self.writes or asker.arena is None:
-            return False
-        first = capture.positions.count(part.start)
-        total = capture.positions.count(capture.most)
-        block = asker.wire.offset + HEADER + total * asker.before * self.hidden * self.dtype.itemsize
-        target = asker.arena.view(block, (total, asker.width, self.hidden), self.dtype)[first : first + count]
-        note = functools.partial(self._set, asker, ROWS + self.stage, part.reached)
-        self.counts["rows"] += count
-        self.counts["row_bytes"] += rows.numel() * rows.element_size()
-        self.pool.move(asker, part.cell, part.size, rows, target, note)
-        return True
-
-    def _set(self, asker: Asker, counter: int, value: int) -> None:
-        """Tell the client; never again after the region was left."""
-        if asker.arena is not None and not asker.left:
-            asker.left = counter == LEFT + self.stage
-            asker.arena.words[(asker.wire.offset + ALIGN * counter) // 8] = value
-
-    def _leave(self, asker: Asker) -> None:
-        """No more rows: when those under way have arrived, its memory belongs to the client alone."""
-        self._release(asker)
-        if not self.writes:
-            asker.left = True
-            return
-        self.pool.afterwards(asker, functools.partial(self._set, asker, LEFT + self.stage, 1))
+                self.delivery.fail(asker, "its steering makes the hidden states not finite; lower the strength")
 
     # --- requests
 
@@ -265,41 +215,19 @@ class WorkerTaps:
             return
         asker = Asker(wire, [], 0, 0, light=self.light and goes_light(wire))
         try:
-            asker.arena = self._arena_of(wire)
-            if not self._meet(asker):  # it was withdrawn, but runs: its keys are cached as steered ones
-                asker.arena, asker.left = None, True
-                asker.wire = wire = dataclasses.replace(wire, capture=None)
+            self.delivery.meet(asker)
             for column in wire.columns:
                 asker.leases.append(self.table.acquire(self._column(column)))
             if wire.columns:
                 asker.number = self._numbers.popleft()
                 self._owners[asker.number] = asker
                 self.pool.faults[asker.number] = 0
-            if wire.capture:
+            if asker.wire.capture:
                 self._join_group(asker)
         except Exception as error:
-            self._fail(asker, f"{type(error).__name__}: {error}")
+            self.delivery.fail(asker, f"{type(error).__name__}: {error}")
+        asker.wire = asker.wire.without_content()
         self.books.askers[new.req_id] = asker
-
-    def _arena_of(self, wire: Wire) -> Arena | None:
-        if wire.arena is None:
-            return self.arena
-        path, size = wire.arena
-        if path not in self.arenas:
-            self.arenas[path] = Arena(Path(path), size, create=False)
-            self.pool.pin(self.arenas[path])
-        return self.arenas[path]
-
-    def _meet(self, asker: Asker) -> bool:
-        """Say that we have met it, then look whether its region is still its own: a client that withdrew a request does
-        these in the other order, so that one of us sees the other."""
-        if asker.arena is None or not self.writes:
-            return True
-        owner = (asker.wire.offset + ALIGN * OWNER) // 8
-        if int(asker.arena.words[owner]) != asker.wire.owner:
-            return False
-        self._set(asker, MET + self.stage, 1)
-        return int(asker.arena.words[owner]) == asker.wire.owner
 
     def _column(self, column: WireColumn) -> Column:
         if column.content is None:
@@ -325,8 +253,7 @@ class WorkerTaps:
         if fresh:
             self.set_group(asker.group, keys, capture.before_steering)
         if capture.reduce:
-            reducer = Reducer(capture.reduce, len(keys), self.hidden, self.device)
-            self.reducing[asker.wire.name] = asker, HeldBack(reducer, capture.hold)
+            self.delivery.reduce(asker)
 
     def set_group(self, group: int, keys: tuple[Key, ...], before: bool) -> None:
         """From now on, tokens of this group are captured at these taps."""
@@ -348,15 +275,9 @@ class WorkerTaps:
     def _forget(self, name: str) -> None:
         asker, rows = self.books.forget(name)
         if asker is not None:
-            self._bring_out(rows)
-            self._leave(asker)
-
-    def _fail(self, asker: Asker, why: str) -> None:
-        asker.failed = why
-        if asker.arena is not None and (not asker.left or asker.wire.name in self._finishing):
-            asker.arena.fail(asker.wire.offset, why)
-        else:
-            log.error("%s: %s", asker.wire.name, why)
+            self.delivery.bring_out(rows)
+            self._release(asker)
+            self.delivery.leave(asker)
 
     # --- what the client asks (RPC; every rank answers)
 
@@ -364,16 +285,13 @@ class WorkerTaps:
 
     @torch.inference_mode()
     def attach_arena(self, path: str, size: int) -> None:
-        self.arena = Arena(Path(path), size, create=False)
-        self.pool.pin(self.arena)
+        self.delivery.attach(path, size)
 
     @torch.inference_mode()
     def detach_arena(self) -> None:
         """The client closes: nothing is written there any more."""
         self.settle()
-        if self.arena is not None:
-            self.pool.unpin(self.arena)
-            self.arena = None
+        self.delivery.detach()
 
     @torch.inference_mode()
     def register(self, name: bytes, keys: list, data: bytes) -> None:
@@ -388,32 +306,13 @@ class WorkerTaps:
     def finish(self, requests: list) -> None:
         """The end of requests is known: [name, rows, offset, whether it steers] each. Nothing is written for them any
         more, rows are brought out, reductions completed."""
-        self._finishing = {name for name, *_ in requests}
+        names = {name for name, *_ in requests}
+        self.delivery.hold(names)
         if any(steers for *_, steers in requests):
             self._note_faults(self.pool.faulty(wait=True))
-        for key in [key for key, asker in self.books.askers.items() if asker.wire.name in self._finishing]:
+        for key in [key for key, asker in self.books.askers.items() if asker.wire.name in names]:
             self._forget(key)
-        self.pool.drain(self._finishing)
-        for name, rows, offset, _ in requests:
-            held = self.reducing.pop(name, None)
-            if held is not None and rows:
-                self._write_reduced(*held, rows)
-            if self.writes and self.arena is not None:  # also those that never came here
-                self.arena.words[(offset + ALIGN * (LEFT + self.stage)) // 8] = 1
-        self._finishing = set()
-
-    def _write_reduced(self, asker: Asker, held: HeldBack, rows: int) -> None:
-        if asker.failed is not None or asker.arena is None:
-            return
-        try:
-            reducer = held.finish(rows)
-            if self.writes:
-                value = reducer.result()
-                block = asker.wire.offset + HEADER + asker.before * self.hidden * value.itemsize
-                asker.arena.view(block, tuple(value.shape), torch.float32).copy_(value)
-                asker.arena.words[(asker.wire.offset + ALIGN * (ROWS + self.stage)) // 8] = reducer.n
-        except Exception as error:
-            self._fail(asker, f"{type(error).__name__}: {error}")
+        self.delivery.complete(requests)
 
     @torch.inference_mode()
     def settle(self) -> None:
@@ -423,11 +322,13 @@ class WorkerTaps:
         self.pool.drain()
 
     @torch.inference_mode()
-    def settle_idle(self) -> None:
-        """For a client in the same process, which would otherwise wait for a step that never comes."""
+    def settle_idle(self, arena: str) -> None:
+        """For a client in the same process, which would otherwise wait for a step that never comes; if it is ours."""
+        if arena not in self.delivery.arenas:
+            return
         with self.lock:
             for asker in self.books.askers.values():
-                self._bring_out(self.books.close(asker))
+                self.delivery.bring_out(self.books.close(asker))
             self.pool.drain()
 
     def describe(self) -> dict[str, Any]:
@@ -442,7 +343,8 @@ class WorkerTaps:
         }
 
     def stats(self) -> dict[str, float]:
-        return {**self.counts, **self.pool.stats(), "slots_in_use": self.table.in_use, "askers": len(self.books.askers)}
+        now = {"slots_in_use": self.table.in_use, "askers": len(self.books.askers)}
+        return {**self.counts, **self.delivery.counts, **self.pool.stats(), **now}
 
 
 def _count_memory(runner: Any, device: torch.device, pool: torch.Tensor) -> None:

@@ -1,0 +1,163 @@
+"""Rows of one worker on their way to the clients that asked for them, and what else those clients are told: how many
+rows are there, that a request failed and why, and that nothing will be written any more.
+
+A region of shared memory belongs to one request. Its counters say whose it is; nothing is written where they name
+another, and nothing after this worker has left it.
+"""
+
+import dataclasses
+import functools
+import logging
+from pathlib import Path
+
+import torch
+
+from steerscope.capture.transport import ALIGN, HEADER, LEFT, MET, OWNER, ROWS, Arena
+from steerscope.engines.vllm.pool import Pool
+from steerscope.engines.vllm.step import Asker, Slice
+from steerscope.engines.vllm.wire import Wire
+from steerscope.residual.reduce import HeldBack, Reducer
+
+log = logging.getLogger("steerscope")
+
+
+class Delivery:
+    def __init__(self, pool: Pool, hidden: int, dtype: torch.dtype, stage: int, writes: bool) -> None:
+        self.pool, self.hidden, self.dtype = pool, hidden, dtype
+        self.stage, self.writes = stage, writes  # which pipeline stage this is; whether it is the rank that speaks
+        self.arena: Arena | None = None  # of the client that attached one
+        self.arenas: dict[str, Arena] = {}  # those that requests name
+        self.reducing: dict[str, tuple[Asker, HeldBack]] = {}
+        self.counts = {"rows": 0, "row_bytes": 0}
+        self._finishing: set[str] = set()  # requests whose regions the client keeps for us, left or not
+
+    # --- where rows go
+
+    def attach(self, path: str, size: int) -> None:
+        self.arena = Arena(Path(path), size, create=False)
+        self.pool.pin(self.arena)
+
+    def detach(self) -> None:
+        if self.arena is not None:
+            self.pool.unpin(self.arena)
+            self.arena = None
+
+    def meet(self, asker: Asker) -> None:
+        """Find its region. Say that we have met it, then look whether the region is still its own: a client that
+        withdrew a request does these in the other order, so that one of us sees the other. What was withdrawn but runs
+        is steered all the same (its keys are cached as such), and captures nothing."""
+        asker.arena = self._arena_of(asker.wire)
+        if asker.arena is None or not self._owned(asker):
+            self._part(asker)
+            return
+        self._set(asker, MET + self.stage, 1)
+        if not self._owned(asker):
+            self._part(asker)
+
+    def _arena_of(self, wire: Wire) -> Arena | None:
+        if wire.arena is None:
+            return self.arena
+        path, size = wire.arena
+        if path not in self.arenas:
+            self.arenas[path] = Arena(Path(path), size, create=False)
+            self.pool.pin(self.arenas[path])
+        return self.arenas[path]
+
+    def _owned(self, asker: Asker) -> bool:
+        assert asker.arena is not None
+        return int(asker.arena.words[(asker.wire.offset + ALIGN * OWNER) // 8]) == asker.wire.owner
+
+    def _part(self, asker: Asker) -> None:
+        asker.arena, asker.left = None, True
+        asker.wire = dataclasses.replace(asker.wire, capture=None)
+
+    # --- rows
+
+    def bring_out(self, parts: list[Slice]) -> None:
+        for part in parts:
+            try:
+                if part.asker.failed is not None or part.start == part.stop or not self._take(part):
+                    self.pool.give(part.cell, part.size)
+            except Exception as error:  # one request's rows are void, the step goes on
+                self.pool.give(part.cell, part.size)
+                self.fail(part.asker, f"{type(error).__name__}: {error}")
+
+    def _take(self, part: Slice) -> bool:
+        """Reduce the rows or send them; whether their cells are still needed."""
+        asker, capture = part.asker, part.asker.wire.capture
+        assert capture is not None
+        count = part.stop - part.start
+        rows = self.pool.rows(part.cell, count, asker.width)
+        if capture.reduce:
+            self.reducing[asker.wire.name][1].push(range(part.start, part.stop), rows)
+            return False
+        if not self.writes or asker.arena is None:
+            return False
+        first = capture.positions.count(part.start)
+        total = capture.positions.count(capture.most)
+        block = asker.wire.offset + HEADER + total * asker.before * self.hidden * self.dtype.itemsize
+        target = asker.arena.view(block, (total, asker.width, self.hidden), self.dtype)[first : first + count]
+        note = functools.partial(self._set, asker, ROWS + self.stage, part.reached)
+        self.counts["rows"] += count
+        self.counts["row_bytes"] += rows.numel() * rows.element_size()
+        self.pool.move(asker, part.cell, part.size, rows, target, note)
+        return True
+
+    def _set(self, asker: Asker, counter: int, value: int) -> None:
+        """Tell the client; never again after the region was left."""
+        if self.writes and asker.arena is not None and not asker.left:
+            asker.left = counter == LEFT + self.stage
+            asker.arena.words[(asker.wire.offset + ALIGN * counter) // 8] = value
+
+    def fail(self, asker: Asker, why: str) -> None:
+        asker.failed = why
+        mine = asker.arena is not None and (not asker.left or asker.wire.name in self._finishing)
+        if mine and self._owned(asker):
+            assert asker.arena is not None
+            asker.arena.fail(asker.wire.offset, why)
+        else:
+            log.error("%s: %s", asker.wire.name, why)
+
+    def leave(self, asker: Asker) -> None:
+        """No more rows: when those under way have arrived, its memory belongs to the client alone."""
+        if self.writes:
+            self.pool.afterwards(asker, functools.partial(self._set, asker, LEFT + self.stage, 1))
+        else:
+            asker.left = True
+
+    # --- reductions, and the end of requests
+
+    def reduce(self, asker: Asker) -> None:
+        capture = asker.wire.capture
+        assert capture is not None
+        assert capture.reduce is not None
+        reducer = Reducer(capture.reduce, asker.width, self.hidden, self.pool.cells.device)
+        self.reducing[asker.wire.name] = asker, HeldBack(reducer, capture.hold)
+
+    def hold(self, names: set[str]) -> None:
+        """From now on, until `complete`, the client keeps the regions of these for us."""
+        self._finishing = names
+
+    def complete(self, requests: list) -> None:
+        """[name, rows, offset, …] each: their rows are brought out, reductions written, regions left."""
+        self.pool.drain(self._finishing)
+        for name, rows, offset, *_ in requests:
+            held = self.reducing.pop(name, None)
+            if held is not None and rows:
+                self._write_reduced(*held, rows)
+            if self.writes and self.arena is not None:  # also those that never came here
+                self.arena.words[(offset + ALIGN * (LEFT + self.stage)) // 8] = 1
+        self._finishing = set()
+
+    def _write_reduced(self, asker: Asker, held: HeldBack, rows: int) -> None:
+        if asker.failed is not None or asker.arena is None:
+            return
+        try:
+            reducer = held.finish(rows)
+            if self.writes:
+                value = reducer.result()
+                block = asker.wire.offset + HEADER + asker.before * self.hidden * value.itemsize
+                asker.arena.view(block, tuple(value.shape), torch.float32).copy_(value)
+                asker.arena.words[(asker.wire.offset + ALIGN * (ROWS + self.stage)) // 8] = reducer.n
+        except Exception as error:
+            self.fail(asker, f"{type(error).__name__}: {error}")

@@ -1,0 +1,226 @@
+"""Who may write to a region, and until when; with the pool of a CPU and with the queue of the GPU's pool, whose events
+are played here."""
+
+import contextlib
+import sys
+import types
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+
+from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, Arena, Region, Regions
+from steerscope.engines.vllm.delivery import Delivery
+from steerscope.engines.vllm.pool import Cells, HostPool
+from steerscope.engines.vllm.step import Asker, Slice
+from steerscope.engines.vllm.wire import Wire, WireCapture
+from steerscope.specs.tokens import EVERYWHERE
+
+HIDDEN = 8
+
+
+@pytest.fixture
+def regions(tmp_path: Path) -> Regions:
+    return Regions(Arena(tmp_path / "arena", 1 << 20, create=True))
+
+
+def deliver(regions: Regions, pool, writes: bool = True) -> Delivery:
+    made = Delivery(pool, HIDDEN, torch.float32, 0, writes)
+    made.arena = regions.arena
+    return made
+
+
+def host_pool() -> HostPool:
+    import numpy as np
+
+    return HostPool(64, 4, HIDDEN, torch.float32, np.zeros((4, 16), np.int32))
+
+
+def asking(region: Region, name: str = "a", rows: int = 4) -> Asker:
+    capture = WireCapture(((0, "resid_post"),), EVERYWHERE, False, None, 0, rows)
+    return Asker(Wire(name, None, region.offset, region.owner, (), capture), [], 1, 1)
+
+
+def allocate(regions: Regions, rows: int = 4) -> Region:
+    region = regions.allocate(rows * HIDDEN * 4, (0,))
+    assert region is not None
+    return region
+
+
+def test_rows_arrive_then_the_count_then_the_worker_leaves(regions):
+    region, pool = allocate(regions), host_pool()
+    delivery, asker = deliver(regions, pool), asking(region)
+    delivery.meet(asker)
+    assert region.counters[MET] == 1
+    cell = pool.take(3)
+    pool.cells[cell : cell + 3] = torch.arange(3.0).unsqueeze(1)
+    delivery.bring_out([Slice(asker, 0, 3, cell, 3, 3)])
+    assert region.counters[ROWS] == 3
+    assert region.tensor((3, HIDDEN), torch.float32)[:, 0].tolist() == [0, 1, 2]
+    assert pool.take(64) is not None  # the cells came back
+    delivery.leave(asker)
+    assert region.counters[LEFT] == 1
+
+
+def test_a_withdrawn_request_is_never_met(regions):
+    """And what it was promised is free at once."""
+    region = allocate(regions)
+    asker, offset = asking(region), region.offset
+    region.withdraw()
+    assert region.counters[LEFT] == 1
+    del region
+    other = allocate(regions)
+    assert other.offset == offset
+    delivery = deliver(regions, host_pool())
+    delivery.meet(asker)
+    assert asker.left
+    assert asker.wire.capture is None
+    delivery.leave(asker)
+    delivery.fail(asker, "too late")
+    assert other.counters[MET] == other.counters[LEFT] == 0
+    assert other.failure is None
+
+
+def test_one_that_was_met_is_left_by_the_worker_alone(regions):
+    region = allocate(regions)
+    asker, delivery, offset = asking(region), deliver(regions, host_pool()), region.offset
+    delivery.meet(asker)
+    region.withdraw()
+    assert region.counters[LEFT] == 0
+    del region
+    other = allocate(regions)
+    assert other.offset != offset  # still written to, perhaps
+    delivery.leave(asker)
+    assert allocate(regions).offset == offset
+
+
+def test_withdrawn_between_the_two_looks(regions, monkeypatch):
+    """The client withdraws after the worker's first look, before it says that it has met the request."""
+    region = allocate(regions)
+    asker, delivery = asking(region), deliver(regions, host_pool())
+    real = delivery._set
+
+    def racing(*args):
+        region.withdraw()
+        real(*args)
+
+    monkeypatch.setattr(delivery, "_set", racing)
+    delivery.meet(asker)
+    assert asker.left
+    assert asker.wire.capture is None
+    assert region.counters[LEFT] == 1  # the client saw nobody there, and left for us
+
+
+def test_a_late_failure_is_not_written_into_another_request(regions):
+    """Ranks that do not write rows may find out later than the one that does."""
+    region = allocate(regions)
+    asker, speaks, listens = asking(region), deliver(regions, host_pool()), deliver(regions, host_pool(), writes=False)
+    twin = asking(region)
+    speaks.meet(asker)
+    listens.meet(twin)
+    speaks.leave(asker)
+    offset = region.offset
+    del region
+    other = allocate(regions)
+    assert other.offset == offset
+    listens.fail(twin, "too late")
+    assert other.failure is None
+
+
+def test_a_rank_that_only_listens_writes_no_counter(regions):
+    region = allocate(regions)
+    asker, delivery = asking(region), deliver(regions, host_pool(), writes=False)
+    delivery.meet(asker)
+    delivery.leave(asker)
+    assert not region.counters[:OWNER].any()
+    assert asker.left
+
+
+# --- the queue of the GPU's pool
+
+
+class PlayedEvent:
+    """Comes to pass when `happened` says so."""
+
+    happened = True
+
+    def record(self, *_: object) -> None: ...
+
+    def query(self) -> bool:
+        return PlayedEvent.happened
+
+    def synchronize(self) -> None:
+        PlayedEvent.happened = True
+
+
+@pytest.fixture
+def cuda_pool(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
+    monkeypatch.setattr(PlayedEvent, "happened", True)
+    fake = types.ModuleType("steerscope.engines.vllm.kernel")
+    monkeypatch.setitem(sys.modules, "steerscope.engines.vllm.kernel", fake)
+    monkeypatch.setattr("steerscope.engines.vllm.kernel", fake, raising=False)
+    monkeypatch.delitem(sys.modules, "steerscope.engines.vllm.cuda", raising=False)
+    from steerscope.engines.vllm import cuda
+
+    pool = cuda.CudaPool.__new__(cuda.CudaPool)  # its tensors would need a GPU, its queue does not
+    free = Cells(64)
+    pool.take, pool.give = free.take, free.give
+    pool._side = types.SimpleNamespace(wait_event=lambda _event: None)
+    pool._ready, pool._moves, pool._unsent, pool._backlog = PlayedEvent(), deque(), deque(), 0
+    pool.cells = torch.zeros(64, HIDDEN)
+    monkeypatch.setattr(cuda, "_PACE", 2 * HIDDEN * 4)  # two rows per step
+    yield pool
+    sys.modules.pop("steerscope.engines.vllm.cuda", None)
+
+
+def test_rows_leave_at_the_pace_and_count_when_they_are_there(cuda_pool, regions):
+    region = allocate(regions)
+    delivery, asker = deliver(regions, cuda_pool), asking(region)
+    delivery.meet(asker)
+    cell = cuda_pool.take(4)
+    cuda_pool.cells[cell : cell + 4] = torch.arange(4.0).unsqueeze(1)
+    delivery.bring_out([Slice(asker, 0, 4, cell, 4, 4)])
+    delivery.leave(asker)
+    PlayedEvent.happened = False
+    cuda_pool.pump()
+    assert cuda_pool._backlog == 2 * HIDDEN * 4  # half of it is under way
+    cuda_pool.pump()
+    assert cuda_pool._backlog == 0
+    assert region.counters[ROWS] == region.counters[LEFT] == 0  # but not there
+    assert cuda_pool.take(61) is None
+    PlayedEvent.happened = True
+    cuda_pool.pump()
+    assert (region.counters[ROWS], region.counters[LEFT]) == (4, 1)
+    assert cuda_pool.take(64) is not None
+    assert region.tensor((4, HIDDEN), torch.float32)[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_a_region_is_left_only_behind_its_own_rows_and_never_twice(cuda_pool, regions):
+    """The end of a request that waits behind another's rows: once the client was told, nobody writes there again."""
+    slow, quick = allocate(regions), allocate(regions)
+    delivery = deliver(regions, cuda_pool)
+    first, second = asking(slow, "slow"), asking(quick, "quick")
+    for asker in (first, second):
+        delivery.meet(asker)
+    delivery.bring_out([Slice(first, 0, 4, cuda_pool.take(4), 4, 4)])
+    delivery.leave(second)
+    assert quick.counters[LEFT] == 0
+    delivery.hold({"quick"})
+    delivery.complete([["quick", 0, quick.offset]])
+    assert quick.counters[LEFT] == 1
+    offset = quick.offset
+    del quick
+    other = allocate(regions)
+    assert other.offset == offset
+    cuda_pool.drain()
+    assert other.counters[LEFT] == 0
+    assert slow.counters[ROWS] == 4
+
+
+def test_the_region_lies_where_the_client_looks(regions):
+    region = allocate(regions)
+    region.tensor((1, HIDDEN), torch.float32).fill_(7)
+    assert regions.arena.view(region.offset + HEADER, (HIDDEN,), torch.float32).eq(7).all()
