@@ -27,9 +27,10 @@ async def outcome(task: Any) -> tuple[str, float]:
 
 
 async def main(engine: VLLMEngine) -> dict[str, Any]:
-    long = Sampling(max_tokens=200, ignore_eos=True)
+    assert engine.facts.context is not None
+    long = Sampling(max_tokens=engine.facts.context - 3, ignore_eos=True)
     running = asyncio.ensure_future(engine.generate(TokenPrompt([20, 21, 22]), long, capture=Capture()))
-    while not engine._running or len(next(iter(engine._running.values())).generated) < 5:
+    while not any(one.generated for one in list(engine._running.values())):
         await asyncio.sleep(0.001)
     for process in engine._llm.engine_core.resources.engine_manager.processes:  # type: ignore[attr-defined]
         os.kill(process.pid, signal.SIGKILL)

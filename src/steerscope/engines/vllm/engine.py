@@ -189,6 +189,9 @@ class VLLMEngine(ThreadedEngine[Running]):
                 failures = 0
             except Exception as error:  # vLLM itself failed: everybody is told, and nothing is left running
                 failures = _FAILURES if isinstance(error, EngineDeadError) else failures + 1
+                if failures == _FAILURES:  # before anybody hears of it, and tries again
+                    with self._lock:
+                        self.closed = True
                 with contextlib.suppress(Exception):
                     self._llm.abort_request(list(self._running))
                 for one in [*self._running.values(), *self._waiting]:
