@@ -24,9 +24,9 @@ def capture(found: SimpleNamespace) -> int:
     manager = found.cudagraph_manager
     for mode, names in manager._capture_descs.items():
         for name in names:
-            found.captured.append((name, tap.heavy_kernels))
+            found.captured.append((name, tap.kernels))
             if mode is Mode.FULL:
-                manager.graphs[name] = tap.heavy_kernels
+                manager.graphs[name] = tap.kernels
     return 10
 
 
@@ -36,9 +36,9 @@ def test_whole_steps_are_captured_with_the_kernels_and_without():
     assert graphs.capture(lambda: capture(found)) == 20
     assert found.captured == [("a", True), ("b", True), ("c", True), ("a", False), ("b", False)]
     assert found.cudagraph_manager._capture_descs is every
-    graphs.use(heavy=True)
+    graphs.use(busy=True)
     assert found.cudagraph_manager.graphs == {"a": True, "b": True}
-    graphs.use(heavy=False)
+    graphs.use(busy=False)
     assert found.cudagraph_manager.graphs == {"a": False, "b": False}
 
 
@@ -47,7 +47,7 @@ def test_a_capture_that_fails_leaves_the_switches_as_they_were():
     turns = iter([lambda: capture(found), lambda: (_ for _ in ()).throw(MemoryError)])
     with pytest.raises(MemoryError):
         Graphs(found).capture(lambda: next(turns)())
-    assert tap.heavy_kernels
+    assert tap.kernels
     assert set(found.cudagraph_manager._capture_descs) == set(Mode)
 
 
@@ -56,5 +56,5 @@ def test_a_runner_without_such_graphs_is_left_alone(manager):
     found = SimpleNamespace(cudagraph_manager=manager)
     graphs = Graphs(found)
     assert graphs.capture(lambda: 3) == 3
-    graphs.use(heavy=True)
+    graphs.use(busy=True)
     assert found.cudagraph_manager is manager

@@ -9,13 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steerscope.engines.vllm.step import (
-    ASKER,
     CELL,
     ENTRIES,
     GROUP,
-    LIGHT_CELL,
-    LIGHT_GROUP,
-    LIGHT_VECTOR,
     Asker,
     Books,
     Filled,
@@ -211,19 +207,17 @@ CHOSEN = st.lists(POSITIONS | st.just(EVERYWHERE), min_size=4, max_size=4)
 
 
 @settings(max_examples=200, deadline=None)
-@given(histories(), CHOSEN, CHOSEN, st.booleans(), st.booleans())
+@given(histories(), CHOSEN, CHOSEN, st.booleans())
 def test_every_index_row_says_what_an_oracle_says(
     history: list[list[tuple[str, int, int]]],
     captured: list[Positions],
     steered: list[Positions],
-    light: bool,
     tight: bool,
 ) -> None:
     books, oracle = Books(TOKENS, COLUMNS, page=4), Oracle()
     pool = TightPool(books) if tight else Pool()
     for i, name in enumerate("abc"):  # "d" asks for nothing
         books.askers[name] = asker(name, captured[i] if i else None, (steered[i],), most=50, slot=1 + i)
-        books.askers[name].light = light and name == "b"
     for parts in history:
         filled = step(books, pool, *parts)
         if isinstance(pool, TightPool):  # sent already: rows of this step cannot be among them
@@ -235,16 +229,11 @@ def test_every_index_row_says_what_an_oracle_says(
                 row, number = books.index[token], "abcd".index(name)
                 wanted = name in "bc" and position in captured[number] and position < 50
                 entry = [1 + number, 1 + number] if name in "abc" and position in steered[number] else [0, 0]
-                if light and name == "b":
-                    assert row[LIGHT_GROUP] == (3 if wanted else 0)
-                    assert row[LIGHT_VECTOR:ASKER].tolist() == entry
-                    assert not row[CELL:].any()
-                else:
-                    assert row[GROUP] == (3 if wanted else 0)
-                    assert row[ENTRIES : ENTRIES + 6].tolist() == [*entry, 0, 0, 0, 0]
-                    assert not row[:ASKER].any()
+                assert row[GROUP] == (3 if wanted else 0)
+                assert row[ENTRIES : ENTRIES + 6].tolist() == [*entry, 0, 0, 0, 0]
+                assert not row[ENTRIES + 6 :].any()
                 if wanted:
-                    oracle.write(name, position, int(row[LIGHT_CELL if light and name == "b" else CELL]))
+                    oracle.write(name, position, int(row[CELL]))
                 token += 1
         assert not books.index[token:].any()
         oracle.hand_out(filled.slices)

@@ -1,78 +1,134 @@
-"""The light way through a tap against the heavy one, which is tested against the float64 oracle."""
+"""Where taps are put in a model, and what the norm behind one gives. (What a tap does is tested against the float64
+oracle by the contract suite, and the CUDA kernels against the tap in test_kernel.py.)"""
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from steerscope.engines.vllm.pool import TRASH
-from steerscope.engines.vllm.step import (
-    ASKER,
-    CELL,
-    ENTRIES,
-    GROUP,
-    LIGHT_CELL,
-    LIGHT_COEFFICIENT,
-    LIGHT_GROUP,
-    LIGHT_VECTOR,
-)
-from steerscope.engines.vllm.tap import Shared, Tap
+from steerscope.engines.vllm.layers import attach, find_layers
+from steerscope.engines.vllm.step import CELL, ENTRIES, GROUP
+from steerscope.engines.vllm.tap import Shared, Tap, TappedNorm
 
-TOKENS, HIDDEN, SLOTS, GROUPS, CELLS = 12, 16, 5, 4, 40
+TOKENS, HIDDEN, LAYERS = 3, 16, 3
 
 
-def taps(dtype: torch.dtype) -> tuple[Tap, Tap]:
-    """The same tables; index rows that mean the same, one for the light way and one for the heavy one."""
-    rng = torch.Generator().manual_seed(1)
-    vectors = torch.randn(SLOTS, HIDDEN, generator=rng)
-    vectors[0] = 0
-    coefficients = torch.tensor([[0.0, 0, 0, -torch.inf, torch.inf]]).repeat(SLOTS, 1)
-    coefficients[1:, 0] = torch.randn(SLOTS - 1, generator=rng)
-    number = torch.randint(0, SLOTS, (TOKENS,), generator=rng, dtype=torch.int32)
-    group = torch.randint(0, GROUPS, (TOKENS,), generator=rng, dtype=torch.int32)
-    cell = 3 * torch.arange(TOKENS, dtype=torch.int32)
-    found = []
-    for light in (True, False):
-        index = torch.zeros(TOKENS + 3, 16, dtype=torch.int32)
-        index[:TOKENS, LIGHT_CELL if light else CELL] = cell
-        index[:TOKENS, LIGHT_GROUP if light else GROUP] = group
-        for column in (LIGHT_VECTOR, LIGHT_COEFFICIENT) if light else (ENTRIES, ENTRIES + 1):
-            index[:TOKENS, column] = number
-        index[:TOKENS, ASKER] = 1 + torch.arange(TOKENS)
-        shared = Shared(
-            pool=torch.full((CELLS + TRASH, HIDDEN), 7.0, dtype=dtype),
-            index=index,
-            gates=torch.ones(2),
-            before=torch.tensor([False, True, False, False]),
-            faults=torch.zeros(TOKENS + 2, dtype=torch.int32),
-        )
-        made = Tap(shared, vectors, coefficients, light=light)
-        made.order.copy_(torch.tensor([-1, 2, 0, -1]))
-        found.append(made)
-    return found[0], found[1]
+class RMSNorm(nn.Module):
+    """As vLLM's is called and what it returns."""
+
+    variance_size_override = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+        self.variance_epsilon = 1e-6
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        stream = x if residual is None else x + residual
+        normed = stream * torch.rsqrt(stream.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * self.weight
+        return normed if residual is None else (normed, stream)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_both_ways_lead_to_the_same(dtype: torch.dtype, residual: bool, compiled: bool) -> None:
-    rng = torch.Generator().manual_seed(2)
-    delta = torch.randn(TOKENS, HIDDEN, generator=rng).to(dtype)
-    rest = torch.randn(TOKENS, HIDDEN, generator=rng).to(dtype) if residual else None
-    light, heavy = taps(dtype)
-    mine, theirs = delta.clone(), delta.clone()
-    run = torch.compile(light, backend="aot_eager", fullgraph=True) if compiled else light
-    run(mine, rest)
-    heavy(theirs, rest)
-    assert torch.equal(mine, theirs)
-    assert torch.equal(light.pool[:CELLS], heavy.pool[:CELLS])
-    assert not torch.equal(mine, delta)
-    assert (light.pool[:CELLS] != 7).any()
+class LlamaDecoderLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm, self.mlp = RMSNorm(), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return self.mlp(self.input_layernorm(hidden)), hidden
+        normed, residual = self.input_layernorm(hidden, residual)
+        return self.mlp(normed), residual
 
 
-def test_what_only_reads_steers_nothing() -> None:
-    light, _ = taps(torch.float32)
-    light.steer = False
-    delta = torch.randn(TOKENS, HIDDEN)
-    before = delta.clone()
-    light(delta, None)
-    assert torch.equal(delta, before)
-    assert (light.pool[:CELLS] != 7).any()
+class UnknownLayer(LlamaDecoderLayer):
+    pass
+
+
+class PPMissingLayer(nn.Module):
+    pass
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[nn.Module] = LlamaDecoderLayer) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind() for _ in range(LAYERS))
+        self.norm: nn.Module = RMSNorm()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual)
+        return self.norm(hidden, residual)[0]
+
+
+def taps() -> dict:
+    """Each adds 3 to the first number of the first token, and captures the rows of the second."""
+    shared = Shared(
+        pool=torch.zeros(LAYERS, HIDDEN),
+        index=torch.zeros(TOKENS, ENTRIES + 3, dtype=torch.int32),
+        gates=torch.ones(1),
+        before=torch.zeros(2, dtype=torch.bool),
+        faults=torch.zeros(2, dtype=torch.int32),
+    )
+    shared.faults[0] = 1
+    shared.index[0, ENTRIES : ENTRIES + 2] = 1
+    shared.index[1, [CELL, GROUP]] = torch.tensor([0, 1], dtype=torch.int32)
+    vectors, coefficients = torch.zeros(2, HIDDEN), torch.zeros(2, 5)
+    vectors[1, 0], coefficients[1, 0] = 1.0, 3.0
+    coefficients[:, 3:] = torch.tensor([-torch.inf, torch.inf])
+    found = {}
+    for layer in range(LAYERS):
+        found[layer, "resid_post"] = tap = Tap(shared, vectors, coefficients)
+        tap.order[1] = layer
+    return found
+
+
+def run(model: Model, norms: bool) -> tuple[Tensor, Tensor]:
+    made = taps()
+    attach(find_layers(model, LAYERS), made, norms=norms)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0))
+    return model(hidden), made[0, "resid_post"].pool
+
+
+@torch.no_grad()
+def test_before_the_next_norm_is_behind_the_layer() -> None:
+    torch.manual_seed(0)
+    model, other = Model(), Model()
+    other.load_state_dict(model.state_dict())
+    plain = model(torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0)))
+    (out, rows), (wanted, wanted_rows) = run(model, True), run(other, False)
+    assert isinstance(model.norm, TappedNorm)
+    assert [isinstance(layer.input_layernorm, TappedNorm) for layer in model.layers] == [False, True, True]
+    assert not any(isinstance(module, TappedNorm) for module in other.modules())
+    assert torch.equal(out, wanted)
+    assert torch.equal(rows, wanted_rows)
+    assert not torch.allclose(out[0], plain[0])
+    assert torch.equal(out[1:], plain[1:])
+    assert rows.ne(0).any(1).all()
+
+
+@pytest.mark.parametrize("why", ["unknown layer", "other norm", "the next stage has it"])
+def test_where_the_norm_is_not_known_the_tap_is_a_hook(why: str) -> None:
+    model = Model(UnknownLayer if why == "unknown layer" else LlamaDecoderLayer)
+    if why == "other norm":
+        model.norm = nn.LayerNorm(HIDDEN)
+    elif why == "the next stage has it":
+        model.norm = PPMissingLayer()
+    last = find_layers(model, LAYERS).found[LAYERS - 1]
+    assert last.next_norm is None
+    attach(find_layers(model, LAYERS), {(LAYERS - 1, "resid_post"): taps()[2, "resid_post"]})
+    assert len(last.module._forward_hooks) == 1
+    assert not isinstance(model.norm, TappedNorm)
+
+
+@torch.no_grad()
+def test_when_nobody_asks_a_tap_reads_nothing() -> None:
+    model, made = Model(), taps()
+    attach(find_layers(model, LAYERS), made)
+    shared = made[0, "resid_post"]
+    shared.faults[0] = 0
+    hidden = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0))
+    for layer in range(LAYERS):
+        made[layer, "resid_post"].index = torch.empty(TOKENS, 0)  # reading it would fail
+    model(hidden)
+    assert not shared.pool.any()

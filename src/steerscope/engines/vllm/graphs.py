@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from steerscope.engines.vllm.tap import heavy_kernels_off
+from steerscope.engines.vllm.tap import kernels_off
 
 
 def around(target: Any, name: str, wrapper: Callable) -> None:
@@ -36,13 +36,13 @@ class Graphs:
         self._sets[True], manager.graphs = manager.graphs, {}
         try:
             manager._capture_descs = {mode: found for mode, found in every.items() if mode.name == "FULL"}
-            with heavy_kernels_off():
+            with kernels_off():
                 size += run()
         finally:
             manager._capture_descs = every
         self._sets[False] = manager.graphs
         return size
 
-    def use(self, heavy: bool) -> None:
+    def use(self, busy: bool) -> None:
         if self._sets:
-            self._runner.cudagraph_manager.graphs = self._sets[heavy]
+            self._runner.cudagraph_manager.graphs = self._sets[busy]

@@ -1,5 +1,9 @@
 """The tap on CUDA: one Triton program per token. A token with nothing to do costs one load; another is read once, put
-through its ops in registers, and written once. The definition is `residual.equation.change`."""
+through its ops in registers, and written once. The definition is `residual.equation.change`.
+
+There is a kernel for the tap alone, and one that is the model's next RMS norm too: in a decoding step of a few µs per
+kernel, one that is not there is the only one that costs nothing.
+"""
 
 import torch
 import triton
@@ -11,6 +15,53 @@ from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP
 
 
 @triton.jit
+def _asked(mine, STEER: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr):
+    """The group that captures this token, and whether it has ops; 0 each: nothing to do."""
+    busy = 0
+    if STEER:
+        for k in tl.static_range(COLUMNS):
+            busy |= tl.load(mine + ENTRIES + 1 + 3 * k)
+    return tl.load(mine + GROUP), busy
+
+
+@triton.jit
+def _steered(
+    d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """`d` with what the ops do to the stream `h` added to it, once."""
+    start = h.to(tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for k in tl.static_range(COLUMNS):
+        number = tl.load(mine + ENTRIES + 1 + 3 * k)
+        if number != 0:
+            slot = tl.load(mine + ENTRIES + 3 * k).to(tl.int64)
+            v = tl.load(vectors + slot * hidden + at, mask=inside, other=0.0)
+            five = coefficients + number * 5
+            c, s, m = tl.load(five), tl.load(five + 1), tl.load(five + 2)
+            lo, hi = tl.load(five + 3), tl.load(five + 4)
+            gate = tl.load(gates + tl.load(mine + ENTRIES + 2 + 3 * k))
+            if (gate != 0) & ((c != 0) | (s != 0) | (m != 0)):
+                p = tl.sum((start + total) * v)
+                low = tl.maximum(s * p, lo, propagate_nan=tl.PropagateNan.ALL)
+                clipped = tl.minimum(low, hi, propagate_nan=tl.PropagateNan.ALL)
+                total += gate * (c + clipped - m * p) * v
+    return (d.to(tl.float32) + total).to(d.dtype)
+
+
+@triton.jit
+def _kept(early, late, mine, group, pool, order, before, at, inside, hidden, CELL: tl.constexpr):
+    """Write the row of this token, as it was before its ops or as it is after them, if its group captures here."""
+    place = tl.load(order + group)
+    if place >= 0:
+        row = late
+        if tl.load(before + group) != 0:
+            row = early
+        cell = (tl.load(mine + CELL) + place).to(tl.int64)
+        tl.store(pool + cell * hidden + at, row, mask=inside)
+
+
+@triton.jit
 def _kernel(
     delta, residual, pool, index, vectors, coefficients, gates, order, before,
     delta_stride, residual_stride, index_width, hidden,
@@ -19,11 +70,7 @@ def _kernel(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     mine = index + token * index_width
-    group = tl.load(mine + GROUP)
-    busy = 0
-    if STEER:
-        for k in tl.static_range(COLUMNS):
-            busy |= tl.load(mine + ENTRIES + 1 + 3 * k)
+    group, busy = _asked(mine, STEER, COLUMNS, GROUP, ENTRIES)
     if (group != 0) | (busy != 0):
         at = tl.arange(0, BLOCK)
         inside = at < hidden
@@ -34,35 +81,56 @@ def _kernel(
         if RESIDUAL:
             r = tl.load(residual + token * residual_stride + at, mask=inside, other=0.0)
             h = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
-        row = h
         if busy != 0:
-            start = h.to(tl.float32)
-            total = tl.zeros([BLOCK], dtype=tl.float32)
-            for k in tl.static_range(COLUMNS):
-                number = tl.load(mine + ENTRIES + 1 + 3 * k)
-                if number != 0:
-                    slot = tl.load(mine + ENTRIES + 3 * k).to(tl.int64)
-                    v = tl.load(vectors + slot * hidden + at, mask=inside, other=0.0)
-                    five = coefficients + number * 5
-                    c, s, m = tl.load(five), tl.load(five + 1), tl.load(five + 2)
-                    lo, hi = tl.load(five + 3), tl.load(five + 4)
-                    gate = tl.load(gates + tl.load(mine + ENTRIES + 2 + 3 * k))
-                    if (gate != 0) & ((c != 0) | (s != 0) | (m != 0)):
-                        p = tl.sum((start + total) * v)
-                        low = tl.maximum(s * p, lo, propagate_nan=tl.PropagateNan.ALL)
-                        clipped = tl.minimum(low, hi, propagate_nan=tl.PropagateNan.ALL)
-                        total += gate * (c + clipped - m * p) * v
-            d = (d.to(tl.float32) + total).to(kind)
+            d = _steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
             tl.store(delta + token * delta_stride + at, d, mask=inside)
         if CAPTURE:
-            place = tl.load(order + group)
-            if place >= 0:
-                if tl.load(before + group) == 0:
-                    row = d
-                    if RESIDUAL:
-                        row = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
-                cell = (tl.load(mine + CELL) + place).to(tl.int64)
-                tl.store(pool + cell * hidden + at, row, mask=inside)
+            late = d
+            if RESIDUAL:
+                late = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
+            _kept(h, late, mine, group, pool, order, before, at, inside, hidden, CELL)
+
+
+@triton.jit
+def _norm_kernel(
+    delta, residual, weight, normed, stream, pool, index, vectors, coefficients, gates, order, before, faults,
+    delta_stride, residual_stride, index_width, hidden, epsilon,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BESIDE_ONE: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
+    LAST: tl.constexpr, ASKER: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """The tap, then vLLM's norm: the stream is summed in float32, handed on rounded, and normed unrounded."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < hidden
+    kind = delta.dtype.element_ty
+    d = tl.load(delta + token * delta_stride + at, mask=inside, other=0.0)
+    r = tl.load(residual + token * residual_stride + at, mask=inside, other=0.0)
+    w = tl.load(weight + at, mask=inside, other=0.0)
+    if STEER or CAPTURE:
+        mine = index + token * index_width
+        group, busy = _asked(mine, STEER, COLUMNS, GROUP, ENTRIES)
+        if (group != 0) | (busy != 0):
+            h = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
+            if busy != 0:
+                d = _steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
+            if CAPTURE:
+                late = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
+                _kept(h, late, mine, group, pool, order, before, at, inside, hidden, CELL)
+    x = d.to(tl.float32) + r.to(tl.float32)
+    tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
+    y = x * tl.math.rsqrt(tl.sum(x * x) / hidden + epsilon)
+    if BESIDE_ONE:
+        y = y * (w.to(tl.float32) + 1.0)
+    else:
+        y = y.to(w.dtype).to(tl.float32) * w.to(tl.float32)
+        y = y.to(w.dtype)
+    tl.store(normed + token * hidden + at, y.to(kind), mask=inside)
+    if LAST and STEER:
+        asker = tl.load(index + token * index_width + ASKER)
+        if asker != 0:
+            rounded = x.to(kind).to(tl.float32)
+            if tl.sum(tl.where(tl.abs(rounded) < float("inf"), 0, 1)) > 0:  # inf or NaN
+                tl.store(faults + asker, 1)
 
 
 @triton.jit
@@ -96,14 +164,10 @@ def _cuda_tap(
     steer: bool,
     capture: bool,
 ) -> None:
-    if not tap.heavy_kernels:
+    if not tap.kernels:
         return
     del faults
-    tokens, hidden = delta.shape
-    if tokens > index.shape[0]:
-        raise ValueError(f"a tap met {tokens} tokens, it was made for {index.shape[0]}")
-    if delta.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
-        raise ValueError("a tap met a hidden state whose numbers do not lie side by side")
+    tokens, hidden = _checked(delta, residual, index)
     block = triton.next_power_of_2(hidden)
     _kernel[(tokens,)](  # type: ignore[index]
         delta,
@@ -131,12 +195,76 @@ def _cuda_tap(
     )
 
 
+def _checked(delta: Tensor, residual: Tensor | None, index: Tensor) -> tuple[int, int]:
+    tokens, hidden = delta.shape
+    if tokens > index.shape[0]:
+        raise ValueError(f"a tap met {tokens} tokens, it was made for {index.shape[0]}")
+    if delta.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
+        raise ValueError("a tap met a hidden state whose numbers do not lie side by side")
+    return tokens, hidden
+
+
 def _warps(block: int) -> int:
     return max(1, min(16, block // 512))
 
 
-def _cuda_check(delta: Tensor, residual: Tensor | None, index: Tensor, faults: Tensor, always: bool) -> None:
-    if not (tap.heavy_kernels or always):
+def _cuda_tap_norm(
+    delta: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    beside_one: bool,
+    pool: Tensor,
+    index: Tensor,
+    vectors: Tensor,
+    coefficients: Tensor,
+    gates: Tensor,
+    order: Tensor,
+    before: Tensor,
+    faults: Tensor,
+    steer: bool,
+    capture: bool,
+    last: bool,
+) -> tuple[Tensor, Tensor]:
+    tokens, hidden = _checked(delta, residual, index)
+    normed, stream = (torch.empty(tokens, hidden, dtype=delta.dtype, device=delta.device) for _ in range(2))
+    block = triton.next_power_of_2(hidden)
+    _norm_kernel[(tokens,)](  # type: ignore[index]
+        delta,
+        residual,
+        weight,
+        normed,
+        stream,
+        pool,
+        index,
+        vectors,
+        coefficients,
+        gates,
+        order,
+        before,
+        faults,
+        delta.stride(0),
+        residual.stride(0),
+        index.shape[1],
+        hidden,
+        epsilon,
+        COLUMNS=(index.shape[1] - ENTRIES) // 3,
+        BLOCK=block,
+        BESIDE_ONE=beside_one,
+        STEER=steer and tap.kernels,
+        CAPTURE=capture and tap.kernels,
+        LAST=last,
+        ASKER=ASKER,
+        CELL=CELL,
+        GROUP=GROUP,
+        ENTRIES=ENTRIES,
+        num_warps=_warps(block),
+    )
+    return normed, stream
+
+
+def _cuda_check(delta: Tensor, residual: Tensor | None, index: Tensor, faults: Tensor) -> None:
+    if not tap.kernels:
         return
     block = triton.next_power_of_2(delta.shape[1])
     _check_kernel[(delta.shape[0],)](  # type: ignore[index]
@@ -160,3 +288,4 @@ def register() -> None:
     if not torch._C._dispatch_has_kernel_for_dispatch_key("steerscope::tap", "CUDA"):
         tap.library.impl("tap", _cuda_tap, "CUDA")
         tap.library.impl("check", _cuda_check, "CUDA")
+        tap.library.impl("tap_norm", _cuda_tap_norm, "CUDA")

@@ -7,17 +7,23 @@ rest. Hooks are traced by the compiler like the layer's own code when they are t
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from steerscope.engines.vllm.tap import Tap
+from steerscope.engines.vllm.tap import Tap, TappedNorm
 from steerscope.residual.table import Key
 from steerscope.specs.errors import UnsupportedModel
 from steerscope.specs.steering import Site
 
 _LISTS = ("layers", "h", "blocks")  # what decoder layers are called
 _FEED_FORWARD = ("mlp", "block_sparse_moe", "feed_forward")
+# Layers whose (delta, residual) is all that the next layer's input norm, or the model's final one, is given.
+_NORM_FOLLOWS = (
+    "LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3MoeDecoderLayer",
+    "GemmaDecoderLayer", "Gemma2DecoderLayer", "Gemma3DecoderLayer",
+)  # fmt: skip
+_RMS_NORMS = ("RMSNorm", "GemmaRMSNorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,7 @@ class Layer:
     attention: nn.Module | None  # its output is added to the stream
     feed_forward: nn.Module | None  # likewise
     middle: nn.Module | None  # the norm between the two, called with (delta, residual)
+    next_norm: tuple[nn.Module, str] | None = None  # whose, and its name: the norm over what leaves the layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,8 @@ def find_layers(model: nn.Module, count: int) -> Layers:
         )
     name, modules = lists[0]
     present = {i: module for i, module in enumerate(modules) if type(module).__name__ != "PPMissingLayer"}
-    found = {i: _layer(module) for i, module in present.items()}
+    owner = model.get_submodule(name.rpartition(".")[0])
+    found = {i: replace(_layer(module), next_norm=_next_norm(i, present, owner)) for i, module in present.items()}
     refused: dict[Site, str] = {}
     sites: dict[Site, str] = {"attn_out": "attention", "mlp_out": "feed_forward", "resid_mid": "middle"}
     for site, attribute in sites.items():
@@ -74,11 +82,23 @@ def _layer(module: nn.Module) -> Layer:
     return Layer(module, get("self_attn", None), feed, get("post_attention_layernorm", None))
 
 
-def attach(layers: Layers, taps: Mapping[Key, Tap]) -> None:
-    """Hook the taps in. They act in place, so the hooks return nothing."""
+def _next_norm(number: int, layers: Mapping[int, nn.Module], owner: nn.Module) -> tuple[nn.Module, str] | None:
+    """Where the model's own code is known, and the norm is on this pipeline stage."""
+    following = layers.get(number + 1)
+    holder, name = (owner, "norm") if following is None else (following, "input_layernorm")
+    norm = getattr(holder, name, None)
+    plain = type(norm).__name__ in _RMS_NORMS and getattr(norm, "variance_size_override", None) is None
+    return (holder, name) if plain and type(layers[number]).__name__ in _NORM_FOLLOWS else None
+
+
+def attach(layers: Layers, taps: Mapping[Key, Tap], norms: bool = True) -> None:
+    """Put the taps in: before the norm that follows, or as hooks, which act in place and return nothing."""
     for (number, site), tap in taps.items():
         layer = layers.found[number]
-        if site == "resid_post":
+        if site == "resid_post" and norms and layer.next_norm is not None:
+            holder, name = layer.next_norm
+            setattr(holder, name, TappedNorm(getattr(holder, name), tap))
+        elif site == "resid_post":
             _hook(layer.module, site, tap, _after_layer, before=False)
         elif site == "resid_pre":
             _hook(layer.module, site, tap, _before_layer, before=True)

@@ -16,8 +16,6 @@ from steerscope.capture.transport import Arena
 from steerscope.engines.vllm.step import Asker
 from steerscope.specs.errors import CapacityExceeded
 
-TRASH = 64  # cells after the last, where tokens that nobody captures may write
-
 
 class Cells:
     """Which cells are free: first fit, neighbours merged."""
@@ -46,7 +44,7 @@ class Cells:
 
 
 class Pool(Protocol):
-    cells: Tensor  # [cells + TRASH, hidden]
+    cells: Tensor  # [cells, hidden]
     index: Tensor  # [tokens, columns] int32, what the taps read
     faults: Tensor  # [askers] int32, set by the taps
 
@@ -59,7 +57,7 @@ class Pool(Protocol):
         ...
 
     def send_index(self, tokens: int) -> None:
-        """The books' index holds for this step: rows [0, tokens), zero beyond."""
+        """The books' index holds from now on: rows [0, tokens), zero beyond."""
         ...
 
     def rows(self, cell: int, count: int, width: int) -> Tensor:
@@ -117,14 +115,14 @@ def make_pool(
 
 class HostPool:
     def __init__(self, cells: int, askers: int, hidden: int, dtype: torch.dtype, index: np.ndarray) -> None:
-        self.cells = torch.zeros(cells + TRASH, hidden, dtype=dtype)
+        self.cells = torch.zeros(cells, hidden, dtype=dtype)
         self.index = torch.from_numpy(index)
         self.faults = torch.zeros(askers, dtype=torch.int32)
         free = Cells(cells)
         self.take, self.give = free.take, free.give
 
     def send_index(self, tokens: int) -> None:
-        del tokens  # the taps read the books' own memory
+        self.faults[0] = tokens > 0  # the taps read the books' own memory, if there is anything to read
 
     def rows(self, cell: int, count: int, width: int) -> Tensor:
         return self.cells[cell : cell + count * width].view(count, width, -1)
@@ -145,10 +143,11 @@ class HostPool:
 
     def faulty(self, wait: bool = False) -> list[int]:
         del wait
-        if not self.faults.any():
+        flags = self.faults[1:]
+        if not flags.any():
             return []
-        found = self.faults.nonzero().flatten().tolist()
-        self.faults.zero_()
+        found = (flags.nonzero().flatten() + 1).tolist()
+        flags.zero_()
         return found
 
     def pin(self, arena: Arena) -> None:

@@ -1,14 +1,12 @@
 """Proof in a worker, before it serves: every tap steers and captures in the compiled code and graphs that will run.
 
-The runner's own dummy batches go through the model, one like a decoding request and one like a short prompt, once with
-ops that go the heavy way and once with one that goes the light way. Every token is steered at every tap: its projection
-on a direction of that tap is set to a value, or raised by it. The rows that the taps captured must show it. What else
-is in those rows does not matter, and nothing of this stays behind.
+The runner's own dummy batches go through the model, one like a decoding request and one like a short prompt. Every
+token is steered at every tap: its projection on a direction of that tap is set to a value. The rows that the taps
+captured must show it. What else is in those rows does not matter, and nothing of this stays behind.
 """
 
 import functools
 import inspect
-import itertools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from steerscope.engines.vllm.step import Asker, goes_light
+from steerscope.engines.vllm.step import Asker
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn
 from steerscope.residual.table import Column, Key
 from steerscope.specs.errors import UnsupportedModel
-from steerscope.specs.steering import Ablate, Add
+from steerscope.specs.steering import Ablate
 from steerscope.specs.tokens import EVERYWHERE
 
 if TYPE_CHECKING:
@@ -38,13 +36,13 @@ def prove(taps: "WorkerTaps", dummy_run: Callable[..., Any]) -> None:
         return
     if "force_attention" in inspect.signature(dummy_run).parameters:  # else its output is memory never written
         dummy_run = functools.partial(dummy_run, force_attention=True)
-    for batch, light in itertools.product(_BATCHES, (False, True) if taps.light else (False,)):
-        if not any(_try(taps, dummy_run, batch, light) for _ in range(_TRIES)):
+    for batch in _BATCHES:
+        if not any(_try(taps, dummy_run, batch) for _ in range(_TRIES)):
             log.warning("vLLM's dummy batches are not finite: the taps were not tried in the worker")
-    taps.shared.faults.zero_()
+    taps.shared.faults[1:] = 0
 
 
-def _try(taps: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bool], light: bool) -> bool:
+def _try(taps: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bool]) -> bool:
     """False: the batch says nothing."""
     rng = np.random.default_rng(0)
     directions = {key: _unit(rng.standard_normal(taps.hidden)) for key in taps.keys}
@@ -52,11 +50,11 @@ def _try(taps: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bo
     if not norms.isfinite().all():
         return False
     values = {key: _FACTOR * float(norm) for key, norm in zip(taps.keys, norms, strict=True)}
-    ops = {k: Add(vector=[1.0], scale=x) if light else Ablate(vector=[1.0], to=x) for k, x in values.items()}
-    column = Column(EVERYWHERE, 0, directions, {key: op.coefficients() for key, op in ops.items()})
+    coefficients = {key: Ablate(vector=[1.0], to=value).coefficients() for key, value in values.items()}
+    column = Column(EVERYWHERE, 0, directions, coefficients)
     rows = _run(taps, dummy_run, batch, column)
     if rows.isfinite().all():
-        _judge(taps, rows, directions, values, light)
+        _judge(taps, rows, directions, values)
         return True
     return False
 
@@ -74,12 +72,12 @@ def _run(
     columns = () if column is None else (WireColumn.of(column, inline=False),)
     wire = Wire("proof", None, 0, 0, columns, capture)
     leases = [] if column is None else [taps.table.acquire(column)]
-    asker = Asker(wire, leases, 0, len(taps.keys), light=taps.light and goes_light(wire))
+    asker = Asker(wire, leases, 0, len(taps.keys))
     asker.group, _ = taps.groups.acquire((taps.keys, False))
     taps.set_group(asker.group, taps.keys, before=False)
     taps.books.askers["proof"] = asker
     filled = taps.books.fill(["proof"], np.array([0, tokens]), np.array([0]), taps.reserve, lambda _: None)
-    taps.graphs.use(filled.heavy)
+    taps.graphs.use(filled.busy)
     taps.pool.send_index(tokens)
     try:
         taps.books.proving = True
@@ -98,17 +96,12 @@ def _run(
             taps.table.release(lease)
 
 
-def _judge(
-    taps: "WorkerTaps", rows: torch.Tensor, directions: dict[Key, np.ndarray], values: dict[Key, float], light: bool
-) -> None:
-    """A row that was not steered has a projection of about norm / √hidden; rounding makes far less. What is raised has
-    the projection it had besides."""
+def _judge(taps: "WorkerTaps", rows: torch.Tensor, directions: dict[Key, np.ndarray], values: dict[Key, float]) -> None:
+    """A row that was not steered has a projection of about norm / √hidden; rounding makes far less."""
     eps = torch.finfo(taps.dtype).eps
     for i, key in enumerate(taps.keys):
         got = rows[:, i] @ torch.from_numpy(directions[key].astype(np.float64))
         allowed = max(1e-3, 8 * eps) * values[key] + 8 * eps * rows[:, i].norm(dim=-1) / taps.hidden**0.5
-        if light:
-            allowed += 1.5 / _FACTOR * values[key]
         error = (got - values[key]).abs()
         if bool((error > allowed).any()):
             raise UnsupportedModel(

@@ -40,8 +40,6 @@ class Settings(Spec):
     max_columns: int = Field(default=4, ge=1, le=64)  # ops of one token at one site
     slots: int = Field(default=64, ge=2, le=65536)  # vectors in use at once
     groups: int = Field(default=64, ge=2, le=1024)  # different sets of captured layers at once
-    # Captures and single additions in the model's own compiled code (CUDA): they cost less there, but every step pays.
-    traced: bool = False
     pool_bytes: int | None = Field(
         default=None, ge=0
     )  # device memory for the rows of a step; None: as much as it can need

@@ -4,9 +4,6 @@ Before every forward the scheduler's own numbers (which requests run, how many t
 into one row of integers per token: where its captured rows go, which group of taps captures it, and its ops. Rows of
 tokens nobody claims are zero. Pure numpy, and work only for requests that asked for something.
 
-There are two ways through a tap. The light one only captures, or adds one vector: compiled into the model's own code it
-costs nothing that can be measured. The heavy one does everything, in a kernel of its own. A request takes one of them.
-
 While requests decode, a step differs from the last one only in where its rows go, and these lie in pages: a few rows of
 one request side by side, sent together. Such a step is a handful of array operations, whatever the number of requests.
 """
@@ -22,9 +19,8 @@ from steerscope.residual.table import Lease
 from steerscope.specs.errors import CapacityExceeded
 from steerscope.specs.tokens import Interval, Positions
 
-# Columns of the index: first cell, group, vector and coefficients of the light way; the asker's number; first cell and
-# group of the heavy way, and its ops, three numbers each.
-LIGHT_CELL, LIGHT_GROUP, LIGHT_VECTOR, LIGHT_COEFFICIENT, ASKER, CELL, GROUP, ENTRIES = range(8)
+# Columns of the index: the asker's number, the first cell, the group, and the ops, three numbers each.
+ASKER, CELL, GROUP, ENTRIES = range(4)
 PAGE = 16  # rows, at most
 _TRIES = 4  # of finding room for a step
 _LINE = 16  # an index row fills whole cache lines
@@ -56,7 +52,6 @@ class Asker:
     left: bool = False  # its region is no longer ours
     arena: Arena | None = None  # where that region is
     number: int = 0  # which fault flag is its own
-    light: bool = False
     page: Page | None = None
 
     @property
@@ -85,7 +80,7 @@ class Filled:
     failed: list[Asker] = field(default_factory=list)  # found out in this step
     recomputed: int = 0  # requests that were preempted and begin again
     steers: bool = False
-    heavy: bool = False  # somebody goes the heavy way
+    busy: bool = False  # the taps have something to do
     same: bool = False  # the index says what it said in the last step
 
 
@@ -98,7 +93,6 @@ class _Steady:
     request: np.ndarray  # its number in the batch
     token: np.ndarray
     position: np.ndarray  # the next one
-    column: np.ndarray  # where its cell stands in an index row
     width: np.ndarray  # 0: captures nothing any more
     cell: np.ndarray  # of the next row
     room: np.ndarray  # rows left in its page
@@ -118,8 +112,8 @@ class _Steady:
 
 
 class Books:
-    def __init__(self, tokens: int, columns: int, light: bool = False, page: int = PAGE) -> None:
-        self.columns, self.light, self.page = columns, light, page
+    def __init__(self, tokens: int, columns: int, page: int = PAGE) -> None:
+        self.columns, self.page = columns, page
         width = -(-(ENTRIES + 3 * columns) // _LINE) * _LINE
         self.index = np.zeros((tokens, width), dtype=np.int32)
         self.askers: dict[str, Asker] = {}
@@ -162,11 +156,11 @@ class Books:
             # Also when its rows are void: its keys and values are cached under the salt of its steering.
             if asker.steers:
                 self._steer(asker, first, at, at + last - first)
-                filled.steers, filled.heavy = True, filled.heavy or not asker.light
+                filled.steers = filled.busy = True
             if asker.group and asker.wire.capture and not asker.failed:
                 found = [(asker, first + a - at, a, b) for a, b in _captured(asker, at, at + last - first)]
                 (rows if last - first == 1 else taken).extend(found)
-                filled.heavy |= not asker.light
+                filled.busy = True
                 if asker.failed:
                     filled.failed.append(asker)
         total = sum((b - a) * asker.width for asker, _, a, b in taken)
@@ -182,8 +176,8 @@ class Books:
 
     def _capture(self, asker: Asker, token: int, cell: int, count: int) -> None:
         where = slice(token, token + count)
-        self.index[where, LIGHT_CELL if asker.light else CELL] = cell + asker.width * np.arange(count)
-        self.index[where, LIGHT_GROUP if asker.light else GROUP] = asker.group
+        self.index[where, CELL] = cell + asker.width * np.arange(count)
+        self.index[where, GROUP] = asker.group
 
     def _make_room(self, rows: list[tuple[Asker, int, int, int]], total: int, reserve: Callable[[int], int]) -> int:
         """A page for everybody who feeds one token, and the first of so many cells. Nothing counts before all have
@@ -224,11 +218,8 @@ class Books:
             for a, b in column.positions.within(at, stop):
                 where = slice(first + a - at, first + b - at)
                 self.index[where, ASKER] = asker.number
-                if asker.light:
-                    self.index[where, LIGHT_VECTOR:ASKER] = (lease.vector_slot, lease.coefficient_slot)
-                else:
-                    entry = (lease.vector_slot, lease.coefficient_slot, column.gate)
-                    self.index[where, ENTRIES + 3 * k : ENTRIES + 3 * k + 3] = entry
+                entry = (lease.vector_slot, lease.coefficient_slot, column.gate)
+                self.index[where, ENTRIES + 3 * k : ENTRIES + 3 * k + 3] = entry
 
     # --- steps that repeat
 
@@ -247,14 +238,13 @@ class Books:
         rows = [asker.width if asker.group and asker.wire.capture and _captures(asker, int(computed[i])) else 0
                 for i, asker in here]  # fmt: skip
         pages = [asker.page for asker in askers]
-        again = Filled(filled.tokens, steers=filled.steers, heavy=filled.heavy, same=not any(rows))
+        again = Filled(filled.tokens, steers=filled.steers, busy=filled.busy, same=not any(rows))
         return _Steady(
             names=names,
             askers=askers,
             request=request,
             token=starts[request].astype(np.int64),
             position=computed[request].astype(np.int64) + 1,
-            column=np.array([LIGHT_CELL if asker.light else CELL for asker in askers]),
             width=np.array(rows),
             cell=np.array([page.cell + page.count * w if page else 0 for page, w in zip(pages, rows, strict=True)]),
             room=np.array([0 if page is None else page.size - page.count for page in pages]),
@@ -275,7 +265,7 @@ class Books:
             now.cell[i], now.room[i] = asker.page.cell, size
             if self._steady is not now:  # there was no room, and all pages were closed to make some
                 return None
-        self.index[now.token, now.column] = now.cell
+        self.index[now.token, CELL] = now.cell
         now.position += 1
         now.cell += now.width
         now.room -= now.width > 0
@@ -285,7 +275,7 @@ class Books:
             page, asker.page = asker.page, None
             slices.append(_slice(asker, page.start, page.start + page.size, page.cell, page.size * asker.width))
         again = now.filled
-        return Filled(again.tokens, slices, steers=again.steers, heavy=again.heavy)
+        return Filled(again.tokens, slices, steers=again.steers, busy=again.busy)
 
     def settle(self) -> None:
         """Write back to the askers what the arrays know."""
@@ -317,14 +307,6 @@ class Books:
         self.settle()
         self.index[: self._dirty] = 0
         self._dirty = 0
-
-
-def goes_light(wire: Wire) -> bool:
-    """Whether its ops are one addition, if any: nothing that needs a projection, a gate, or an order."""
-    if len(wire.columns) > 1:
-        return False
-    adds = all(s == 0 and m == 0 for c in wire.columns for _, s, m, _, _ in c.coefficients.values())
-    return adds and all(column.gate == 0 for column in wire.columns)
 
 
 def _slice(asker: Asker, start: int, stop: int, cell: int, size: int) -> Slice:

@@ -3,28 +3,19 @@
 It reads nothing but tensors whose addresses never change, so it can be compiled and replayed in a CUDA graph; a layer
 number never enters it, so that the compiled code of equal layers is equal. What it does is `residual.equation.change`.
 
-The heavy way is one operator, opaque to the compiler: here in torch, on CUDA as a Triton kernel of the same definition.
-The light way is plain torch that the compiler traces and fuses with the norm that follows.
+It is one operator, opaque to the compiler: here in torch, on CUDA as a Triton kernel of the same definition. To launch a
+kernel costs more than what it does, so where the model's next step is an RMS norm over the same stream, one does both.
 """
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from steerscope.engines.vllm.pool import TRASH
-from steerscope.engines.vllm.step import (
-    ASKER,
-    CELL,
-    ENTRIES,
-    GROUP,
-    LIGHT_CELL,
-    LIGHT_COEFFICIENT,
-    LIGHT_GROUP,
-    LIGHT_VECTOR,
-)
+from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP
 from steerscope.residual.equation import change
 
 library = torch.library.Library("steerscope", "DEF")
@@ -32,9 +23,12 @@ library.define(
     "tap(Tensor(a!) delta, Tensor? residual, Tensor(b!) pool, Tensor index, Tensor vectors, Tensor coefficients, "
     "Tensor gates, Tensor order, Tensor before, Tensor(c!) faults, bool steer, bool capture) -> ()"
 )
-
-
-library.define("check(Tensor delta, Tensor? residual, Tensor index, Tensor(a!) faults, bool always) -> ()")
+library.define("check(Tensor delta, Tensor? residual, Tensor index, Tensor(a!) faults) -> ()")
+library.define(
+    "tap_norm(Tensor delta, Tensor residual, Tensor weight, float epsilon, bool beside_one, Tensor(a!) pool, "
+    "Tensor index, Tensor vectors, Tensor coefficients, Tensor gates, Tensor order, Tensor before, Tensor(b!) faults, "
+    "bool steer, bool capture, bool last) -> (Tensor, Tensor)"
+)
 
 
 @torch.library.register_fake("steerscope::tap", lib=library)
@@ -47,17 +41,22 @@ def _fake_check(*_: object) -> None:
     return None
 
 
-heavy_kernels = True  # whether a CUDA tap launches its kernels; graphs may be captured without
+@torch.library.register_fake("steerscope::tap_norm", lib=library)
+def _fake_norm(delta: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(delta), torch.empty_like(delta)
+
+
+kernels = True  # whether a CUDA tap does anything; graphs may be captured without
 
 
 @contextlib.contextmanager
-def heavy_kernels_off() -> Iterator[None]:
-    global heavy_kernels
-    heavy_kernels = False
+def kernels_off() -> Iterator[None]:
+    global kernels
+    kernels = False
     try:
         yield
     finally:
-        heavy_kernels = True
+        kernels = True
 
 
 def _torch_tap(
@@ -76,6 +75,8 @@ def _torch_tap(
 ) -> None:
     if delta.ndim != 2 or delta.shape[0] > index.shape[0]:
         raise ValueError(f"a tap met {tuple(delta.shape)}, it takes [tokens ≤ {index.shape[0]}, hidden]")
+    if not faults[0]:
+        return
     index = index[: delta.shape[0]]
     group = index[:, GROUP]
     place = order.index_select(0, group)
@@ -120,7 +121,7 @@ class Shared:
     index: Tensor  # [tokens, 2 + 3 · columns]
     gates: Tensor
     before: Tensor  # [groups]: the group captures before steering
-    faults: Tensor  # [askers]: 1 where a steered row is not finite
+    faults: Tensor  # [askers]: 1 where a steered row is not finite; on the CPU, [0]: somebody asks for something
 
 
 class Tap(nn.Module):
@@ -143,12 +144,10 @@ class Tap(nn.Module):
         steer: bool = True,
         capture: bool = True,
         noop: bool = False,
-        light: bool = False,
         last: bool = False,
     ) -> None:
         super().__init__()
         self.steer, self.capture, self.noop = steer, capture, noop
-        self.light = light  # there is a light way
         self.last = last  # after it, look whether what was steered is finite
         order = torch.full_like(shared.before, -1, dtype=torch.int32)  # place of this tap in each group, −1: none
         tensors = {"pool": shared.pool, "index": shared.index, "gates": shared.gates, "before": shared.before}
@@ -157,12 +156,9 @@ class Tap(nn.Module):
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
 
-    def forward(self, delta: Tensor, residual: Tensor | None) -> None:
-        if self.noop:
-            return
-        torch.ops.steerscope.tap(
-            delta,
-            residual,
+    def _tables(self) -> tuple[Tensor, ...]:
+        """As both operators take them."""
+        return (
             self.pool,
             self.index,
             self.vectors,
@@ -171,29 +167,55 @@ class Tap(nn.Module):
             self.order,
             self.before,
             self.faults,
+        )
+
+    def forward(self, delta: Tensor, residual: Tensor | None) -> None:
+        """In place."""
+        if self.noop:
+            return
+        torch.ops.steerscope.tap(delta, residual, *self._tables(), self.steer, self.capture)
+        if self.last and self.steer:
+            torch.ops.steerscope.check(delta, residual, self.index, self.faults)
+
+    def normed(self, delta: Tensor, residual: Tensor, norm: "RMSNorm") -> tuple[Tensor, Tensor]:
+        """On CUDA: this tap and the norm that follows it; the normed stream and the stream."""
+        return torch.ops.steerscope.tap_norm(
+            delta,
+            residual,
+            norm.weight.data,
+            norm.variance_epsilon,
+            beside_one(norm),
+            *self._tables(),
             self.steer,
             self.capture,
+            self.last,
         )
-        if self.light:
-            self._light(delta, residual)
-        if self.last and self.steer:
-            torch.ops.steerscope.check(delta, residual, self.index, self.faults, self.light)
 
-    def _light(self, delta: Tensor, residual: Tensor | None) -> None:
-        """One vector added, and rows captured. Tokens with nothing to do add zero and write where nobody reads."""
-        index = self.index[: delta.shape[0]]
-        changed = delta
-        if self.steer:
-            strength = self.coefficients[index[:, LIGHT_COEFFICIENT], 0]
-            gained = strength.unsqueeze(1) * self.vectors[index[:, LIGHT_VECTOR]]
-            changed = (delta.float() + gained).to(delta.dtype)
-        if self.capture:
-            group = index[:, LIGHT_GROUP]
-            place = self.order[group]
-            nowhere = self.pool.shape[0] - TRASH + torch.arange(delta.shape[0], device=delta.device) % TRASH
-            cell = torch.where(place >= 0, index[:, LIGHT_CELL] + place, nowhere)
-            kept = torch.where(self.before[group].unsqueeze(1), delta, changed) if self.steer else delta
-            rows = kept if residual is None else kept + residual
-            self.pool.index_copy_(0, cell, rows.to(self.pool.dtype))
-        if self.steer:
-            delta.copy_(changed)
+
+class RMSNorm(Protocol):
+    """What vLLM's RMSNorm and GemmaRMSNorm are made of."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Any: ...
+
+
+def beside_one(norm: RMSNorm) -> bool:
+    """Gemma's weights are what is added to one."""
+    return type(norm).__name__ == "GemmaRMSNorm"
+
+
+class TappedNorm(nn.Module):
+    """A norm of the model, in its place, behind a tap on the stream that enters it."""
+
+    def __init__(self, norm: nn.Module, tap: Tap) -> None:
+        super().__init__()
+        self.norm, self.tap = norm, tap
+        self.fused = tap.pool.device.type == "cuda" and not tap.noop
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if self.fused:
+            return self.tap.normed(x, residual, self.norm)  # type: ignore[arg-type]
+        self.tap(x, residual)
+        return self.norm(x, residual)

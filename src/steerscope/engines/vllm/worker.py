@@ -24,7 +24,7 @@ from steerscope.engines.vllm.pool import make_pool
 from steerscope.engines.vllm.proof import prove
 from steerscope.engines.vllm.seeds import mend
 from steerscope.engines.vllm.settings import Settings
-from steerscope.engines.vllm.step import PAGE, Asker, Books, Filled, goes_light
+from steerscope.engines.vllm.step import PAGE, Asker, Books, Filled
 from steerscope.engines.vllm.tap import Shared, Tap
 from steerscope.engines.vllm.wire import Wire, WireColumn
 from steerscope.residual.table import Column, Key, Slots, SlotTable
@@ -62,9 +62,8 @@ class WorkerTaps:
             raise UnsupportedModel(f"pipelines have at most {STAGES} stages here: lower pipeline_parallel_size")
         tokens = max(config.scheduler_config.max_num_batched_tokens, *(_graph_sizes(config) or [1]))
         requests = config.scheduler_config.max_num_seqs
-        self.light = settings.traced and self.device.type == "cuda" and _compiles(config)
         page = max(1, min(PAGE, tokens // (4 * requests)))
-        self.books = Books(tokens, settings.max_columns, self.light, page)
+        self.books = Books(tokens, settings.max_columns, page)
         self.table = SlotTable(self.hidden, settings.slots, self.device)
         self.groups = Slots(settings.groups, "capture group")
         self._owners: dict[int, Asker] = {}  # of those numbers, also after they have left
@@ -83,7 +82,7 @@ class WorkerTaps:
         )
         self.taps = {key: self._tap(key) for key in self.keys}
         _count_memory(runner, self.device, self.pool.cells)
-        attach(found, self.taps)
+        attach(found, self.taps, norms=not settings.noop and _plain_norms(config))
         self.vectors: dict[bytes, dict[Key, np.ndarray]] = {}
         self.delivery = Delivery(self.pool, self.hidden, self.dtype, self.stage, self.writes)
         self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "stall_s": 0.0}
@@ -98,9 +97,7 @@ class WorkerTaps:
         vectors, coefficients = self.table.tensors(key)
         settings = self.settings
         last = self.device.type == "cuda" and key == self.keys[-1]
-        return Tap(
-            self.shared, vectors, coefficients, settings.steer, settings.capture, settings.noop, self.light, last
-        )
+        return Tap(self.shared, vectors, coefficients, settings.steer, settings.capture, settings.noop, last)
 
     def _wrap(self, runner: Any) -> None:
         """V2 runners build an input batch for real steps only; V1 runners call `_model_forward` for those only."""
@@ -158,7 +155,7 @@ class WorkerTaps:
 
     def _stage(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
         if not self.books.askers and self.books.clean:
-            self.graphs.use(heavy=False)
+            self.graphs.use(busy=False)
             return
         bring_out = self.delivery.bring_out
         try:
@@ -168,7 +165,7 @@ class WorkerTaps:
                 self.delivery.fail(asker, f"{type(error).__name__}: {error}")
             # Steered they must be, or the step must not run: their keys are cached as steered ones.
             self._filled = self.books.fill(names, starts, computed, self.reserve, bring_out)
-        self.graphs.use(self._filled.heavy)
+        self.graphs.use(self._filled.busy)
         if not self._filled.same:
             self.pool.send_index(self._filled.tokens)
         self.counts["asked_steps"] += 1
@@ -213,7 +210,7 @@ class WorkerTaps:
         except Exception as error:
             log.error("a request carries a steerscope entry that cannot be read: %s", error)
             return
-        asker = Asker(wire, [], 0, 0, light=self.light and goes_light(wire))
+        asker = Asker(wire, [], 0, 0)
         try:
             self.delivery.meet(asker)
             for column in wire.columns:
@@ -353,10 +350,13 @@ def _count_memory(runner: Any, device: torch.device, pool: torch.Tensor) -> None
         runner.model_memory_usage += pool.numel() * pool.element_size()
 
 
+def _plain_norms(config: Any) -> bool:
+    """Of a quantised model they are the compiler's to fuse with what makes the numbers small; and some are asked to
+    give the same bits in every batch."""
+    from vllm import envs
+
+    return config.model_config.quantization is None and not getattr(envs, "VLLM_BATCH_INVARIANT", False)
+
+
 def _graph_sizes(config: Any) -> list[int]:
     return list(config.compilation_config.cudagraph_capture_sizes or [])
-
-
-def _compiles(config: Any) -> bool:
-    mode = getattr(config.compilation_config, "mode", None)
-    return getattr(mode, "name", "") == "VLLM_COMPILE" and not config.model_config.enforce_eager
