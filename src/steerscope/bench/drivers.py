@@ -115,9 +115,12 @@ class BareVLLM:
 
         self.setup, self._count = setup, 0
         arguments = vllm_arguments(setup, scratch) | more
-        kind = {"output_kind": RequestOutputKind.DELTA if how == "engine" else RequestOutputKind.FINAL_ONLY}
         self.params = SamplingParams(
-            max_tokens=setup.decode, temperature=0.0, ignore_eos=True, detokenize=False, **kind
+            max_tokens=setup.decode,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self.llm: Any = LLM(**arguments) if how == "llm" else None
         self.engine: Any = self.llm.llm_engine if self.llm else LLMEngine.from_engine_args(EngineArgs(**arguments))

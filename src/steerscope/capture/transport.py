@@ -12,6 +12,7 @@ import secrets
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -40,7 +41,7 @@ def shared_folder(size: int) -> Path:
 
 
 class Arena:
-    """A mapped file."""
+    """A mapped file. Its first cache line says when a request failed last."""
 
     def __init__(self, path: Path, size: int, *, create: bool) -> None:
         self.path, self.size = path, size
@@ -75,6 +76,12 @@ class Arena:
         text = np.frombuffer(why.encode()[:WHY_SIZE].ljust(WHY_SIZE, b"\0"), np.uint8)
         self.memory.numpy()[offset + WHY : offset + HEADER] = text
         self.words[(offset + ALIGN * FAILED) // 8] = 1
+        self.words[0] = time.monotonic_ns()  # no two failures leave the same here
+
+    @property
+    def failures(self) -> int:
+        """Another number than before when a request has failed since."""
+        return int(self.words[0])
 
     def unlink(self) -> None:
         with contextlib.suppress(OSError):
@@ -147,7 +154,7 @@ class Regions:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._lock = threading.RLock()  # a finaliser may run inside allocate
-        self._free: list[tuple[int, int]] = [(0, arena.size)]  # (offset, size), ascending
+        self._free: list[tuple[int, int]] = [(ALIGN, arena.size - ALIGN)]  # (offset, size), ascending
         self._returned: list[Freed] = []
 
     @staticmethod
@@ -162,14 +169,22 @@ class Regions:
         is large enough. What was freed is handed out again only when its writers have left it."""
         size = self.bytes_for(data)
         with self._lock:
-            self._merge()
-            for i, (offset, room) in enumerate(self._free):
-                if room >= size:
-                    self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
-                    region = Region(self, offset, size, tuple(stages))
-                    region.counters[:] = 0
-                    region.counters[OWNER] = region.owner
-                    return region
+            offset = self._take(size)
+            if offset is None:
+                self._merge()
+                offset = self._take(size)
+        if offset is None:
+            return None
+        region = Region(self, offset, size, tuple(stages))
+        region.counters[:] = 0
+        region.counters[OWNER] = region.owner
+        return region
+
+    def _take(self, size: int) -> int | None:
+        for i, (offset, room) in enumerate(self._free):
+            if room >= size:
+                self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
+                return offset
         return None
 
     def free(self, part: Freed) -> None:
@@ -195,4 +210,4 @@ class Regions:
     def used(self) -> int:
         with self._lock:
             self._merge()
-            return self.arena.size - sum(size for _, size in self._free)
+            return self.arena.size - ALIGN - sum(size for _, size in self._free)

@@ -7,6 +7,7 @@ import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,17 @@ from steerscope.residual.table import Column, Key, PlacedOp, pack
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling
-from steerscope.specs.steering import Ablate, Add, Cap, LayersLike, Site, Steering, VectorData, parse_layers
+from steerscope.specs.steering import (
+    Ablate,
+    Add,
+    Cap,
+    Coefficients,
+    LayersLike,
+    Site,
+    Steering,
+    VectorData,
+    parse_layers,
+)
 from steerscope.specs.tokens import MessageSpan, Positions, SelectorError, resolve
 
 
@@ -105,15 +116,14 @@ class Planner:
         if capture and not self.facts.captures:
             self._problem("capture", "the engine was started with taps that only write", "start it with capture on")
         most = len(prompt.token_ids) + sampling.max_tokens - 1
-        placed, applied = self._place(steering, prompt, most)
-        columns = pack(placed)
+        columns, applied = self._place(steering, prompt, most)
         if len(columns) > self.facts.max_columns:
             what = f"the ops need {len(columns)} columns, the engine has {self.facts.max_columns} per token"
             self._problem("steer.ops", what, "use fewer ops with differing tokens, or start it with more max_columns")
         capture_plan = self._capture(capture, prompt, most) if capture else None
         if self.problems:
             raise InvalidRequest(self.problems)
-        return Plan(request_id, 0, prompt, sampling, tuple(columns), tuple(applied), capture_plan)
+        return Plan(request_id, 0, prompt, sampling, columns, tuple(applied), capture_plan)
 
     def _problem(self, field: str, what: str, remedy: str) -> None:
         self.problems.append(Problem(field, what, remedy))
@@ -135,8 +145,8 @@ class Planner:
             what = f"{len(ids)} prompt tokens + max_tokens {sampling.max_tokens} exceed the context of {facts.context}"
             self._problem("sampling.max_tokens", what, f"lower max_tokens to {facts.context - len(ids)}")
 
-    def _place(self, steering: Steering, prompt: Prompt, most: int) -> tuple[list[PlacedOp], list[Applied]]:
-        placed: list[tuple[bool, PlacedOp]] = []
+    def _place(self, steering: Steering, prompt: Prompt, most: int) -> tuple[tuple[Column, ...], list[Applied]]:
+        placed: list[_Placing] = []
         applied: list[Applied] = []
         for i, op in enumerate(steering.ops):
             field = f"steer.ops[{i}]"
@@ -150,13 +160,9 @@ class Planner:
                 self._problem(f"{field}.tokens", f"{op.tokens!r} selects no token of this request", "widen it")
             self._check_tapped(layers, op.site, f"{field}.layers")
             applied.append(Applied(op, layers, positions))
-            for layer in layers:
-                vector, content = _direction(data, layer, op.unit)
-                key = tap_of(layer, op.site)
-                made = PlacedOp(key, positions, vector, op.coefficients(), content=content)
-                placed.append((key != (layer, op.site), made))
-        # At a shared tap the ops of resid_post come before those of the next layer's resid_pre.
-        return [op for _, op in sorted(placed, key=lambda pair: pair[0])], applied
+            raw = tuple(data.per_layer[layer] if data.shared is None else data.shared for layer in layers)
+            placed.append(_Placing(raw, layers, op.site, op.unit, op.coefficients(), positions))
+        return _columns(tuple(placed)), applied
 
     def _vector(self, op: Add | Cap | Ablate, field: str) -> VectorData | None:
         data = self.vectors.get(op.source) if isinstance(op.source, str) else op.source
@@ -229,14 +235,38 @@ class Planner:
             self._check_tapped(layers, site, "capture.layers")
         if positions.count(most) == 0:
             self._problem("capture.tokens", f"{capture.tokens!r} selects no row of this request", "widen it")
-        asked: tuple[Key, ...] = tuple((layer, site) for layer in layers for site in sites)
-        keys = tuple(dict.fromkeys(tap_of(layer, site) for layer, site in asked))
-        return CapturePlan(asked, keys, positions, capture)
+        return CapturePlan(*_taps(layers, sites), positions, capture)
 
 
-def _direction(data: VectorData, layer: int, unit: bool) -> tuple[np.ndarray, bytes]:
-    """The numbers for one layer, and a hash that stands for them."""
-    return _worked_out(data.shared if data.shared is not None else data.per_layer[layer], unit)
+class _Placing(NamedTuple):
+    """An op that will be placed, as far as columns depend on it."""
+
+    raw: tuple[bytes, ...]  # a direction per layer
+    layers: tuple[int, ...]
+    site: Site
+    unit: bool
+    coefficients: Coefficients
+    positions: Positions
+
+
+@functools.lru_cache(maxsize=256)
+def _columns(placed: tuple[_Placing, ...]) -> tuple[Column, ...]:
+    """Once for all requests that are steered alike."""
+    found: list[tuple[bool, PlacedOp]] = []
+    for op in placed:
+        for layer, raw in zip(op.layers, op.raw, strict=True):
+            vector, content = _worked_out(raw, op.unit)
+            key = tap_of(layer, op.site)
+            found.append((key != (layer, op.site), PlacedOp(key, op.positions, vector, op.coefficients, 0, content)))
+    # At a shared tap the ops of resid_post come before those of the next layer's resid_pre.
+    return tuple(pack([op for _, op in sorted(found, key=lambda pair: pair[0])]))
+
+
+@functools.lru_cache(maxsize=256)
+def _taps(layers: tuple[int, ...], sites: tuple[Site, ...]) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
+    """What a capture asks for, and the taps that is to be had from, without repeats."""
+    asked: tuple[Key, ...] = tuple((layer, site) for layer in layers for site in sites)
+    return asked, tuple(dict.fromkeys(tap_of(layer, site) for layer, site in asked))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -48,6 +48,22 @@ class RunningText(ABC):
     def started(self) -> None:
         self._admitted = time.perf_counter()
 
+    @property
+    def quiet(self) -> bool:
+        """Nobody looks at its tokens before the end."""
+        return self._decode is not None
+
+    def accept_all(self, tokens: list[int]) -> FinishReason | None:
+        """Take what a quiet one has sampled, at once; the reason if that was the end."""
+        if not self._first and tokens:
+            self._first = time.perf_counter()
+        if not self._eos.isdisjoint(tokens):
+            tokens = tokens[: 1 + next(i for i, token in enumerate(tokens) if token in self._eos)]
+        self.history += tokens
+        if len(self.history) - self.prompt_length >= self.plan.sampling.max_tokens:
+            return "stop" if tokens and tokens[-1] in self._eos else "length"
+        return "stop" if tokens and tokens[-1] in self._eos else None
+
     def accept(self, token: int) -> FinishReason | None:
         """Take a sampled token; the reason if it was the last one."""
         self.history.append(token)
@@ -59,7 +75,7 @@ class RunningText(ABC):
             reason = "stop"
         elif count >= self.plan.sampling.max_tokens:
             reason = "length"
-        if self._decode is not None:
+        if self.quiet:
             return reason
         text = self._stops.push(self._detokenizer.push(token))
         if reason and self._stops.found is None:
@@ -113,9 +129,10 @@ class RunningText(ABC):
 
 
 def captured(
-    plan: Plan, index: np.ndarray, columns: Mapping[Key, torch.Tensor], history: list[int], model: str
+    plan: Plan, index: np.ndarray, taken: Callable[[], Mapping[Key, torch.Tensor]], history: list[int], model: str
 ) -> Rows:
     """Rows of the positions `index` at each tap, labelled and named as asked."""
+    columns = taken()
     assert plan.capture is not None
     prompt, reduce = plan.prompt, plan.capture.spec.reduce
     labels = make_labels(plan.request_id, index, history, len(prompt.token_ids), prompt.messages, prompt.open_message)

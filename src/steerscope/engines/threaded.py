@@ -87,6 +87,8 @@ class ThreadedEngine(Engine, Generic[S]):
     def _receive(self) -> bool:
         """Take new jobs, waiting only when there is nothing to do. False: the engine is closed."""
         while True:
+            if self._busy() and self._inbox.empty():
+                return True
             idle = not self._busy() and not self._waiting
             try:
                 item = self._inbox.get(block=idle, timeout=SWEEP_S)

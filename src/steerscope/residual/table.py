@@ -103,6 +103,9 @@ class Slots:
         self._idle.pop(key, None)
         return self._slot[key], not known
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._slot
+
     def release(self, key: Hashable) -> None:
         self._users[key] -= 1
         if self._users[key] == 0:
@@ -166,6 +169,14 @@ class SlotTable:
             values = {key: torch.tensor(c, dtype=torch.float32) for key, c in column.coefficients.items()}
             self._write(1, coefficient_slot, values)
         return Lease(vector_slot, coefficient_slot, vector_key, coefficient_key)
+
+    def lease(self, vector_key: bytes, coefficient_key: bytes) -> Lease | None:
+        """A place whose contents are there already; None: some are not."""
+        if vector_key not in self._vector_slots or coefficient_key not in self._coefficient_slots:
+            return None
+        vectors, _ = self._vector_slots.acquire(vector_key)
+        coefficients, _ = self._coefficient_slots.acquire(coefficient_key)
+        return Lease(vectors, coefficients, vector_key, coefficient_key)
 
     def release(self, lease: Lease) -> None:
         self._vector_slots.release(lease.vector_key)

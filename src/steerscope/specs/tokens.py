@@ -10,6 +10,7 @@
 spans are known. Positions are absolute: the prompt is 0 … p−1, generated tokens follow.
 """
 
+import functools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -253,4 +254,12 @@ def resolve(
     rows: int = END,
 ) -> Positions:
     """The absolute positions a selector means for one request that computes at most `rows` rows."""
+    if messages is None:
+        return _plain(selector, prompt_length, open_message, rows)
     return _Parser(selector, _Context(prompt_length, messages, open_message, rows)).run()
+
+
+@functools.lru_cache(maxsize=1024)
+def _plain(selector: str, prompt_length: int, open_message: bool, rows: int) -> Positions:
+    """Many requests ask the same of prompts of the same length."""
+    return _Parser(selector, _Context(prompt_length, None, open_message, rows)).run()

@@ -30,7 +30,8 @@ async def main(engine: VLLMEngine) -> dict[str, Any]:
     assert engine.facts.context is not None
     long = Sampling(max_tokens=engine.facts.context - 3, ignore_eos=True)
     running = asyncio.ensure_future(engine.generate(TokenPrompt([20, 21, 22]), long, capture=Capture()))
-    while not any(one.generated for one in list(engine._running.values())):
+    before = engine._counts["steps"]
+    while not engine._running or engine._counts["steps"] < before + 3:
         await asyncio.sleep(0.001)
     for process in engine._llm.engine_core.resources.engine_manager.processes:  # type: ignore[attr-defined]
         os.kill(process.pid, signal.SIGKILL)

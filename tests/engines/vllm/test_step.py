@@ -28,7 +28,7 @@ def asker(
     name: str, positions: Positions | None, columns: tuple[Positions, ...] = (), most: int = 1000, slot: int = 1
 ) -> Asker:
     capture = positions and WireCapture(((0, "resid_post"), (1, "resid_post")), positions, False, None, 0, most)
-    wire = Wire(name, None, 0, 0, tuple(WireColumn(b"", None, {}, p, 0) for p in columns), capture)
+    wire = Wire(name, None, 0, 0, tuple(WireColumn(b"", b"", None, {}, p, 0) for p in columns), capture)
     leases = [Lease(slot + k, slot + k, b"", b"") for k in range(len(columns))]
     return Asker(wire, leases, 3 if positions else 0, 2 if positions else 0)
 

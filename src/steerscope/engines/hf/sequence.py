@@ -55,13 +55,13 @@ class Row(RunningText):
             self._table.release(self.leases.pop())
 
     def _handle(self) -> CaptureHandle | None:
-        plan, held = self.plan, self.job.held
-        if plan.capture is None or held is None:
+        plan, capture, held = self.plan, self.plan.capture, self.job.held
+        if capture is None or held is None:
             return None
         # The last sampled token is never fed: p + g − 1 rows, and none at all for what was never started.
         computed = min(self.fed, len(self.history) - 1)
         if self.reducer is not None:
-            tensor, index = self.reducer.result(), selected(plan.capture.positions, computed)
+            tensor, index = self.reducer.result(), selected(capture.positions, computed)
             if self.reducer.n != len(index):
                 raise RequestFailed(f"{self.reducer.n} of {len(index)} rows were reduced")
         elif self.buffer is not None:
@@ -70,6 +70,9 @@ class Row(RunningText):
             held.release()
             return None
         held.shrink(tensor.numel() * tensor.element_size())
-        columns: dict[Key, torch.Tensor] = {key: tensor[..., j, :] for j, key in enumerate(plan.capture.keys)}
+
+        def columns() -> dict[Key, torch.Tensor]:
+            return {key: tensor[..., j, :] for j, key in enumerate(capture.keys)}
+
         load = functools.partial(captured, plan, index, columns, list(self.history), self.engine.facts.name)
         return CaptureHandle(self.name, len(index), load, self.engine.budget, held, self.engine.capture_ttl)

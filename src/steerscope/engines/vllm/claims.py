@@ -4,8 +4,9 @@ The workers' tables have a fixed number of slots, and rows arrive in one piece o
 on the client's side, so that a request waits or is refused instead of failing in a worker.
 """
 
+import functools
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 
@@ -109,9 +110,9 @@ class Claim:
         """Every stage has said that it writes no more."""
         return self.region is None or all(self.region.counters[LEFT + stage] for stage in self.region.stages)
 
-    def hand_over(self, computed: int) -> tuple[dict[Key, torch.Tensor], int]:
-        """Each tap's rows of a text that has ended with so many, and the bytes they need from now on. The rows keep the
-        memory; the claim lets it go. Raises RequestFailed when some did not arrive."""
+    def hand_over(self, computed: int) -> tuple[Callable[[], dict[Key, torch.Tensor]], int]:
+        """What makes each tap's rows of a text that has ended with so many, and the bytes they need from now on. It and
+        they keep the memory; the claim lets it go. Raises RequestFailed when some did not arrive."""
         capture, region = self.plan.capture, self.region
         assert capture is not None
         assert region is not None
@@ -119,13 +120,12 @@ class Claim:
         found, reduce = self.arrived(), capture.spec.reduce
         if region.failure is not None or (found != count if reduce else found < count):
             raise RequestFailed(f"{count - found} of {count} rows did not arrive")
-        stages, size = self.room.stages_of(capture.keys), region.size
-        columns = self._columns(region, count)
-        if not reduce and len(stages) == 1:
+        size = region.size
+        if not reduce and len(self.room.stages_of(capture.keys)) == 1:
             size = count * len(capture.keys) * self.room.facts.hidden * self.room.dtype.itemsize
             region.shrink(size)
         self.region = None
-        return columns, size
+        return functools.partial(self._columns, region, count), size
 
     def _columns(self, region: Region, count: int) -> dict[Key, torch.Tensor]:
         """A region holds one block [rows, taps, hidden] per pipeline stage, in the order of stages; a reduction is one
@@ -135,9 +135,12 @@ class Claim:
         if reduce and not count:
             return {key: torch.full((hidden,), torch.nan) for key in capture.keys}
         total = 1 if reduce else capture.positions.count(self.plan.most_rows)
+        stages = self.room.stages_of(capture.keys)
+        if len(stages) == 1 and not reduce:
+            total = count  # the rest was given back
         flat = region.tensor((total * len(capture.keys), hidden), torch.float32 if reduce else self.room.dtype)
         found, start = {}, 0
-        for stage in self.room.stages_of(capture.keys):
+        for stage in stages:
             mine = [key for key in capture.keys if self.room.stage[key] == stage]
             block = flat[start : start + total * len(mine)].view(total, len(mine), hidden)
             found |= {key: block[0, j] if reduce else block[:count, j] for j, key in enumerate(mine)}

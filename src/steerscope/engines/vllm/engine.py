@@ -92,6 +92,8 @@ class VLLMEngine(ThreadedEngine[Running]):
         self.numbers = itertools.count()
         self._resident: dict[bytes, None] = {}  # given to the workers, oldest first
         self._running: dict[str, Running] = {}
+        self._unborn: list[Running] = []  # quiet ones without a token
+        self._failures = 0  # what the shared memory said when it was last looked at
 
     def _start_vllm(self, model: str | Path, options: dict[str, Any]) -> "tuple[LLMEngine, Any]":
         from vllm.engine.arg_utils import EngineArgs
@@ -244,6 +246,8 @@ class VLLMEngine(ThreadedEngine[Running]):
                 self._failed(self._waiting.pop(0), error)
                 continue
             self._running[one.key] = self._waiting.pop(0)
+            if one.quiet:
+                self._unborn.append(one)
 
     def _give(self, column: Column) -> None:
         """Vectors to every worker, once."""
@@ -265,7 +269,13 @@ class VLLMEngine(ThreadedEngine[Running]):
     def _step(self) -> None:
         done: list[tuple[Running, Any]] = []
         stopped: list[str] = []
-        for output in self._llm.step():
+        outputs = self._llm.step()
+        if self._unborn:
+            states = self._llm.output_processor.request_states
+            self._unborn = [one for one in self._unborn if one.key in states and not one.look(states[one.key])]
+        if self.room.regions.arena.failures != self._failures:
+            self._give_up()
+        for output in outputs:
             one = self._running.get(output.request_id)
             if one is None:
                 continue
@@ -287,9 +297,17 @@ class VLLMEngine(ThreadedEngine[Running]):
         if done:
             self._conclude(done)
 
+    def _give_up(self) -> None:
+        """End what the workers say has failed."""
+        self._failures = self.room.regions.arena.failures
+        failed = [one for one in self._running.values() if one.failure is not None]
+        self._conclude([(one, "cancelled") for one in failed], abort=True)
+
     def _conclude(self, done: "list[tuple[Running, Any]]", abort: bool = False) -> None:
         """End requests; those whose rows are not all here yet ask the workers for them in one call."""
         if abort:
+            for one, _ in done:
+                one.catch_up(self._llm.output_processor.request_states.get(one.key))
             self._llm.abort_request([one.key for one, _ in done])
         late = [one for one, _ in done if one.incomplete()]
         if late:

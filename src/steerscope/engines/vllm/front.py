@@ -42,7 +42,7 @@ from steerscope.specs.steering import Steering, VectorData
 
 log = logging.getLogger("steerscope")
 _ARRIVE_S = 60.0
-ALIVE: "weakref.WeakSet[Text]" = weakref.WeakSet()
+FRONTS: "weakref.WeakSet[Front]" = weakref.WeakSet()
 _TTL_S = 600.0
 
 
@@ -67,6 +67,7 @@ class Front:
         stage = stages_of(config, settings)
         self.room = Room(self.facts, config.model_config.dtype, settings, stage, Regions(self.arena))
         self.saver = ThreadPoolExecutor(1, "steerscope-save")
+        FRONTS.add(self)
 
     def __del__(self) -> None:
         if hasattr(self, "arena"):  # else there was no memory for it
@@ -140,7 +141,6 @@ class Text:
             if self.held is None:
                 raise CapacityExceeded(f"captures hold the whole budget of {self.front.budget.total >> 20} MiB")
         self.claim.take()
-        ALIVE.add(self)
 
     def wire(self, name: str) -> bytes:
         return self.claim.wire(name, arena=(str(self.front.arena.path), self.front.arena.size)).pack()
@@ -176,7 +176,6 @@ class Text:
             time.sleep(0.001)
         if (why := self.failure) is not None:
             raise RequestFailed(f"{self.plan.request_id} failed: {why}")
-        columns: dict[Key, Any]
         columns, size = self.claim.hand_over(len(history) - 1)
         held.shrink(size)
         return captured(self.plan, index, columns, history, self.front.facts.name)
@@ -284,7 +283,7 @@ def add_request(inner: Any, self: Any, request: Any, *args: Any, **kwargs: Any) 
 
 def process_outputs(inner: Any, self: Any, outputs: list, *args: Any, **kwargs: Any) -> Any:
     """A text that the workers gave up ends with an error, and ends in the engine too."""
-    if not ALIVE:
+    if not any(front.arena.failures for front in FRONTS):
         return inner(self, outputs, *args, **kwargs)
     from vllm.v1.engine import FinishReason
 

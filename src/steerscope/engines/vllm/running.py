@@ -1,6 +1,8 @@
 """One request inside vLLM: what it carries there, and what comes back."""
 
+import copy
 import functools
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,22 +50,17 @@ class Running(RunningText):
             self.claim.release()
 
     def prompt(self) -> dict[str, Any]:
-        asked: dict[str, Any] = {"prompt_token_ids": np.asarray(self.plan.prompt.token_ids).tolist()}
+        ids = self.plan.prompt.token_ids
+        asked: dict[str, Any] = {"prompt_token_ids": ids if type(ids[0]) is int else np.asarray(ids).tolist()}
         if found := salt(self.plan):
             asked["cache_salt"] = found
         return asked
 
     def params(self) -> "SamplingParams":
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         s = self.plan.sampling
         greedy = s.temperature < 1e-6
-        extra = None
-        if self.claim is not None:
-            hold = self._hold(self.plan.capture) if self.plan.capture else 0
-            extra = {"steerscope": self.claim.wire(self.key, hold).pack()}
-        return SamplingParams(
+        # vLLM makes a copy of its own, so equal ones may be one.
+        found = _sampling(
             max_tokens=s.max_tokens,
             temperature=0.0 if greedy else s.temperature,
             top_p=1.0 if greedy else s.top_p,
@@ -72,11 +69,14 @@ class Running(RunningText):
             repetition_penalty=s.repetition_penalty,
             seed=None if greedy else s.seed,
             ignore_eos=s.ignore_eos,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            quiet=self.quiet,
             skip_reading_prefix_cache=None if reads_cached(self.plan) else True,
-            extra_args=extra,
         )
+        if self.claim is not None:
+            hold = self._hold(self.plan.capture) if self.plan.capture else 0
+            found = copy.copy(found)
+            found.extra_args = {"steerscope": self.claim.wire(self.key, hold).pack()}
+        return found
 
     def _hold(self, capture: CapturePlan) -> int:
         """Rows a reduction keeps back. Where this process finds the end, vLLM hears of it late, and has run on."""
@@ -85,11 +85,11 @@ class Running(RunningText):
         return min(self.plan.sampling.max_tokens, max(_HOLD_LATE, _HOLD_BYTES // row)) if late else _HOLD
 
     def take(self, output: Any) -> FinishReason | None:
-        """New tokens; the reason if the request is over."""
-        if self.failure is not None:
-            return "cancelled"
+        """New tokens, of a quiet one all; the reason if the request is over."""
         new = output.outputs[0]
-        for token in new.token_ids:
+        if self.quiet and (reason := self.accept_all(list(new.token_ids))):
+            return reason
+        for token in () if self.quiet else new.token_ids:
             if reason := self.accept(token):
                 return reason
         if not output.finished:
@@ -97,6 +97,18 @@ class Running(RunningText):
         if new.finish_reason not in ("stop", "length"):
             raise RequestFailed(f"vLLM gave {self.name} up: {new.finish_reason}")
         return "length" if new.finish_reason == "length" else "stop"
+
+    def look(self, state: Any) -> bool:
+        """vLLM's own books of a quiet one: whether its first token is there, and when that was."""
+        if state is None or state.is_prefilling:
+            return False
+        self._first = self._first or time.perf_counter()
+        return True
+
+    def catch_up(self, state: Any) -> None:
+        """It ends before vLLM would tell: what it has sampled is in vLLM's own books."""
+        if self.quiet and state is not None:
+            self.accept_all(list(state.detokenizer.output_token_ids)[len(self.generated) :])
 
     @property
     def failure(self) -> str | None:
@@ -139,3 +151,12 @@ class Running(RunningText):
         index = selected(capture.positions, self.computed)
         load = functools.partial(captured, self.plan, index, columns, list(self.history), self.engine.facts.name)
         return CaptureHandle(self.name, len(index), load, self.engine.budget, held, self.engine.capture_ttl)
+
+
+@functools.lru_cache(maxsize=64)
+def _sampling(*, quiet: bool, **fields: Any) -> "SamplingParams":
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind.FINAL_ONLY if quiet else RequestOutputKind.DELTA
+    return SamplingParams(detokenize=False, output_kind=kind, **fields)

@@ -3,8 +3,8 @@
 It reads nothing but tensors whose addresses never change, so it can be compiled and replayed in a CUDA graph; a layer
 number never enters it, so that the compiled code of equal layers is equal. What it does is `residual.equation.change`.
 
-It is one operator, opaque to the compiler: here in torch, on CUDA as a Triton kernel of the same definition. To launch a
-kernel costs more than what it does, so where the model's next step is an RMS norm over the same stream, one does both.
+It is one operator, opaque to the compiler: here in torch, on CUDA as a Triton kernel of the same definition. A launch
+costs more than what it does, so where the model's next step is an RMS norm over the same stream, one kernel does both.
 """
 
 import contextlib

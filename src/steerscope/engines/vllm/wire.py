@@ -1,6 +1,7 @@
 """What a request carries to the workers in `SamplingParams.extra_args["steerscope"]`: everything resolved, nothing left
 to judge there. Vectors go by the hash of their content, which the workers were given before or find beside it."""
 
+import functools
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -12,11 +13,13 @@ from steerscope.specs.steering import Coefficients
 from steerscope.specs.tokens import EVERYWHERE, Positions
 
 Packed = dict[str, Any]  # plain data that msgpack takes
+_KEPT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class WireColumn:
     vectors: bytes  # hash of the content
+    strengths: bytes  # hash of the coefficients
     content: bytes | None  # float32 [keys, hidden]; None: the workers were given it
     coefficients: dict[Key, Coefficients]
     positions: Positions
@@ -25,7 +28,8 @@ class WireColumn:
     @classmethod
     def of(cls, column: Column, inline: bool) -> "WireColumn":
         content = b"".join(vector.tobytes() for vector in column.vectors.values()) if inline else None
-        return cls(column.vector_key, content, column.coefficients, column.positions, column.gate)
+        strengths = column.coefficient_key
+        return cls(column.vector_key, strengths, content, column.coefficients, column.positions, column.gate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +65,9 @@ class Wire:
 
     def _plain(self) -> Packed:
         columns = [
-            [column.vectors, column.content, _pack_keys(column.coefficients), list(column.coefficients.values()),
-             _pack_positions(column.positions), column.gate]
-            for column in self.columns
+            [_pack_ops(c.vectors, c.strengths, tuple(c.coefficients.items())), c.content,
+             _pack_positions(c.positions), c.gate]
+            for c in self.columns
         ]  # fmt: skip
         capture = None
         if self.capture:
@@ -77,20 +81,54 @@ class Wire:
         import msgspec
 
         data: Packed = msgspec.msgpack.decode(packed)
-        columns = tuple(
-            WireColumn(bytes(vectors), content, dict(zip(_keys(keys), map(tuple, values), strict=True)),
-                       _positions(at), gate)
-            for vectors, content, keys, values, at, gate in data["columns"]
-        )  # fmt: skip
+        columns = []
+        for ops, content, at, gate in data["columns"]:
+            vectors, strengths, coefficients = _unpack_ops(bytes(ops))
+            columns.append(WireColumn(vectors, strengths, content, coefficients, _positions(at), gate))
         capture = None
         if data["capture"] is not None:
             keys, at, *rest = data["capture"]
-            capture = WireCapture(_keys(keys), _positions(at), *rest)
+            capture = WireCapture(_unpack_keys(bytes(keys)), _positions(at), *rest)
         arena, offset, owner = data["place"]
-        return cls(data["name"], None if arena is None else (arena[0], arena[1]), offset, owner, columns, capture)
+        return cls(
+            data["name"], None if arena is None else (arena[0], arena[1]), offset, owner, tuple(columns), capture
+        )
 
 
-def _pack_keys(keys: Iterable[Key]) -> list[list[int | str]]:
+# Requests ask alike: what names many layers is packed, and unpacked, once for all of them.
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _pack_ops(vectors: bytes, strengths: bytes, coefficients: tuple[tuple[Key, Coefficients], ...]) -> bytes:
+    import msgspec
+
+    keys, values = zip(*coefficients, strict=True)
+    return msgspec.msgpack.encode([vectors, strengths, _plain_keys(keys), values])
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _unpack_ops(packed: bytes) -> tuple[bytes, bytes, dict[Key, Coefficients]]:
+    import msgspec
+
+    vectors, strengths, keys, values = msgspec.msgpack.decode(packed)
+    return bytes(vectors), bytes(strengths), dict(zip(_keys(keys), map(tuple, values), strict=True))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _pack_keys(keys: tuple[Key, ...]) -> bytes:
+    import msgspec
+
+    return msgspec.msgpack.encode(_plain_keys(keys))
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _unpack_keys(packed: bytes) -> tuple[Key, ...]:
+    import msgspec
+
+    return _keys(msgspec.msgpack.decode(packed))
+
+
+def _plain_keys(keys: Iterable[Key]) -> list[list[int | str]]:
     return [[layer, site] for layer, site in keys]
 
 

@@ -214,7 +214,8 @@ class WorkerTaps:
         try:
             self.delivery.meet(asker)
             for column in wire.columns:
-                asker.leases.append(self.table.acquire(self._column(column)))
+                known = self.table.lease(column.vectors, column.strengths)
+                asker.leases.append(known or self.table.acquire(self._column(column)))
             if wire.columns:
                 asker.number = self._numbers.popleft()
                 self._owners[asker.number] = asker
@@ -235,7 +236,8 @@ class WorkerTaps:
         here = {key: vector for key, vector in vectors.items() if key in self.taps}
         kept = {key: c for key, c in column.coefficients.items() if key in self.taps}
         made = Column(column.positions, column.gate, here, kept)
-        made.vector_key = column.vectors  # of all stages' vectors, as good a name for ours
+        # Of what all stages have, as good a name for our part of it.
+        made.vector_key, made.coefficient_key = column.vectors, column.strengths
         return made
 
     def _join_group(self, asker: Asker) -> None:
