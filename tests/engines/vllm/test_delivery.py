@@ -43,6 +43,7 @@ def asking(region: Region, name: str = "a", rows: int = 4) -> Asker:
 
 
 def allocate(regions: Regions, rows: int = 4) -> Region:
+    assert regions.used >= 0  # takes back what was left
     region = regions.allocate(rows * HIDDEN * 4, (0,))
     assert region is not None
     return region

@@ -177,10 +177,13 @@ def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def half_the_residual(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm import layers
+    from steerscope.engines.vllm.tap import TappedNorm
 
-    real = layers._after_layer
-    patch.setattr(layers, "_after_layer", lambda name, m, a, out: real(name, m, a, (out[0], torch.zeros_like(out[1]))))
+    def wrong(self, x, residual):
+        self.tap(x, None)
+        return self.norm(x, residual)
+
+    patch.setattr(TappedNorm, "forward", wrong)
 
 
 def no_steering(patch: pytest.MonkeyPatch) -> None:

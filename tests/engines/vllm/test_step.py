@@ -3,6 +3,8 @@
 An independent oracle recomputes, token by token, what every index row must say.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from steerscope.engines.vllm.step import (
     CELL,
     ENTRIES,
     GROUP,
+    STRIDE,
     Asker,
     Books,
     Filled,
@@ -66,8 +69,9 @@ def step(books: Books, pool: Pool, *parts: tuple[str, int, int]) -> Filled:
     early: list[Slice] = []
     at = np.array([at for _, at, _ in parts])
     filled = books.fill([name for name, _, _ in parts], starts, at, pool.reserve, early.extend)
-    filled.slices[:0] = early
-    return filled
+    if filled.advance:  # as the pool does
+        books.index[: filled.tokens, CELL] += books.index[: filled.tokens, STRIDE]
+    return replace(filled, slices=early + filled.slices)
 
 
 def test_a_chunk_in_a_mixed_batch_is_addressed_by_absolute_position() -> None:
@@ -254,6 +258,21 @@ def test_decoding_requests_cost_no_python_each(monkeypatch: pytest.MonkeyPatch) 
     for at in range(4, 3 + 16):
         done += step(books, pool, *((str(i), at, 1) for i in range(20))).slices
     assert [(part.start, part.stop) for part in done] == [(3, 19)] * 20
+
+
+def test_the_index_is_sent_once_a_page() -> None:
+    """Between two pages the device moves the cells on by itself, and pages near the end are small."""
+    books, pool = Books(TOKENS, COLUMNS, page=8), Pool()
+    for name in "ab":
+        books.askers[name] = asker(name, EVERYWHERE, most=40)
+    step(books, pool, ("a", 0, 3), ("b", 0, 3))
+    sent, sizes = [], []
+    for at in range(3, 40):
+        filled = step(books, pool, ("a", at, 1), ("b", at, 1))
+        sent += [] if filled.advance or filled.same else [at]
+        sizes += [part.stop - part.start for part in filled.slices if part.asker.wire.name == "a"]
+    assert sent == [3, 11, 19, 27, 33, 37]
+    assert sizes == [8, 8, 8, 6, 4, 3]
 
 
 def test_the_wire_survives_its_way() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm import kernel
 from steerscope.engines.vllm.pool import Cells
-from steerscope.engines.vllm.step import Asker
+from steerscope.engines.vllm.step import CELL, STRIDE, Asker
 from steerscope.specs.errors import CapacityExceeded
 
 _RING = 8  # steps that may be prepared while earlier ones run
@@ -83,6 +83,9 @@ class CudaPool:
         stage.copy_(self._books[:count])
         self.index[:count].copy_(stage, non_blocking=True)
         self._stage_events[turn].record()
+
+    def advance(self, tokens: int) -> None:
+        self.index[:tokens, CELL].add_(self.index[:tokens, STRIDE])
 
     # --- after the forward
 

@@ -93,6 +93,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         self._resident: dict[bytes, None] = {}  # given to the workers, oldest first
         self._running: dict[str, Running] = {}
         self._unborn: list[Running] = []  # quiet ones without a token
+        self._ended: list[str] = []  # those that the workers may not know of
         self._failures = 0  # what the shared memory said when it was last looked at
 
     def _start_vllm(self, model: str | Path, options: dict[str, Any]) -> "tuple[LLMEngine, Any]":
@@ -231,12 +232,8 @@ class VLLMEngine(ThreadedEngine[Running]):
         while self._waiting:
             one = self._waiting[0]
             try:
-                if not one.prepare():
-                    if self._running:
-                        return  # somebody will finish and make room
-                    self._rpc("settle")  # the workers hear of an end with the next step, and there is none
-                    assert one.claim is not None
-                    one.claim.take()
+                if not one.prepare() and not self._make_room(one):
+                    return  # somebody will finish and make some
                 for column in one.plan.columns:
                     self._give(column)
                 self._llm.add_request(one.key, one.prompt(), one.params())
@@ -248,6 +245,22 @@ class VLLMEngine(ThreadedEngine[Running]):
             self._running[one.key] = self._waiting.pop(0)
             if one.quiet:
                 self._unborn.append(one)
+
+    def _make_room(self, one: Running) -> bool:
+        """The workers hear of an end with the next step: tell those of them that hold what is needed. Raises
+        CapacityExceeded when nobody is left who could give anything back."""
+        ended, self._ended = self._ended, []
+        if ended:
+            self._rpc("forget", ended)
+            if one.prepare():
+                return True
+        if self._running:
+            return False
+        self._rpc("settle")
+        assert one.claim is not None
+        one.claim.take()
+        one.started()
+        return True
 
     def _give(self, column: Column) -> None:
         """Vectors to every worker, once."""
@@ -269,7 +282,8 @@ class VLLMEngine(ThreadedEngine[Running]):
     def _step(self) -> None:
         done: list[tuple[Running, Any]] = []
         stopped: list[str] = []
-        outputs = self._llm.step()
+        ended, outputs = len(self._ended), self._llm.step()
+        del self._ended[:ended]  # the step said so
         if self._unborn:
             states = self._llm.output_processor.request_states
             self._unborn = [one for one in self._unborn if one.key in states and not one.look(states[one.key])]
@@ -320,6 +334,8 @@ class VLLMEngine(ThreadedEngine[Running]):
 
     def _leave(self, one: Running, reason: Any) -> None:
         self._running.pop(one.key, None)
+        if one.claim is not None:
+            self._ended.append(one.key)
         self._counts["finished"] += 1
         self._counts["tokens"] += len(one.generated)
         one.end(reason)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from steerscope.capture.transport import Arena
-from steerscope.engines.vllm.step import Asker
+from steerscope.engines.vllm.step import CELL, STRIDE, Asker
 from steerscope.specs.errors import CapacityExceeded
 
 
@@ -58,6 +58,10 @@ class Pool(Protocol):
 
     def send_index(self, tokens: int) -> None:
         """The books' index holds from now on: rows [0, tokens), zero beyond."""
+        ...
+
+    def advance(self, tokens: int) -> None:
+        """The cell of every token lies one stride further than in the step before."""
         ...
 
     def rows(self, cell: int, count: int, width: int) -> Tensor:
@@ -123,6 +127,9 @@ class HostPool:
 
     def send_index(self, tokens: int) -> None:
         self.faults[0] = tokens > 0  # the taps read the books' own memory, if there is anything to read
+
+    def advance(self, tokens: int) -> None:
+        self.index[:tokens, CELL] += self.index[:tokens, STRIDE]
 
     def rows(self, cell: int, count: int, width: int) -> Tensor:
         return self.cells[cell : cell + count * width].view(count, width, -1)

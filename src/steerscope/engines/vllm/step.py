@@ -9,7 +9,7 @@ one request side by side, sent together. Such a step is a handful of array opera
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,9 +19,11 @@ from steerscope.residual.table import Lease
 from steerscope.specs.errors import CapacityExceeded
 from steerscope.specs.tokens import Interval, Positions
 
-# Columns of the index: the asker's number, the first cell, the group, and the ops, three numbers each.
-ASKER, CELL, GROUP, ENTRIES = range(4)
+# Columns of the index: the asker's number, the first cell, the group, how many cells further the next row of a decoding
+# request lies, and the ops, three numbers each.
+ASKER, CELL, GROUP, STRIDE, ENTRIES = range(5)
 PAGE = 16  # rows, at most
+_LAST_PAGES = 4  # rows, at least: a page near the end is small, since the last one is waited for
 _TRIES = 4  # of finding room for a step
 _LINE = 16  # an index row fills whole cache lines
 
@@ -82,6 +84,7 @@ class Filled:
     steers: bool = False
     busy: bool = False  # the taps have something to do
     same: bool = False  # the index says what it said in the last step
+    advance: bool = False  # it does when every token's cell is moved on by its stride
 
 
 @dataclass(slots=True)
@@ -94,21 +97,36 @@ class _Steady:
     token: np.ndarray
     position: np.ndarray  # the next one
     width: np.ndarray  # 0: captures nothing any more
-    cell: np.ndarray  # of the next row
-    room: np.ndarray  # rows left in its page
+    cell: np.ndarray  # of the next row, `lag` steps ago
+    room: np.ndarray  # rows left in its page, likewise
     most: np.ndarray
-    filled: Filled
+    filled: Filled  # a step that changes nothing else
+    left: int = 0  # steps until the first page is full
+    lag: int = 0
 
     def fits(self, names: Sequence[str], starts: np.ndarray, computed: np.ndarray) -> bool:
         """The batch is the last one, a token later."""
-        return (
-            len(names) == len(self.names)
-            and list(names) == self.names
-            and bool((starts[self.request] == self.token).all())
-            and bool((starts[self.request + 1] == self.token + 1).all())
-            and bool((computed[self.request] == self.position).all())
-            and bool((self.position < self.most).all())
-        )
+        count = len(names)
+        if count != len(self.names) or list(names) != self.names:
+            return False
+        if starts[count] == count:  # everybody feeds one token, so these are where they were if they were then
+            same = bool((self.token == self.request).all())
+        else:
+            same = bool((starts[self.request] == self.token).all())
+            same = same and bool((starts[self.request + 1] == self.token + 1).all())
+        return same and bool((computed[self.request] == self.position).all())
+
+    def catch_up(self) -> None:
+        self.cell += self.lag * self.width
+        self.room -= self.lag * (self.width > 0)
+        self.lag = 0
+
+    def count(self) -> None:
+        """One more row in every page."""
+        self.position += 1
+        self.lag += 1
+        self.catch_up()
+        self.left = int(self.room[self.width > 0].min())
 
 
 class Books:
@@ -171,6 +189,7 @@ class Books:
             cell += (b - a) * asker.width
         for asker, token, _, _ in rows:
             self._capture(asker, token, self._page_row(asker, filled), 1)
+            self.index[token, STRIDE] = asker.width
         self._steady = self._begin(list(requests), here, starts, computed, filled)
         return filled
 
@@ -187,13 +206,17 @@ class Books:
             for asker, _, position, _ in rows:
                 if asker.page is None:
                     assert asker.wire.capture is not None
-                    size = min(self.page, asker.wire.capture.most - position)
+                    size = self._page_size(asker.wire.capture.most - position)
                     asker.page = Page(reserve(size * asker.width), position, size)
             if cell is None and total:
                 cell = reserve(total)
             if all(asker.page is not None for asker, *_ in rows):
                 return cell or 0
         raise CapacityExceeded("the rows of one step do not fit the pool")
+
+    def _page_size(self, rows: int) -> int:
+        """Of a page for one of so many rows to come."""
+        return min(self.page, rows, max(_LAST_PAGES, rows // 2))
 
     def _page_row(self, asker: Asker, filled: Filled) -> int:
         """The cell of one more row; a page that is full with it is complete."""
@@ -238,8 +261,9 @@ class Books:
         rows = [asker.width if asker.group and asker.wire.capture and _captures(asker, int(computed[i])) else 0
                 for i, asker in here]  # fmt: skip
         pages = [asker.page for asker in askers]
-        again = Filled(filled.tokens, steers=filled.steers, busy=filled.busy, same=not any(rows))
-        return _Steady(
+        capturing = any(rows)
+        again = Filled(filled.tokens, steers=filled.steers, busy=filled.busy, same=not capturing, advance=capturing)
+        made = _Steady(
             names=names,
             askers=askers,
             request=request,
@@ -252,36 +276,51 @@ class Books:
                            for asker, w in zip(askers, rows, strict=True)]),
             filled=again,
         )  # fmt: skip
+        if capturing:
+            made.left = int(made.room[made.width > 0].min())
+        return made
 
     def _repeat(self, now: _Steady, reserve: Callable[[int], int]) -> Filled | None:
-        if now.filled.same:
+        if now.filled.same or now.left > 1:
             now.position += 1
+            now.left -= 1
+            now.lag += 1
             return now.filled
-        slices: list[Slice] = []
-        for i in np.flatnonzero((now.room == 0) & (now.width > 0)):
-            asker, position = now.askers[i], int(now.position[i])
-            size = min(self.page, int(now.most[i]) - position)
-            asker.page = Page(reserve(size * asker.width), position, size)
-            now.cell[i], now.room[i] = asker.page.cell, size
-            if self._steady is not now:  # there was no room, and all pages were closed to make some
+        again = replace(now.filled, slices=[])
+        now.catch_up()
+        if now.left == 0:
+            if not self._turn_pages(now, reserve):
                 return None
-        self.index[now.token, CELL] = now.cell
-        now.position += 1
-        now.cell += now.width
-        now.room -= now.width > 0
+            self.index[now.token, CELL] = now.cell
+            again.advance = False
+        now.count()
         for i in np.flatnonzero((now.room == 0) & (now.width > 0)):
             asker = now.askers[i]
             assert asker.page is not None
             page, asker.page = asker.page, None
-            slices.append(_slice(asker, page.start, page.start + page.size, page.cell, page.size * asker.width))
-        again = now.filled
-        return Filled(again.tokens, slices, steers=again.steers, busy=again.busy)
+            again.slices.append(_slice(asker, page.start, page.start + page.size, page.cell, page.size * asker.width))
+        return again
+
+    def _turn_pages(self, now: _Steady, reserve: Callable[[int], int]) -> bool:
+        """A new page for everybody whose last one is full; False when these steps do not go on."""
+        if not (now.position < now.most).all():
+            return False
+        for i in np.flatnonzero((now.room == 0) & (now.width > 0)):
+            asker, position = now.askers[i], int(now.position[i])
+            size = self._page_size(int(now.most[i]) - position)
+            asker.page = Page(reserve(size * asker.width), position, size)
+            now.cell[i], now.room[i] = asker.page.cell, size
+            if self._steady is not now:  # there was no room, and all pages were closed to make some
+                return False
+        return True
 
     def settle(self) -> None:
         """Write back to the askers what the arrays know."""
         now, self._steady = self._steady, None
-        for i, asker in enumerate(now.askers if now else ()):
-            assert now is not None
+        if now is None:
+            return
+        now.catch_up()
+        for i, asker in enumerate(now.askers):
             asker.reached = max(asker.reached, int(now.position[i]))
             if not now.width[i] or asker.wire.capture is None:
                 continue

@@ -166,7 +166,9 @@ class WorkerTaps:
             # Steered they must be, or the step must not run: their keys are cached as steered ones.
             self._filled = self.books.fill(names, starts, computed, self.reserve, bring_out)
         self.graphs.use(self._filled.busy)
-        if not self._filled.same:
+        if self._filled.advance:
+            self.pool.advance(self._filled.tokens)
+        elif not self._filled.same:
             self.pool.send_index(self._filled.tokens)
         self.counts["asked_steps"] += 1
         self.counts["recomputed"] += self._filled.recomputed
@@ -312,6 +314,13 @@ class WorkerTaps:
         for key in [key for key, asker in self.books.askers.items() if asker.wire.name in names]:
             self._forget(key)
         self.delivery.complete(requests)
+
+    @torch.inference_mode()
+    def forget(self, names: list[str]) -> None:
+        """These have ended, which the next step would say too."""
+        for key in [key for key, asker in self.books.askers.items() if asker.wire.name in names]:
+            self._forget(key)
+        self.pool.drain(set(names))
 
     @torch.inference_mode()
     def settle(self) -> None:
