@@ -62,7 +62,8 @@ class Arena:
             os.close(handle)
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self.memory.data_ptr()
-        self.words = self.memory.numpy()[: size // 8 * 8].view(np.int64)
+        self.bytes = self.memory.numpy()
+        self.words = self.bytes[: size // 8 * 8].view(np.int64)
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Shared memory as a tensor; writing to it is seen by everybody."""
@@ -74,7 +75,7 @@ class Arena:
     def fail(self, offset: int, why: str) -> None:
         """Tell the owner of a region that its request failed, and why."""
         text = np.frombuffer(why.encode()[:WHY_SIZE].ljust(WHY_SIZE, b"\0"), np.uint8)
-        self.memory.numpy()[offset + WHY : offset + HEADER] = text
+        self.bytes[offset + WHY : offset + HEADER] = text
         self.words[(offset + ALIGN * FAILED) // 8] = 1
         self.words[0] = time.monotonic_ns()  # no two failures leave the same here
 
@@ -105,7 +106,7 @@ class Region:
         if not self.counters[FAILED]:
             return None
         start = self.offset + WHY
-        text = self._regions.arena.memory.numpy()[start : start + WHY_SIZE].tobytes()
+        text = self._regions.arena.bytes[start : start + WHY_SIZE].tobytes()
         return text.rstrip(b"\0").decode(errors="replace")
 
     def withdraw(self) -> None:

@@ -53,6 +53,7 @@ def test_rows_arrive_then_the_count_then_the_worker_leaves(regions):
     region, pool = allocate(regions), host_pool()
     delivery, asker = deliver(regions, pool), asking(region)
     delivery.meet(asker)
+    delivery.expect(asker)
     assert region.counters[MET] == 1
     cell = pool.take(3)
     pool.cells[cell : cell + 3] = torch.arange(3.0).unsqueeze(1)
@@ -171,7 +172,9 @@ def cuda_pool(monkeypatch):
     pool.take, pool.give = free.take, free.give
     pool._side = types.SimpleNamespace(wait_event=lambda _event: None)
     pool._ready, pool._moves, pool._unsent, pool._backlog = PlayedEvent(), deque(), deque(), 0
+    pool._side.cuda_stream = 0
     pool.cells = torch.zeros(64, HIDDEN)
+    pool._address, pool._cell, pool._copy = pool.cells.data_ptr(), HIDDEN * 4, pool._copy_by_torch
     monkeypatch.setattr(cuda, "_PACE", 2 * HIDDEN * 4)  # two rows per step
     yield pool
     sys.modules.pop("steerscope.engines.vllm.cuda", None)
@@ -181,6 +184,7 @@ def test_rows_leave_at_the_pace_and_count_when_they_are_there(cuda_pool, regions
     region = allocate(regions)
     delivery, asker = deliver(regions, cuda_pool), asking(region)
     delivery.meet(asker)
+    delivery.expect(asker)
     cell = cuda_pool.take(4)
     cuda_pool.cells[cell : cell + 4] = torch.arange(4.0).unsqueeze(1)
     delivery.bring_out([Slice(asker, 0, 4, cell, 4, 4)])
@@ -206,6 +210,7 @@ def test_a_region_is_left_only_behind_its_own_rows_and_never_twice(cuda_pool, re
     first, second = asking(slow, "slow"), asking(quick, "quick")
     for asker in (first, second):
         delivery.meet(asker)
+        delivery.expect(asker)
     delivery.bring_out([Slice(first, 0, 4, cuda_pool.take(4), 4, 4)])
     delivery.leave(second)
     assert quick.counters[LEFT] == 0

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP
+from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, STRIDE
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -45,6 +45,7 @@ def tables(tokens: int, hidden: int, columns: int, dtype: torch.dtype, seed: int
     index = torch.zeros(tokens + 2, ENTRIES + 3 * columns, dtype=torch.int32)
     index[:, CELL] = 3 * torch.arange(tokens + 2)  # room for three captured taps of each token
     index[:, GROUP] = draw(GROUPS, tokens + 2)
+    index[:, STRIDE] = draw(3, tokens + 2)
     for k in range(ENTRIES, ENTRIES + 3 * columns, 3):
         index[:, k] = draw(SLOTS, tokens + 2)
         index[:, k + 1] = draw(SLOTS, tokens + 2) * draw(2, tokens + 2)  # half the entries are empty
@@ -71,7 +72,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def both(delta: torch.Tensor, residual: torch.Tensor | None, given: list, steer: bool, capture: bool) -> list[list]:
     """What the two taps leave behind, in (delta, pool, faults)."""
-    from steerscope.engines.vllm.kernel import _cuda_check, _cuda_tap
+    from steerscope.engines.vllm.kernel import _cuda_end, _cuda_tap
     from steerscope.engines.vllm.tap import _torch_tap
 
     found = []
@@ -79,8 +80,10 @@ def both(delta: torch.Tensor, residual: torch.Tensor | None, given: list, steer:
         mine, rest = copied(delta), [tensor.clone() for tensor in given]
         other = None if residual is None else copied(residual)
         tap(mine, other, *rest, steer, capture)
-        if tap is _cuda_tap and steer:  # on CUDA that is a kernel of its own
-            _cuda_check(mine, other, rest[1], rest[-1])
+        if tap is _cuda_tap:  # on CUDA that is a kernel of its own
+            _cuda_end(mine, other, rest[1], rest[-1], steer, capture)
+            moved = given[1][: len(delta), CELL] + (given[1][: len(delta), STRIDE] if capture else 0)
+            assert torch.equal(rest[1][: len(delta), CELL], moved)
         found.append([mine, rest[0], rest[-1]])
     return found
 
@@ -134,7 +137,7 @@ def test_steering_and_capture_do_something() -> None:
 def test_what_is_not_finite_is_noted_and_an_untouched_row_keeps_its_infinity() -> None:
     given_tables = tables(4, 16, 1, torch.float32, 0)
     index, coefficients = given_tables[1], given_tables[3]
-    index[:, ASKER:] = 0
+    index[:] = 0
     index[:2, ENTRIES:] = torch.tensor([1, 1, 0])
     index[3, ENTRIES:] = torch.tensor([1, 1, 1])  # its gate is closed
     index[:4, ASKER] = torch.tensor([1, 2, 0, 4])
@@ -164,7 +167,8 @@ def both_normed(
     scale = weight.float() + 1 if beside_one else weight
     y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
     wanted = (y.to(scale.dtype) * scale).to(delta.dtype)
-    return [[normed, stream, rest[0], rest[-1]], [wanted, x.to(delta.dtype), other[0], other[-1]]]
+    other[1][: len(delta), CELL] += other[1][: len(delta), STRIDE]  # as the last tap of a step does
+    return [[normed, stream, rest[0], rest[-1], rest[1]], [wanted, x.to(delta.dtype), other[0], other[-1], other[1]]]
 
 
 @interpreted
@@ -193,6 +197,7 @@ def test_any_tokens_through_the_norm(
     )
     assert all(close(mine, theirs) for mine, theirs in zip(kernel[:3], wanted[:3], strict=True))
     assert torch.equal(kernel[3], wanted[3])
+    assert torch.equal(kernel[4], wanted[4])
     assert torch.equal(delta, before[0])
     assert torch.equal(residual, before[1])
 

@@ -290,3 +290,20 @@ def test_the_wire_survives_its_way() -> None:
         WireCapture(((1, "resid_mid"), (2, "attn_out")), Positions(((0, 4),)), True, "mean", 4, 17),
     )
     assert Wire.unpack(wire.pack()) == wire
+
+
+def test_who_wants_nothing_more_costs_nothing_more() -> None:
+    """Books that rest are not asked again until somebody new comes."""
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    books.admit("a", asker("a", Positions(((2, 3),))))
+    books.admit("b", asker("b", None, (Positions(((0, 3),)),)))
+    first = step(books, pool, ("a", 0, 3), ("b", 0, 3))
+    assert first.busy
+    assert not books.resting
+    assert not step(books, pool, ("a", 3, 1), ("b", 3, 1)).busy
+    assert books.resting
+    books.admit("c", asker("c", None, (EVERYWHERE,)))
+    assert not books.resting
+    assert step(books, pool, ("a", 4, 1), ("b", 4, 1), ("c", 0, 2)).busy
+    step(books, pool, ("a", 5, 1), ("b", 5, 1), ("c", 2, 1))
+    assert not books.resting  # one of them goes on

@@ -23,7 +23,7 @@ log = logging.getLogger("steerscope")
 
 class Delivery:
     def __init__(self, pool: Pool, hidden: int, dtype: torch.dtype, stage: int, writes: bool) -> None:
-        self.pool, self.hidden, self.dtype = pool, hidden, dtype
+        self.pool, self.hidden, self._cell = pool, hidden, hidden * dtype.itemsize
         self.stage, self.writes = stage, writes  # which pipeline stage this is; whether it is the rank that speaks
         self.arena: Arena | None = None  # of the client that attached one
         self.arenas: dict[str, Arena] = {}  # those that requests name
@@ -87,20 +87,18 @@ class Delivery:
         asker, capture = part.asker, part.asker.wire.capture
         assert capture is not None
         count = part.stop - part.start
-        rows = self.pool.rows(part.cell, count, asker.width)
         if capture.reduce:
+            rows = self.pool.rows(part.cell, count, asker.width)
             self.reducing[asker.wire.name][1].push(range(part.start, part.stop), rows)
             return False
         if not self.writes or asker.arena is None:
             return False
-        first = capture.positions.count(part.start)
-        total = capture.positions.count(capture.most)
-        block = asker.wire.offset + HEADER + total * asker.before * self.hidden * self.dtype.itemsize
-        target = asker.arena.view(block, (total, asker.width, self.hidden), self.dtype)[first : first + count]
+        used = count * asker.width
+        offset = asker.place + capture.positions.count(part.start) * asker.width * self._cell
         note = functools.partial(self._set, asker, ROWS + self.stage, part.reached)
         self.counts["rows"] += count
-        self.counts["row_bytes"] += rows.numel() * rows.element_size()
-        self.pool.move(asker, part.cell, part.size, rows, target, note)
+        self.counts["row_bytes"] += used * self._cell
+        self.pool.move(part, used, offset, note)
         return True
 
     def _set(self, asker: Asker, counter: int, value: int) -> None:
@@ -127,10 +125,14 @@ class Delivery:
 
     # --- reductions, and the end of requests
 
-    def reduce(self, asker: Asker) -> None:
+    def expect(self, asker: Asker) -> None:
+        """It captures: find the place of its rows of this stage, behind those of earlier ones."""
         capture = asker.wire.capture
         assert capture is not None
-        assert capture.reduce is not None
+        before = 0 if capture.reduce else capture.positions.count(capture.most) * asker.before
+        asker.place = asker.wire.offset + HEADER + before * self._cell
+        if capture.reduce is None:
+            return
         reducer = Reducer(capture.reduce, asker.width, self.hidden, self.pool.cells.device)
         self.reducing[asker.wire.name] = asker, HeldBack(reducer, capture.hold)
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from steerscope.engines.vllm import tap
-from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP
+from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, STRIDE
 
 
 @triton.jit
@@ -62,6 +62,14 @@ def _kept(early, late, mine, group, pool, order, before, at, inside, hidden, CEL
 
 
 @triton.jit
+def _advance(mine, CELL: tl.constexpr, STRIDE: tl.constexpr):
+    """The last tap of a step moves the token's cell on, to where its next row goes if nobody says otherwise."""
+    stride = tl.load(mine + STRIDE)
+    if stride != 0:
+        tl.store(mine + CELL, tl.load(mine + CELL) + stride)
+
+
+@triton.jit
 def _kernel(
     delta, residual, pool, index, vectors, coefficients, gates, order, before,
     delta_stride, residual_stride, index_width, hidden,
@@ -96,7 +104,8 @@ def _norm_kernel(
     delta, residual, weight, normed, stream, pool, index, vectors, coefficients, gates, order, before, faults,
     delta_stride, residual_stride, index_width, hidden, epsilon,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BESIDE_ONE: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
-    LAST: tl.constexpr, ASKER: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr,
+    LAST: tl.constexpr, ASKER: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """The tap, then vLLM's norm: the stream is summed in float32, handed on rounded, and normed unrounded."""
     token = tl.program_id(0).to(tl.int64)
@@ -125,6 +134,8 @@ def _norm_kernel(
         y = y.to(w.dtype).to(tl.float32) * w.to(tl.float32)
         y = y.to(w.dtype)
     tl.store(normed + token * hidden + at, y.to(kind), mask=inside)
+    if LAST and CAPTURE:
+        _advance(index + token * index_width, CELL, STRIDE)
     if LAST and STEER:
         asker = tl.load(index + token * index_width + ASKER)
         if asker != 0:
@@ -134,12 +145,17 @@ def _norm_kernel(
 
 
 @triton.jit
-def _check_kernel(
+def _end_kernel(
     delta, residual, index, faults, delta_stride, residual_stride, index_width, hidden,
-    BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, ASKER: tl.constexpr,
+    BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr, ASKER: tl.constexpr,
+    CELL: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    asker = tl.load(index + token * index_width + ASKER)
+    if CAPTURE:
+        _advance(index + token * index_width, CELL, STRIDE)
+    asker = 0
+    if STEER:
+        asker = tl.load(index + token * index_width + ASKER)
     if asker != 0:
         at = tl.arange(0, BLOCK)
         inside = at < hidden
@@ -257,17 +273,20 @@ def _cuda_tap_norm(
         ASKER=ASKER,
         CELL=CELL,
         GROUP=GROUP,
+        STRIDE=STRIDE,
         ENTRIES=ENTRIES,
         num_warps=_warps(block),
     )
     return normed, stream
 
 
-def _cuda_check(delta: Tensor, residual: Tensor | None, index: Tensor, faults: Tensor) -> None:
+def _cuda_end(
+    delta: Tensor, residual: Tensor | None, index: Tensor, faults: Tensor, steer: bool, capture: bool
+) -> None:
     if not tap.kernels:
         return
     block = triton.next_power_of_2(delta.shape[1])
-    _check_kernel[(delta.shape[0],)](  # type: ignore[index]
+    _end_kernel[(delta.shape[0],)](  # type: ignore[index]
         delta,
         residual if residual is not None else delta,
         index,
@@ -278,7 +297,11 @@ def _cuda_check(delta: Tensor, residual: Tensor | None, index: Tensor, faults: T
         delta.shape[1],
         BLOCK=block,
         RESIDUAL=residual is not None,
+        STEER=steer,
+        CAPTURE=capture,
         ASKER=ASKER,
+        CELL=CELL,
+        STRIDE=STRIDE,
         num_warps=_warps(block),
     )
 
@@ -287,5 +310,5 @@ def register() -> None:
     """Make this the tap of CUDA tensors, once."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key("steerscope::tap", "CUDA"):
         tap.library.impl("tap", _cuda_tap, "CUDA")
-        tap.library.impl("check", _cuda_check, "CUDA")
+        tap.library.impl("end", _cuda_end, "CUDA")
         tap.library.impl("tap_norm", _cuda_tap_norm, "CUDA")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from steerscope.capture.transport import Arena
-from steerscope.engines.vllm.step import CELL, STRIDE, Asker
+from steerscope.engines.vllm.step import CELL, STRIDE, Asker, Slice
 from steerscope.specs.errors import CapacityExceeded
 
 
@@ -61,15 +61,15 @@ class Pool(Protocol):
         ...
 
     def advance(self, tokens: int) -> None:
-        """The cell of every token lies one stride further than in the step before."""
+        """The cell of every token lies one stride further than in the step before, if the taps have not seen to it."""
         ...
 
     def rows(self, cell: int, count: int, width: int) -> Tensor:
         """[count, width, hidden]"""
         ...
 
-    def move(self, asker: Asker, cell: int, size: int, rows: Tensor, target: Tensor, note: Callable[[], None]) -> None:
-        """Copy to shared memory, then give the cells back and call this."""
+    def move(self, part: Slice, used: int, offset: int, note: Callable[[], None]) -> None:
+        """Copy that many cells of a slice to its asker's arena, then give the slice's cells back and call this."""
         ...
 
     def pump(self) -> None:
@@ -120,6 +120,7 @@ def make_pool(
 class HostPool:
     def __init__(self, cells: int, askers: int, hidden: int, dtype: torch.dtype, index: np.ndarray) -> None:
         self.cells = torch.zeros(cells, hidden, dtype=dtype)
+        self._bytes = self.cells.view(torch.uint8).numpy()  # [cells, bytes]
         self.index = torch.from_numpy(index)
         self.faults = torch.zeros(askers, dtype=torch.int32)
         free = Cells(cells)
@@ -134,10 +135,11 @@ class HostPool:
     def rows(self, cell: int, count: int, width: int) -> Tensor:
         return self.cells[cell : cell + count * width].view(count, width, -1)
 
-    def move(self, asker: Asker, cell: int, size: int, rows: Tensor, target: Tensor, note: Callable[[], None]) -> None:
-        del asker
-        target.copy_(rows)
-        self.give(cell, size)
+    def move(self, part: Slice, used: int, offset: int, note: Callable[[], None]) -> None:
+        assert part.asker.arena is not None
+        source = self._bytes[part.cell : part.cell + used].reshape(-1)
+        part.asker.arena.bytes[offset : offset + len(source)] = source
+        self.give(part.cell, part.size)
         note()
 
     def pump(self) -> None: ...

@@ -47,6 +47,7 @@ class Asker:
     group: int  # 0: captures nothing here
     width: int  # captured taps on this worker
     before: int = 0  # captured taps of earlier pipeline stages: their rows come first
+    place: int = 0  # where the rows of this worker begin in its arena
     seen: int = 0  # captured rows computed so far, all below a position that never falls
     moved: int = 0  # captured rows that are there or on their way
     reached: int = 0  # the first position that was never fed
@@ -101,20 +102,22 @@ class _Steady:
     room: np.ndarray  # rows left in its page, likewise
     most: np.ndarray
     filled: Filled  # a step that changes nothing else
+    alone: bool  # nobody feeds more than one token
     left: int = 0  # steps until the first page is full
     lag: int = 0
 
     def fits(self, names: Sequence[str], starts: np.ndarray, computed: np.ndarray) -> bool:
         """The batch is the last one, a token later."""
         count = len(names)
-        if count != len(self.names) or list(names) != self.names:
+        if names != self.names:
             return False
-        if starts[count] == count:  # everybody feeds one token, so these are where they were if they were then
-            same = bool((self.token == self.request).all())
+        if starts[count] == count:  # everybody feeds one token
+            same = self.alone
         else:
             same = bool((starts[self.request] == self.token).all())
             same = same and bool((starts[self.request + 1] == self.token + 1).all())
-        return same and bool((computed[self.request] == self.position).all())
+        found = computed[:count] if len(self.request) == count else computed[self.request]
+        return same and bool((found == self.position).all())
 
     def catch_up(self) -> None:
         self.cell += self.lag * self.width
@@ -138,6 +141,7 @@ class Books:
         self._dirty = 0  # index rows [0, dirty) may be non-zero
         self._steady: _Steady | None = None
         self.proving = False  # a dummy batch is to do what the index says
+        self.resting = False  # of those who ask, nobody wants anything of this batch any more
 
     def fill(
         self,
@@ -172,13 +176,12 @@ class Books:
                 bring_out(self.close(asker))
             asker.reached = max(asker.reached, at + last - first)
             # Also when its rows are void: its keys and values are cached under the salt of its steering.
-            if asker.steers:
-                self._steer(asker, first, at, at + last - first)
+            if asker.steers and self._steer(asker, first, at, at + last - first):
                 filled.steers = filled.busy = True
             if asker.group and asker.wire.capture and not asker.failed:
                 found = [(asker, first + a - at, a, b) for a, b in _captured(asker, at, at + last - first)]
                 (rows if last - first == 1 else taken).extend(found)
-                filled.busy = True
+                filled.busy |= bool(found)
                 if asker.failed:
                     filled.failed.append(asker)
         total = sum((b - a) * asker.width for asker, _, a, b in taken)
@@ -191,7 +194,12 @@ class Books:
             self._capture(asker, token, self._page_row(asker, filled), 1)
             self.index[token, STRIDE] = asker.width
         self._steady = self._begin(list(requests), here, starts, computed, filled)
+        again = self._steady and self._steady.filled
+        self.resting = again is not None and again.same and not again.busy and len(here) == len(self.askers)
         return filled
+
+    def admit(self, name: str, asker: Asker) -> None:
+        self.askers[name], self.resting = asker, False
 
     def _capture(self, asker: Asker, token: int, cell: int, count: int) -> None:
         where = slice(token, token + count)
@@ -236,13 +244,17 @@ class Books:
             return []
         return [_slice(asker, page.start, page.start + page.count, page.cell, page.size * asker.width)]
 
-    def _steer(self, asker: Asker, first: int, at: int, stop: int) -> None:
+    def _steer(self, asker: Asker, first: int, at: int, stop: int) -> bool:
+        """Whether any of these tokens is steered."""
+        some = False
         for k, (column, lease) in enumerate(zip(asker.wire.columns, asker.leases, strict=True)):
             for a, b in column.positions.within(at, stop):
                 where = slice(first + a - at, first + b - at)
                 self.index[where, ASKER] = asker.number
                 entry = (lease.vector_slot, lease.coefficient_slot, column.gate)
                 self.index[where, ENTRIES + 3 * k : ENTRIES + 3 * k + 3] = entry
+                some = True
+        return some
 
     # --- steps that repeat
 
@@ -275,6 +287,7 @@ class Books:
             most=np.array([asker.wire.capture.most if w and asker.wire.capture else np.iinfo(np.int64).max
                            for asker, w in zip(askers, rows, strict=True)]),
             filled=again,
+            alone=int(starts[len(names)]) == len(names),
         )  # fmt: skip
         if capturing:
             made.left = int(made.room[made.width > 0].min())

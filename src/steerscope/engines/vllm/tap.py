@@ -23,7 +23,9 @@ library.define(
     "tap(Tensor(a!) delta, Tensor? residual, Tensor(b!) pool, Tensor index, Tensor vectors, Tensor coefficients, "
     "Tensor gates, Tensor order, Tensor before, Tensor(c!) faults, bool steer, bool capture) -> ()"
 )
-library.define("check(Tensor delta, Tensor? residual, Tensor index, Tensor(a!) faults) -> ()")
+# What the last tap does after it: see whether what was steered is finite, and move the cells on. (That it writes to the
+# index is not said: nobody but taps reads it, and they come one after the other, since all write to the pool.)
+library.define("end(Tensor delta, Tensor? residual, Tensor index, Tensor(a!) faults, bool steer, bool capture) -> ()")
 library.define(
     "tap_norm(Tensor delta, Tensor residual, Tensor weight, float epsilon, bool beside_one, Tensor(a!) pool, "
     "Tensor index, Tensor vectors, Tensor coefficients, Tensor gates, Tensor order, Tensor before, Tensor(b!) faults, "
@@ -36,8 +38,8 @@ def _fake(*_: object) -> None:
     return None
 
 
-@torch.library.register_fake("steerscope::check", lib=library)
-def _fake_check(*_: object) -> None:
+@torch.library.register_fake("steerscope::end", lib=library)
+def _fake_end(*_: object) -> None:
     return None
 
 
@@ -148,7 +150,7 @@ class Tap(nn.Module):
     ) -> None:
         super().__init__()
         self.steer, self.capture, self.noop = steer, capture, noop
-        self.last = last  # after it, look whether what was steered is finite
+        self.last = last  # of a step, on CUDA
         order = torch.full_like(shared.before, -1, dtype=torch.int32)  # place of this tap in each group, −1: none
         tensors = {"pool": shared.pool, "index": shared.index, "gates": shared.gates, "before": shared.before}
         tensors["faults"] = shared.faults
@@ -174,8 +176,8 @@ class Tap(nn.Module):
         if self.noop:
             return
         torch.ops.steerscope.tap(delta, residual, *self._tables(), self.steer, self.capture)
-        if self.last and self.steer:
-            torch.ops.steerscope.check(delta, residual, self.index, self.faults)
+        if self.last:
+            torch.ops.steerscope.end(delta, residual, self.index, self.faults, self.steer, self.capture)
 
     def normed(self, delta: Tensor, residual: Tensor, norm: "RMSNorm") -> tuple[Tensor, Tensor]:
         """On CUDA: this tap and the norm that follows it; the normed stream and the stream."""

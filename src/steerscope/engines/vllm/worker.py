@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 log = logging.getLogger("steerscope")
+_LOOKING = 16
 HERE: "weakref.WeakSet[WorkerTaps]" = weakref.WeakSet()  # those of this process
 
 
@@ -89,6 +90,7 @@ class WorkerTaps:
         self.graphs = Graphs(runner)
         self.lock = threading.RLock()  # a client in the same process may ask from another thread
         self._filled = Filled()
+        self._looking = 0  # steps in which steered rows may still be found not to be finite
         self._wrap(runner)
         around(worker, "compile_or_warm_up_model", self._after_warm_up)
         HERE.add(self)
@@ -154,7 +156,7 @@ class WorkerTaps:
         return result
 
     def _stage(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
-        if not self.books.askers and self.books.clean:
+        if self.books.resting or (not self.books.askers and self.books.clean):
             self.graphs.use(busy=False)
             return
         bring_out = self.delivery.bring_out
@@ -190,8 +192,12 @@ class WorkerTaps:
         return first
 
     def _collect(self, filled: Filled) -> None:
-        self.delivery.bring_out(filled.slices)
+        if filled.slices:
+            self.delivery.bring_out(filled.slices)
         if filled.steers:
+            self._looking = _LOOKING
+        if self._looking:
+            self._looking -= 1
             self._note_faults(self.pool.faulty())
 
     def _note_faults(self, numbers: list[int]) -> None:
@@ -227,7 +233,7 @@ class WorkerTaps:
         except Exception as error:
             self.delivery.fail(asker, f"{type(error).__name__}: {error}")
         asker.wire = asker.wire.without_content()
-        self.books.askers[new.req_id] = asker
+        self.books.admit(new.req_id, asker)
 
     def _column(self, column: WireColumn) -> Column:
         if column.content is None:
@@ -253,8 +259,7 @@ class WorkerTaps:
         asker.before = sum(layer < self.first_layer for layer, _ in capture.keys)
         if fresh:
             self.set_group(asker.group, keys, capture.before_steering)
-        if capture.reduce:
-            self.delivery.reduce(asker)
+        self.delivery.expect(asker)
 
     def set_group(self, group: int, keys: tuple[Key, ...], before: bool) -> None:
         """From now on, tokens of this group are captured at these taps."""
