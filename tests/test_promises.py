@@ -291,6 +291,7 @@ def no_watermark(patch: pytest.MonkeyPatch) -> None:
 def order_lost(patch: pytest.MonkeyPatch) -> None:
     real = plan_module.pack
     patch.setattr(plan_module, "pack", lambda ops: real(ops[::-1]))
+    patch.setattr(plan_module, "_columns", plan_module._columns.__wrapped__)
 
 
 def no_steering(patch: pytest.MonkeyPatch) -> None:
@@ -312,6 +313,7 @@ def no_layer_check(patch: pytest.MonkeyPatch) -> None:
 def no_column_check(patch: pytest.MonkeyPatch) -> None:
     real = plan_module.pack
     patch.setattr(plan_module, "pack", lambda ops: real(ops)[:1])
+    patch.setattr(plan_module, "_columns", plan_module._columns.__wrapped__)
 
 
 def numbers_unchecked(patch: pytest.MonkeyPatch) -> None:

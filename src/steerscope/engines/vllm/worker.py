@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("steerscope")
 _LOOKING = 16
+NOTHING = Filled()
 HERE: "weakref.WeakSet[WorkerTaps]" = weakref.WeakSet()  # those of this process
 
 
@@ -89,7 +90,7 @@ class WorkerTaps:
         self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "stall_s": 0.0}
         self.graphs = Graphs(runner)
         self.lock = threading.RLock()  # a client in the same process may ask from another thread
-        self._filled = Filled()
+        self._filled = NOTHING
         self._looking = 0  # steps in which steered rows may still be found not to be finite
         self._wrap(runner)
         around(worker, "compile_or_warm_up_model", self._after_warm_up)
@@ -123,7 +124,7 @@ class WorkerTaps:
                 self._forget(name)
             for new in output.scheduled_new_reqs:
                 self._admit(new)
-            self._filled = Filled()
+            self._filled = NOTHING
             self.pool.pump()  # beside the forward that comes, not beside the small copies after it
             result = run(output, *args, **kwargs)
             self._collect(self._filled)
