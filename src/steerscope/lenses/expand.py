@@ -4,7 +4,8 @@ Score the base levels; take the top k of what is scored; score the children of t
 scored by then; and so on, `depth` times or until nothing new is among them. In the end a concept is left out if one of
 its children is in the top k beside it: the child says the same, and more. Places that become free stay empty.
 
-A score of 0 is noise (see calibration): it is neither followed nor reported. The algorithm is written once, over a
+A score of 0 is noise (see calibration): it is neither followed nor reported. Equal scores are ordered as the lenses
+are. The algorithm is written once, over a
 `Scorer`; whether the weights are all there (`Whole`) or come and go (`Tiers`) must not change a result.
 """
 
@@ -103,7 +104,7 @@ def _expand(scorer: Scorer, rows: Tensor, top_k: int, depth: int) -> tuple[Tenso
     k = min(top_k, scores.shape[1])
     expanded = torch.zeros_like(scores, dtype=torch.bool)
     for _ in range(depth):
-        best, lenses = scores.topk(k, dim=-1)
+        best, lenses = _best(scores, k)
         wanted = torch.zeros_like(expanded).scatter_(1, lenses, best > 0) & groups.has_group & ~expanded
         parents = wanted.any(0).nonzero().flatten().tolist()
         if not parents:
@@ -112,7 +113,16 @@ def _expand(scorer: Scorer, rows: Tensor, top_k: int, depth: int) -> tuple[Tenso
         asked = _any_over(wanted, groups.parent, groups.child)
         for lenses, found in scorer.children(rows, parents):
             scores[:, lenses] = torch.where(asked[:, lenses], found, scores[:, lenses])
-    return *_suppress(groups, *scores.topk(k, dim=-1), expanded), scores
+    return *_suppress(groups, *_best(scores, k), expanded), scores
+
+
+def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The top k. Of equal scores the earlier lens comes first: sigmoids and calibrations end in many that are just 1,
+    and `topk` alone would choose among them by chance. Positive floats are ordered as their bits are."""
+    bits = torch.where(scores > 0, scores, 0.0).view(torch.int32).long()
+    later = torch.arange(scores.shape[1] - 1, -1, -1, device=scores.device)
+    lenses = ((bits << 32) + later).topk(k, dim=-1).indices
+    return scores.gather(1, lenses), lenses
 
 
 def _any_over(flags: Tensor, source: Tensor, target: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class Tiers:
         self.pack, self.device = pack, torch.device(device)
         self.groups = Groups(pack, base_levels, self.device)
         self._flags = normed_flags(pack)
-        self.pinned = [pack.index(each) if isinstance(each, str) else each for each in pinned]
+        self.pinned = [pack.index(each) if isinstance(each, str) else range(len(pack))[each] for each in pinned]
         always = sorted(self.groups.base, key=self._flags.__getitem__)
         always += [lens for lens in dict.fromkeys(self.pinned) if lens not in self.groups.base]
         count = self._slots_for(budget, budget_bytes, len(always), weights)
@@ -147,6 +147,7 @@ class Tiers:
     def children(self, rows: Tensor, parents: Sequence[int]) -> Iterable[Scored]:
         """What is hot is scored first, while the thread loads what is not."""
         with self.stats.timed("cache management"):
+            self._forget_failed()
             units = [unit for parent in parents for unit in self._units(parent)]
             ready = [unit for unit in units if unit in self.slots]
             missing = [unit for unit in units if unit not in self.slots]
@@ -241,18 +242,25 @@ class Tiers:
 
     def _wait_for(self, lenses: Sequence[int]) -> None:
         for job in dict.fromkeys(self._loading[lens] for lens in lenses if lens in self._loading):
-            loaded = [lens for lens, other in self._loading.items() if other is job]
             try:
                 event = job.result()
             except BaseException:
-                for unit in self.slots.holders(loaded):  # their slots hold nothing that may be used
-                    self.slots.evict(unit)
+                for other in set(self._loading.values()):
+                    other.exception()  # wait: those after it in the queue may have failed for the same reason
+                self._forget_failed()
                 raise
-            finally:
-                for lens in loaded:
-                    del self._loading[lens]
+            for lens in [lens for lens, other in self._loading.items() if other is job]:
+                del self._loading[lens]
             if event is not None:
                 torch.cuda.current_stream(self.device).wait_event(event)
+
+    def _forget_failed(self) -> None:
+        """Slots of loads that failed hold nothing that may be used: the next who wants those lenses loads them again."""
+        failed = [lens for lens, job in self._loading.items() if job.done() and job.exception() is not None]
+        for unit in self.slots.holders(failed):
+            self.slots.evict(unit)
+        for lens in failed:
+            del self._loading[lens]
 
     def _score(self, rows: Tensor, lenses: Iterable[int]) -> Scored:
         """Lenses that are hot; each once, in the order of their slots."""
