@@ -255,7 +255,7 @@ class Tiers:
                 torch.cuda.current_stream(self.device).wait_event(event)
 
     def _forget_failed(self) -> None:
-        """Slots of loads that failed hold nothing that may be used: the next who wants those lenses loads them again."""
+        """Slots of loads that failed hold nothing of use: the next who wants those lenses loads them again."""
         failed = [lens for lens, job in self._loading.items() if job.done() and job.exception() is not None]
         for unit in self.slots.holders(failed):
             self.slots.evict(unit)
