@@ -79,7 +79,8 @@ def read(path: Path, verify: bool) -> tuple[Manifest, tuple[Concept, ...], dict[
     if not path.is_dir():
         raise BadFile(f"{path} is not a pack: it is no directory")
     if not (path / MANIFEST).is_file():
-        raise BadFile(f"{path} is not a pack: it has no {MANIFEST}")
+        hatcat = ", but it may be one of HatCat: use load_hatcat" if (path / "pack_info.json").is_file() else ""
+        raise BadFile(f"{path} is not a pack: it has no {MANIFEST}{hatcat}")
     try:
         manifest = Manifest.from_json((path / MANIFEST).read_bytes())
     except (InvalidRequest, OSError, RecursionError) as error:

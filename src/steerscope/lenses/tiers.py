@@ -238,7 +238,7 @@ class Tiers:
                 self._stack.write(slice(run.start, run.stop), part, non_blocking=True)
                 done += size
             self.stats.bytes_moved += _nbytes(encoded)
-            return self._stream.record_event() if self._stream else None
+            return _event(self._stream) if self._stream else None
 
     def _wait_for(self, lenses: Sequence[int]) -> None:
         for job in dict.fromkeys(self._loading[lens] for lens in lenses if lens in self._loading):
@@ -276,7 +276,7 @@ class Tiers:
             Calibration(per_lens["low"], per_lens["high"], per_lens["confidence"]) if self.pack.calibration else None
         )
         if self._stream is not None:
-            event = torch.cuda.current_stream(self.device).record_event()
+            event = _event(torch.cuda.current_stream(self.device))
             for slot in slots:
                 self._read_at[slot] = event
         return Scored(torch.tensor(members, device=self.device), calibrate(found, per_lens["floor"], curve))
@@ -293,6 +293,13 @@ class Tiers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """When all that the stream was given so far is done."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
 
 
 def _nbytes(tensors: dict[str, Tensor]) -> int:
