@@ -9,6 +9,7 @@ are. The algorithm is written once, over a
 `Scorer`; whether the weights are all there (`Whole`) or come and go (`Tiers`) must not change a result.
 """
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -147,18 +148,18 @@ class Whole:
         if len(bank) != len(bank.pack) or list(bank.lenses) != list(range(len(bank.pack))):
             raise InvalidRequest([Problem("bank", "holds a part of its pack", "make it of the whole pack")])
         self.bank, self.groups = bank, Groups(bank.pack, base_levels, bank.device)
-        self._all = torch.empty(0)
+        self._here = threading.local()  # the scores of the rows that a thread is expanding
 
     def base(self, rows: Tensor) -> Scored:
-        self._all = self.bank.scores(rows)
+        self._here.scores = self.bank.scores(rows)
         return Scored(
-            torch.arange(len(self.groups.base), device=self.bank.device), self._all[:, : self.groups.base.stop]
+            torch.arange(len(self.groups.base), device=self.bank.device), self._here.scores[:, : self.groups.base.stop]
         )
 
     def children(self, rows: Tensor, parents: Sequence[int]) -> Iterable[Scored]:  # noqa: ARG002 (a Scorer's)
         wanted = sorted({lens for parent in parents for lens in self.groups.of(parent)})
         lenses = torch.tensor(wanted, device=self.bank.device)
-        yield Scored(lenses, self._all[:, lenses])
+        yield Scored(lenses, self._here.scores[:, lenses])
 
     def expand(self, rows: Tensor, top_k: int = 10, depth: int = 5, keep_scores: bool = False) -> Expansion:
         return expand(self, rows, top_k, depth, keep_scores)

@@ -125,6 +125,8 @@ class Tiers:
         for start in range(0, len(always), step):
             part = always[start : start + step]
             self._stack.write(slice(start, start + len(part)), self._stack.encode(gather(pack, part)))
+        if self._stream is not None:  # the slab is filled with zeros first
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def _slots_for(self, budget: int | None, budget_bytes: int | None, always: int, weights: Weights) -> int:
         if (budget is None) == (budget_bytes is None):
@@ -284,7 +286,10 @@ class Tiers:
     # --- the end
 
     def close(self) -> None:
+        """Stop the loading thread. Copies on their way to the slab are waited for: its memory is about to go."""
         self._worker.shutdown(wait=True, cancel_futures=True)
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def __enter__(self) -> Self:
         return self
