@@ -165,11 +165,13 @@ class Pack:
         self,
         info: PackInfo | None = None,
         concepts: Sequence[Concept] | None = None,
-        tensors: Mapping[str, Tensor] | None = None,
+        tensors: Mapping[str, Tensor | None] | None = None,
     ) -> "Pack":
-        """A new pack with other parts. `tensors` are added to those there are, or take their place; all in the order
-        of `pack.concepts`."""
-        return Pack(info or self.info, concepts or self.concepts, {**self.tensors, **(tensors or {})})
+        """A new pack with other parts. `tensors`, in the order of `pack.concepts`, are added to those there are or
+        take their place; None takes one away."""
+        changed = {**self.tensors, **(tensors or {})}
+        kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
+        return Pack(info or self.info, concepts or self.concepts, kept)
 
     # --- where it fits
 

@@ -7,11 +7,7 @@ is wrong before it refuses.
 
 import hashlib
 import json
-import os
-import secrets
-import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -20,6 +16,7 @@ from torch import Tensor
 
 from steerscope.lenses import hierarchy
 from steerscope.lenses import tensors as arrays
+from steerscope.lenses.directory import atomic_directory
 from steerscope.lenses.spec import Concept, ConceptList, FileEntry, HierarchySummary, Manifest, PackInfo, TensorEntry
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 
@@ -41,44 +38,23 @@ def write(
     tensors: Mapping[str, Tensor],
     entries: dict[str, TensorEntry],
 ) -> None:
-    target = Path(os.path.realpath(path))
-    _may_write(path, target)
     _must_survive(path, info)
-    temporary = target.with_name(f".steerscope-{secrets.token_hex(8)}")
-    try:
-        temporary.mkdir()
+    with atomic_directory(path, MANIFEST) as folder:
         listed = [concept.model_dump(mode="json", exclude_defaults=True) for concept in concepts]
         text = json.dumps({"concepts": listed}, ensure_ascii=False, indent=0).encode()
-        (temporary / CONCEPTS).write_bytes(text)
+        (folder / CONCEPTS).write_bytes(text)
         plain = {name: tensor.contiguous().clone() if _shares(tensor) else tensor for name, tensor in tensors.items()}
-        save_file(plain, temporary / TENSORS, {"format": "pt"})
-        (temporary / TENSORS).chmod((temporary / CONCEPTS).stat().st_mode)  # safetensors leaves 0600
+        save_file(plain, folder / TENSORS, {"format": "pt"})
+        (folder / TENSORS).chmod((folder / CONCEPTS).stat().st_mode)  # safetensors leaves 0600
         manifest = Manifest(
             info=info,
             hierarchy=summary,
             concepts=FileEntry(file=CONCEPTS, bytes=len(text), sha256=hashlib.sha256(text).hexdigest()),
-            tensors=FileEntry(file=TENSORS, bytes=(temporary / TENSORS).stat().st_size),
+            tensors=FileEntry(file=TENSORS, bytes=(folder / TENSORS).stat().st_size),
             entries=entries,
             digest=digest(info, concepts, entries),
         )
-        (temporary / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        for file in temporary.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        _put(temporary, target)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise BadFile(f"cannot write {path}: {reason}") from error
-    finally:
-        with suppress(OSError):
-            shutil.rmtree(temporary)
-
-
-def _may_write(path: Path, target: Path) -> None:
-    if not target.parent.is_dir():
-        raise BadFile(f"cannot write {path}: the folder {target.parent} does not exist; create it first")
-    if target.exists() and not (target.is_dir() and ((target / MANIFEST).is_file() or not any(target.iterdir()))):
-        raise BadFile(f"cannot write {path}: it is there and is no pack; choose another place")
+        (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 def _must_survive(path: Path, info: PackInfo) -> None:
@@ -96,21 +72,6 @@ def _shares(tensor: Tensor) -> bool:
     return not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes
 
 
-def _put(temporary: Path, target: Path) -> None:
-    """A directory with files in it cannot be replaced in one step: the old one steps aside, and back on an error."""
-    if not target.exists():
-        os.rename(temporary, target)
-        return
-    aside = target.with_name(f".steerscope-{secrets.token_hex(8)}")
-    os.rename(target, aside)
-    try:
-        os.rename(temporary, target)
-    except OSError:
-        os.rename(aside, target)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 # --- reading
 
 
@@ -118,7 +79,8 @@ def read(path: Path, verify: bool) -> tuple[Manifest, tuple[Concept, ...], dict[
     if not path.is_dir():
         raise BadFile(f"{path} is not a pack: it is no directory")
     if not (path / MANIFEST).is_file():
-        raise BadFile(f"{path} is not a pack: it has no {MANIFEST}")
+        hatcat = ", but it may be one of HatCat: use load_hatcat" if (path / "pack_info.json").is_file() else ""
+        raise BadFile(f"{path} is not a pack: it has no {MANIFEST}{hatcat}")
     try:
         manifest = Manifest.from_json((path / MANIFEST).read_bytes())
     except (InvalidRequest, OSError, RecursionError) as error:
