@@ -12,7 +12,8 @@ import tiny
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
 from steerscope.lenses import Pack
-from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, FitSettings
+from steerscope.lenses.bank import Bank
+from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, FitSettings, logits, normalise
 from steerscope.specs import Capture, Sampling
 from steerscope.specs.errors import BadFile, InvalidRequest
 from steerscope.training import generated, lenses, rows
@@ -160,6 +161,8 @@ def test_weights_and_names_stay_together_when_the_pack_sorts_them(
         place = pack.index(each.id)
         assert all(torch.equal(pack.tensors[name][place], tensor[i]) for name, tensor in done.items())
     assert {int(c) for c in data.concept} == {0, 1, 2, 3}
+    order = [pack.index(each.id) for each in concepts.concepts]
+    torch.testing.assert_close(Bank(pack).logits(data.rows)[:, order], logits(done, normalise(data.rows)))
 
 
 def kept(engine: SyncEngine, concepts: ConceptSet, folder: Path) -> tuple[lenses.Examples, dict[str, torch.Tensor]]:

@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--linear", action="store_true")
     parser.add_argument("--folds", type=int, default=FOLDS)
     args = parser.parse_args()
-    console, concepts = Console(stderr=True), load_concepts()
+    console, concepts, made_by = Console(stderr=True), load_concepts(), commit()
     args.work.mkdir(parents=True, exist_ok=True)
     chosen = FitSettings(widths=()) if args.linear else FitSettings()
     base = LensSettings(layers=LAYERS, fit=chosen, name="shipped")
@@ -92,7 +92,7 @@ def main() -> None:
             console.print_json(data=folds[-1])
     result = {
         "model": MODEL,
-        "commit": commit(),
+        "commit": made_by,
         "machine": machine(),
         "concepts": len(concepts),
         "texts": len(concepts.examples),

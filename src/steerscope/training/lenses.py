@@ -22,6 +22,7 @@ from steerscope.files import atomic_path, reading
 from steerscope.lenses import Architecture, Pack, PackInfo
 from steerscope.lenses.calibrate import FLOOR_QUANTILE, Measures, best_thresholds, calibrate, measure, score
 from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, Examples, Fit, FitSettings, Relations, fit
+from steerscope.lenses.tensors import checksum
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.steering import Site
@@ -190,12 +191,10 @@ def _fit_groups(
 def _key(data: Examples, relations: Relations, settings: LensSettings, group: range) -> str:
     """A hash of all that the weights of a group depend on."""
     chosen = [settings.fit.model_dump(), settings.seed, settings.device, group.start, group.stop]
-    total = hashlib.sha256(json.dumps(chosen).encode())
     tensors: list[Tensor] = [data.rows, data.text, data.concept, data.part]
     tensors += [relations.positive, relations.siblings, relations.opposites, relations.distant]
-    for tensor in tensors:
-        total.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
-    return total.hexdigest()[:32]
+    content = json.dumps([chosen, [checksum(tensor.cpu()) for tensor in tensors]])
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def _save(done: Fit, path: Path) -> None:
