@@ -1,8 +1,5 @@
 """What `lenses.fit` promises, on made-up rows: planted directions are found, nothing else is, bit for bit again."""
 
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -58,7 +55,7 @@ def test_planted_directions_are_found_at_every_level(settings: FitSettings) -> N
 
 
 def test_shuffled_labels_lead_nowhere() -> None:
-    found = torch.stack([aurocs(examples(seed=seed, label="shuffled")) for seed in range(3)])
+    found = torch.stack([aurocs(examples(seed=seed, label="shuffled")) for seed in range(2)])
     assert 0.4 < float(found.median()) < 0.6
     assert 0.42 < float(found.mean()) < 0.58
 
@@ -75,7 +72,8 @@ def test_labels_in_another_order_than_the_rows_are_noticed() -> None:
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_does_not() -> None:
-    one, two, other = (fit(examples(), relations(), QUICK, seed=seed).weights for seed in (3, 3, 4))
+    short = QUICK.model_copy(update={"epochs": 3})
+    one, two, other = (fit(examples(), relations(), short, seed=seed).weights for seed in (3, 3, 4))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not torch.equal(one["w0"], other["w0"])
 
@@ -166,12 +164,10 @@ def test_a_batch_holds_only_rows_it_may_hold(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_lens_that_stopped_changes_no_more_while_others_go_on() -> None:
-    fitted: Callable[[int], module.Fit] = partial(
-        lambda epochs: fit(
-            examples(strength=1.5), relations(), QUICK.model_copy(update={"epochs": epochs, "patience": 2}), seed=2
-        )
+    short, long = (
+        fit(examples(strength=1.5), relations(), QUICK.model_copy(update={"epochs": epochs, "patience": 2}), seed=2)
+        for epochs in (10, 40)
     )
-    short, long = fitted(10), fitted(40)
     stopped = short.epoch <= 10 - 2  # no improvement in the last two epochs
     assert 0 < int(stopped.sum()) < 14
     for name in short.weights:
