@@ -1,0 +1,1 @@
+"""Learning from a running model: lenses from texts."""

@@ -1,0 +1,238 @@
+"""From texts to a pack: gather rows through an engine, fit lenses, calibrate and measure them.
+
+Rows and finished groups of lenses are kept in a work folder beside the pack, so an interrupted fit goes on where it
+stopped and ends with the same pack. Three kinds of forms never mix: lenses learn from the first, stop, choose their
+layer and are calibrated by the second, and are measured on the third.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import Field
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from steerscope.engines.facade import SyncEngine
+from steerscope.files import atomic_path, reading
+from steerscope.lenses import Architecture, Pack, PackInfo
+from steerscope.lenses.calibrate import FLOOR_QUANTILE, Measures, best_thresholds, calibrate, measure, score
+from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, Examples, Fit, FitSettings, Relations, fit
+from steerscope.lenses.tensors import checksum
+from steerscope.specs.base import Spec
+from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.steering import Site
+from steerscope.training.concepts import ConceptSet, Example
+from steerscope.training.generated import generated_examples
+from steerscope.training.rows import Progress, RowChoice, TextRows, read_texts
+
+_GROUP = 256  # lenses that are fitted together
+_QUICK = FitSettings(widths=(), learning_rate=1e-3, epochs=20)  # to compare layers
+
+
+class LensSettings(Spec):
+    """What is trained. Of several `layers` the one whose linear probes read validation rows best is taken.
+
+    `generate` adds that many texts per concept which the model itself writes; they are used for training only.
+    `control` fits once more with the labels of texts exchanged, which must end near 0.5.
+    """
+
+    layers: tuple[int, ...] = Field(min_length=1)
+    site: Site = "resid_post"
+    skip: int = Field(default=4, ge=1)
+    most: int = Field(default=16, ge=1)
+    fold: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    generate: int = Field(default=0, ge=0)
+    control: bool = False
+    device: str = "cpu"  # where lenses are fitted
+    name: str = "lenses"
+    fit: FitSettings = FitSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class LensFit:
+    """The pack, and measures of its lenses in the order of the file of concepts."""
+
+    pack: Pack
+    rows: Measures
+    texts: Measures
+    control: tuple[Measures, Measures] | None  # per row and per text
+    layers: dict[int, float]  # candidate → median AUROC of linear probes on validation rows
+
+
+def fit_pack(
+    engine: SyncEngine,
+    concepts: ConceptSet,
+    out: str | Path,
+    settings: LensSettings,
+    *,
+    work: str | Path | None = None,
+    progress: Progress | None = None,
+) -> LensFit:
+    """Train lenses for all concepts and write the pack to `out`; rows are kept in `work` (default: `out`.work)."""
+    _refuse_layers(engine, settings)
+    folder = Path(work) if work else Path(out).with_name(Path(out).name + ".work")
+    folder.mkdir(parents=True, exist_ok=True)
+    examples = [*concepts.examples, *generated_examples(engine, concepts, settings.generate, folder, progress)]
+    choice = RowChoice(layers=settings.layers, site=settings.site, skip=settings.skip, most=settings.most)
+    rows = read_texts(engine, [example.text for example in examples], folder, choice, progress)
+    parts = concepts.parts(settings.fold)
+    layers = _try_layers(rows, examples, parts, concepts.relations, settings, progress)
+    layer = max(settings.layers, key=lambda layer: layers.get(layer, 0.0))
+    data = _data(rows, layer, examples, parts, settings.device)
+    done = _fit_groups(data, concepts.relations, settings, folder, "fitting", progress)
+    validation, _ = score(done.weights, data, concepts.relations, VALIDATION)
+    by_row, by_text = _measured(done, data, concepts.relations)
+    control = None
+    if settings.control:
+        shuffled = shuffled_labels(data, examples, settings.seed)
+        wrong = _fit_groups(shuffled, concepts.relations, settings, folder, "fitting the control", progress)
+        control = _measured(wrong, shuffled, concepts.relations)
+    metrics = [
+        {**by_row.of(i), **{f"text_{name}": value for name, value in by_text.of(i).items()}}
+        for i in range(len(concepts))
+    ]
+    info = PackInfo(
+        name=settings.name,
+        model=engine.facts.name,
+        hidden=engine.facts.hidden,
+        layer=layer,
+        site=settings.site,
+        architecture=Architecture(widths=settings.fit.widths),
+        training=_notes(settings, examples, parts, layers, by_row, by_text, control),
+        calibration={"rows": "validation", "floor_quantile": FLOOR_QUANTILE},
+    )
+    pack = Pack(info, concepts.lens_concepts(metrics), {**done.weights, **calibrate(validation)})
+    pack.save(out)
+    return LensFit(pack, by_row, by_text, control, layers)
+
+
+def shuffled_labels(data: Examples, examples: Sequence[Example], seed: int) -> Examples:
+    """The same texts, with the concepts of each form's texts dealt out anew: every concept keeps as many texts."""
+    generator, concept = torch.Generator().manual_seed(seed + 1), data.concept.clone()
+    for form in sorted({example.form for example in examples}):
+        index = torch.tensor([i for i, example in enumerate(examples) if example.form == form])
+        concept[index] = data.concept[index[torch.randperm(len(index), generator=generator)]]
+    return Examples(data.rows, data.text, concept, data.part)
+
+
+def _refuse_layers(engine: SyncEngine, settings: LensSettings) -> None:
+    last = engine.facts.layers - 1
+    problems = [
+        Problem("layers", f"{layer} is out of range", f"{engine.facts.name} has layers 0–{last}")
+        for layer in settings.layers
+        if not 0 <= layer <= last
+    ]
+    if problems:
+        raise InvalidRequest(problems)
+
+
+def _data(
+    rows: TextRows, layer: int, examples: Sequence[Example], parts: dict[str, int], device: str = "cpu"
+) -> Examples:
+    found, text = rows.at(layer)
+    concept = torch.tensor([example.concept for example in examples])
+    part = torch.tensor([parts.get(example.form, TRAIN) for example in examples])  # generated ones are in no part
+    return Examples(found.float().to(device), text.to(device), concept.to(device), part.to(device))
+
+
+def _try_layers(
+    rows: TextRows,
+    examples: Sequence[Example],
+    parts: dict[str, int],
+    relations: Relations,
+    settings: LensSettings,
+    progress: Progress | None,
+) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for i, layer in enumerate(settings.layers if len(settings.layers) > 1 else ()):
+        data = _data(rows, layer, examples, parts, settings.device)
+        probes = fit(data, relations, _QUICK, seed=settings.seed)
+        judged, _ = score(probes.weights, data, relations, VALIDATION)
+        found[layer] = _median(measure(judged, np.zeros(len(relations.positive))))
+        if progress:
+            progress("comparing layers", i + 1, len(settings.layers))
+    return found
+
+
+def _fit_groups(
+    data: Examples,
+    relations: Relations,
+    settings: LensSettings,
+    folder: Path,
+    what: str,
+    progress: Progress | None,
+) -> Fit:
+    """Lenses do not depend on each other: a group that is finished is on disk and is not fitted again."""
+    groups = [range(i, min(i + _GROUP, len(relations.positive))) for i in range(0, len(relations.positive), _GROUP)]
+    done, total = [], settings.fit.epochs * len(groups)
+    for i, group in enumerate(groups):
+        path = folder / f"lenses-{_key(data, relations, settings, group)}.safetensors"
+        if not path.is_file():
+
+            def tell(epoch: int, _: int, before: int = i * settings.fit.epochs) -> None:
+                if progress:
+                    progress(what, before + epoch, total)
+
+            _save(fit(data, relations, settings.fit, seed=settings.seed, lenses=group, progress=tell), path)
+        with reading(path, "group of fitted lenses"):
+            done.append(load_file(path, device=settings.device))
+    if progress:
+        progress(what, total, total)
+    joined = {name: torch.cat([group[name] for group in done]) for name in done[0]}
+    return Fit({name: t for name, t in joined.items() if name[0] in "wb"}, joined["loss"], joined["epoch"])
+
+
+def _key(data: Examples, relations: Relations, settings: LensSettings, group: range) -> str:
+    """A hash of all that the weights of a group depend on."""
+    chosen = [settings.fit.model_dump(), settings.seed, settings.device, group.start, group.stop]
+    tensors: list[Tensor] = [data.rows, data.text, data.concept, data.part]
+    tensors += [relations.positive, relations.siblings, relations.opposites, relations.distant]
+    content = json.dumps([chosen, [checksum(tensor.cpu()) for tensor in tensors]])
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def _save(done: Fit, path: Path) -> None:
+    tensors = {**done.weights, "loss": done.loss, "epoch": done.epoch}
+    with atomic_path(path) as temporary:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
+
+
+def _measured(done: Fit, data: Examples, relations: Relations) -> tuple[Measures, Measures]:
+    """On test texts, per row and per text; thresholds come from validation texts."""
+    validation, tested = (score(done.weights, data, relations, part) for part in (VALIDATION, TEST))
+    return tuple(measure(test, best_thresholds(judged)) for judged, test in zip(validation, tested, strict=True))  # type: ignore[return-value]
+
+
+def _notes(
+    settings: LensSettings,
+    examples: Sequence[Example],
+    parts: dict[str, int],
+    layers: dict[int, float],
+    by_row: Measures,
+    by_text: Measures,
+    control: tuple[Measures, Measures] | None,
+) -> dict[str, object]:
+    """What the pack says about how it was made: plain JSON."""
+    names = {TRAIN: "training", VALIDATION: "validation", TEST: "test"}
+    notes: dict[str, object] = {
+        "settings": settings.model_dump(mode="json"),
+        "texts": len(examples),
+        "forms": {name: sorted(form for form, part in parts.items() if part == at) for at, name in names.items()},
+        "median_auroc": _median(by_row),
+        "median_text_auroc": _median(by_text),
+    }
+    if layers:
+        notes["validation_auroc_of_layers"] = {str(layer): value for layer, value in layers.items()}
+    if control:
+        notes["control_median_auroc"], notes["control_median_text_auroc"] = map(_median, control)
+    return notes
+
+
+def _median(measures: Measures) -> float:
+    return float(np.nanmedian(measures.auroc))
