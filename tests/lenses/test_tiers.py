@@ -49,6 +49,20 @@ def test_any_budget_and_any_access_give_what_the_full_bank_gives(
             assert used(tiers) <= budget
 
 
+def test_gaps_are_bridged_and_what_lies_in_them_never_shows():
+    pack, x = make(COUNTS, normed=True, calibrated=True), rows(6)
+    results = []
+    for bridge in (0, 3, 1000):
+        with Tiers(pack, budget=25) as tiers:
+            tiers._bridge = bridge
+            tiers._stack.tensors["b2"][11:].fill_(torch.nan)  # slots that hold nothing yet
+            results.append(tiers.expand(x, 5, 4, keep_scores=True))
+    for result in results:
+        assert not result.scores.isnan().any()
+        assert torch.equal(result.indices, results[0].indices)
+    assert_as_slow(results[2], Bank(pack).scores(x), 2, 5, 4)
+
+
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_narrow_weights_are_the_same_narrow_weights_in_a_bank(weights):
     pack, x = make(COUNTS, calibrated=True), rows(9)
