@@ -229,6 +229,25 @@ def test_a_load_that_fails_is_reported_and_tried_again_the_next_time():
     assert torch.equal(found.indices, Whole(Bank(pack)).expand(x, 5, 3).indices)
 
 
+def test_a_prefetch_that_failed_is_forgotten_and_loaded_when_it_is_wanted():
+    pack, x = make(COUNTS), rows(4)
+    parents = [p for p in range(3, 11) if indices(pack.children(p))]
+    with Tiers(pack, budget=60) as tiers:
+        real = tiers._warm.get
+
+        def broken(lenses: tuple[int, ...]):
+            raise OSError(f"the disk is gone {len(lenses)}")
+
+        tiers._warm.get = broken  # type: ignore[method-assign]
+        tiers.prefetch(parents)
+        for job in list(tiers._loading.values()):
+            assert isinstance(job.exception(10), OSError)
+        tiers._warm.get = real  # type: ignore[method-assign]
+        found = tiers.expand(x, 5, 3, keep_scores=True)
+        assert tiers.stats.misses > 0
+    assert_as_slow(found, Bank(pack).scores(x), 2, 5, 3)
+
+
 def test_threads_share_tiers_and_each_gets_its_own_results():
     pack = make(COUNTS)
     whole = Whole(Bank(pack))

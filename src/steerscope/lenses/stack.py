@@ -112,7 +112,8 @@ class Stack:
         hidden, widths = self.info.hidden, self.info.architecture.widths
         inputs = rows * hidden * (2 * 4 + 2 * self.compute.itemsize)  # plain and normalised, as float32 and cast
         sizes = [hidden, *widths, 1]
-        pairs = [rows * (into + out) * 4 for into, out in zip(sizes[1:], sizes[2:], strict=False)]
+        wide = 4 if self.compute == torch.float32 else 6  # the last layer's input is there narrow and wide
+        pairs = [rows * (into * wide + out * 4) for into, out in zip(sizes[1:], sizes[2:], strict=False)]
         states = max([*pairs, rows * 8])  # two layers' states live at a time
         widened = [
             into * out * self._computed(i).itemsize
