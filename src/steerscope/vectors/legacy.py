@@ -26,7 +26,7 @@ _VECTOR_FILE, _CONFIG_FILE, _DEFAULTS_FILE = "steering_vector.pt", "steering_con
 def load_pt(path: str | Path) -> SteeringVector:
     """Any `.pt` vector: the shape of its content decides which prior system it comes from."""
     path = Path(path)
-    data = _read(path)
+    data = read_pt(path)
     if isinstance(data, Tensor):
         return plain_tensor(path, data)
     if not isinstance(data, Mapping):
@@ -65,7 +65,7 @@ def load_chatspace(directory: str | Path) -> SteeringVector:
     path = Path(directory) / _VECTOR_FILE
     if not path.is_file():
         raise BadFile(f"{directory} is not a chatspace folder: it has no {_VECTOR_FILE}")
-    return _chatspace(path, _read(path))
+    return _chatspace(path, read_pt(path))
 
 
 def _chatspace(path: Path, data: object) -> SteeringVector:
@@ -100,7 +100,7 @@ def _chatspace(path: Path, data: object) -> SteeringVector:
 def load_capping(path: str | Path) -> dict[str, Steering]:
     """`capping_config.pt` → the caps of each experiment, in order. `cap` is the most the projection may be."""
     path = Path(path)
-    data = _read(path)
+    data = read_pt(path)
     with reading(path, "capping config"):
         if not isinstance(data, Mapping) or not {"vectors", "experiments"} <= data.keys():
             found = _list(data) if isinstance(data, Mapping) else type(data).__name__
@@ -141,7 +141,7 @@ def load_persona(path: str | Path, key: str | None = None, default: str | Path |
     none is given, from the `default_vectors.pt` beside the file or one folder up, if there is one.
     """
     path = Path(path)
-    own = _blocks(_read(path))
+    own = _blocks(read_pt(path))
     if key is None:
         key = TRAIT_DEFAULT if TRAIT_DEFAULT in own else ROLE_DEFAULT if "pos_3" in own else None
     if key is None:
@@ -150,7 +150,7 @@ def load_persona(path: str | Path, key: str | None = None, default: str | Path |
     near = (folder / _DEFAULTS_FILE for folder in (path.parent, path.absolute().parent.parent))
     source = Path(default) if default else next((file for file in near if file.is_file()), None)
     needed = any(part not in own or part.startswith("default") for part in parts)
-    more = _blocks(_read(source)) if source and needed else {}
+    more = _blocks(read_pt(source)) if source and needed else {}
     blocks = {**more, **own, **{name: block for name, block in more.items() if name.startswith("default")}}
     missing = [part for part in parts if part not in blocks]
     if missing or len(parts) > 2:
@@ -178,7 +178,8 @@ def _blocks(data: object) -> dict[str, Tensor]:
 # --- common
 
 
-def _read(path: Path) -> object:
+def read_pt(path: Path) -> object:
+    """Plain tensors and containers; whatever wants more, or lies about its size, is refused by name."""
     if not path.is_file():
         raise BadFile(f"{path} does not exist")
     with reading(path, ".pt file"):

@@ -1,0 +1,163 @@
+"""A pack on disk: a directory with `pack.json`, `concepts.json` and `lenses.safetensors`.
+
+`pack.json` holds the size of both other files and a checksum of the concepts and of every tensor. The directory is
+written under another name and moved into place, so it is there whole or not at all. Reading gathers everything that
+is wrong before it refuses.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from steerscope.lenses import hierarchy
+from steerscope.lenses import tensors as arrays
+from steerscope.lenses.directory import atomic_directory
+from steerscope.lenses.spec import Concept, ConceptList, FileEntry, HierarchySummary, Manifest, PackInfo, TensorEntry
+from steerscope.specs.errors import BadFile, InvalidRequest, Problem
+
+MANIFEST, CONCEPTS, TENSORS = "pack.json", "concepts.json", "lenses.safetensors"
+
+
+def digest(info: PackInfo, concepts: Sequence[Concept], entries: Mapping[str, TensorEntry]) -> str:
+    """A hash of all a pack is. The tensors enter by their checksums, so that it costs nothing to compare."""
+    parts = [info, *concepts, *(entry for _, entry in sorted(entries.items()))]
+    text = json.dumps([sorted(entries), [part.model_dump(mode="json") for part in parts]], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write(
+    path: Path,
+    info: PackInfo,
+    summary: HierarchySummary,
+    concepts: Sequence[Concept],
+    tensors: Mapping[str, Tensor],
+    entries: dict[str, TensorEntry],
+) -> None:
+    _must_survive(path, info)
+    with atomic_directory(path, MANIFEST) as folder:
+        listed = [concept.model_dump(mode="json", exclude_defaults=True) for concept in concepts]
+        text = json.dumps({"concepts": listed}, ensure_ascii=False, indent=0).encode()
+        (folder / CONCEPTS).write_bytes(text)
+        plain = {name: tensor.contiguous().clone() if _shares(tensor) else tensor for name, tensor in tensors.items()}
+        save_file(plain, folder / TENSORS, {"format": "pt"})
+        (folder / TENSORS).chmod((folder / CONCEPTS).stat().st_mode)  # safetensors leaves 0600
+        manifest = Manifest(
+            info=info,
+            hierarchy=summary,
+            concepts=FileEntry(file=CONCEPTS, bytes=len(text), sha256=hashlib.sha256(text).hexdigest()),
+            tensors=FileEntry(file=TENSORS, bytes=(folder / TENSORS).stat().st_size),
+            entries=entries,
+            digest=digest(info, concepts, entries),
+        )
+        (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def _must_survive(path: Path, info: PackInfo) -> None:
+    notes = {"training": info.training, "calibration": info.calibration}
+    try:
+        survives = json.loads(json.dumps(notes, allow_nan=False)) == notes
+    except (TypeError, ValueError, RecursionError):
+        survives = False
+    if not survives:
+        raise BadFile(f"cannot write {path}: training or calibration is not plain JSON; use text, numbers and lists")
+
+
+def _shares(tensor: Tensor) -> bool:
+    """Whether it is a part of something larger, which safetensors refuses to write."""
+    return not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes
+
+
+# --- reading
+
+
+def read(path: Path, verify: bool) -> tuple[Manifest, tuple[Concept, ...], dict[str, Tensor]]:
+    if not path.is_dir():
+        raise BadFile(f"{path} is not a pack: it is no directory")
+    if not (path / MANIFEST).is_file():
+        hatcat = ", but it may be one of HatCat: use load_hatcat" if (path / "pack_info.json").is_file() else ""
+        raise BadFile(f"{path} is not a pack: it has no {MANIFEST}{hatcat}")
+    try:
+        manifest = Manifest.from_json((path / MANIFEST).read_bytes())
+    except (InvalidRequest, OSError, RecursionError) as error:
+        problems = error.problems if isinstance(error, InvalidRequest) else [Problem("", str(error), "see the file")]
+        raise _refused(path, [problem.under(MANIFEST) for problem in problems]) from error
+    problems, concepts = _read_concepts(path, manifest)
+    more, tensors = _open_tensors(path, manifest)
+    problems += more
+    if concepts is not None:
+        problems += arrays.shape_problems(manifest.info, len(concepts), manifest.entries)
+        if not problems and digest(manifest.info, concepts, manifest.entries) != manifest.digest:
+            problems.append(Problem(MANIFEST, "was changed: its digest is another", "copy the pack again"))
+        if not problems and verify:
+            problems = _verify(manifest, tensors) or arrays.value_problems(concepts, tensors)
+    if problems or concepts is None:
+        raise _refused(path, problems)
+    return manifest, concepts, tensors
+
+
+def _refused(path: Path, problems: Sequence[Problem]) -> BadFile:
+    return BadFile(f"{path} is not a readable pack: {InvalidRequest(problems)}")
+
+
+def _file(path: Path, entry: FileEntry, expected: str) -> list[Problem]:
+    again = "copy the pack again"
+    if entry.file != expected:
+        return [Problem(MANIFEST, f"names the file {entry.file!r}", f"expected {expected}")]
+    file = path / expected
+    if not file.is_file():
+        return [Problem(expected, "is missing", again)]
+    if file.stat().st_size != entry.bytes:
+        return [Problem(expected, f"has {file.stat().st_size} bytes instead of {entry.bytes}", again)]
+    return []
+
+
+def _read_concepts(path: Path, manifest: Manifest) -> tuple[list[Problem], tuple[Concept, ...] | None]:
+    problems = _file(path, manifest.concepts, CONCEPTS)
+    file = path / CONCEPTS
+    if not file.is_file():
+        return problems, None
+    data = file.read_bytes()
+    if not problems and hashlib.sha256(data).hexdigest() != manifest.concepts.sha256:
+        problems.append(Problem(CONCEPTS, "has another checksum than the pack names", "copy the pack again"))
+    try:
+        concepts = ConceptList.from_json(data).concepts
+    except InvalidRequest as error:
+        return [*problems, *(problem.under(CONCEPTS) for problem in error.problems)], None
+    wrong = hierarchy.problems_of(concepts)
+    if not wrong and hierarchy.order(concepts) != list(range(len(concepts))):
+        wrong.append(Problem(CONCEPTS, "is not in the order of the hierarchy", "make the pack anew with Pack(…)"))
+    return problems + wrong, concepts if concepts else None
+
+
+def _open_tensors(path: Path, manifest: Manifest) -> tuple[list[Problem], dict[str, Tensor]]:
+    """The tensors stay in the file: each page is read when it is first looked at."""
+    problems = _file(path, manifest.tensors, TENSORS)
+    if problems:
+        return problems, {}
+    try:
+        with safe_open(path / TENSORS, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        return [Problem(TENSORS, f"cannot be read ({error})", "copy the pack again")], {}
+    for name in sorted(tensors.keys() ^ manifest.entries.keys()):
+        where = f"{MANIFEST} but not in {TENSORS}" if name in manifest.entries else f"{TENSORS} but not in {MANIFEST}"
+        problems.append(Problem(name, f"is in {where}", "copy the pack again"))
+    for name in sorted(tensors.keys() & manifest.entries.keys()):
+        said, there = manifest.entries[name], arrays.entry(tensors[name])
+        if (said.dtype, said.shape) != (there.dtype, there.shape):
+            what = f"is {there.dtype} {list(there.shape)}, {MANIFEST} says {said.dtype} {list(said.shape)}"
+            problems.append(Problem(name, what, "copy the pack again"))
+    return problems, tensors
+
+
+def _verify(manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[Problem]:
+    return [
+        Problem(name, "has another checksum than the pack names", "copy the pack again")
+        for name, tensor in sorted(tensors.items())
+        if arrays.checksum(tensor) != manifest.entries[name].sha256
+    ]

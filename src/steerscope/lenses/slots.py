@@ -1,0 +1,81 @@
+"""Slots: which lenses are in the hot slab, and who makes room for whom. Only books, no weights.
+
+Lenses come and go in units (the children of one concept, or a part of them). A lens that belongs to several units has
+one slot and stays while any of them is there. The unit that was used longest ago goes first; pinned lenses never go.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+
+from steerscope.specs.errors import CapacityExceeded
+
+
+class Slots:
+    def __init__(self, count: int, pinned: Sequence[int]) -> None:
+        """Pinned lenses take the first slots, in order."""
+        if len(pinned) > count:
+            raise CapacityExceeded(f"{len(pinned)} pinned lenses do not fit into {count} slots; raise the budget")
+        self.of: dict[int, int] = {lens: slot for slot, lens in enumerate(pinned)}
+        self._pinned = frozenset(pinned)
+        self._free = set(range(len(pinned), count))
+        self._units: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
+        self._uses: dict[int, int] = {}
+        self.room = count - len(pinned)
+
+    def __contains__(self, unit: Hashable) -> bool:
+        return unit in self._units
+
+    def __iter__(self) -> Iterator[Hashable]:
+        """Units, the one that goes first first."""
+        return iter(self._units)
+
+    def lenses(self, unit: Hashable) -> tuple[int, ...]:
+        return self._units[unit]
+
+    def touch(self, unit: Hashable) -> None:
+        self._units.move_to_end(unit)
+
+    def place(self, unit: Hashable, lenses: tuple[int, ...], locked: Collection[Hashable]) -> dict[int, int] | None:
+        """Make room. Returns slots for the lenses that must be loaded; None if only locked units could make room."""
+        moving = [lens for lens in lenses if lens not in self._pinned]
+        for lens in moving:  # first, so that no lens of this unit goes while others make room
+            self._uses[lens] = self._uses.get(lens, 0) + 1
+        self._units[unit] = lenses
+        missing = [lens for lens in moving if lens not in self.of]
+        while len(self._free) < len(missing):
+            oldest = next((other for other in self._units if other != unit and other not in locked), None)
+            if oldest is None:
+                self.evict(unit)
+                return None
+            self.evict(oldest)
+        slots = self._take(len(missing))
+        found = dict(zip(missing, slots, strict=True))
+        self.of.update(found)
+        return found
+
+    def evict(self, unit: Hashable) -> None:
+        for lens in self._units.pop(unit):
+            if lens in self._pinned:
+                continue
+            self._uses[lens] -= 1
+            if not self._uses[lens]:
+                del self._uses[lens]
+                if lens in self.of:
+                    self._free.add(self.of.pop(lens))
+
+    def holders(self, lenses: Iterable[int]) -> list[Hashable]:
+        """The units that any of these lenses belongs to."""
+        wanted = set(lenses)
+        return [unit for unit, members in self._units.items() if wanted.intersection(members)]
+
+    def _take(self, count: int) -> list[int]:
+        """Neighbours where there are enough of them, so that a group is evaluated in one piece."""
+        run: list[int] = []
+        free = sorted(self._free)
+        for slot in free:
+            run = [*run, slot] if run and run[-1] + 1 == slot else [slot]
+            if len(run) >= count:
+                break
+        chosen = run[:count] if len(run) >= count else free[:count]
+        self._free.difference_update(chosen)
+        return chosen

@@ -1,0 +1,108 @@
+"""What a pack says about itself and its lenses, as plain data. No torch is imported here."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from steerscope.specs.base import Spec
+from steerscope.specs.steering import Site
+
+FORMAT, VERSION = "steerscope-pack", 1
+Output = Literal["sigmoid", "relu", "jumprelu", "topk"]
+Normalisation = Literal["layernorm", "none"]
+EPSILON = 1e-5  # of every LayerNorm here, as torch has it by default
+
+
+class Architecture(Spec):
+    """Linear layers with ReLU between them, from `hidden` over `widths` to one number; no widths: a linear probe.
+
+    `output` makes a score of that number: a probability, or an activation of a sparse autoencoder. `topk` keeps the
+    `k` largest of all lenses in a row, so such a pack can only be evaluated whole.
+    """
+
+    widths: tuple[int, ...] = ()
+    output: Output = "sigmoid"
+    k: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if any(width < 1 for width in self.widths):
+            raise ValueError(f"widths {list(self.widths)} are not all positive; give sizes of hidden layers")
+        if (self.k is None) == (self.output == "topk"):
+            raise ValueError("k and the output topk belong together; give both or neither")
+        return self
+
+
+class PackInfo(Spec):
+    """Where the lenses belong (`model`, `layer`, `site`) and how a row becomes a score.
+
+    `normalisation` is done to every row first: a LayerNorm without parameters, or nothing. `training` and
+    `calibration` are notes of how the weights and the calibration were made: any plain JSON.
+    """
+
+    name: str = Field(min_length=1)
+    model: str = Field(min_length=1)
+    hidden: int = Field(ge=1)
+    layer: int = Field(ge=0)
+    site: Site = "resid_post"
+    version: str = "1"
+    normalisation: Normalisation = "layernorm"
+    architecture: Architecture = Architecture()
+    training: dict[str, object] = {}
+    calibration: dict[str, object] = {}
+
+
+class Concept(Spec):
+    """What one lens looks for. `parents` are ids, the first of them the main one; roots have none.
+
+    `metrics` are held-out measures of this lens by name (auroc, f1, …).
+    """
+
+    id: str = Field(min_length=1)
+    name: str = ""
+    definition: str = ""
+    parents: tuple[str, ...] = ()
+    level: int = Field(default=0, ge=0)
+    metrics: dict[str, float] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, data: object) -> object:
+        return {**data, "name": data.get("name") or data.get("id", "")} if isinstance(data, dict) else data
+
+
+class HierarchySummary(Spec):
+    levels: tuple[int, ...]  # how many concepts each level has
+    roots: int
+    several_parents: int
+
+
+class TensorEntry(Spec):
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+class FileEntry(Spec):
+    file: str
+    bytes: int
+    sha256: str | None = None  # None for the tensors, which have one checksum each
+
+
+class Manifest(Spec):
+    """The content of `pack.json`."""
+
+    format: Literal["steerscope-pack"] = FORMAT
+    format_version: Literal[1] = VERSION
+    info: PackInfo
+    hierarchy: HierarchySummary
+    concepts: FileEntry
+    tensors: FileEntry
+    entries: dict[str, TensorEntry]
+    digest: str
+
+
+class ConceptList(Spec):
+    """The content of `concepts.json`."""
+
+    concepts: tuple[Concept, ...]

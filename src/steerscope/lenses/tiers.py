@@ -1,0 +1,316 @@
+"""Tiers: expansion over a pack that the device cannot hold.
+
+- **hot**: a slab of a fixed number of lenses on the device. The base levels and pinned concepts are always in it.
+- **warm**: lenses as the slab wants them, in the host's memory (pinned where there is a GPU), up to a number of bytes.
+- **cold**: the pack's file, mapped.
+
+Children of a concept are loaded together; what was used longest ago makes room. A thread does the loading, on a GPU
+through a stream of its own, while lenses that are there are being scored. A lens that is not there is waited for: a
+late load delays a result and never changes it. Any budget that holds the pinned lenses and one more will do; a group
+larger than the rest of the slab is scored in parts.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from threading import RLock
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from steerscope.lenses.bank import activate, calibrate, gather, normed_flags
+from steerscope.lenses.expand import Expansion, Groups, Scored, expand
+from steerscope.lenses.pack import Calibration, Pack
+from steerscope.lenses.slots import Slots
+from steerscope.lenses.stack import WORKSPACE, Stack, Weights, columns_of, runs_of
+from steerscope.specs.errors import InvalidRequest, Problem
+
+Unit = tuple[int, int]  # a concept, and which part of its children
+COMPONENTS = ("base detection", "child loading", "child detection", "cache management", "python")
+
+
+@dataclass
+class Stats:
+    """Hits and misses count lenses of groups. Seconds are those of the calling thread: on a GPU, of the host."""
+
+    hits: int = 0
+    misses: int = 0
+    bytes_moved: int = 0  # into the hot slab
+    bytes_read: int = 0  # from the cold file
+    expansions: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COMPONENTS, 0.0))
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / max(1, self.hits + self.misses)
+
+    @contextmanager
+    def timed(self, component: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[component] += time.perf_counter() - start
+
+
+class Warm:
+    """Encoded units in the host's memory, used longest ago out first. Only the loading thread touches it."""
+
+    def __init__(self, pack: Pack, stack: Stack, most: int, stats: Stats) -> None:
+        self.pack, self.stack, self.most, self.stats = pack, stack, most, stats
+        self.nbytes = 0
+        self._kept: OrderedDict[tuple[int, ...], dict[str, Tensor]] = OrderedDict()
+
+    def get(self, lenses: tuple[int, ...]) -> dict[str, Tensor]:
+        if lenses in self._kept:
+            self._kept.move_to_end(lenses)
+            return self._kept[lenses]
+        together = lenses[-1] - lenses[0] + 1 == len(lenses) and list(lenses) == sorted(lenses)
+        cold = gather(self.pack, slice(lenses[0], lenses[-1] + 1) if together else lenses)
+        # A copy even where nothing is converted: a mapped page may be dropped and read from disk again.
+        encoded = {name: tensor.clone() for name, tensor in self.stack.encode(cold).items()}
+        if self.stack.device.type == "cuda":
+            encoded = {name: tensor.pin_memory() for name, tensor in encoded.items()}
+        self.stats.bytes_read += sum(tensor.nbytes for tensor in cold.values())
+        size = _nbytes(encoded)
+        if size <= self.most:
+            while self.nbytes + size > self.most:
+                self.nbytes -= _nbytes(self._kept.popitem(last=False)[1])
+            self._kept[lenses] = encoded
+            self.nbytes += size
+        return encoded
+
+
+class Tiers:
+    """A scorer with a budget: at most `budget` lenses, or `budget_bytes`, on the device.
+
+    `pinned` are concepts (names, ids or indices) that are always hot, such as those that rules name.
+    """
+
+    def __init__(
+        self,
+        pack: Pack,
+        *,
+        budget: int | None = None,
+        budget_bytes: int | None = None,
+        base_levels: int = 2,
+        pinned: Sequence[str | int] = (),
+        warm_bytes: int = 4 << 30,
+        device: str | torch.device = "cpu",
+        weights: Weights = "fp32",
+        workspace: int = WORKSPACE,
+    ) -> None:
+        self.pack, self.device = pack, torch.device(device)
+        self.groups = Groups(pack, base_levels, self.device)
+        self._flags = normed_flags(pack)
+        self.pinned = [pack.index(each) if isinstance(each, str) else range(len(pack))[each] for each in pinned]
+        always = sorted(self.groups.base, key=self._flags.__getitem__)
+        always += [lens for lens in dict.fromkeys(self.pinned) if lens not in self.groups.base]
+        count = self._slots_for(budget, budget_bytes, len(always), weights)
+        self._stack = Stack(pack.info, count, self.device, weights, workspace)
+        self.slots = Slots(count, always)
+        # Slots nobody asked for are evaluated and dropped where that costs less than another round of small calls.
+        self._bridge = (1 << 20 if self.device.type == "cpu" else 64 << 20) // self._stack.lens_bytes
+        self.stats = Stats()
+        self._warm = Warm(pack, self._stack, warm_bytes, self.stats)
+        self._loading: dict[int, Future[torch.cuda.Event | None]] = {}
+        self._read_at: list[torch.cuda.Event | None] = [None] * count  # when a slot was last read, on a GPU
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._worker = ThreadPoolExecutor(1, "steerscope-lenses")
+        self._lock = RLock()
+        step = max(1, workspace // self._stack.lens_bytes // 2)
+        for start in range(0, len(always), step):
+            part = always[start : start + step]
+            self._stack.write(slice(start, start + len(part)), self._stack.encode(gather(pack, part)))
+        if self._stream is not None:  # the slab is filled with zeros first
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def _slots_for(self, budget: int | None, budget_bytes: int | None, always: int, weights: Weights) -> int:
+        if (budget is None) == (budget_bytes is None):
+            raise InvalidRequest([Problem("budget", "is given twice or not at all", "give budget or budget_bytes")])
+        one = Stack(self.pack.info, 1, torch.device("meta"), weights).lens_bytes
+        count = budget if budget is not None else (budget_bytes or 0) // one
+        least = min(always + 1, len(self.pack))
+        if count < least:
+            what = f"holds {count} lenses; the base levels and pinned concepts are {always}"
+            remedy = f"give at least {least} lenses ({least * one} bytes), or fewer base levels"
+            raise InvalidRequest([Problem("budget", what, remedy)])
+        return min(count, len(self.pack))
+
+    # --- a Scorer
+
+    def base(self, rows: Tensor) -> Scored:
+        with self.stats.timed("base detection"):
+            return self._score(rows, self.groups.base)
+
+    def children(self, rows: Tensor, parents: Sequence[int]) -> Iterable[Scored]:
+        """What is hot is scored first, while the thread loads what is not."""
+        with self.stats.timed("cache management"):
+            self._forget_failed()
+            units = [unit for parent in parents for unit in self._units(parent)]
+            ready = [unit for unit in units if unit in self.slots]
+            missing = [unit for unit in units if unit not in self.slots]
+            for unit in ready:
+                self.slots.touch(unit)
+            self.stats.hits += sum(len(self.slots.lenses(unit)) for unit in ready)
+        while ready or missing:
+            with self.stats.timed("cache management"):
+                coming = self._place(missing, locked=ready)
+                missing = missing[len(coming) :]
+            if ready:
+                lenses = [lens for unit in ready for lens in self.slots.lenses(unit)]
+                with self.stats.timed("child loading"):
+                    self._wait_for(lenses)
+                with self.stats.timed("child detection"):
+                    scored = self._score(rows, lenses)
+                yield scored
+            ready = coming
+
+    def expand(self, rows: Tensor, top_k: int = 10, depth: int = 5, keep_scores: bool = False) -> Expansion:
+        with self._lock:
+            before, start = sum(self.stats.seconds.values()), time.perf_counter()
+            result = expand(self, rows, top_k, depth, keep_scores)
+            inside = sum(self.stats.seconds.values()) - before
+            self.stats.seconds["python"] += time.perf_counter() - start - inside
+            self.stats.expansions += len(rows)
+            return result
+
+    def prewarm(self, rows: Tensor, top_k: int = 10, depth: int = 5) -> None:
+        """Make hot what these rows need, such as those of a prompt before its first new token."""
+        self.expand(rows, top_k, depth)
+
+    def prefetch(self, parents: Sequence[int]) -> None:
+        """Start loading the children of these concepts and return at once; those that find no room are left out."""
+        with self._lock:
+            asked = [unit for parent in parents for unit in self._units(parent)]
+            for unit in asked:
+                if unit in self.slots:
+                    self.slots.touch(unit)
+            self._place([unit for unit in asked if unit not in self.slots], locked=asked, count=False)
+
+    def pinned_scores(self, rows: Tensor) -> Tensor:
+        """Scores [n, pinned] of the pinned concepts, in the order they were named. Nothing is loaded for it."""
+        with torch.no_grad():
+            lenses, scores = self._score(rows, self.pinned)
+            place = {lens: i for i, lens in enumerate(lenses.tolist())}
+            return scores[:, [place[lens] for lens in self.pinned]]
+
+    # --- inside
+
+    def _units(self, parent: int) -> list[Unit]:
+        return [(parent, start) for start in range(0, len(self.groups.of(parent)), max(1, self.slots.room))]
+
+    def _place(self, units: Sequence[Unit], locked: Sequence[Unit], count: bool = True) -> list[Unit]:
+        """Find slots for as many units as fit beside the locked ones, and start loading them."""
+        placed: list[Unit] = []
+        for unit in units:
+            parent, start = unit
+            members = self.groups.of(parent)[start : start + self.slots.room]
+            found = self.slots.place(unit, members, {*locked, *placed})
+            if found is None:
+                break
+            placed.append(unit)
+            if count:
+                self.stats.hits += len(members) - len(found)
+                self.stats.misses += len(found)
+            if found:
+                ordered = sorted(found, key=lambda lens: (self._flags[lens], lens))
+                slots = sorted(found.values())
+                self.slots.of.update(zip(ordered, slots, strict=True))
+                job = self._worker.submit(self._load, tuple(ordered), slots, [self._read_at[slot] for slot in slots])
+                self._loading.update(dict.fromkeys(ordered, job))
+        return placed
+
+    def _load(
+        self, lenses: tuple[int, ...], slots: Sequence[int], after: Sequence[torch.cuda.Event | None]
+    ) -> torch.cuda.Event | None:
+        """In the loading thread. A slot is overwritten only when the last evaluation that read it is through."""
+        encoded = self._warm.get(lenses)
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext(), torch.no_grad():
+            for event in {id(event): event for event in after if event is not None}.values():
+                assert self._stream is not None
+                self._stream.wait_event(event)
+            done = 0
+            for run in runs_of(slots, [False] * len(slots)):
+                size = run.stop - run.start
+                part = {name: tensor[done : done + size] for name, tensor in encoded.items()}
+                self._stack.write(slice(run.start, run.stop), part, non_blocking=True)
+                done += size
+            self.stats.bytes_moved += _nbytes(encoded)
+            return _event(self._stream) if self._stream else None
+
+    def _wait_for(self, lenses: Sequence[int]) -> None:
+        for job in dict.fromkeys(self._loading[lens] for lens in lenses if lens in self._loading):
+            try:
+                event = job.result()
+            except BaseException:
+                for other in set(self._loading.values()):
+                    other.exception()  # wait: those after it in the queue may have failed for the same reason
+                self._forget_failed()
+                raise
+            for lens in [lens for lens, other in self._loading.items() if other is job]:
+                del self._loading[lens]
+            if event is not None:
+                torch.cuda.current_stream(self.device).wait_event(event)
+
+    def _forget_failed(self) -> None:
+        """Slots of loads that failed hold nothing of use: the next who wants those lenses loads them again."""
+        failed = [lens for lens, job in self._loading.items() if job.done() and job.exception() is not None]
+        for unit in self.slots.holders(failed):
+            self.slots.evict(unit)
+        for lens in failed:
+            del self._loading[lens]
+
+    def _score(self, rows: Tensor, lenses: Iterable[int]) -> Scored:
+        """Lenses that are hot; each once, in the order of their slots."""
+        inside = sorted({self.slots.of[lens]: lens for lens in lenses}.items())
+        slots, members = [slot for slot, _ in inside], [lens for _, lens in inside]
+        runs = runs_of(slots, [self._flags[lens] for lens in members], self._bridge)
+        logits = torch.empty(len(rows), sum(run.stop - run.start for run in runs), device=self.device)
+        self._stack.logits(rows, runs, logits)
+        if logits.shape[1] > len(slots):
+            logits = logits[:, torch.tensor(columns_of(slots, runs), device=self.device)]
+        at = torch.tensor(slots, device=self.device)
+        per_lens = {name: self._stack.tensors[name][at] for name in ("low", "high", "confidence", "floor", "threshold")}
+        architecture = self.pack.info.architecture
+        found = activate(logits, architecture.output, architecture.k, per_lens["threshold"])
+        curve = (
+            Calibration(per_lens["low"], per_lens["high"], per_lens["confidence"]) if self.pack.calibration else None
+        )
+        if self._stream is not None:
+            event = _event(torch.cuda.current_stream(self.device))
+            for slot in slots:
+                self._read_at[slot] = event
+        return Scored(torch.tensor(members, device=self.device), calibrate(found, per_lens["floor"], curve))
+
+    # --- the end
+
+    def close(self) -> None:
+        """Stop the loading thread. Copies on their way to the slab are waited for: its memory is about to go."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """When all that the stream was given so far is done."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+def _nbytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
