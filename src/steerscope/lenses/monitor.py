@@ -84,10 +84,10 @@ class SeenOnHost(NamedTuple):
         notes.add(positions, self.values[start:stop], self.indices[start:stop])
         if self.on is None or self.off is None or self.scores is None:
             return
-        changed = (self.on[start:stop] | self.off[start:stop]).any(axis=1).nonzero()[0]
+        changed = np.flatnonzero((self.on[start:stop] | self.off[start:stop]).any(axis=1))
         for i in changed.tolist():
             at = start + i
-            on, off = self.on[at].nonzero()[0].tolist(), self.off[at].nonzero()[0].tolist()
+            on, off = np.flatnonzero(self.on[at]).tolist(), np.flatnonzero(self.off[at]).tolist()
             notes.fire(positions[i], on, off, self.scores[at])
 
 
