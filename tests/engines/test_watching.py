@@ -125,7 +125,7 @@ class TestReadings:
 
 class TestMixedBatches:
     def test_watched_and_unwatched_requests_in_one_batch_are_what_they_are_alone(self, engine: SyncEngine):
-        prompts = [f"{PROMPT} {word}" for word in "a b c d e f".split()]
+        prompts = [f"{PROMPT} {word}" for word in ["a", "b", "c", "d", "e", "f"]]
         plain = engine.generate(prompts, SHORT, capture=Capture(layers=LAYER))
         _, concept, above = fires_on(scores_of(plain[3]), 9)
         rules = [when(concept, above=above).then(stop("enough"))]
