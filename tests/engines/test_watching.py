@@ -406,3 +406,28 @@ class TestLives:
             engine.generate(PROMPT, SHORT, watch=travelled).readings
             == engine.generate(PROMPT, SHORT, watch=ALL).readings
         )
+
+    def test_a_prefill_that_is_tried_again_reads_every_row_once(self, engine: SyncEngine, monkeypatch):
+        """Lenses and rules may have seen a batch that failed afterwards."""
+        import steerscope.engines.hf.engine as module
+
+        concept = PACK.concepts[0].id
+        rules = [when(concept, above=0.0, for_tokens=3).then(flag("third")), when(concept, above=0.0).then(steer(PUSH))]
+        watch, prompts = Watch(pack="p", rules=rules), [PROMPT, f"{PROMPT} and", f"{PROMPT} or"]
+        wanted = engine.generate(prompts, SHORT, watch=watch)
+        real, failed = module.read, []
+
+        def read_then_fail(monitor, look, gather):
+            count = real(monitor, look, gather)
+            if len(look.parts) > 1 and not failed:
+                failed.append(True)
+                raise RuntimeError("after everything was noted")
+            return count
+
+        monkeypatch.setattr(module, "read", read_then_fail)
+        again = engine.generate(prompts, SHORT, watch=watch)
+        assert failed
+        for one, other in zip(again, wanted, strict=True):
+            assert one.token_ids == other.token_ids
+            assert [f.position for f in one.firings] == [f.position for f in other.firings]
+            assert [r.position for r in one.readings] == [r.position for r in other.readings]

@@ -31,14 +31,16 @@ section { background: #fff; border: 1px solid #e1e4e9; border-radius: 10px; padd
 h1 { font-size: 1.8rem; margin: 0 0 .3rem; } h2 { font-size: 1.2rem; margin: 0 0 .4rem; }
 p { max-width: 82ch; margin: 0 0 .6rem; color: #59606e; } .wide { overflow-x: auto; }
 .text { white-space: pre-wrap; color: $ink; max-width: none; } .text b { font-weight: 600; }
-table { border-collapse: collapse; } td, th { text-align: left; padding: 2px 18px 2px 0; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { text-align: left; padding: 2px 18px 2px 0; }
 </style><script>$plotlyjs</script></head><body><main>
 <h1>$title</h1><p>$about</p>
 <section><h2>Text</h2><p class="text">$text</p></section>
 <section><h2>Concepts over tokens</h2><p>How strongly each concept shows in the row of each token. White: not among the
 top $top_k of that row. The line is where the prompt ends.</p><div class="wide"><div style="min-width:${width}px">$heat
 </div></div></section>
-<section><h2>Tree</h2><p>Concepts that were read, under their parents. Size and colour: mean over all rows.</p>$tree</section>
+<section><h2>Tree</h2><p>Concepts that were read, under their parents. Size and colour: mean over all rows.</p>$tree
+</section>
 <section><h2>What the scores mean</h2><p>$curves_about</p>$curves</section>
 <section><h2>Rules</h2>$firings</section>
 </main></body></html>
@@ -55,7 +57,7 @@ def html_report(
         f"{len(readings)} rows of {model}, read by {len(pack)} lenses of {pack.info.name} at layer {pack.info.layer}"
     )
     return _PAGE.substitute(
-        title=escape(f"What {model} had in mind"),
+        title=escape(f"What lenses read in {model}"),
         about=escape(about + "."),
         ink=_INK,
         font=_FONT,
@@ -108,7 +110,7 @@ def heat_figure(readings: Readings, texts: Sequence[str], best: Sequence[int], p
     shown = list(best[:_MOST_SHOWN])
     pack, columns = readings.pack, list(range(len(readings)))
     values = [readings.of(pack.concepts[lens].id).round(4).tolist() for lens in shown]
-    labels = [_label(texts[at]) for at in readings.positions.tolist()]
+    labels = [_label(texts[int(at)]) for at in readings.positions]
     names = [escape(pack.concepts[lens].name) for lens in shown]
     paths = [[escape(" › ".join(pack.path(lens)))] * len(columns) for lens in shown]
     hover = "token <b>%{customdata[0]}</b><br>%{customdata[1]}<br>%{z:.3f}<extra></extra>"
