@@ -144,6 +144,24 @@ class TestMixedBatches:
         assert len(together[0].readings) == len(together[4].readings) == 0
         assert together[1].token_ids == plain[1].token_ids, "being watched changes nothing"
 
+    def test_different_packs_layers_and_depths_of_search_in_one_batch(self, engine: SyncEngine):
+        early = make([4, 9], seed=3, hidden=64)
+        early = early.replace(info=early.info.model_copy(update={"layer": 0, "model": "llama", "name": "early"}))
+        engine.register_pack("early", early)
+        engine.register_pack("tiers", PACK, budget=14, base_levels=1)
+        watches = [Watch(pack="early", top_k=3), ALL, *(Watch(pack="tiers", top_k=k) for k in (1, 2, 5)), None]
+        prompts = [f"{PROMPT} {i}" for i in range(6)]
+        for prompt, watch, done in zip(prompts, watches, engine.generate(prompts, SHORT, watch=watches), strict=True):
+            alone = engine.generate(prompt, SHORT, watch=watch)
+            assert [[c.id for c in r.concepts] for r in done.readings] == [
+                [c.id for c in r.concepts] for r in alone.readings
+            ]
+        first = engine.generate(PROMPT, SHORT, watch=watches[0], capture=Capture(layers=0))
+        best = scores_of(first, early, 0).max(1).values.tolist()
+        assert [r.concepts[0].probability for r in first.readings] == pytest.approx(best, abs=1e-5)
+        engine.unregister_pack("early")
+        engine.unregister_pack("tiers")
+
     def test_nobody_watched_means_nothing_is_read(self, engine: SyncEngine):
         before = engine.stats()["readings"]
         engine.generate([PROMPT, "x"], SHORT, capture=Capture(layers=LAYER))
@@ -195,6 +213,7 @@ class TestRules:
         pushed = done.rows[1][row + 1] - plain.rows[1][row + 1]
         torch.testing.assert_close(pushed, 4.0 * torch.as_tensor(push_numbers()), atol=1e-4, rtol=0)
         assert done.steered[0].rule == "push"
+        assert done.steered[0].positions.intervals[0][0] == p, "a switched op has no entries on rows of the prompt"
 
     def test_a_steering_fired_inside_the_prompt_acts_from_the_first_generated_row(self, engine: SyncEngine):
         plain = engine.generate(PROMPT, SHORT, capture=Capture(layers=1))
@@ -382,7 +401,7 @@ class TestRefusals:
 
 class TestLives:
     def test_slots_and_packs_come_back(self, engine: SyncEngine, tmp_path: Path):
-        monitor = engine.aio._monitor  # type: ignore[attr-defined]
+        monitor = engine.aio.monitor  # type: ignore[attr-defined]
         free = len(monitor.rules._free)
         PACK.save(tmp_path / "pack")
         engine.register_pack("disk", tmp_path / "pack")

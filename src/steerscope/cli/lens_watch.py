@@ -13,8 +13,6 @@ import steerscope as ss
 from steerscope.cli import options as o
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from steerscope.engines.facade import SyncEngine
     from steerscope.engines.generation import Event, Generation
 
@@ -154,41 +152,57 @@ def _texts(engine: "SyncEngine", generation: "Generation") -> list[str]:
 
 
 def _live(engine: "SyncEngine", events: Any) -> "Generation":
-    """A token's own reading comes with the token after it, so each is shown one step late."""
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
-    waiting: list[str] = []
+    """Prints as it comes; Ctrl-C ends the text in good order."""
+    shown = _Shown(engine)
 
     def told() -> Any:
         try:
             for event in events:
-                _tell(engine, console, event, waiting)
+                shown.tell(event)
                 yield event
         finally:
             events.close()
 
     generation = o.show(engine, told(), live=False)
-    for text in waiting:
-        console.print(text, end="", markup=False)
-    console.print()
+    shown.end()
     return generation
 
 
-def _tell(engine: "SyncEngine", console: "Console", event: "Event", waiting: list[str]) -> None:
-    if isinstance(event, ss.RuleEvent):
-        firing = event.firing
-        console.print(f"[{firing.rule}: {firing.score:.2f}]", end="", style="reverse", markup=False)
-    if not isinstance(event, ss.TokenEvent):
-        return
-    decode = engine.aio.tokenizer.decode
-    if event.index == 0:
-        for reading in event.readings:
-            console.print(str(decode([reading.token_id])), end="", style=f"dim {_style(reading)}", markup=False)
-    elif waiting:
-        text = waiting.pop()
-        console.print(text, end="", style=_style(event.reading) if event.reading else "", markup=False)
-    waiting.append(event.text)
+class _Shown:
+    """A token's own reading comes with the token after it, so each is shown one step late; firings behind the token
+    whose row they are about."""
+
+    def __init__(self, engine: "SyncEngine") -> None:
+        from rich.console import Console
+
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._decode = engine.aio.tokenizer.decode
+        self._waiting: str | None = None
+        self._fired: list[ss.Firing] = []
+
+    def tell(self, event: "Event") -> None:
+        if isinstance(event, ss.RuleEvent):
+            self._fired.append(event.firing)
+        if not isinstance(event, ss.TokenEvent):
+            return
+        if self._waiting is None:
+            for reading in event.readings:
+                self._print(str(self._decode([reading.token_id])), f"dim {_style(reading)}")
+                self._flags([firing for firing in self._fired if firing.position == reading.position])
+        else:
+            self._print(self._waiting, _style(event.reading) if event.reading else "")
+            self._flags(self._fired)
+        self._waiting, self._fired = event.text, []
+
+    def end(self) -> None:
+        self._print((self._waiting or "") + "\n", "")
+
+    def _flags(self, firings: "list[ss.Firing]") -> None:
+        for firing in firings:
+            self._print(f"[{firing.rule}: {firing.score:.2f}]", "reverse")
+
+    def _print(self, text: str, style: str) -> None:
+        self._console.print(text, end="", style=style, markup=False)
 
 
 def _style(reading: "ss.Reading") -> str:

@@ -81,8 +81,8 @@ class HFEngine(ThreadedEngine[Row]):
         )
         self._table = SlotTable(config.hidden_size, slots, model.device)
         self._taps = Taps(blocks, self._table)
-        self._monitor = Monitor(model.device, slots=max_batch)
-        self._taps.gates = self._monitor.rules.gates
+        self.monitor = Monitor(model.device, slots=max_batch)
+        self._taps.gates = self.monitor.rules.gates
         self._passes = Passes(self._table, config.hidden_size, model.dtype)
         self._decoder = Decoder(tokenizer)  # type: ignore[arg-type]
         self._eos = _eos_ids(model, tokenizer)
@@ -133,14 +133,14 @@ class HFEngine(ThreadedEngine[Row]):
         return plan.capture.rows(plan.most_rows) * len(plan.capture.keys) * self.facts.hidden * size
 
     def _keep_pack(self, registered: Registered) -> None:
-        self._call(lambda: self._monitor.keep(registered))
+        self._call(lambda: self.monitor.keep(registered))
 
     def _drop_pack(self, registered: Registered) -> None:
-        self._call(lambda: self._monitor.drop(registered))
+        self._call(lambda: self.monitor.drop(registered))
 
     def stats(self) -> dict[str, float]:
         now = {"running": len(self._rows), "waiting": len(self._waiting), "slots_in_use": self._table.in_use}
-        now["packs"] = len(self._monitor)
+        now["packs"] = len(self.monitor)
         return {**self._counts, **now, "capture_bytes": self.budget.used, "capture_budget": self.budget.total}
 
     # --- the thread
@@ -162,7 +162,7 @@ class HFEngine(ThreadedEngine[Row]):
             row.end("cancelled")
         self._drop_waiting(cancelled_only=False)
         # What the engine held is given back even while somebody keeps the closed engine itself.
-        self._monitor.close()
+        self.monitor.close()
         del self.model, self._taps, self._passes
 
     def _step(self) -> bool:
@@ -200,7 +200,7 @@ class HFEngine(ThreadedEngine[Row]):
         while self._waiting and len(self._rows) + len(joining) < self.max_batch:
             row = self._waiting[0]
             try:
-                row.lease(self._table, self._monitor)
+                row.lease(self._table)
             except CapacityExceeded as error:
                 if self._rows or joining:
                     break  # somebody will finish and free slots
@@ -283,7 +283,7 @@ class HFEngine(ThreadedEngine[Row]):
             captured = len(books.captures)
             self._counts["rows"] += deliver(now.gathers[:captured], books.shares)
             for look, gather in zip(books.looks, now.gathers[captured:], strict=True):
-                self._counts["readings"] += read(self._monitor, look, gather)
+                self._counts["readings"] += read(self.monitor, look, gather)
         for row in rows:
             row.fed = len(row.history)
         return output.logits[:, -1]
