@@ -450,3 +450,32 @@ class TestLives:
             assert one.token_ids == other.token_ids
             assert [f.position for f in one.firings] == [f.position for f in other.firings]
             assert [r.position for r in one.readings] == [r.position for r in other.readings]
+
+
+class TestLateTokens:
+    """An engine that takes the tokens of a quiet text many at a time ends it in the same place."""
+
+    def test_tokens_behind_a_stop_are_dropped(self, engine: SyncEngine):
+        from steerscope.engines.generation import Choice, Job
+        from steerscope.engines.sequence import RunningText
+
+        class Running(RunningText):
+            def _release(self) -> None: ...
+
+            def _handle(self) -> None: ...
+
+        rule = when(PACK.concepts[0].id, above=0.1).then(stop("s"))
+        (plan,) = engine.aio._plan_stream(engine.aio._tokenize(PROMPT), SHORT, watch=Watch(pack="p", rules=[rule]))
+        told: list[object] = []
+        one = Running(Job(plan, told.append, False, None), engine.aio._decoder, frozenset())  # type: ignore[attr-defined]
+        assert one.notes is not None
+        p = one.prompt_length
+        assert one.accept_all([5, 6]) is None
+        one.notes.add(range(p + 6), np.full((p + 6, 1), 0.5), np.zeros((p + 6, 1), np.int64))
+        one.notes.fire(p + 2, [0], [], np.array([0.7]))
+        assert one.accept_all([7, 8, 9, 10]) == "rule"
+        one.end("rule")
+        (choice,) = told
+        assert isinstance(choice, Choice)
+        assert choice.token_ids == [5, 6, 7, 8], "row p + 2 is that of the third token: the fourth is the last"
+        assert (choice.rule, len(choice.readings)) == ("s", p + 3)
