@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from steerscope.capture.rows import Rows, load_rows
-    from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
+    from steerscope.engines.generation import EndEvent, Generation, RuleEvent, TokenEvent, TokenPrompt
     from steerscope.engines.load import load, load_engine
+    from steerscope.lenses.pack import Pack
+    from steerscope.lenses.readings import Firing, Reading
     from steerscope.specs.capture import Capture
     from steerscope.specs.chat import Message
     from steerscope.specs.errors import InvalidRequest, SteerscopeError
     from steerscope.specs.sampling import Sampling
     from steerscope.specs.steering import Ablate, Add, Cap, Steering
+    from steerscope.specs.watch import Rule, Watch, all_of, any_of, flag, not_, steer, stop, when
     from steerscope.vectors.files import load as load_vector
     from steerscope.vectors.files import save as save_vector
     from steerscope.vectors.vector import SteeringVector
@@ -33,21 +36,34 @@ _WHERE = {
     "Cap": "specs.steering",
     "Capture": "specs.capture",
     "EndEvent": "engines.generation",
+    "Firing": "lenses.readings",
     "Generation": "engines.generation",
     "InvalidRequest": "specs.errors",
     "Message": "specs.chat",
+    "Pack": "lenses.pack",
+    "Reading": "lenses.readings",
     "Rows": "capture.rows",
+    "Rule": "specs.watch",
+    "RuleEvent": "engines.generation",
     "Sampling": "specs.sampling",
     "Steering": "specs.steering",
     "SteeringVector": "vectors.vector",
     "SteerscopeError": "specs.errors",
     "TokenEvent": "engines.generation",
     "TokenPrompt": "engines.generation",
+    "Watch": "specs.watch",
+    "all_of": "specs.watch",
+    "any_of": "specs.watch",
+    "flag": "specs.watch",
     "load": "engines.load",
     "load_engine": "engines.load",
     "load_rows": "capture.rows",
     "load_vector": "vectors.files:load",
+    "not_": "specs.watch",
     "save_vector": "vectors.files:save",
+    "steer": "specs.watch",
+    "stop": "specs.watch",
+    "when": "specs.watch",
 }
 
 __all__ = [
@@ -56,21 +72,34 @@ __all__ = [
     "Cap",
     "Capture",
     "EndEvent",
+    "Firing",
     "Generation",
     "InvalidRequest",
     "Message",
+    "Pack",
+    "Reading",
     "Rows",
+    "Rule",
+    "RuleEvent",
     "Sampling",
     "Steering",
     "SteeringVector",
     "SteerscopeError",
     "TokenEvent",
     "TokenPrompt",
+    "Watch",
+    "all_of",
+    "any_of",
+    "flag",
     "load",
     "load_engine",
     "load_rows",
     "load_vector",
+    "not_",
     "save_vector",
+    "steer",
+    "stop",
+    "when",
 ]
 
 

@@ -49,6 +49,20 @@ def test_any_budget_and_any_access_give_what_the_full_bank_gives(
             assert used(tiers) <= budget
 
 
+def test_gaps_are_bridged_and_what_lies_in_them_never_shows():
+    pack, x = make(COUNTS, normed=True, calibrated=True), rows(6)
+    results = []
+    for bridge in (0, 3, 1000):
+        with Tiers(pack, budget=25) as tiers:
+            tiers._bridge = bridge
+            tiers._stack.tensors["b2"][11:].fill_(torch.nan)  # slots that hold nothing yet
+            results.append(tiers.expand(x, 5, 4, keep_scores=True))
+    for result in results:
+        assert not result.scores.isnan().any()
+        assert torch.equal(result.indices, results[0].indices)
+    assert_as_slow(results[2], Bank(pack).scores(x), 2, 5, 4)
+
+
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_narrow_weights_are_the_same_narrow_weights_in_a_bank(weights):
     pack, x = make(COUNTS, calibrated=True), rows(9)
@@ -213,6 +227,25 @@ def test_a_load_that_fails_is_reported_and_tried_again_the_next_time():
         tiers._warm.get = real  # type: ignore[method-assign]
         found = tiers.expand(x, 5, 3)
     assert torch.equal(found.indices, Whole(Bank(pack)).expand(x, 5, 3).indices)
+
+
+def test_a_prefetch_that_failed_is_forgotten_and_loaded_when_it_is_wanted():
+    pack, x = make(COUNTS), rows(4)
+    parents = [p for p in range(3, 11) if indices(pack.children(p))]
+    with Tiers(pack, budget=60) as tiers:
+        real = tiers._warm.get
+
+        def broken(lenses: tuple[int, ...]):
+            raise OSError(f"the disk is gone {len(lenses)}")
+
+        tiers._warm.get = broken  # type: ignore[method-assign]
+        tiers.prefetch(parents)
+        for job in list(tiers._loading.values()):
+            assert isinstance(job.exception(10), OSError)
+        tiers._warm.get = real  # type: ignore[method-assign]
+        found = tiers.expand(x, 5, 3, keep_scores=True)
+        assert tiers.stats.misses > 0
+    assert_as_slow(found, Bank(pack).scores(x), 2, 5, 3)
 
 
 def test_threads_share_tiers_and_each_gets_its_own_results():

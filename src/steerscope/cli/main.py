@@ -15,6 +15,7 @@ from steerscope.cli.chat import chat
 from steerscope.cli.doctor import doctor
 from steerscope.cli.generate import generate
 from steerscope.cli.lens import app as lens
+from steerscope.cli.lens_watch import register as add_watching
 from steerscope.cli.options import mistakes_of
 from steerscope.cli.vectors import app as vectors
 
@@ -38,6 +39,7 @@ app.command()(generate)
 app.command()(chat)
 app.add_typer(vectors, name="vectors")
 app.add_typer(lens, name="lens")
+add_watching(lens)
 app.add_typer(bench, name="bench")
 app.command()(doctor)
 

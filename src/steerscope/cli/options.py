@@ -124,7 +124,7 @@ def show(engine: "SyncEngine", events: "Iterator[Event]", live: bool) -> "ss.Gen
             if isinstance(event, ss.EndEvent):
                 typer.echo(nl=live)
                 return event.generation
-            if live:
+            if live and isinstance(event, ss.TokenEvent):
                 typer.echo(event.text, nl=False)
         raise AssertionError("a stream ends with an EndEvent")
     finally:

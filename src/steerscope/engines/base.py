@@ -9,9 +9,9 @@ import functools
 import itertools
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self, Unpack, overload
+from typing import TYPE_CHECKING, Self, Unpack, overload
 
 from steerscope.capture.budget import ByteBudget
 from steerscope.capture.handle import CaptureHandle
@@ -42,12 +42,14 @@ from steerscope.engines.options import (
     per_prompt,
 )
 from steerscope.engines.plan import Plan, Planner, Prompt
+from steerscope.engines.prompts import all_of, check_text
 from steerscope.engines.scopes import Scopes, as_steering
 from steerscope.specs.capture import Capture
 from steerscope.specs.chat import Chat, Message, parse_chat
 from steerscope.specs.errors import EngineClosed, InvalidRequest, Problem, RequestFailed
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Ablate, Add, Cap, Steering
+from steerscope.specs.watch import Watch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,10 +112,10 @@ class Engine(Scopes, ABC):
     ) -> Generation | list[Generation]:
         """One prompt → Generation; a list → list[Generation], with one spec for all or a list of specs, one each.
 
-        Options: `steer`, `capture`.
+        Options: `steer`, `capture`, `watch`.
         """
         many = isinstance(prompt, list)
-        prompts = _all_of(self._tokenize, prompt) if many else [self._tokenize(prompt)]
+        prompts = all_of(self._tokenize, prompt) if many else [self._tokenize(prompt)]
         done = await self._generate(prompts, many, sampling, **options)
         return done if many else done[0]
 
@@ -130,11 +132,11 @@ class Engine(Scopes, ABC):
     ) -> Generation | list[Generation]:
         """Answer a chat, or each of several.
 
-        Options: `steer`, `capture`, `continue_final_message`, `template_options`.
+        Options: `steer`, `capture`, `watch`, `continue_final_message`, `template_options`.
         """
         many = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
         render = functools.partial(self._render, options=options)
-        prompts = _all_of(render, messages) if many else [render(messages)]  # type: ignore[arg-type]
+        prompts = all_of(render, messages) if many else [render(messages)]  # type: ignore[arg-type]
         done = await self._generate(prompts, many, sampling, **for_request(options))
         return done if many else done[0]
 
@@ -143,7 +145,7 @@ class Engine(Scopes, ABC):
     ) -> AsyncGenerator[Event]:
         """Tokens as they are sampled, then one EndEvent. Leaving the loop early cancels the request.
 
-        Options: `steer`, `capture`, `request_id`.
+        Options: `steer`, `capture`, `watch`, `request_id`.
         """
         return self._stream(*self._plan_stream(self._tokenize(prompt), sampling, **options))
 
@@ -197,13 +199,13 @@ class Engine(Scopes, ABC):
         if not isinstance(prompt, str):
             what = f"a prompt is text or TokenPrompt, not {type(prompt).__name__}"
             raise InvalidRequest([Problem("prompt", what, "wrap token ids in TokenPrompt([...])")])
-        _check_text(prompt, "prompt")
+        check_text(prompt, "prompt")
         return Prompt(list(self.tokenizer(prompt)["input_ids"]) if prompt else [])  # type: ignore[arg-type]
 
     def _render(self, chat: Chat, options: ChatOptions) -> Prompt:
         messages: list[Message] = parse_chat(chat)
         for i, message in enumerate(messages):
-            _check_text(message.content, f"messages[{i}].content")
+            check_text(message.content, f"messages[{i}].content")
         if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidRequest([Problem("messages", f"{self.facts.name} has no chat template", "use generate()")])
         continued, extra = options.get("continue_final_message", False), options.get("template_options") or {}
@@ -217,6 +219,7 @@ class Engine(Scopes, ABC):
         sampling: Each[Sampling],
         steer: Each[SteerLike],
         capture: Each[Capture],
+        watch: Each[Watch],
         request_id: str | None = None,
     ) -> list[Plan]:
         """Plans of all prompts, or one error with the problems of all of them."""
@@ -226,6 +229,7 @@ class Engine(Scopes, ABC):
         samplings = per_prompt(sampling, (Sampling,), len(prompts), many, "sampling", problems)
         steers = per_prompt(steer, (Steering, Add, Cap, Ablate), len(prompts), many, "steer", problems)
         captures = per_prompt(capture, (Capture,), len(prompts), many, "capture", problems)
+        watches = per_prompt(watch, (Watch,), len(prompts), many, "watch", problems)
         if problems:
             raise InvalidRequest(problems)
         around = self.surrounding()
@@ -233,10 +237,10 @@ class Engine(Scopes, ABC):
         for i, prompt in enumerate(prompts):
             name = request_id or next(n for i in self._numbers if (n := f"r{i}") not in self._jobs)
             spec = around.then(as_steering(steers[i]))
-            planner, asked = Planner(self.facts, self._vectors), samplings[i] or Sampling()
+            planner, asked = Planner(self.facts, self._vectors, self._packs), samplings[i] or Sampling()
             planner.problems += self._check_sampling(asked)
             try:
-                plans.append(planner.plan(name, prompt, asked, spec, captures[i]))
+                plans.append(planner.plan(name, prompt, asked, spec, captures[i], watches[i]))
             except InvalidRequest as error:
                 problems += [p.under(f"prompts[{i}]") if many else p for p in error.problems]
         if problems:
@@ -285,8 +289,9 @@ class Engine(Scopes, ABC):
         sampling: Each[Sampling],
         steer: Each[SteerLike] = None,
         capture: Each[Capture] = None,
+        watch: Each[Watch] = None,
     ) -> list[Generation]:
-        plans = self._plan(prompts, many, sampling, steer, capture)
+        plans = self._plan(prompts, many, sampling, steer, capture, watch)
         if not plans:
             return []
         jobs, outcomes = await self._start(plans, stream=False)
@@ -314,10 +319,11 @@ class Engine(Scopes, ABC):
         sampling: Sampling | None,
         steer: SteerLike | None = None,
         capture: Capture | None = None,
+        watch: Watch | None = None,
         request_id: str | None = None,
     ) -> list[Plan]:
         """At the call, not at the first event: the surrounding steering is the caller's, and so are the mistakes."""
-        return self._plan([prompt], False, sampling, steer, capture, request_id)
+        return self._plan([prompt], False, sampling, steer, capture, watch, request_id)
 
     async def _stream(self, plan: Plan) -> AsyncGenerator[Event]:
         if plan.request_id in self._jobs:
@@ -364,24 +370,3 @@ def _discard(outcome: Outcome) -> None:
 def _generation(plan: Plan, choices: list[Choice]) -> Generation:
     ordered = tuple(sorted(choices, key=lambda choice: choice.index))
     return Generation(plan.request_id, list(plan.prompt.token_ids), ordered, plan.applied)
-
-
-def _all_of(make: Callable[[Any], Prompt], items: Sequence[object]) -> list[Prompt]:
-    """Prompts of all items, or one error with the problems of all of them."""
-    made: list[Prompt] = []
-    problems: list[Problem] = []
-    for i, item in enumerate(items):
-        try:
-            made.append(make(item))
-        except InvalidRequest as error:
-            problems += [problem.under(f"prompts[{i}]") for problem in error.problems]
-    if problems:
-        raise InvalidRequest(problems)
-    return made
-
-
-def _check_text(text: str, field: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # bytes that were not UTF-8, smuggled in as lone surrogates
-        raise InvalidRequest([Problem(field, "the text is not valid Unicode", "send UTF-8")]) from None

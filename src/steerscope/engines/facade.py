@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, Unpack, overload
 
@@ -17,8 +18,9 @@ from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
 from steerscope.engines.base import Engine
 from steerscope.engines.generation import Event, Generation, PromptLike, TokenPrompt
-from steerscope.engines.options import Each, Many, ManyChat, One, OneChat, SteerLike, Stream, StreamChat
+from steerscope.engines.options import Each, Many, ManyChat, One, OneChat, PackKeywords, SteerLike, Stream, StreamChat
 from steerscope.engines.plan import Facts
+from steerscope.lenses.pack import Pack
 from steerscope.specs.chat import Chat
 from steerscope.specs.errors import EngineClosed
 from steerscope.specs.sampling import Sampling
@@ -133,6 +135,16 @@ class SyncEngine:
     @property
     def vectors(self) -> Mapping[str, VectorData]:
         return self.aio.vectors
+
+    def register_pack(self, name: str, pack: Pack | str | Path, **options: Unpack[PackKeywords]) -> Pack:
+        return self.aio.register_pack(name, pack, **options)
+
+    def unregister_pack(self, name: str) -> None:
+        self.aio.unregister_pack(name)
+
+    @property
+    def packs(self) -> Mapping[str, Pack]:
+        return self.aio.packs
 
     def stats(self) -> dict[str, float]:
         return self.aio.stats()

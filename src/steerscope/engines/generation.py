@@ -8,9 +8,10 @@ from steerscope.capture.budget import Reservation
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
 from steerscope.engines.plan import Applied, Plan
+from steerscope.lenses.readings import Firing, Reading
 from steerscope.specs.errors import InvalidRequest, Problem, RequestFailed
 
-FinishReason = Literal["stop", "length", "stop_string", "cancelled"]
+FinishReason = Literal["stop", "length", "stop_string", "cancelled", "rule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,6 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """The top concepts of one row."""
-
-    position: int
-    concepts: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     """One completion."""
 
@@ -52,7 +45,9 @@ class Choice:
     seed: int
     timings: Timings
     capture: CaptureHandle | None
-    readings: tuple[Reading, ...] = ()
+    readings: Sequence[Reading] = ()  # of the rows that were watched, prompt and generated
+    firings: tuple[Firing, ...] = ()  # of rules, in the order of the rows
+    rule: str | None = None  # which one ended it
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +91,17 @@ class Generation:
         return self.capture.fetch()
 
     @property
-    def readings(self) -> tuple[Reading, ...]:
+    def readings(self) -> Sequence[Reading]:
         return self.choices[0].readings
+
+    @property
+    def firings(self) -> tuple[Firing, ...]:
+        return self.choices[0].firings
+
+    @property
+    def rule(self) -> str | None:
+        """The rule that ended the text, where one did."""
+        return self.choices[0].rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,16 @@ class TokenEvent:
     index: int
     token_id: int
     text: str
+    reading: Reading | None = None  # of the row it was sampled from, if that row was watched
+    readings: Sequence[Reading] = ()  # all that became known with it: with the first token, also the prompt's
+
+
+@dataclass(frozen=True, slots=True)
+class RuleEvent:
+    """A rule changed; the token it came with is the next event of the choice."""
+
+    choice: int
+    firing: Firing
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +131,8 @@ class EndEvent:
     generation: Generation
 
 
-Event = TokenEvent | EndEvent
-Outcome = TokenEvent | Choice | RequestFailed  # what a running sequence reports: tokens, then its end
+Event = TokenEvent | RuleEvent | EndEvent
+Outcome = TokenEvent | RuleEvent | Choice | RequestFailed  # what a running sequence reports: tokens, then its end
 Sink = Callable[[Outcome], None]
 
 

@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
+from steerscope.lenses.stack import Weights
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import Problem
 from steerscope.specs.steering import Ablate, Add, Cap, Steering
+from steerscope.specs.watch import Watch
 
 SteerLike = Steering | Add | Cap | Ablate
 TemplateOptions = Mapping[str, str | int | float | bool | None]
@@ -21,11 +23,25 @@ class ChatOptions(TypedDict, total=False):
 class One(TypedDict, total=False):
     steer: SteerLike | None
     capture: Capture | None
+    watch: Watch | None
 
 
 class Many(TypedDict, total=False):
     steer: Each[SteerLike]
     capture: Each[Capture]
+    watch: Each[Watch]
+
+
+class PackKeywords(TypedDict, total=False):
+    """How a registered pack is kept; see `lenses.reader.PackOptions`."""
+
+    weights: Weights
+    budget: int | None
+    budget_bytes: int | None
+    base_levels: int
+    pinned: Sequence[str]
+    any_model: bool
+    workspace: int
 
 
 class OneChat(One, ChatOptions): ...

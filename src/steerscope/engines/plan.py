@@ -3,6 +3,7 @@
 Selectors become positions, names become vectors, ops become columns. Both engines run plans and nothing else.
 """
 
+import difflib
 import functools
 import hashlib
 from collections.abc import Mapping
@@ -11,6 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from steerscope.lenses.compile import compile_rules
+from steerscope.lenses.monitor import WatchPlan
+from steerscope.lenses.pack import Pack
+from steerscope.lenses.reader import Registered
 from steerscope.residual.table import Column, Key, PlacedOp, pack
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest, Problem
@@ -26,7 +31,8 @@ from steerscope.specs.steering import (
     VectorData,
     parse_layers,
 )
-from steerscope.specs.tokens import MessageSpan, Positions, SelectorError, resolve
+from steerscope.specs.tokens import END, EVERYWHERE, MessageSpan, Positions, SelectorError, resolve
+from steerscope.specs.watch import InlinePack, Steer, Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class Facts:
     tapped: frozenset[Key] | None = None  # what was tapped at the start; None: everything can be, at any time
     steers: bool = True  # False: the taps only read
     captures: bool = True  # False: the taps only write
+    watches: bool = False  # lenses can read while it runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,7 @@ class Applied:
     op: Add | Cap | Ablate
     layers: tuple[int, ...]
     positions: Positions
+    rule: str | None = None  # it acts there only while this rule has switched it on
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,7 @@ class Plan:
     columns: tuple[Column, ...]
     applied: tuple[Applied, ...]
     capture: CapturePlan | None
+    watch: WatchPlan | None = None
 
     @property
     def most_rows(self) -> int:
@@ -92,7 +101,8 @@ class Plan:
     @property
     def tapped(self) -> set[Key]:
         steered = {key for column in self.columns for key in column.vectors}
-        return steered | set(self.capture.keys if self.capture else ())
+        read = {self.watch.key} if self.watch else set()
+        return steered | read | set(self.capture.keys if self.capture else ())
 
 
 def tap_of(layer: int, site: Site) -> Key:
@@ -103,12 +113,20 @@ def tap_of(layer: int, site: Site) -> Key:
 class Planner:
     """Collects the problems of one request while resolving it."""
 
-    def __init__(self, facts: Facts, vectors: Mapping[str, VectorData]) -> None:
-        self.facts, self.vectors = facts, vectors
+    def __init__(
+        self, facts: Facts, vectors: Mapping[str, VectorData], packs: Mapping[str, Registered] | None = None
+    ) -> None:
+        self.facts, self.vectors, self.packs = facts, vectors, packs or {}
         self.problems: list[Problem] = []
 
     def plan(
-        self, request_id: str, prompt: Prompt, sampling: Sampling, steering: Steering, capture: Capture | None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: Sampling,
+        steering: Steering,
+        capture: Capture | None,
+        watch: Watch | None = None,
     ) -> Plan:
         self._check_prompt(prompt, sampling)
         if steering.ops and not self.facts.steers:
@@ -116,14 +134,18 @@ class Planner:
         if capture and not self.facts.captures:
             self._problem("capture", "the engine was started with taps that only write", "start it with capture on")
         most = len(prompt.token_ids) + sampling.max_tokens - 1
-        columns, applied = self._place(steering, prompt, most)
+        placed = self._place(steering, prompt, most, "steer")
+        watch_plan = self._watch(watch, prompt, most) if watch else None
+        placed += self._switched(watch, prompt, most) if watch else []
+        columns = _columns(tuple(placing for placing, _ in placed))
         if len(columns) > self.facts.max_columns:
             what = f"the ops need {len(columns)} columns, the engine has {self.facts.max_columns} per token"
             self._problem("steer.ops", what, "use fewer ops with differing tokens, or start it with more max_columns")
         capture_plan = self._capture(capture, prompt, most) if capture else None
         if self.problems:
             raise InvalidRequest(self.problems)
-        return Plan(request_id, 0, prompt, sampling, columns, tuple(applied), capture_plan)
+        applied = tuple(applied for _, applied in placed)
+        return Plan(request_id, 0, prompt, sampling, columns, applied, capture_plan, watch_plan)
 
     def _problem(self, field: str, what: str, remedy: str) -> None:
         self.problems.append(Problem(field, what, remedy))
@@ -145,24 +167,84 @@ class Planner:
             what = f"{len(ids)} prompt tokens + max_tokens {sampling.max_tokens} exceed the context of {facts.context}"
             self._problem("sampling.max_tokens", what, f"lower max_tokens to {facts.context - len(ids)}")
 
-    def _place(self, steering: Steering, prompt: Prompt, most: int) -> tuple[tuple[Column, ...], list[Applied]]:
-        placed: list[_Placing] = []
-        applied: list[Applied] = []
+    def _place(
+        self, steering: Steering, prompt: Prompt, most: int, field: str, gate: int = 0, rule: str | None = None
+    ) -> "list[tuple[_Placing, Applied]]":
+        placed: list[tuple[_Placing, Applied]] = []
+        # What a rule switches acts on generated rows only: how a prompt is cut into steps must change nothing.
+        within = Positions(((len(prompt.token_ids), END),)) if gate else EVERYWHERE
         for i, op in enumerate(steering.ops):
-            field = f"steer.ops[{i}]"
-            data = self._vector(op, field)
-            positions = self._positions(op.tokens, prompt, most, field)
-            layers = self._op_layers(op, data, field)
-            self._check_site(op.site, f"{field}.site")
+            here = f"{field}.ops[{i}]"
+            data = self._vector(op, here)
+            positions = self._positions(op.tokens, prompt, most, here)
+            layers = self._op_layers(op, data, here)
+            self._check_site(op.site, f"{here}.site")
             if data is None or positions is None or layers is None:
                 continue
+            positions = positions & within if gate else positions
             if positions.count(most) == 0:
-                self._problem(f"{field}.tokens", f"{op.tokens!r} selects no token of this request", "widen it")
-            self._check_tapped(layers, op.site, f"{field}.layers")
-            applied.append(Applied(op, layers, positions))
+                what = "selects no generated row" if gate else "selects no token of this request"
+                self._problem(f"{here}.tokens", f"{op.tokens!r} {what}", "widen it")
+            self._check_tapped(layers, op.site, f"{here}.layers")
             raw = tuple(data.per_layer[layer] if data.shared is None else data.shared for layer in layers)
-            placed.append(_Placing(raw, layers, op.site, op.unit, op.coefficients(), positions))
-        return _columns(tuple(placed)), applied
+            placing = _Placing(raw, layers, op.site, op.unit, op.coefficients(), positions, gate)
+            placed.append((placing, Applied(op, layers, positions, rule)))
+        return placed
+
+    def _switched(self, watch: Watch, prompt: Prompt, most: int) -> "list[tuple[_Placing, Applied]]":
+        """The steerings of rules, each behind a gate of its own: 1 + the number of its rule."""
+        placed: list[tuple[_Placing, Applied]] = []
+        for i, rule in enumerate(watch.rules):
+            if isinstance(rule.then, Steer):
+                field = f"watch.rules[{i}].then.steering"
+                if not self.facts.steers:
+                    self._problem(field, "the engine was started with taps that only read", "start it with steer on")
+                placed += self._place(rule.then.steering, prompt, most, field, i + 1, rule.name)
+        return placed
+
+    def _watch(self, watch: Watch, prompt: Prompt, most: int) -> WatchPlan | None:
+        if not self.facts.watches:
+            self._problem("watch", "this engine cannot watch", "use the transformers engine, engine='hf'")
+            return None
+        if not self.facts.captures:
+            self._problem("watch", "the engine was started with taps that only write", "start it with capture on")
+        positions = self._positions(watch.tokens, prompt, most, "watch")
+        if positions is not None and positions.count(most) == 0:
+            self._problem("watch.tokens", f"{watch.tokens!r} selects no row of this request", "widen it")
+        found = self._pack(watch)
+        if found is None:
+            return None
+        info, options = found.pack.info, found.options
+        misfits = found.pack.check(
+            self.facts.hidden, self.facts.layers, model=self.facts.name, any_model=options.any_model
+        )
+        self.problems += [problem.under("watch.pack") for problem in misfits]
+        self._check_site(info.site, "watch.pack")
+        self._check_tapped((info.layer,), info.site, "watch.pack")
+        compiled, problems = compile_rules(watch.rules, found.pack, found.readable)
+        self.problems += [problem.under("watch") for problem in problems]
+        beyond = [str(level) for level in watch.levels or () if level >= found.pack.levels]
+        if beyond:
+            what = f"level {', '.join(beyond)} does not exist"
+            self._problem("watch.levels", what, f"this pack has levels 0–{found.pack.levels - 1}")
+        if watch.levels is not None and options.tiered:
+            self._problem("watch.levels", "the pack is kept in tiers, which go down the levels", "leave them out")
+        if positions is None:
+            return None
+        return WatchPlan(found, tap_of(info.layer, info.site), positions, compiled, watch)
+
+    def _pack(self, watch: Watch) -> Registered | None:
+        name = watch.pack_name
+        if name in self.packs:
+            return self.packs[name]
+        if isinstance(name, InlinePack) and isinstance(name.pack, Pack):
+            return Registered(name.pack)
+        for known in self.packs.values():
+            if name == f"digest:{known.pack.digest}":
+                return known
+        near = difflib.get_close_matches(name, self.packs, n=3, cutoff=0.4) or sorted(self.packs)
+        self._problem("watch.pack", f"no pack is named {name!r}", f"register it; known: {', '.join(near) or 'none'}")
+        return None
 
     def _vector(self, op: Add | Cap | Ablate, field: str) -> VectorData | None:
         data = self.vectors.get(op.source) if isinstance(op.source, str) else op.source
@@ -247,6 +329,7 @@ class _Placing(NamedTuple):
     unit: bool
     coefficients: Coefficients
     positions: Positions
+    gate: int = 0
 
 
 @functools.lru_cache(maxsize=256)
@@ -257,7 +340,8 @@ def _columns(placed: tuple[_Placing, ...]) -> tuple[Column, ...]:
         for layer, raw in zip(op.layers, op.raw, strict=True):
             vector, content = _worked_out(raw, op.unit)
             key = tap_of(layer, op.site)
-            found.append((key != (layer, op.site), PlacedOp(key, op.positions, vector, op.coefficients, 0, content)))
+            placed_op = PlacedOp(key, op.positions, vector, op.coefficients, op.gate, content)
+            found.append((key != (layer, op.site), placed_op))
     # At a shared tap the ops of resid_post come before those of the next layer's resid_pre.
     return tuple(pack([op for _, op in sorted(found, key=lambda pair: pair[0])]))
 

@@ -1,11 +1,15 @@
-"""Steering that surrounds requests, and vectors by name: what an engine remembers between calls."""
+"""Steering that surrounds requests, and vectors and packs by name: what an engine remembers between calls."""
 
 import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Unpack
 
-from steerscope.engines.options import SteerLike
+from steerscope.engines.options import PackKeywords, SteerLike
 from steerscope.engines.plan import Facts, Planner, Prompt
+from steerscope.lenses.pack import Pack
+from steerscope.lenses.reader import PackOptions, Registered
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Add, Steering, Vector, VectorData
@@ -16,6 +20,7 @@ class Scopes:
 
     def __init__(self) -> None:
         self._vectors: dict[str, VectorData] = {}
+        self._packs: dict[str, Registered] = {}
         self._default = Steering()
         self._scope: contextvars.ContextVar[Steering | None] = contextvars.ContextVar("steering", default=None)
 
@@ -58,6 +63,48 @@ class Scopes:
     @property
     def vectors(self) -> Mapping[str, VectorData]:
         return dict(self._vectors)
+
+    def register_pack(self, name: str, pack: Pack | str | Path, **options: Unpack[PackKeywords]) -> Pack:
+        """Name a pack, or the directory of one, for use in watches, and load it. A later registration under the same
+        name replaces it for later requests. Options: see `PackOptions`."""
+        if not self.facts.watches:
+            raise InvalidRequest(
+                [Problem(name, "this engine cannot watch", "use the transformers engine, engine='hf'")]
+            )
+        given = {**options, "pinned": tuple(options.get("pinned", ()))}
+        found = Registered(pack if isinstance(pack, Pack) else Pack.load(pack), PackOptions(**given))  # type: ignore[arg-type]
+        facts, loaded = self.facts, found.pack
+        problems = loaded.check(facts.hidden, facts.layers, model=facts.name, any_model=found.options.any_model)
+        problems += found.problems()
+        if reason := facts.refused_sites.get(loaded.info.site):
+            what = f"{loaded.info.site} cannot be had on {facts.name}: {reason}"
+            problems.append(Problem("site", what, "use a pack trained at another site"))
+        if problems:
+            raise InvalidRequest([problem.under(name) for problem in problems])
+        self._keep_pack(found)
+        before = self._packs.get(name)
+        self._packs[name] = found
+        if before is not None:
+            self._drop_pack(before)
+        return loaded
+
+    def unregister_pack(self, name: str) -> None:
+        """Forget a pack; requests that it is watching go on."""
+        before = self._packs.pop(name, None)
+        if before is not None:
+            self._drop_pack(before)
+
+    @property
+    def packs(self) -> Mapping[str, Pack]:
+        return {name: found.pack for name, found in self._packs.items()}
+
+    def _keep_pack(self, registered: Registered) -> None:
+        """Bring a pack to the device; an engine that watches does."""
+        raise NotImplementedError
+
+    def _drop_pack(self, registered: Registered) -> None:
+        """Give its memory back once nobody uses it."""
+        raise NotImplementedError
 
     def surrounding(self) -> Steering:
         """What applies to a request made here and now, before its own."""

@@ -9,7 +9,7 @@ import torch
 
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
-from steerscope.engines.generation import Choice, FinishReason, Job, Timings, TokenEvent
+from steerscope.engines.generation import Choice, FinishReason, Job, RuleEvent, Timings, TokenEvent
 from steerscope.engines.plan import Plan, tap_of
 from steerscope.engines.text import Decoder, Detokenizer, StopStrings
 from steerscope.residual.rows import make_labels
@@ -25,6 +25,7 @@ class RunningText(ABC):
         self.prompt_length = len(plan.prompt.token_ids)
         self.history = list(plan.prompt.token_ids)  # prompt and generated ids
         self.over = False  # reported; a sequence ends once
+        self.notes = plan.watch.notes(self.prompt_length) if plan.watch else None
         self._eos = frozenset() if plan.sampling.ignore_eos else eos
         self._detokenizer, self._stops = Detokenizer(decoder), StopStrings(plan.sampling.stop)
         # Nobody looks at the text before its end: it is decoded then, at once.
@@ -59,6 +60,10 @@ class RunningText(ABC):
             self._first = time.perf_counter()
         if not self._eos.isdisjoint(tokens):
             tokens = tokens[: 1 + next(i for i, token in enumerate(tokens) if token in self._eos)]
+        kept = self.notes.kept if self.notes else None
+        if kept is not None and len(self.generated) + len(tokens) >= kept:
+            self.history += tokens[: max(0, kept - len(self.generated))]
+            return "rule"
         self.history += tokens
         if len(self.history) - self.prompt_length >= self.plan.sampling.max_tokens:
             return "stop" if tokens and tokens[-1] in self._eos else "length"
@@ -75,6 +80,8 @@ class RunningText(ABC):
             reason = "stop"
         elif count >= self.plan.sampling.max_tokens:
             reason = "length"
+        if self.notes is not None and self.notes.kept is not None and count >= self.notes.kept:
+            reason = "rule"
         if self.quiet:
             return reason
         text = self._stops.push(self._detokenizer.push(token))
@@ -86,8 +93,19 @@ class RunningText(ABC):
             text += self._stops.flush()
         self._pieces.append(text)
         if self.job.stream:
-            self.job.report(TokenEvent(self.plan.choice, count - 1, token, text))
+            self._tell(count - 1, token, text)
         return reason
+
+    def _tell(self, index: int, token: int, text: str) -> None:
+        if self.notes is None:
+            self.job.report(TokenEvent(self.plan.choice, index, token, text))
+            return
+        readings, firings = self.notes.news(self.history)
+        for firing in firings:
+            self.job.report(RuleEvent(self.plan.choice, firing))
+        row = len(self.history) - 2
+        here = readings[-1] if len(readings) and readings.positions[-1] == row else None
+        self.job.report(TokenEvent(self.plan.choice, index, token, text, here, readings))
 
     def end(self, reason: FinishReason) -> None:
         if self.over:
@@ -108,6 +126,9 @@ class RunningText(ABC):
         except RequestFailed as error:
             self.fail(error)
             return
+        # The last sampled token has no row: what an engine saw beyond that does not belong to this text.
+        readings, firings = self.notes.finish(len(self.history) - 1, self.history) if self.notes else ((), ())
+        stopped = self.notes.stopped if self.notes and reason == "rule" else None
         self.over = True
         choice = Choice(
             index=self.plan.choice,
@@ -118,6 +139,9 @@ class RunningText(ABC):
             seed=self.plan.sampling.seed or 0,
             timings=Timings(admitted - self._born, first - self._born, now - self._born),
             capture=capture,
+            readings=readings,
+            firings=firings,
+            rule=stopped.rule if stopped else None,
         )
         self.job.report(choice)
 

@@ -1,5 +1,18 @@
 """Lenses: small classifiers that read rows, kept in packs and evaluated together. No engine."""
 
+from steerscope.lenses.bank import Bank
+from steerscope.lenses.expand import Expansion, Whole
 from steerscope.lenses.pack import Architecture, Calibration, Concept, Pack, PackInfo
+from steerscope.lenses.tiers import Tiers
 
-__all__ = ["Architecture", "Calibration", "Concept", "Pack", "PackInfo"]
+__all__ = [
+    "Architecture",
+    "Bank",
+    "Calibration",
+    "Concept",
+    "Expansion",
+    "Pack",
+    "PackInfo",
+    "Tiers",
+    "Whole",
+]

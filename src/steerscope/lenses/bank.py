@@ -50,6 +50,15 @@ def calibrate(probabilities: Tensor, floor: Tensor, calibration: Calibration | N
     return torch.where(probabilities > floor, scores, 0.0)
 
 
+def best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The top k. Of equal scores the earlier lens comes first: sigmoids and calibrations end in many that are just 1,
+    and `topk` alone would choose among them by chance. Positive floats are ordered as their bits are."""
+    bits = torch.where(scores > 0, scores, 0.0).view(torch.int32).long()
+    later = torch.arange(scores.shape[1] - 1, -1, -1, device=scores.device)
+    lenses = ((bits << 32) + later).topk(k, dim=-1).indices
+    return scores.gather(1, lenses), lenses
+
+
 class Bank:
     """All lenses of a pack, or some (a slice such as `pack.level(1)`, or indices, in the order given)."""
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from steerscope.lenses.bank import Bank
+from steerscope.lenses.bank import Bank, best_of
 from steerscope.lenses.hierarchy import indices
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.spec import Concept
@@ -105,7 +105,7 @@ def _expand(scorer: Scorer, rows: Tensor, top_k: int, depth: int) -> tuple[Tenso
     k = min(top_k, scores.shape[1])
     expanded = torch.zeros_like(scores, dtype=torch.bool)
     for _ in range(depth):
-        best, lenses = _best(scores, k)
+        best, lenses = best_of(scores, k)
         wanted = torch.zeros_like(expanded).scatter_(1, lenses, best > 0) & groups.has_group & ~expanded
         parents = wanted.any(0).nonzero().flatten().tolist()
         if not parents:
@@ -114,16 +114,7 @@ def _expand(scorer: Scorer, rows: Tensor, top_k: int, depth: int) -> tuple[Tenso
         asked = _any_over(wanted, groups.parent, groups.child)
         for lenses, found in scorer.children(rows, parents):
             scores[:, lenses] = torch.where(asked[:, lenses], found, scores[:, lenses])
-    return *_suppress(groups, *_best(scores, k), expanded), scores
-
-
-def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The top k. Of equal scores the earlier lens comes first: sigmoids and calibrations end in many that are just 1,
-    and `topk` alone would choose among them by chance. Positive floats are ordered as their bits are."""
-    bits = torch.where(scores > 0, scores, 0.0).view(torch.int32).long()
-    later = torch.arange(scores.shape[1] - 1, -1, -1, device=scores.device)
-    lenses = ((bits << 32) + later).topk(k, dim=-1).indices
-    return scores.gather(1, lenses), lenses
+    return *_suppress(groups, *best_of(scores, k), expanded), scores
 
 
 def _any_over(flags: Tensor, source: Tensor, target: Tensor) -> Tensor:

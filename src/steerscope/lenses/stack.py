@@ -112,7 +112,8 @@ class Stack:
         hidden, widths = self.info.hidden, self.info.architecture.widths
         inputs = rows * hidden * (2 * 4 + 2 * self.compute.itemsize)  # plain and normalised, as float32 and cast
         sizes = [hidden, *widths, 1]
-        pairs = [rows * (into + out) * 4 for into, out in zip(sizes[1:], sizes[2:], strict=False)]
+        wide = 4 if self.compute == torch.float32 else 6  # the last layer's input is there narrow and wide
+        pairs = [rows * (into * wide + out * 4) for into, out in zip(sizes[1:], sizes[2:], strict=False)]
         states = max([*pairs, rows * 8])  # two layers' states live at a time
         widened = [
             into * out * self._computed(i).itemsize
@@ -188,12 +189,24 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scale.unsqueeze(-1)).round_().to(torch.int8), scale
 
 
-def runs_of(slots: Sequence[int], normed: Sequence[bool]) -> list[Run]:
-    """Ascending slots as runs; a run ends where a slot is left out or the input changes."""
+def runs_of(slots: Sequence[int], normed: Sequence[bool], bridge: int = 0) -> list[Run]:
+    """Ascending slots as runs; a run ends where more than `bridge` slots are left out or the input changes."""
     runs: list[Run] = []
     for slot, flag in zip(slots, normed, strict=True):
-        if runs and runs[-1].stop == slot and runs[-1].normed == flag:
+        if runs and slot - runs[-1].stop <= bridge and runs[-1].normed == flag:
             runs[-1] = runs[-1]._replace(stop=slot + 1)
         else:
             runs.append(Run(slot, slot + 1, flag))
     return runs
+
+
+def columns_of(slots: Sequence[int], runs: Sequence[Run]) -> list[int]:
+    """Where the results of ascending slots are among those of runs that bridge gaps."""
+    found: list[int] = []
+    done, start = 0, 0
+    for run in runs:
+        while done < len(slots) and slots[done] < run.stop:
+            found.append(start + slots[done] - run.start)
+            done += 1
+        start += run.stop - run.start
+    return found

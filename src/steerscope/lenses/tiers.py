@@ -27,7 +27,7 @@ from steerscope.lenses.bank import activate, calibrate, gather, normed_flags
 from steerscope.lenses.expand import Expansion, Groups, Scored, expand
 from steerscope.lenses.pack import Calibration, Pack
 from steerscope.lenses.slots import Slots
-from steerscope.lenses.stack import WORKSPACE, Stack, Weights, runs_of
+from steerscope.lenses.stack import WORKSPACE, Stack, Weights, columns_of, runs_of
 from steerscope.specs.errors import InvalidRequest, Problem
 
 Unit = tuple[int, int]  # a concept, and which part of its children
@@ -114,6 +114,8 @@ class Tiers:
         count = self._slots_for(budget, budget_bytes, len(always), weights)
         self._stack = Stack(pack.info, count, self.device, weights, workspace)
         self.slots = Slots(count, always)
+        # Slots nobody asked for are evaluated and dropped where that costs less than another round of small calls.
+        self._bridge = (1 << 20 if self.device.type == "cpu" else 64 << 20) // self._stack.lens_bytes
         self.stats = Stats()
         self._warm = Warm(pack, self._stack, warm_bytes, self.stats)
         self._loading: dict[int, Future[torch.cuda.Event | None]] = {}
@@ -268,8 +270,11 @@ class Tiers:
         """Lenses that are hot; each once, in the order of their slots."""
         inside = sorted({self.slots.of[lens]: lens for lens in lenses}.items())
         slots, members = [slot for slot, _ in inside], [lens for _, lens in inside]
-        logits = torch.empty(len(rows), len(slots), device=self.device)
-        self._stack.logits(rows, runs_of(slots, [self._flags[lens] for lens in members]), logits)
+        runs = runs_of(slots, [self._flags[lens] for lens in members], self._bridge)
+        logits = torch.empty(len(rows), sum(run.stop - run.start for run in runs), device=self.device)
+        self._stack.logits(rows, runs, logits)
+        if logits.shape[1] > len(slots):
+            logits = logits[:, torch.tensor(columns_of(slots, runs), device=self.device)]
         at = torch.tensor(slots, device=self.device)
         per_lens = {name: self._stack.tensors[name][at] for name in ("low", "high", "confidence", "floor", "threshold")}
         architecture = self.pack.info.architecture

@@ -5,6 +5,7 @@ from steerscope.specs.chat import Message
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Ablate, Add, Cap, Steering, VectorData
+from steerscope.specs.watch import Rule, Watch
 
 __all__ = [
     "Ablate",
@@ -14,8 +15,10 @@ __all__ = [
     "InvalidRequest",
     "Message",
     "Problem",
+    "Rule",
     "Sampling",
     "Steering",
     "SteerscopeError",
     "VectorData",
+    "Watch",
 ]

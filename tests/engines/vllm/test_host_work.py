@@ -33,11 +33,10 @@ CLIENT = ("engine.py", "running.py", "claims.py", "front.py", "plugin.py", "self
 def is_worker(frame: FrameType) -> bool:
     file = Path(frame.f_code.co_filename)
     inside = file.parent.name == "vllm" and file.parent.parent.name == "engines"
+    pure = any(part in str(file) for part in ("steerscope/residual/", "steerscope/specs/tokens"))
     # The equation is what a tap does on a CPU; on a GPU it is in the kernel.
-    pure = ("steerscope/residual/" in str(file) and file.name != "equation.py") or "steerscope/specs/tokens" in str(
-        file
-    )
-    return (inside and file.name not in CLIENT and file.name not in ("tap.py", "layers.py")) or pure
+    not_counted = (*CLIENT, "tap.py", "layers.py", "equation.py")
+    return (inside or pure) and file.name not in not_counted
 
 
 def calls(engine: SyncEngine, tokens: int, **asked: object) -> int:

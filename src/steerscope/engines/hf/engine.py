@@ -30,9 +30,12 @@ from steerscope.engines.hf.sampler import choose
 from steerscope.engines.hf.selftest import self_test
 from steerscope.engines.hf.sequence import Row
 from steerscope.engines.hf.taps import Taps
+from steerscope.engines.hf.watching import read
 from steerscope.engines.plan import Facts, Plan
 from steerscope.engines.text import Decoder
 from steerscope.engines.threaded import ThreadedEngine
+from steerscope.lenses.monitor import Monitor
+from steerscope.lenses.reader import Registered
 from steerscope.residual.table import SlotTable
 from steerscope.specs.errors import (
     CapacityExceeded,
@@ -74,9 +77,12 @@ class HFEngine(ThreadedEngine[Row]):
             context=_context(config),
             max_columns=max_columns,
             refused_sites=blocks.refused,
+            watches=True,
         )
         self._table = SlotTable(config.hidden_size, slots, model.device)
         self._taps = Taps(blocks, self._table)
+        self.monitor = Monitor(model.device, slots=max_batch)
+        self._taps.gates = self.monitor.rules.gates
         self._passes = Passes(self._table, config.hidden_size, model.dtype)
         self._decoder = Decoder(tokenizer)  # type: ignore[arg-type]
         self._eos = _eos_ids(model, tokenizer)
@@ -86,7 +92,7 @@ class HFEngine(ThreadedEngine[Row]):
         self._cache = BatchCache(len(blocks))
         self._rows: list[Row] = []
         self._joining: list[Row] = []  # admitted, not yet prefilled
-        self._counts |= {"prefills": 0, "rows": 0}
+        self._counts |= {"prefills": 0, "rows": 0, "readings": 0}
         self_test(model, self._taps, self._table)
         self._run()
 
@@ -126,8 +132,15 @@ class HFEngine(ThreadedEngine[Row]):
         size = 4 if plan.capture.spec.reduce else self.model.dtype.itemsize
         return plan.capture.rows(plan.most_rows) * len(plan.capture.keys) * self.facts.hidden * size
 
+    def _keep_pack(self, registered: Registered) -> None:
+        self._call(lambda: self.monitor.keep(registered))
+
+    def _drop_pack(self, registered: Registered) -> None:
+        self._call(lambda: self.monitor.drop(registered))
+
     def stats(self) -> dict[str, float]:
         now = {"running": len(self._rows), "waiting": len(self._waiting), "slots_in_use": self._table.in_use}
+        now["packs"] = len(self.monitor)
         return {**self._counts, **now, "capture_bytes": self.budget.used, "capture_budget": self.budget.total}
 
     # --- the thread
@@ -149,6 +162,7 @@ class HFEngine(ThreadedEngine[Row]):
             row.end("cancelled")
         self._drop_waiting(cancelled_only=False)
         # What the engine held is given back even while somebody keeps the closed engine itself.
+        self.monitor.close()
         del self.model, self._taps, self._passes
 
     def _step(self) -> bool:
@@ -227,6 +241,7 @@ class HFEngine(ThreadedEngine[Row]):
         except Exception as error:
             if len(rows) > 1:
                 for row in rows:
+                    row.restart()
                     self._prefill([row])
             else:
                 self._failed(rows[0], error)
@@ -261,11 +276,14 @@ class HFEngine(ThreadedEngine[Row]):
         keys = {key for row in [*self._rows, *rows] for key in row.tapped}
         self._taps.attach(keys)
         width = inputs["input_ids"].shape[1]  # type: ignore[attr-defined]
-        now, shares = self._passes.build(rows, width) if keys else (None, [])
+        now, books = self._passes.build(rows, width) if keys else (None, None)
         with self._taps.during(now):
             output = self.model(**inputs, **self._last_only, use_cache=True)
-        if now:
-            self._counts["rows"] += deliver(now.gathers, shares)
+        if now and books:
+            captured = len(books.captures)
+            self._counts["rows"] += deliver(now.gathers[:captured], books.shares)
+            for look, gather in zip(books.looks, now.gathers[captured:], strict=True):
+                self._counts["readings"] += read(self.monitor, look, gather)
         for row in rows:
             row.fed = len(row.history)
         return output.logits[:, -1]

@@ -9,6 +9,7 @@ import torch
 
 from steerscope.engines.hf.sequence import Row
 from steerscope.engines.hf.taps import Gather, Pass
+from steerscope.engines.hf.watching import Look, looks_of
 from steerscope.residual.table import Key, SlotTable
 
 Entry = tuple[int, int, int]  # vector slot, coefficient slot, gate
@@ -34,6 +35,12 @@ class Books:
     entries: dict[int, list[Entry]] = field(default_factory=dict)
     captures: list[tuple[tuple[Key, ...], bool, list[int]]] = field(default_factory=list)
     shares: list[list[Share]] = field(default_factory=list)  # one list per capture
+    looks: list[Look] = field(default_factory=list)  # what lenses read
+
+    @property
+    def gathers(self) -> list[tuple[tuple[Key, ...], bool, list[int]]]:
+        """All that is staged: captures first."""
+        return [*self.captures, *(look.gather for look in self.looks)]
 
 
 class Passes:
@@ -43,22 +50,23 @@ class Passes:
         self.table, self.hidden, self.dtype = table, hidden, dtype
         self._last: tuple[object, Pass] = (None, Pass())
 
-    def build(self, rows: list[Row], width: int) -> tuple[Pass, list[list[Share]]]:
+    def build(self, rows: list[Row], width: int) -> tuple[Pass, Books]:
         books = keep_books(rows, width)
+        books.looks = looks_of(rows, width)
         if width > 1:  # prompts: never the same twice, and too large to keep
-            return self._make(books, len(rows) * width), books.shares
+            return self._make(books, len(rows) * width), books
         # The entries name slots, so a slot that was rewritten must not be mistaken for the one it was.
-        same = (self.table.version, len(rows), books.entries, books.captures)
+        same = (self.table.version, len(rows), books.entries, books.gathers)
         if self._last[0] != same:
             self._last = same, self._make(books, len(rows) * width)
-        return self._last[1], books.shares
+        return self._last[1], books
 
     def _make(self, books: Books, tokens: int) -> Pass:
         made, device = Pass(), self.table.device
         if books.entries:
             made.steered = _index(list(books.entries), tokens, device)
             made.entries = torch.tensor(list(books.entries.values()), device=device)
-        for keys, before, index in books.captures:
+        for keys, before, index in books.gathers:
             stage = torch.empty(len(index), len(keys), self.hidden, dtype=self.dtype, device=device)
             made.gathers.append(Gather(keys, before, _index(index, tokens, device), stage))
         return made
@@ -81,7 +89,7 @@ def keep_books(rows: list[Row], width: int) -> Books:
             for a, b in column.positions.within(start, stop):
                 for position in range(a, b):
                     entry = books.entries.setdefault(offset + position, [(0, 0, 0)] * most)
-                    entry[k] = (lease.vector_slot, lease.coefficient_slot, column.gate)
+                    entry[k] = (lease.vector_slot, lease.coefficient_slot, row.gate(column.gate))
         if row.plan.capture is not None:
             groups[row.plan.capture.keys, row.plan.capture.spec.before_steering].append((offset, row))
     for (keys, before), members in groups.items():

@@ -10,6 +10,7 @@ from steerscope.engines.generation import Job
 from steerscope.engines.hf.sampler import Chooser
 from steerscope.engines.sequence import RunningText, captured
 from steerscope.engines.text import Decoder
+from steerscope.lenses.monitor import Seat
 from steerscope.residual.reduce import Reducer
 from steerscope.residual.rows import RowBuffer, selected
 from steerscope.residual.table import Key, Lease, SlotTable
@@ -30,13 +31,16 @@ class Row(RunningText):
         self.reducer: Reducer | None = None
         self.chooser = Chooser.of(self.plan.sampling, self.history, engine.model.device)
         self._table: SlotTable | None = None
+        self.seat: Seat | None = None
 
     def lease(self, table: SlotTable) -> None:
-        """Take table slots and row memory; all or nothing."""
+        """Take table slots, a seat if it is watched, and row memory; all or nothing."""
         self._table = table
         try:
             for column in self.plan.columns:
                 self.leases.append(table.acquire(column))
+            if self.plan.watch is not None:
+                self.seat = self.engine.monitor.admit(self.plan.watch)
         except Exception:
             self._release()
             raise
@@ -53,6 +57,20 @@ class Row(RunningText):
     def _release(self) -> None:
         while self.leases and self._table is not None:
             self._table.release(self.leases.pop())
+        if self.seat is not None:
+            self.engine.monitor.release(self.seat)
+            self.seat = None
+
+    def gate(self, number: int) -> int:
+        """The gate id of a planned column's gate."""
+        return self.engine.monitor.gate(self.seat, number) if self.seat else 0
+
+    def restart(self) -> None:
+        """Its prompt is run again: nothing of the first attempt may be seen twice."""
+        if self.seat is not None and self.seat.slot:
+            self.engine.monitor.rules.restart(self.seat.slot)
+        if self.notes is not None:
+            self.notes.restart()
 
     def _handle(self) -> CaptureHandle | None:
         plan, capture, held = self.plan, self.plan.capture, self.job.held

@@ -1,0 +1,99 @@
+"""Divergence: what the lenses say against what the text says.
+
+For every token the concepts of a pack are ranked twice: by the lenses, from the row, and by how similar their
+definitions are to the last few words, from the text alone. Where the two agree the row holds what the text shows.
+A concept that the lenses put first and the text last is one the model computes with and does not write about.
+
+    for found in divergence(generation.readings, texts):
+        print(found.position, found.value, found.unsaid)
+
+The embedder is any function from texts to vectors. The default compares letters (TF-IDF of character n-grams), which
+works everywhere and knows no synonyms; `sentence_embedder()` needs sentence-transformers and knows some.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from steerscope.lenses.readings import Readings
+from steerscope.specs.errors import InvalidRequest, Problem
+
+Embedder = Callable[[list[str]], np.ndarray]
+_FEATURES = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """One token's. `value` is 0 where the text supports all that the lenses say, and 1 where it supports nothing.
+
+    `ranks` holds (concept id, probability, rank among the lenses, rank in the text) for the concepts of the reading;
+    ranks count from 0, and equal similarities share their mean rank.
+    """
+
+    position: int
+    value: float
+    ranks: tuple[tuple[str, float, int, float], ...]
+
+    @property
+    def unsaid(self) -> str | None:
+        """The concept whose rank in the text falls furthest behind, weighted by its probability."""
+        behind = [(probability * (text - lens), concept) for concept, probability, lens, text in self.ranks]
+        gap, concept = max(behind, default=(0.0, ""))
+        return concept if gap > 0 else None
+
+
+def tfidf_embedder(corpus: Sequence[str]) -> Embedder:
+    """Weights learnt from a corpus, such as the definitions themselves: what all of them share counts little."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    model = TfidfVectorizer(analyzer="char_wb", ngram_range=(3, 5), max_features=_FEATURES, sublinear_tf=True)
+    model.fit(list(corpus))
+    return lambda texts: model.transform(texts).toarray().astype(np.float32)  # type: ignore[union-attr]
+
+
+def sentence_embedder(model: str = "sentence-transformers/all-MiniLM-L6-v2") -> Embedder:
+    """Sentence embeddings, where sentence-transformers is installed and the model is at hand."""
+    try:
+        from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]
+    except ImportError:
+        what = "sentence-transformers is not installed"
+        raise InvalidRequest([Problem("embedder", what, "install it, or leave the embedder out")]) from None
+    loaded = SentenceTransformer(model)
+    return lambda texts: np.asarray(loaded.encode(texts, show_progress_bar=False))
+
+
+def divergence(
+    readings: Readings, texts: Sequence[str], embedder: Embedder | None = None, window: int = 12
+) -> list[Divergence]:
+    """Of every reading. `texts` are the texts of all tokens by position, prompt and generated; the context of a token
+    is itself and the `window` − 1 before it."""
+    concepts = readings.pack.concepts
+    if window < 1 or (len(readings) and len(texts) <= int(readings.positions[-1])):
+        what = f"{len(texts)} texts and a window of {window} do not cover the rows"
+        raise InvalidRequest([Problem("texts", what, "give the text of every token, and a window of at least 1")])
+    described = [f"{concept.name.replace('_', ' ')}. {concept.definition}" for concept in concepts]
+    embed = embedder or tfidf_embedder(described)
+    contexts = ["".join(texts[max(0, t + 1 - window) : t + 1]) for t in readings.positions.tolist()]
+    if not contexts:
+        return []
+    similar = _unit(embed(contexts)) @ _unit(embed(described)).T
+    return [_of(readings, i, similar[i]) for i in range(len(readings))]
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors / np.where(lengths > 0, lengths, 1.0)
+
+
+def _of(readings: Readings, i: int, similar: np.ndarray) -> Divergence:
+    lenses = [(lens, value) for lens, value in zip(readings.indices[i], readings.values[i], strict=True) if lens >= 0]
+    most, ranks, gap, weight = max(1, len(similar) - 1), [], 0.0, 0.0
+    for rank, (lens, value) in enumerate(lenses):
+        ahead = similar > similar[lens]
+        level = np.isclose(similar, similar[lens], rtol=0, atol=1e-9)
+        text = float((ahead & ~level).sum() + (level.sum() - 1) / 2)
+        ranks.append((readings.pack.concepts[int(lens)].id, float(value), rank, text))
+        gap += float(value) * max(0.0, text - rank) / most
+        weight += float(value)
+    return Divergence(int(readings.positions[i]), gap / weight if weight else 0.0, tuple(ranks))

@@ -1,0 +1,158 @@
+"""Reader: one pack on a device, reading rows: their top concepts, and the scores that rules ask for.
+
+A pack that the device holds is a bank: every lens is evaluated, and nothing waits for the device. With a budget it is
+tiers: concepts are found by expansion, and rules may only name concepts that are always there (base levels, pinned).
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from steerscope.lenses.bank import Bank, best_of
+from steerscope.lenses.pack import Pack
+from steerscope.lenses.stack import WORKSPACE, Weights
+from steerscope.lenses.tiers import Tiers
+from steerscope.specs.errors import InvalidRequest, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class PackOptions:
+    """How a registered pack is kept. `budget` (lenses) or `budget_bytes` make it tiers, `pinned` are concepts that
+    rules will name; `any_model` lets a pack of another model's name pass."""
+
+    weights: Weights = "fp32"
+    budget: int | None = None
+    budget_bytes: int | None = None
+    base_levels: int = 2
+    pinned: tuple[str, ...] = ()
+    any_model: bool = False
+    workspace: int = WORKSPACE
+
+    @property
+    def tiered(self) -> bool:
+        return self.budget is not None or self.budget_bytes is not None
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A pack as an engine knows it."""
+
+    pack: Pack
+    options: PackOptions = field(default_factory=PackOptions)
+
+    @cached_property
+    def key(self) -> tuple[str, PackOptions]:
+        return self.pack.digest, self.options
+
+    @cached_property
+    def always(self) -> dict[int, int] | None:
+        """Where the score of each lens that is always there is found; None: all are, by their index."""
+        if not self.options.tiered:
+            return None
+        pack, levels = self.pack, min(self.options.base_levels, self.pack.levels)
+        base = range(pack.level(levels - 1).stop)
+        pinned = [pack.index(name) for name in self.options.pinned]
+        return {lens: i for i, lens in enumerate(dict.fromkeys([*base, *pinned]))}
+
+    def readable(self, lens: int) -> bool:
+        return self.always is None or lens in self.always
+
+    def column(self, lens: int) -> int:
+        return lens if self.always is None else self.always[lens]
+
+    def problems(self) -> list[Problem]:
+        """What can be told without a device."""
+        found: list[Problem] = []
+        for name in self.options.pinned:
+            try:
+                self.pack.index(name)
+            except InvalidRequest as error:
+                found += [problem.under("pinned") for problem in error.problems]
+        if self.options.tiered and self.pack.info.architecture.output == "topk":
+            what = "the output topk compares all lenses of a row"
+            found.append(Problem("budget", what, "leave it out"))
+        return found
+
+
+class Read(NamedTuple):
+    """Of n rows: `values` and `indices` [n, k] of the top concepts, best first (index −1: nothing more to say), and
+    the scores [n, terms] that were asked for."""
+
+    values: Tensor
+    indices: Tensor
+    scores: Tensor | None
+
+
+class Reader:
+    def __init__(self, registered: Registered, device: str | torch.device = "cpu") -> None:
+        self.registered, self.pack = registered, registered.pack
+        self.device = torch.device(device)
+        o = registered.options
+        self.bank: Bank | None = None
+        self.tiers: Tiers | None = None
+        if o.tiered:
+            assert registered.always is not None
+            self.tiers = Tiers(
+                self.pack,
+                budget=o.budget,
+                budget_bytes=o.budget_bytes,
+                base_levels=min(o.base_levels, self.pack.levels),
+                pinned=list(registered.always),
+                device=self.device,
+                weights=o.weights,
+                workspace=o.workspace,
+            )
+        else:
+            self.bank = Bank(self.pack, device=self.device, weights=o.weights, workspace=o.workspace)
+        self._views: dict[tuple[int, ...] | None, int] = {None: 0}
+        self.views = torch.ones(1, len(self.pack), dtype=torch.bool, device=self.device)  # which lenses count
+
+    def view(self, levels: tuple[int, ...] | None) -> int:
+        """The number of a choice of levels; 0 is all of them."""
+        if levels not in self._views:
+            mask = torch.zeros(1, len(self.pack), dtype=torch.bool, device=self.device)
+            for level in levels or ():
+                mask[:, self.pack.level(level)] = True
+            self._views[levels] = len(self.views)
+            self.views = torch.cat([self.views, mask])
+        return self._views[levels]
+
+    @torch.no_grad()
+    def read(self, rows: Tensor, top_k: int, columns: Tensor | None = None, view: Tensor | None = None) -> Read:
+        """Rows [n, hidden]. `columns` [n, terms] says which scores of each row are wanted, `view` [n] which lenses
+        compete (None: all)."""
+        if self.tiers is not None:
+            found = self.tiers.expand(rows, top_k)
+            scores = None if columns is None else self.tiers.pinned_scores(rows).gather(1, columns)
+            return Read(found.values, found.indices, scores)
+        assert self.bank is not None
+        step = max(1, self.registered.options.workspace // (40 * len(self.pack)))  # scores, their order, a view
+        parts = [
+            self._part(rows[at : at + step], top_k, _cut(columns, at, step), _cut(view, at, step))
+            for at in range(0, max(1, len(rows)), step)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        values, indices = torch.cat([p.values for p in parts]), torch.cat([p.indices for p in parts])
+        return Read(values, indices, None if columns is None else torch.cat([p.scores for p in parts]))  # type: ignore[arg-type]
+
+    def _part(self, rows: Tensor, top_k: int, columns: Tensor | None, view: Tensor | None) -> Read:
+        assert self.bank is not None
+        scores = self.bank.scores(rows)
+        wanted = None if columns is None else scores.gather(1, columns)
+        if view is not None:
+            scores = torch.where(self.views[view], scores, 0.0)
+        values, indices = best_of(scores, min(top_k, len(self.pack)))
+        said = values > 0
+        return Read(torch.where(said, values, 0.0), torch.where(said, indices, -1), wanted)
+
+    def close(self) -> None:
+        if self.tiers is not None:
+            self.tiers.close()
+
+
+def _cut(tensor: Tensor | None, at: int, step: int) -> Tensor | None:
+    return None if tensor is None else tensor[at : at + step]

@@ -1,0 +1,173 @@
+"""What watching a request has found, on the host: readings of rows and firings of rules.
+
+Numbers stay in arrays, as they came from the device; a `Reading` with names is made when somebody looks at it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, overload
+
+import numpy as np
+
+from steerscope.lenses.compile import Compiled
+from steerscope.lenses.pack import Pack
+
+Action = Literal["flag", "stop", "steer", "steer_off"]
+
+
+class ConceptScore(NamedTuple):
+    """One concept of a reading. The probability is the lens's calibrated score."""
+
+    id: str
+    name: str
+    path: tuple[str, ...]  # names from the root to the concept
+    probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The top concepts of one row, best first. `position` is the row's, `token_id` the token it was computed from;
+    the token that was sampled from it comes next. Concepts whose score is 0 are left out."""
+
+    position: int
+    token_id: int
+    concepts: tuple[ConceptScore, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Firing:
+    """A rule went on, or, of a switched steering, off.
+
+    It was seen on row `position` and came with generated token number `token`; the first row it can change is
+    `acts_from`. `scores` are those of the concepts that the condition names.
+    """
+
+    rule: str
+    action: Action
+    position: int
+    token: int
+    acts_from: int
+    scores: tuple[tuple[str, float], ...]
+
+    @property
+    def score(self) -> float:
+        return self.scores[0][1]
+
+
+class Readings(Sequence[Reading]):
+    """Readings by row, in order: `values` and `indices` [n, k], with index −1 where there was nothing to say."""
+
+    def __init__(
+        self, pack: Pack, positions: np.ndarray, token_ids: np.ndarray, values: np.ndarray, indices: np.ndarray
+    ) -> None:
+        self.pack, self.positions, self.token_ids = pack, positions, token_ids
+        self.values, self.indices = values, indices
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @overload
+    def __getitem__(self, i: int) -> Reading: ...
+    @overload
+    def __getitem__(self, i: slice) -> "Readings": ...
+    def __getitem__(self, i: int | slice) -> "Reading | Readings":
+        if isinstance(i, slice):
+            columns = (self.positions[i], self.token_ids[i], self.values[i], self.indices[i])
+            return Readings(self.pack, *columns)
+        found = zip(self.indices[i].tolist(), self.values[i].tolist(), strict=True)
+        concepts = tuple(self._concept(lens, value) for lens, value in found if lens >= 0)
+        return Reading(int(self.positions[i]), int(self.token_ids[i]), concepts)
+
+    def _concept(self, lens: int, value: float) -> ConceptScore:
+        concept = self.pack.concepts[lens]
+        return ConceptScore(concept.id, concept.name, self.pack.path(lens), value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(Reading.__eq__, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Readings({len(self)} rows, pack {self.pack.info.name!r})"
+
+    def of(self, concept: str) -> np.ndarray:
+        """One concept's probability on every row; 0 where it was not among the top."""
+        found = np.where(self.indices == self.pack.index(concept), self.values, 0.0)
+        return found.max(axis=1) if found.shape[1] else np.zeros(len(self))
+
+    def table(self) -> dict[str, list[object]]:
+        """One line per row and concept, as plain columns, e.g. for a data frame."""
+        lines = [(r.position, r.token_id, rank, *c) for r in self for rank, c in enumerate(r.concepts)]
+        names = ("position", "token_id", "rank", "id", "name", "path", "probability")
+        return {name: [line[i] for line in lines] for i, name in enumerate(names)}
+
+
+class Notes:
+    """All that was seen of one request, in the order of its rows. An engine adds the rows of each step."""
+
+    def __init__(self, pack: Pack, compiled: Compiled, top_k: int, prompt_length: int) -> None:
+        self.pack, self.compiled, self.top_k, self.prompt_length = pack, compiled, top_k, prompt_length
+        self.stopped: Firing | None = None
+        self._firings: list[Firing] = []
+        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._next = self._told = self._fired = 0
+
+    @property
+    def kept(self) -> int | None:
+        """How many generated tokens remain once a rule has stopped the text; None: none has."""
+        return None if self.stopped is None else self.stopped.token + 1
+
+    def restart(self) -> None:
+        """Its rows will come again from the first."""
+        self.stopped, self._firings, self._parts = None, [], []
+        self._next = self._told = self._fired = 0
+
+    def add(self, positions: Sequence[int], values: np.ndarray, indices: np.ndarray) -> None:
+        """Readings [n, k] of ascending positions; those that were there before are passed over."""
+        at = np.asarray(positions)
+        fresh = int((at < self._next).sum())
+        if fresh < len(at):
+            k = self.top_k
+            self._parts.append((at[fresh:], values[fresh:, :k], indices[fresh:, :k]))
+            self._next = int(at[-1]) + 1
+
+    def fire(self, position: int, on: Iterable[int], off: Iterable[int], scores: np.ndarray) -> None:
+        """Rules that changed with one row, given the scores [terms] of its terms."""
+        lens_scores = {term.lens: float(scores[i]) for i, term in enumerate(self.compiled.terms)}
+        for rules, going_on in ((on, True), (off, False)):
+            for r in rules:
+                rule = self.compiled.rules[r]
+                if not going_on and rule.kind != "steer":
+                    continue  # only a switched steering has an end worth telling
+                token = max(position + 1 - self.prompt_length, 0)
+                named = tuple((self.pack.concepts[lens].id, lens_scores[lens]) for lens in rule.lenses)
+                action: Action = rule.kind if going_on else "steer_off"
+                firing = Firing(rule.name, action, position, token, self.prompt_length + token, named)
+                self._firings.append(firing)
+                if action == "stop" and self.stopped is None:
+                    self.stopped = firing
+
+    def news(self, history: list[int]) -> tuple[Readings, list[Firing]]:
+        """What has come since the last call."""
+        parts, self._told = self._parts[self._told :], len(self._parts)
+        firings, self._fired = self._firings[self._fired :], len(self._firings)
+        return self._readings(parts, history), firings
+
+    def finish(self, rows: int, history: list[int]) -> tuple[Readings, tuple[Firing, ...]]:
+        """All of it, without what was seen of rows that do not belong to the text any more."""
+        found = self._readings(self._parts, history, rows)
+        return found, tuple(firing for firing in self._firings if firing.position < rows)
+
+    def _readings(
+        self, parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]], history: list[int], rows: int | None = None
+    ) -> Readings:
+        if not parts:
+            nothing = np.zeros(0, np.int64)
+            return Readings(self.pack, nothing, nothing, np.zeros((0, 0), np.float32), np.zeros((0, 0), np.int64))
+        at, values, indices = (np.concatenate(column) for column in zip(*parts, strict=True))
+        kept = slice(None) if rows is None else at < rows
+        at = at[kept]
+        return Readings(self.pack, at, np.asarray(history, np.int64)[at], values[kept], indices[kept])
+
+    def __iter__(self) -> Iterator[Firing]:
+        return iter(self._firings)

@@ -1,0 +1,176 @@
+"""Rules on the device: for every watched request, which of its rules hold, row after row.
+
+All of it is tensors of fixed shapes. `advance` takes the rows of one step, of any number of requests, and nothing in
+it waits for the device or depends on a value, so that it can be captured in a CUDA graph. Rows of a request come in
+ascending order and together; how they are cut into steps makes no difference to any result.
+
+A rule is a latch. It goes on with the row on which its condition holds, and off when its off-condition has held for
+so many rows. Going on and going off are what is reported; `gates` hold the state after the last row, and the entries
+of a gated column read them in the next step: so a steering acts from the row after the one its rule fired on.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from steerscope.lenses.compile import MOST_CLAUSES, MOST_RULES, MOST_TERMS, Compiled
+from steerscope.specs.errors import CapacityExceeded
+
+_NEVER = 1 << 62  # a bit that is never set
+
+
+class Changes(NamedTuple):
+    """[n, rules]: which rules of a row's request went on with this row, and which went off."""
+
+    on: Tensor
+    off: Tensor
+
+
+@dataclass(slots=True)
+class Sizes:
+    """Of every table. `slots` requests can have rules at once."""
+
+    slots: int = 64
+    terms: int = MOST_TERMS
+    rules: int = MOST_RULES
+    clauses: int = MOST_CLAUSES
+
+
+class Rules:
+    """Tables and states by slot. Slot 0 belongs to nobody: rows of requests without rules, and padding."""
+
+    def __init__(self, device: str | torch.device = "cpu", sizes: Sizes | None = None) -> None:
+        self.sizes = sizes or Sizes()
+        self.device = torch.device(device)
+        s, t, r, c = self.sizes.slots + 2, self.sizes.terms, self.sizes.rules, self.sizes.clauses
+        self._trash = s - 1  # where states are written that nobody wants
+
+        def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=self.device)
+
+        self.column = full((s, t), 0, torch.long)  # where a term's score is found
+        self.above = full((s, t), torch.inf, torch.float32)
+        self.below = full((s, t), torch.inf, torch.float32)
+        self.need = full((s, t), 1, torch.int32)
+        self.positive = full((s, r, c), _NEVER, torch.long)
+        self.negative = full((s, r, c), 0, torch.long)
+        self.off_bits = full((s, r), _NEVER, torch.long)
+        self.off_by_failing = full((s, r), 1, torch.bool)
+        self.off_need = full((s, r), 1, torch.int32)
+        self.run = full((s, t), 0, torch.int32)  # on how many rows a term has held until now
+        self.quiet = full((s, r), 0, torch.int32)  # the same for the off-conditions
+        self.on = full((s, r), 0, torch.bool)
+        self.next = full((s,), 0, torch.long)  # positions below this have been seen
+        self.gates = full((s * r,), 0, torch.float32)  # gate 0 is the constant 1
+        self.gates[0] = 1.0
+        self._weights = 1 << torch.arange(t, device=self.device)
+        self._free = list(range(self.sizes.slots, 0, -1))
+
+    # --- who is watched
+
+    def admit(self, compiled: Compiled, columns: list[int]) -> int:
+        """A slot for these rules; `columns` says where the score of each term will be found."""
+        if not self._free:
+            what = f"all {self.sizes.slots} places for requests with rules are taken"
+            raise CapacityExceeded(f"{what}: wait for some to finish, or start the engine with a larger batch")
+        slot = self._free.pop()
+        self._clear(slot)
+        self._write(slot, compiled, columns)
+        return slot
+
+    def release(self, slot: int) -> None:
+        self._clear(slot)
+        self._free.append(slot)
+
+    def restart(self, slot: int) -> None:
+        """Forget the rows that were seen; the rules stay."""
+        for state in (self.run, self.quiet, self.on, self.next, self._gates()):
+            state[slot] = 0
+
+    def gate(self, slot: int, rule: int) -> int:
+        """The gate id of a rule, for the entries of its columns."""
+        return slot * self.sizes.rules + rule
+
+    def _gates(self) -> Tensor:
+        return self.gates.view(-1, self.sizes.rules)
+
+    def _clear(self, slot: int) -> None:
+        self.restart(slot)
+        self.above[slot], self.positive[slot], self.off_bits[slot] = torch.inf, _NEVER, _NEVER
+        self.negative[slot], self.column[slot] = 0, 0
+        self.off_by_failing[slot] = True
+
+    def _write(self, slot: int, compiled: Compiled, columns: list[int]) -> None:
+        terms, rules = compiled.terms, compiled.rules
+        count, clauses = len(terms), self.sizes.clauses
+        self.column[slot, :count] = torch.tensor(columns, dtype=torch.long).to(self.device)
+        both = torch.tensor([[term.above, term.below] for term in terms]).reshape(-1, 2).to(self.device)
+        self.above[slot, :count], self.below[slot, :count] = both[:, 0], both[:, 1]
+        self.need[slot, :count] = torch.tensor([term.need for term in terms], dtype=torch.int32).to(self.device)
+        padded = [(*rule.clauses, *[(_NEVER, 0)] * (clauses - len(rule.clauses))) for rule in rules]
+        bits = torch.tensor(padded, dtype=torch.long).reshape(-1, clauses, 2).to(self.device)
+        self.positive[slot, : len(rules)], self.negative[slot, : len(rules)] = bits[..., 0], bits[..., 1]
+        off = [[_NEVER if rule.off is None else rule.off, rule.off is None, rule.off_for] for rule in rules]
+        table = torch.tensor(off, dtype=torch.long).reshape(-1, 3).to(self.device)
+        self.off_bits[slot, : len(rules)], self.off_by_failing[slot, : len(rules)] = table[:, 0], table[:, 1].bool()
+        self.off_need[slot, : len(rules)] = table[:, 2].int()
+
+    # --- the rows of a step
+
+    @torch.no_grad()
+    def advance(self, scores: Tensor, slot: Tensor, position: Tensor) -> Changes:
+        """Scores [n, terms] of each row's own terms, the slot of the row's request [n], its position in the text [n].
+
+        Rows of slot 0 are nobody's. Positions that a request has had before (computed again) are passed over.
+        """
+        n = len(slot)
+        if n == 0:
+            nothing = torch.zeros(0, self.sizes.rules, dtype=torch.bool, device=self.device)
+            return Changes(nothing, nothing)
+        fresh = (slot > 0) & (position >= self.next[slot])
+        slot = torch.where(fresh, slot, 0)
+        here = torch.arange(n, device=self.device)
+        begins = torch.cat([fresh.new_ones(1), slot[1:] != slot[:-1]])
+        first = torch.where(begins, here, 0).cummax(0).values  # where the rows of the same request begin
+        held = (scores > self.above[slot]) & (scores < self.below[slot])
+        run = _runs(held, here, first, self.run[slot])
+        met = ((run >= self.need[slot]) * self._weights).sum(-1)[:, None]
+        every = met.unsqueeze(-1)
+        clauses = ((every & self.positive[slot]) == self.positive[slot]) & ((every & self.negative[slot]) == 0)
+        holds = clauses.any(-1)
+        low = (met & self.off_bits[slot]) == self.off_bits[slot]
+        quiet = _runs(torch.where(self.off_by_failing[slot], ~holds, low), here, first, self.quiet[slot])
+        ends = (quiet >= self.off_need[slot]) & ~holds
+        state = _latch(holds, ends, here, first, self.on[slot])
+        before = torch.where((here == first)[:, None], self.on[slot], state.roll(1, 0))
+        self._keep(slot, position, run, quiet, state)
+        return Changes(state & ~before & fresh[:, None], ~state & before & fresh[:, None])
+
+    def _keep(self, slot: Tensor, position: Tensor, run: Tensor, quiet: Tensor, state: Tensor) -> None:
+        """The last row of each request says how it stands."""
+        last = torch.cat([slot[1:] != slot[:-1], slot.new_ones(1, dtype=torch.bool)])
+        target = torch.where(last & (slot > 0), slot, self._trash)
+        self.run[target] = run
+        self.quiet[target] = quiet
+        self.on[target] = state
+        self.next[target] = position + 1
+        self._gates()[target] = state.float()
+
+
+def _runs(flags: Tensor, here: Tensor, first: Tensor, before: Tensor) -> Tensor:
+    """For how many rows each flag [n, m] has been set without a break; `before` is how it stood when a request's
+    rows begin."""
+    broken = torch.where(flags, -1, here[:, None]).cummax(0).values
+    inside = here[:, None] - broken
+    whole = here[:, None] - first[:, None] + 1 + before
+    return torch.where(broken >= first[:, None], inside, whole).int()
+
+
+def _latch(up: Tensor, down: Tensor, here: Tensor, first: Tensor, before: Tensor) -> Tensor:
+    """On since the last `up` unless a `down` came after it; as `before` while there was neither."""
+    risen = torch.where(up, here[:, None], -1).cummax(0).values
+    fallen = torch.where(down, here[:, None], -1).cummax(0).values
+    known = torch.maximum(risen, fallen) >= first[:, None]
+    return torch.where(known, risen > fallen, before)

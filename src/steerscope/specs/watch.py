@@ -1,0 +1,309 @@
+"""Watch: which lenses read a request's rows, how many concepts of each row are kept, and rules on them.
+
+    Watch(pack="moods", top_k=3, rules=[
+        when("anger", above=0.8, for_tokens=2).then(stop("angry")),
+        (when("joy", above=0.6) & ~when("irony", above=0.5)).then(flag("happy")),
+        when("fear", above=0.7).then(steer(calm, name="soothe", off_below=0.3, off_for=3)),
+    ])
+
+A pack is named as it was registered with the engine; a Pack object is taken too. A condition speaks of single rows:
+`for_tokens` asks that it has held on so many selected rows in a row. Nothing here imports torch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self, runtime_checkable
+
+from pydantic import BeforeValidator, Field, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+
+from steerscope.specs.base import Spec
+from steerscope.specs.steering import Ablate, Add, Cap, Steering
+from steerscope.specs.tokens import Tokens
+
+
+@runtime_checkable
+class HasDigest(Protocol):
+    """A Pack, as far as it is known here."""
+
+    @property
+    def digest(self) -> str: ...
+
+
+class InlinePack(str):
+    """The name of a pack that travels along: its digest. As JSON it is only the name, which an engine that knows a
+    pack with this digest understands."""
+
+    pack: HasDigest
+
+    def __new__(cls, pack: HasDigest) -> Self:
+        made = super().__new__(cls, f"digest:{pack.digest}")
+        made.pack = pack
+        return made
+
+
+def _pack(value: object, check: ValidatorFunctionWrapHandler) -> str:
+    if isinstance(value, InlinePack):
+        return value
+    return InlinePack(value) if isinstance(value, HasDigest) else check(value)
+
+
+def _one_of(kinds: "Callable[[], dict[str, type[Spec]]]", what: str) -> Callable[[object], object]:
+    """Plain data → the spec that its `kind` names, so that problems are told under the field that holds it."""
+
+    def parse(value: object) -> object:
+        known = kinds()
+        if isinstance(value, Spec) and not isinstance(value, tuple(known.values())):
+            raise ValueError(f"{type(value).__name__} is not {what}; give {', '.join(known)}")
+        if isinstance(value, Spec):
+            return value
+        kind = value.get("kind") if isinstance(value, dict) else None
+        if kind not in known:
+            raise ValueError(f"{value!r:.60} is not {what}; give one whose kind is {', '.join(known)}")
+        try:
+            return known[kind].parse(value)
+        except RecursionError:
+            raise ValueError(f"{what} is nested too deep; combine fewer") from None
+
+    return parse
+
+
+# --- conditions
+
+
+class _Condition(Spec):
+    def then(self, action: "Flag | Stop | Steer") -> "Rule":
+        return Rule(when=self, then=action)  # type: ignore[arg-type]
+
+    def __and__(self, other: "_Condition") -> "AllOf":
+        return AllOf(of=(self, other))  # type: ignore[arg-type]
+
+    def __or__(self, other: "_Condition") -> "AnyOf":
+        return AnyOf(of=(self, other))  # type: ignore[arg-type]
+
+    def __invert__(self) -> "Not":
+        return Not(of=self)  # type: ignore[arg-type]
+
+    def leaves(self) -> Iterator[tuple[str, "When"]]:
+        """The single conditions, each with the path of its field inside this one."""
+        raise NotImplementedError
+
+
+class When(_Condition):
+    """The score of a concept lies above, below, or between two values, on the last `for_tokens` rows."""
+
+    kind: Literal["when"] = "when"
+    concept: str = Field(min_length=1)
+    above: float | None = Field(default=None, ge=0.0)
+    below: float | None = Field(default=None, gt=0.0)
+    for_tokens: int = Field(default=1, ge=1, le=1_000_000)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.above is None and self.below is None:
+            raise ValueError("a condition needs above, below or both; give at least one")
+        if self.above is not None and self.below is not None and self.above >= self.below:
+            raise ValueError(f"no score is above {self.above:g} and below {self.below:g}; swap them")
+        return self
+
+    def leaves(self) -> Iterator[tuple[str, "When"]]:
+        yield "", self
+
+
+if TYPE_CHECKING:
+    ConditionField = _Condition
+    Conditions = Sequence[_Condition]
+else:
+    _parse = BeforeValidator(_one_of(lambda: CONDITIONS, "a condition"))
+    ConditionField = Annotated["When | AllOf | AnyOf | Not", _parse]
+    Conditions = tuple[ConditionField, ...]
+
+
+class _Several(_Condition):
+    of: Conditions
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.of:
+            raise ValueError("there is nothing to combine; give at least one condition")
+        return self
+
+    def leaves(self) -> Iterator[tuple[str, When]]:
+        for i, part in enumerate(self.of):
+            for path, leaf in part.leaves():
+                yield f"of[{i}]{'.' if path else ''}{path}", leaf
+
+
+class AllOf(_Several):
+    kind: Literal["all_of"] = "all_of"
+
+
+class AnyOf(_Several):
+    kind: Literal["any_of"] = "any_of"
+
+
+class Not(_Condition):
+    kind: Literal["not"] = "not"
+    of: ConditionField
+
+    def leaves(self) -> Iterator[tuple[str, When]]:
+        for path, leaf in self.of.leaves():
+            yield f"of{'.' if path else ''}{path}", leaf
+
+
+Condition = When | AllOf | AnyOf | Not
+CONDITIONS: dict[str, type[Spec]] = {"when": When, "all_of": AllOf, "any_of": AnyOf, "not": Not}
+
+
+# --- actions
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class Flag(Spec):
+    """Only say so, each time the condition begins to hold."""
+
+    kind: Literal["flag"] = "flag"
+    name: Name
+
+
+class Stop(Spec):
+    """End the text with the token that was sampled from the row the rule fired on."""
+
+    kind: Literal["stop"] = "stop"
+    name: Name
+
+
+class Steer(Spec):
+    """Switch a steering on from the next row; off again when the condition has not held for `off_for` rows, or with
+    `off_below`, when all its concepts have stayed below that for so many. It never acts on rows of the prompt."""
+
+    kind: Literal["steer"] = "steer"
+    name: Name = "steer"
+    steering: Steering
+    off_below: float | None = Field(default=None, gt=0.0)
+    off_for: int = Field(default=1, ge=1, le=1_000_000)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.steering.ops:
+            raise ValueError("the steering has no ops; give at least one")
+        if self.steering.reset:
+            raise ValueError("a rule cannot switch off what surrounds it; give ops without reset")
+        return self
+
+
+Action = Flag | Stop | Steer
+ACTIONS: dict[str, type[Spec]] = {"flag": Flag, "stop": Stop, "steer": Steer}
+if TYPE_CHECKING:
+    ActionField = Action
+else:
+    ActionField = Annotated[Action, BeforeValidator(_one_of(lambda: ACTIONS, "an action"))]
+
+for _model in (AllOf, AnyOf, Not):
+    _model.model_rebuild()
+
+
+class Rule(Spec):
+    when: ConditionField
+    then: ActionField
+
+    @property
+    def name(self) -> str:
+        return self.then.name
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not isinstance(self.then, Steer) or self.then.off_below is None:
+            return self
+        leaves = [leaf for _, leaf in self.when.leaves()]
+        if any(leaf.above is None or leaf.below is not None for leaf in leaves) or _negates(self.when):
+            raise ValueError("off_below needs a condition made of scores above something; use off_for alone")
+        highest = min(leaf.above for leaf in leaves if leaf.above is not None)
+        if self.then.off_below > highest:
+            raise ValueError(f"off_below {self.then.off_below:g} is over above {highest:g}; choose a smaller one")
+        return self
+
+
+def _negates(condition: _Condition) -> bool:
+    if isinstance(condition, Not):
+        return True
+    return isinstance(condition, _Several) and any(_negates(part) for part in condition.of)
+
+
+# --- the watch
+
+
+if TYPE_CHECKING:
+    PackLike = str | HasDigest
+    Rules = Sequence[Rule]
+    Levels = Sequence[int]
+else:
+    PackLike = Annotated[str, WrapValidator(_pack), Field(min_length=1)]
+    Rules = tuple[Rule, ...]
+    Levels = Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...],
+        BeforeValidator(lambda value: (value,) if isinstance(value, int) else value),
+        Field(min_length=1),
+    ]
+
+
+class Watch(Spec):
+    """Readings of the selected rows: the `top_k` concepts of each, of some levels of the hierarchy or of all.
+
+    Rows that `tokens` leaves out are not read, and rules do not see them.
+    """
+
+    pack: PackLike
+    top_k: int = Field(default=5, ge=1, le=256)
+    levels: Levels | None = None
+    tokens: Tokens = "all"
+    rules: Rules = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [rule.name for rule in self.rules]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"several rules are named {', '.join(map(repr, twice))}; give each a name of its own")
+        return self
+
+    @property
+    def pack_name(self) -> str:
+        """The pack in its normal form, which is a name whatever was given."""
+        assert isinstance(self.pack, str)
+        return self.pack
+
+
+# --- how users write them
+
+
+def when(concept: str, above: float | None = None, for_tokens: int = 1, below: float | None = None) -> When:
+    """The score of a concept, by id or name, compared with `>` and `<`."""
+    return When(concept=concept, above=above, for_tokens=for_tokens, below=below)
+
+
+def all_of(*conditions: Condition) -> AllOf:
+    return AllOf(of=conditions)
+
+
+def any_of(*conditions: Condition) -> AnyOf:
+    return AnyOf(of=conditions)
+
+
+def not_(condition: Condition) -> Not:
+    return Not(of=condition)
+
+
+def flag(name: str) -> Flag:
+    return Flag(name=name)
+
+
+def stop(name: str) -> Stop:
+    return Stop(name=name)
+
+
+def steer(
+    steering: Steering | Add | Cap | Ablate, *, name: str = "steer", off_below: float | None = None, off_for: int = 1
+) -> Steer:
+    """A Steering, or a single op, that a rule switches."""
+    ops = steering if isinstance(steering, Steering) else Steering(ops=(steering,))
+    return Steer(name=name, steering=ops, off_below=off_below, off_for=off_for)

@@ -1,0 +1,61 @@
+"""What only a GPU can show: graphs, a bound on real memory, and loads on a stream of their own."""
+
+import pytest
+import torch
+
+from lenses.packs import make, one_by_one, rows
+from lenses.test_expand import assert_as_slow
+from steerscope.lenses import Bank, Tiers
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+WORST = {"fp32": 1e-4, "bf16": 0.05, "int8": 0.1}
+
+
+@pytest.mark.parametrize("weights", list(WORST))
+def test_a_captured_evaluation_follows_its_rows(weights):
+    pack = make([5, 30], hidden=256, widths=(64, 32), normed=True, calibrated=True)
+    bank = Bank(pack, device="cuda", weights=weights)
+    static, out = torch.zeros(9, 256, device="cuda"), torch.zeros(9, len(pack), device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        bank.scores(static, out=out)
+        bank.top(static, 4)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        bank.scores(static, out=out)
+        values, _ = bank.top(static, 4)
+    for seed in (1, 2):
+        x = rows(9, 256, seed=seed).cuda()
+        static.copy_(x)
+        graph.replay()
+        torch.testing.assert_close(out, bank.scores(x))
+        torch.testing.assert_close(values, bank.scores(x).topk(4, dim=-1).values)
+        raw = bank.probabilities(x).cpu()
+        assert (raw - one_by_one(pack, x.cpu())).abs().max() < WORST[weights]
+
+
+@pytest.mark.parametrize("weights", list(WORST))
+def test_memory_beside_weights_and_result_stays_within_the_workspace(weights):
+    pack = make([400], hidden=512, widths=(128, 64))
+    bank, workspace = Bank(pack, device="cuda", weights=weights, workspace=32 << 20), 32 << 20
+    x, out = rows(3000, 512).cuda(), torch.empty(3000, 400, device="cuda")
+    bank.logits(x[:8])  # what the libraries keep for themselves
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    bank.logits(x, out=out)
+    assert 0 < torch.cuda.max_memory_allocated() - before <= workspace
+
+
+@pytest.mark.parametrize("budget", [12, 20, 60])
+def test_tiers_on_a_gpu_give_what_the_full_bank_gives(budget):
+    pack = make([3, 8, 20, 40], normed=True, calibrated=True, hidden=256, widths=(64, 32))
+    bank = Bank(pack, device="cuda")
+    with Tiers(pack, budget=budget, device="cuda") as tiers:
+        for turn in range(30):
+            x = rows(5, 256, seed=turn).cuda()
+            found = tiers.expand(x, 6, 4, keep_scores=True)
+            assert_as_slow(found, bank.scores(x), 2, 6, 4)
+            tiers.prefetch([turn % 8 + 3])
