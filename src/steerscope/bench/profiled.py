@@ -28,7 +28,7 @@ def top_functions(work: Callable[[], object], wrap: Callable[[Callable[[], None]
     found = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     ranked = sorted(found.items(), key=lambda item: -item[1][2])[:TOP]
     return [
-        {"function": name, "file": f"{file}:{line}", "calls": calls, "own_us": 1e6 * own, "total_us": 1e6 * total}
+        {"function": name, "file": f"{'/'.join(file.split('/')[-2:])}:{line}", "calls": calls, "own_us": 1e6 * own, "total_us": 1e6 * total}
         for (file, line, name), (_, calls, own, total, _) in ranked
     ]
 
