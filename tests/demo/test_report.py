@@ -7,10 +7,13 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from steerscope.demo.report import html_report, telling_lines
-from steerscope.demo.results import Answer, Control, Dose, HeatMap, Plane, Point, Results
+from steerscope.demo.results import Answer, Control, Dose, HeatMap, Lenses, LensMap, Plane, Point, Results
 
 EVIL = "<script>alert('x')</script>&\"quoted\""
-PLOTS = ["plot-heat-0", "plot-heat-1", "plot-heat-2", "plot-dose", "plot-control", "plot-layers", "plot-pca"]
+PLOTS = [
+    "plot-heat-0", "plot-heat-1", "plot-heat-2", "plot-lens-0", "plot-lens-1", "plot-lens-2", "plot-dose",
+    "plot-control", "plot-layers", "plot-pca",
+]  # fmt: skip
 CONDITIONS = ["unsteered", "happy", "sad", "capped", "ablated"]
 
 
@@ -23,6 +26,7 @@ def results(text: str = "I had a wonderful day.") -> Results:
         )
         for name in CONDITIONS[:3]
     ]
+    lenses = [LensMap(name, text, tokens, [text, text], [[0.1] * 6] * 2) for name in CONDITIONS[:3]]
     groups = ["happy sentence", "sad sentence", "happy held out", "sad held out", "unsteered answer", "happy answer"]
     return Results(
         model=text,
@@ -50,6 +54,7 @@ def results(text: str = "I had a wonderful day.") -> Results:
         control=Control(9.7, [0.5, -1.0, 1.5], 9.06, [text], ["glad"], ["sorry"]),
         answers=[Answer(name, text, text, name == "sad", -0.25, 5.04) for name in CONDITIONS],
         heat=heat,
+        lenses=Lenses(3, 5, 0.96, 0.85, lenses),
         seconds=61.0,
         version="0.1.0",
     )

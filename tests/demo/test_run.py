@@ -7,6 +7,7 @@ import pytest
 from steerscope.demo import run
 from steerscope.demo.progress import Steps
 from steerscope.demo.results import Results
+from steerscope.lenses import Pack
 
 pytestmark = pytest.mark.smollm
 
@@ -15,8 +16,8 @@ pytestmark = pytest.mark.smollm
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
     kept: list[Results] = []
 
-    def reduced(model: str, steps: Steps) -> Results:
-        kept.append(measure(model, steps, sweep_tokens=16, answer_tokens=24))
+    def reduced(model: str, steps: Steps, packs: Path) -> Results:
+        kept.append(measure(model, steps, packs, sweep_tokens=16, answer_tokens=24))
         return kept[-1]
 
     measure, out = run.measure, tmp_path_factory.mktemp("demo") / "demo-report"
@@ -27,12 +28,20 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
     return out, kept[0]
 
 
-def test_it_writes_one_page_and_nothing_else(demo: tuple[Path, Results]) -> None:
+def test_it_writes_one_page_and_a_pack_and_nothing_else(demo: tuple[Path, Results]) -> None:
     out, results = demo
-    assert [file.name for file in out.iterdir()] == ["index.html"]
+    assert sorted(file.name for file in out.iterdir()) == ["index.html", "lenses"]
+    assert len(Pack.load(out / "lenses")) == results.lenses.count > 20
     page = (out / "index.html").read_text(encoding="utf-8")
     assert page.count("Plotly.newPlot(") >= 7
     assert f"{results.control.gap:.1f} nats" in page
+
+
+def test_the_lenses_see_what_the_steering_does(demo: tuple[Path, Results]) -> None:
+    _, results = demo
+    _, happy, sad = results.lenses.maps
+    assert results.lenses.text_auroc > 0.85
+    assert happy.mean(0) - happy.mean(1) > sad.mean(0) - sad.mean(1)
 
 
 def test_the_direction_tells_sentences_apart_that_it_has_not_seen(demo: tuple[Path, Results]) -> None:

@@ -8,6 +8,7 @@ import argparse
 import copy
 import json
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from steerscope.bench.hf import commit, machine
 from steerscope.demo.progress import Steps
-from steerscope.demo.run import measure
+from steerscope.demo.run import STEPS, measure
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.load import load
@@ -143,8 +144,8 @@ def main() -> None:
             result[name] = run()
             console.print_json(data=result[name])
     console.print("demo …")
-    with Steps(7) as steps:
-        demo = measure(MODEL, steps)
+    with Steps(STEPS) as steps, tempfile.TemporaryDirectory() as folder:
+        demo = measure(MODEL, steps, Path(folder) / "lenses")
     result["demo"] = {
         "seconds": demo.seconds,
         "heldout_auroc": demo.heldout_auroc,

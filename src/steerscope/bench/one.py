@@ -1,8 +1,8 @@
 """One configuration in one process: `steerscope bench capture`, `steer` and `stream`."""
 
 import asyncio
-import json
 import hashlib
+import json
 import os
 import platform
 import tempfile

@@ -27,9 +27,10 @@ def top_functions(work: Callable[[], object], wrap: Callable[[Callable[[], None]
         call(profile.disable)
     found = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     ranked = sorted(found.items(), key=lambda item: -item[1][2])[:TOP]
+    found_in = [(name, "/".join(file.split("/")[-2:]), line, *times) for (file, line, name), times in ranked]
     return [
-        {"function": name, "file": f"{'/'.join(file.split('/')[-2:])}:{line}", "calls": calls, "own_us": 1e6 * own, "total_us": 1e6 * total}
-        for (file, line, name), (_, calls, own, total, _) in ranked
+        {"function": name, "file": f"{file}:{line}", "calls": calls, "own_us": 1e6 * own, "total_us": 1e6 * total}
+        for name, file, line, _, calls, own, total, _ in found_in
     ]
 
 

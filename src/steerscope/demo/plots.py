@@ -7,7 +7,7 @@ from typing import Literal
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from steerscope.demo.results import HeatMap, Results
+from steerscope.demo.results import HeatMap, LensMap, Results
 
 POSITIVE, NEGATIVE, NEUTRAL = "#c2560c", "#2468a8", "#6b7280"
 DIVERGING = [[0.0, "#17497c"], [0.25, "#6ea3d4"], [0.5, "#ffffff"], [0.75, "#f0a35e"], [1.0, "#a94606"]]
@@ -67,6 +67,32 @@ def heat_figure(results: Results, heat: HeatMap) -> go.Figure:
     if heat.condition != "unsteered":
         first, last = results.steered_layers[0] - 0.5, results.steered_layers[-1] + 0.5
         figure.add_hrect(y0=first, y1=last, line={"color": _INK, "width": 1, "dash": "dot"}, fillcolor="rgba(0,0,0,0)")
+    return figure
+
+
+def lens_figure(found: LensMap) -> go.Figure:
+    """Tokens from left to right, concepts from top to bottom."""
+    columns, rows = list(range(len(found.tokens))), list(range(len(found.concepts)))
+    shown = [_visible(token) for token in found.tokens]
+    figure = go.Figure(
+        go.Heatmap(
+            z=[[round(value, 4) for value in row] for row in found.values],
+            x=columns,
+            y=rows,
+            customdata=[shown] * len(rows),
+            colorscale=[[0.0, "#ffffff"], [0.5, "#f0a35e"], [1.0, "#a94606"]],
+            zmin=0,
+            zmax=1,
+            showscale=False,
+            hovertemplate="token <b>%{customdata}</b><br>%{z:.3f}<extra></extra>",
+        )
+    )
+    room = 18 + 7 * max(map(len, shown), default=1)
+    names = [escape(name) for name in found.concepts]
+    left = 24 + 7 * max(map(len, found.concepts), default=1)
+    _styled(figure, 30 + 22 * len(rows) + room, margin={"l": left, "r": 8, "t": 8, "b": room})
+    figure.update_xaxes(tickvals=columns, ticktext=shown, tickangle=-90, tickfont={"size": 12}, showgrid=False)
+    figure.update_yaxes(tickvals=rows, ticktext=names, autorange="reversed", showgrid=False)
     return figure
 
 

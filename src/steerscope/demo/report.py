@@ -41,8 +41,15 @@ def _plots(results: Results) -> dict[str, str]:
         f"{_div(plots.heat_figure(results, heat), f'plot-heat-{i}')}</div></div>"
         for i, heat in enumerate(results.heat)
     )
+    lenses = "".join(
+        f'<h3 style="color:{plots.colour(results, found.condition)}">{escape(_title(found.condition))}</h3>'
+        f'<div class="wide"><div style="min-width:{max(720, 120 + 19 * len(found.tokens))}px">'
+        f"{_div(plots.lens_figure(found), f'plot-lens-{i}')}</div></div>"
+        for i, found in enumerate(results.lenses.maps)
+    )
     return {
         "heat_plots": heats,
+        "lens_plots": lenses,
         "dose_plot": _div(plots.dose_figure(results), "plot-dose"),
         "control_plot": _div(plots.control_figure(results), "plot-control"),
         "layers_plot": _div(plots.layers_figure(results), "plot-layers"),
@@ -109,7 +116,11 @@ def _texts(results: Results) -> dict[str, str]:
     up, down, plain = (results.dose(sign * results.scale) for sign in (1, -1, 0))
     most, least = results.doses[-1], results.doses[0]
     token, token_layer, token_length = results.heat[0].longest
+    lenses = results.lenses
     words = {
+        "lens_prompt": lenses.maps[0].prompt,
+        "lens_for": lenses.maps[0].concepts[0],
+        "lens_against": lenses.maps[0].concepts[1],
         "model": results.model,
         "positive": results.positive,
         "negative": results.negative,
@@ -161,6 +172,13 @@ def _texts(results: Results) -> dict[str, str]:
         "cosine": f"{plane.cosine:.2f}",
         "plain_cosines": " and ".join(f"{cosine:.2f}" for cosine in plane.plain_cosines),
         "readback": f"{plane.readback_auroc:.2f}",
+        "lens_count": str(lenses.count),
+        "lens_layer": str(lenses.layer),
+        "lens_text": f"{lenses.text_auroc:.2f}",
+        "lens_token": f"{lenses.token_auroc:.2f}",
+        "lens_means": "; ".join(
+            f"{escape(_title(one.condition))} {one.mean(0):.2f} and {one.mean(1):.2f}" for one in lenses.maps
+        ),
         "seconds": f"{results.seconds:.0f}",
         "heat_limit": f"{plots.heat_limit(results):.2f}",
         "gradient": ", ".join(f"{ink} {stop:.0%}" for stop, ink in plots.DIVERGING),

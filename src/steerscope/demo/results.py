@@ -71,6 +71,31 @@ class Plane:
 
 
 @dataclass(frozen=True, slots=True)
+class LensMap:
+    """Scores of concepts (rows) in the rows of an answer's tokens (columns)."""
+
+    condition: str
+    prompt: str
+    tokens: list[str]
+    concepts: list[str]  # the positive one first, then the negative one
+    values: list[list[float]]
+
+    def mean(self, concept: int) -> float:
+        return sum(self.values[concept]) / max(1, len(self.values[concept]))
+
+
+@dataclass(frozen=True, slots=True)
+class Lenses:
+    """A small pack fitted on the model, and what it read."""
+
+    layer: int
+    count: int
+    text_auroc: float  # held-out forms of text, medians over the lenses
+    token_auroc: float
+    maps: list[LensMap]
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     model: str
     layers: int
@@ -92,6 +117,7 @@ class Results:
     control: Control
     answers: list[Answer]
     heat: list[HeatMap]
+    lenses: Lenses
     seconds: float
     version: str
 

@@ -28,6 +28,7 @@ from steerscope.demo.measures import (
 from steerscope.demo.progress import Steps
 from steerscope.demo.report import html_report, telling_lines
 from steerscope.demo.results import Answer, Dose, HeatMap, Plane, Point, Results
+from steerscope.demo.watching import CONCEPTS, fit_small_pack, watch
 from steerscope.engines.generation import Generation
 from steerscope.engines.load import load
 from steerscope.extraction.contrast import load_contrast_set, sentence_rows, sentences
@@ -43,7 +44,7 @@ SHOWN_PROMPTS = [
     "Tell me a short story about a lighthouse.",
     "What do you see when you look out of the window?",
 ]
-_STEPS = 7
+STEPS = 8
 
 
 def doses(subject: Subject, swept: Sequence[Sequence[Generation]], odds: Sequence[float]) -> list[Dose]:
@@ -147,7 +148,8 @@ def _finished(text: str) -> str:
     return (found[0] if found and len(found[0]) > 20 else text).strip()
 
 
-def measure(model: str, steps: Steps, *, sweep_tokens: int = 24, answer_tokens: int = 40) -> Results:
+def measure(model: str, steps: Steps, packs: Path, *, sweep_tokens: int = 24, answer_tokens: int = 40) -> Results:
+    """A lens pack is written to `packs`."""
     began = time.perf_counter()
     steps(f"loading {model}")
     with load(model, max_batch=64, progress=steps.say) as engine:
@@ -172,6 +174,9 @@ def measure(model: str, steps: Steps, *, sweep_tokens: int = 24, answer_tokens: 
         flat = [generation for group in shown for generation in group]
         nats = surprises(subject, flat)
         looks = [look(subject, *names, g, n) for names, g, n in zip(asked, flat, nats, strict=True)]
+        steps(f"lenses for {', '.join(CONCEPTS)}")
+        pack = fit_small_pack(subject, packs)
+        lenses = watch(subject, pack, SHOWN_PROMPTS[0], dict(list(steered.items())[:3]), answer_tokens)
         steps("principal components")
         three = zip(list(steered)[:3], shown, (0.0, SCALE, -SCALE), strict=False)
         texts = {name: [g.text for g in [*group, *swept[SCALES.index(at)]]] for name, group, at in three}
@@ -198,16 +203,17 @@ def measure(model: str, steps: Steps, *, sweep_tokens: int = 24, answer_tokens: 
             control=tested,
             answers=[answer for answer, _ in looks],
             heat=[heat for _, heat in looks if heat.prompt == SHOWN_PROMPTS[-1]][:3],
+            lenses=lenses,
             seconds=time.perf_counter() - began,
             version=steerscope.__version__,
         )
 
 
 def run_demo(out: Path, model: str = "smollm2-135m") -> None:
-    """Measure, write `out`/index.html, and say what was found."""
+    """Measure, write `out`/index.html and the pack `out`/lenses, and say what was found."""
     out.mkdir(parents=True, exist_ok=True)
-    with Steps(_STEPS) as steps:
-        results = measure(model, steps)
+    with Steps(STEPS) as steps:
+        results = measure(model, steps, out / "lenses")
     page = out / "index.html"
     with atomic_path(page) as temporary:
         temporary.write_text(html_report(results), encoding="utf-8")

@@ -98,6 +98,32 @@ class ConceptSet:
         judged = judged[: max(1, len(judged) - 1)]
         return {form: TEST if form in tested else VALIDATION if form in judged else TRAIN for form in self.forms}
 
+    def under(self, names: Sequence[str]) -> "ConceptSet":
+        """Only these, with all below them and all above them."""
+        parents = {concept.id: concept.parents for concept in self.concepts}
+        if unknown := [name for name in names if name not in parents]:
+            raise InvalidRequest(
+                [Problem("concepts", f"{name} does not exist", "name one of the file") for name in unknown]
+            )
+
+        def above(name: str) -> set[str]:
+            return {name}.union(*(above(parent) for parent in parents[name]))
+
+        below = {name for name in parents if above(name) & set(names)}
+        kept = below.union(*(above(name) for name in names))
+        return ConceptSet(
+            tuple(
+                concept.model_copy(
+                    update={
+                        "parents": tuple(parent for parent in concept.parents if parent in kept),
+                        "opposites": tuple(other for other in concept.opposites if other in kept),
+                    }
+                )
+                for concept in self.concepts
+                if concept.id in kept
+            )
+        )
+
     def lens_concepts(self, metrics: Sequence[dict[str, float]]) -> list[Concept]:
         """As a pack has them, in the order of the file."""
         return [
