@@ -100,7 +100,7 @@ def _visible(token: str) -> str:
     """A token as an axis label; plotly reads a little HTML, so its brackets are escaped."""
     text = token.strip(" ").replace("\n", "⏎") or "␣"
     text = text if len(text) <= 14 else text[:13] + "…"
-    return escape(text)
+    return escape(text, quote=False)
 
 
 def _layer_ticks(results: Results) -> list[int]:

@@ -8,7 +8,9 @@ import asyncio
 import functools
 import itertools
 import secrets
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self, Unpack, overload
@@ -25,7 +27,6 @@ from steerscope.engines.generation import (
     Job,
     Outcome,
     PromptLike,
-    Sink,
     TokenPrompt,
 )
 from steerscope.engines.options import (
@@ -250,14 +251,14 @@ class Engine(Scopes, ABC):
     async def _start(self, plans: Sequence[Plan], stream: bool) -> tuple[list[Job], asyncio.Queue[tuple[Job, Outcome]]]:
         """Reserve room, fan n out into single sequences, and submit them together."""
         outcomes: asyncio.Queue[tuple[Job, Outcome]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+        outbox = _Outbox(asyncio.get_running_loop(), outcomes)
         jobs: list[Job] = []
         for plan in plans:
             seed = plan.sampling.seed if plan.sampling.seed is not None else secrets.randbits(48)
             for choice in range(plan.sampling.n):
                 single = plan.sampling.model_copy(update={"seed": (seed + choice) % (1 << 63), "n": 1})
                 job = Job(replace(plan, choice=choice, sampling=single), lambda _: None, stream, None)
-                job.report = _reporter(loop, outcomes, job)
+                job.report = functools.partial(outbox.put, job)
                 jobs.append(job)
                 self._jobs.setdefault(plan.request_id, []).append(job)
         try:
@@ -345,21 +346,38 @@ class Engine(Scopes, ABC):
             self._finish(jobs, outcomes)
 
 
-def _reporter(loop: asyncio.AbstractEventLoop, outcomes: asyncio.Queue[tuple[Job, Outcome]], job: Job) -> Sink:
-    def deliver(outcome: Outcome) -> None:
-        if job.abandoned:
-            _discard(outcome)
-        else:
-            outcomes.put_nowait((job, outcome))
+class _Outbox:
+    """Outcomes on their way from an engine's thread to the loop of whoever asked: one wake-up for many of them."""
 
-    def report(outcome: Outcome) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, outcomes: asyncio.Queue[tuple[Job, Outcome]]) -> None:
+        self._loop, self._outcomes = loop, outcomes
+        self._waiting: deque[tuple[Job, Outcome]] = deque()
+        self._woken, self._lock = False, threading.Lock()
+
+    def put(self, job: Job, outcome: Outcome) -> None:
+        self._waiting.append((job, outcome))
+        with self._lock:
+            woken, self._woken = self._woken, True
+        if woken:
+            return
         try:
-            loop.call_soon_threadsafe(deliver, outcome)
+            self._loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:  # the caller's loop is closed: nobody is left to tell
-            job.cancelled = True
-            _discard(outcome)
+            while self._waiting:
+                job, outcome = self._waiting.popleft()
+                job.cancelled = True
+                _discard(outcome)
+            self._woken = False
 
-    return report
+    def _deliver(self) -> None:
+        with self._lock:
+            self._woken = False  # what comes from here on wakes it again
+        while self._waiting:
+            job, outcome = self._waiting.popleft()
+            if job.abandoned:
+                _discard(outcome)
+            else:
+                self._outcomes.put_nowait((job, outcome))
 
 
 def _discard(outcome: Outcome) -> None:

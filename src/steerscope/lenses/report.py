@@ -140,7 +140,7 @@ def heat_figure(readings: Readings, texts: Sequence[str], best: Sequence[int], p
 
 def _label(token: str) -> str:
     text = token.strip(" ").replace("\n", "⏎") or "␣"
-    return escape(text if len(text) <= 14 else text[:13] + "…")
+    return escape(text if len(text) <= 14 else text[:13] + "…", quote=False)  # plotly knows no quotes
 
 
 def tree_figure(readings: Readings) -> go.Figure:

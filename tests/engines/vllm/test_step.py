@@ -292,18 +292,29 @@ def test_the_wire_survives_its_way() -> None:
     assert Wire.unpack(wire.pack()) == wire
 
 
-def test_who_wants_nothing_more_costs_nothing_more() -> None:
+def test_who_has_all_its_rows_costs_nothing_more() -> None:
     """Books that rest are not asked again until somebody new comes."""
     books, pool = Books(TOKENS, COLUMNS), Pool()
     books.admit("a", asker("a", Positions(((2, 3),))))
-    books.admit("b", asker("b", None, (Positions(((0, 3),)),)))
-    first = step(books, pool, ("a", 0, 3), ("b", 0, 3))
-    assert first.busy
+    assert step(books, pool, ("a", 0, 3), ("plain", 0, 3)).busy
     assert not books.resting
-    assert not step(books, pool, ("a", 3, 1), ("b", 3, 1)).busy
+    assert not step(books, pool, ("a", 3, 1), ("plain", 3, 1)).busy
     assert books.resting
     books.admit("c", asker("c", None, (EVERYWHERE,)))
     assert not books.resting
-    assert step(books, pool, ("a", 4, 1), ("b", 4, 1), ("c", 0, 2)).busy
-    step(books, pool, ("a", 5, 1), ("b", 5, 1), ("c", 2, 1))
+    assert step(books, pool, ("a", 4, 1), ("c", 0, 2)).busy
+    step(books, pool, ("a", 5, 1), ("c", 2, 1))
     assert not books.resting  # one of them goes on
+
+
+def test_a_prompt_that_was_steered_is_steered_again_when_it_is_computed_again() -> None:
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    books.admit("a", asker("a", None, (Positions(((0, 3),)),)))
+    step(books, pool, ("a", 0, 3))
+    for at in range(3, 6):
+        assert not step(books, pool, ("a", at, 1)).busy
+        assert not books.resting
+    again = step(books, pool, ("a", 0, 6))  # preempted, and back
+    assert again.busy
+    assert again.recomputed == 1
+    assert books.index[:6, ENTRIES].tolist() == [1, 1, 1, 0, 0, 0]

@@ -119,6 +119,11 @@ class _Steady:
         found = computed[:count] if len(self.request) == count else computed[self.request]
         return same and bool((found == self.position).all())
 
+    def wanted(self) -> bool:
+        """Whether anybody wants something, now or if a part of it is computed again. Rows are had once; but what was
+        steered once must be steered again."""
+        return self.filled.busy or not self.filled.same or any(asker.wire.columns for asker in self.askers)
+
     def catch_up(self) -> None:
         self.cell += self.lag * self.width
         self.room -= self.lag * (self.width > 0)
@@ -141,7 +146,7 @@ class Books:
         self._dirty = 0  # index rows [0, dirty) may be non-zero
         self._steady: _Steady | None = None
         self.proving = False  # a dummy batch is to do what the index says
-        self.resting = False  # of those who ask, nobody wants anything of this batch any more
+        self.resting = False  # those who asked have all they wanted
 
     def fill(
         self,
@@ -194,8 +199,7 @@ class Books:
             self._capture(asker, token, self._page_row(asker, filled), 1)
             self.index[token, STRIDE] = asker.width
         self._steady = self._begin(list(requests), here, starts, computed, filled)
-        again = self._steady and self._steady.filled
-        self.resting = again is not None and again.same and not again.busy and len(here) == len(self.askers)
+        self.resting = len(here) == len(self.askers) and self._steady is not None and not self._steady.wanted()
         return filled
 
     def admit(self, name: str, asker: Asker) -> None:
