@@ -126,6 +126,14 @@ def stream(
     _done(output, measure(_setup(given), iterations))
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def lens(context: typer.Context) -> None:
+    """Lens banks and tiers against one lens after the other; `bench lens --help` lists the sizes."""
+    from steerscope.bench.lens import main
+
+    main(context.args)
+
+
 @app.command()
 def peers(
     output: Output,
