@@ -284,7 +284,12 @@ def test_the_wire_survives_its_way() -> None:
         2**61 + 1,
         (
             WireColumn(
-                b"\x00\xff", b"\x01\x02", {(3, "resid_post"): (0.0, 1.0, 1.0, float("-inf"), 2.5)}, EVERYWHERE, 0
+                b"\x00\xff",
+                b"\x07",
+                b"\x01\x02",
+                {(3, "resid_post"): (0.0, 1.0, 1.0, float("-inf"), 2.5)},
+                EVERYWHERE,
+                0,
             ),
         ),
         WireCapture(((1, "resid_mid"), (2, "attn_out")), Positions(((0, 4),)), True, "mean", 4, 17),
