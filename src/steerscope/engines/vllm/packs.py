@@ -11,7 +11,7 @@ from typing import Any
 from steerscope.engines.vllm.wire import pack_name
 from steerscope.lenses.reader import Registered
 
-_IDLE = 2  # packs that nobody registered, and nobody uses
+_IDLE = 2  # packs that nobody registered, and nobody uses any more
 
 
 class Packs:
@@ -38,7 +38,7 @@ class Packs:
         self._bring(registered)
         used = self._used() | {pack_name(registered)}
         idle = [name for name in self._there if not self._registered[name] and name not in used]
-        for name in idle[: max(0, len(idle) - _IDLE)]:
+        for name in idle[: max(0, len(idle) - _IDLE + 1)]:  # this one will be idle too
             self._take_back(name)
 
     def _bring(self, registered: Registered) -> None:

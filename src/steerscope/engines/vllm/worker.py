@@ -320,7 +320,7 @@ class WorkerTaps:
     def unregister(self, name: bytes) -> None:
         self.vectors.pop(bytes(name), None)
 
-    @torch.inference_mode()
+    @torch.inference_mode(False)  # tiers have a thread of their own
     def keep_pack(self, name: str, folder: str, options: dict) -> None:
         self.watching.keep(name, folder, options)
 
