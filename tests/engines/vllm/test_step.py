@@ -20,11 +20,19 @@ from steerscope.engines.vllm.step import (
     Filled,
     Slice,
 )
-from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn
+from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch
+from steerscope.lenses.compile import Compiled, CompiledRule, Term
 from steerscope.residual.table import Lease
 from steerscope.specs.tokens import END, EVERYWHERE, Positions
 
 COLUMNS, TOKENS = 2, 64
+RULES = Compiled(
+    [Term(4, 0.5, float("inf"), 2), Term(1, float("-inf"), 0.25, 1)],
+    [
+        CompiledRule("cheer", "steer", ((1, 2), (2, 0)), 2, 3, (4, 1)),
+        CompiledRule("end", "stop", ((1, 0),), None, 1, (4,)),
+    ],
+)
 
 
 def asker(
@@ -284,10 +292,11 @@ def test_the_wire_survives_its_way() -> None:
         2**61 + 1,
         (
             WireColumn(
-                b"\x00\xff", b"\x01\x02", {(3, "resid_post"): (0.0, 1.0, 1.0, float("-inf"), 2.5)}, EVERYWHERE, 0
+                b"\x00\xff", b"\x01\x02", None, {(3, "resid_post"): (0.0, 1.0, 1.0, float("-inf"), 2.5)}, EVERYWHERE, 0
             ),
         ),
         WireCapture(((1, "resid_mid"), (2, "attn_out")), Positions(((0, 4),)), True, "mean", 4, 17),
+        WireWatch("p", (1, "resid_mid"), Positions(((2, 9),)), 5, (0, 2), RULES, 4, 17, 640),
     )
     assert Wire.unpack(wire.pack()) == wire
 

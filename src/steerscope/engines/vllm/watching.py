@@ -65,7 +65,9 @@ class Watching:
     # --- packs
 
     def keep(self, name: str, folder: str, options: dict[str, Any]) -> None:
-        found = Registered(Pack.load(folder, verify=False), PackOptions(**{**options, "pinned": tuple(options["pinned"])}))
+        found = Registered(
+            Pack.load(folder, verify=False), PackOptions(**{**options, "pinned": tuple(options["pinned"])})
+        )
         self.monitor.keep(found)
         self.packs[name] = found
 
