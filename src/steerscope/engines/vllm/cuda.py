@@ -15,8 +15,8 @@ from torch import Tensor
 
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm import kernel
+from steerscope.engines.vllm.askers import Asker, Slice
 from steerscope.engines.vllm.pool import Cells, watched_rows
-from steerscope.engines.vllm.step import Asker, Slice
 from steerscope.specs.errors import CapacityExceeded
 
 _RING = 8  # steps that may be prepared while earlier ones run

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from steerscope.capture.transport import ALIGN, HEADER, LEFT, MET, OWNER, READ, ROWS, Arena
+from steerscope.engines.vllm.askers import Asker, Slice
 from steerscope.engines.vllm.pool import Pool
-from steerscope.engines.vllm.step import Asker, Slice
 from steerscope.engines.vllm.wire import Wire
 from steerscope.lenses.monitor import SeenOnHost
 from steerscope.residual.reduce import HeldBack, Reducer

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from steerscope.capture.transport import Arena
-from steerscope.engines.vllm.step import CELL, STRIDE, Asker, Slice
+from steerscope.engines.vllm.askers import Asker, Slice
+from steerscope.engines.vllm.step import CELL, STRIDE
 from steerscope.specs.errors import CapacityExceeded
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from steerscope.engines.vllm.step import Asker
+from steerscope.engines.vllm.askers import Asker
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn
 from steerscope.residual.table import Column, Key
 from steerscope.specs.errors import UnsupportedModel

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steerscope.engines.vllm.askers import Asker, Looks, Watched
 from steerscope.engines.vllm.delivery import Delivery
-from steerscope.engines.vllm.step import Asker, Looks, Watched
 from steerscope.engines.vllm.tap import WATCHED
 from steerscope.engines.vllm.wire import WireWatch
 from steerscope.lenses.monitor import Monitor, SeenOnHost, WatchPlan

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from steerscope.capture.transport import STAGES
+from steerscope.engines.vllm.askers import Asker
 from steerscope.engines.vllm.delivery import Delivery
 from steerscope.engines.vllm.graphs import Graphs, around
 from steerscope.engines.vllm.guards import check_config, layer_count, minor_version
@@ -24,7 +25,7 @@ from steerscope.engines.vllm.pool import make_pool
 from steerscope.engines.vllm.proof import prove
 from steerscope.engines.vllm.seeds import mend
 from steerscope.engines.vllm.settings import Settings
-from steerscope.engines.vllm.step import PAGE, Asker, Books, Filled
+from steerscope.engines.vllm.step import PAGE, Books, Filled
 from steerscope.engines.vllm.tap import Shared, Tap
 from steerscope.engines.vllm.watching import Group, Watching, groups_of, order_of
 from steerscope.engines.vllm.wire import Wire, WireColumn
