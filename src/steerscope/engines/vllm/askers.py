@@ -31,8 +31,10 @@ class Watched:
     gates: list[int]  # the gate of each of its columns
     alone: int  # the group of its tokens that are read and not captured
     both: int  # … and of those that are both
+    most: int  # readings that there can be
     seen: int = 0  # watched rows computed so far, all below a position that never falls
-    told: int = 0  # readings that the client has
+    told: int = 0  # those that the client has
+    until: int = 0  # … all of positions below this
     open: dict[int, list[Interval]] = field(default_factory=dict)  # by gate of a column: rows on which it is open
 
     def switch(self, gate: int, row: int, on: bool) -> None:

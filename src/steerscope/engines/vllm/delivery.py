@@ -133,20 +133,20 @@ class Delivery:
         watch, watched = asker.wire.watch, asker.watched
         assert watch is not None
         assert watched is not None
-        number = watch.positions.count(first)
-        skip = max(0, watched.told - number)
-        stop = min(number + count, watch.positions.count(watch.most))
+        number = watched.told if first >= watched.until else watch.positions.count(first)
+        skip, stop = max(0, watched.told - number), min(number + count, watched.most)
         if number + skip >= stop:
             return
         here = slice(start + skip, start + stop - number)
-        watched.told = stop
+        watched.told, watched.until = stop, first + count
         if not self.writes or asker.arena is None or asker.left:
             return
         size = 4 * watch.words
         at = asker.wire.offset + HEADER + watch.place + (number + skip) * size
         out = asker.arena.bytes[at : at + (stop - number - skip) * size].view(np.int32).reshape(-1, watch.words)
         k, found = watch.kept, min(watch.kept, seen.values.shape[1])
-        out[:, :k].view(np.float32)[:, found:], out[:, k + found : 2 * k] = 0.0, -1
+        if found < k:
+            out[:, found:k], out[:, k + found : 2 * k] = 0, -1
         out[:, :found].view(np.float32)[:] = seen.values[here, :found]
         out[:, k : k + found] = seen.indices[here, :found]
         if watch.compiled.rules:

@@ -86,7 +86,7 @@ class Watching:
         spec = Watch(pack=watch.pack, top_k=watch.top_k, levels=levels)
         seat = self.monitor.admit(WatchPlan(pack, watch.key, watch.positions, watch.compiled, spec))
         gates = [self.monitor.gate(seat, column.gate) for column in asker.wire.columns]
-        asker.watched = Watched(seat, gates, alone, both)
+        asker.watched = Watched(seat, gates, alone, both, watch.positions.count(watch.most))
 
     def release(self, asker: Asker) -> None:
         if asker.watched is not None:
@@ -136,10 +136,11 @@ class Watching:
         rows, position = self._cells.index_select(0, look.rows), look.position + moved
         # The host waits for these few numbers: they must be with the client before the token that comes with them.
         seen = self.monitor.look(look.reader, rows, look.top_k, look.slot, position, look.view).to_host()
-        start = 0
+        start, changed = 0, seen.on is not None and seen.off is not None and bool((seen.on | seen.off).any())
         for asker, first, count in look.parts:
             if asker.watched is not None and asker.failed is None:
-                _remember(asker.watched, asker.wire.watch, seen, start, first + moved, count)
+                if changed:
+                    _remember(asker.watched, asker.wire.watch, seen, start, first + moved, count)
                 self.delivery.tell(asker, seen, start, first + moved, count)
                 self.counts["readings"] += count
             start += count
