@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steerscope.engines.vllm.askers import Watched
 from steerscope.engines.vllm.step import (
     CELL,
     ENTRIES,
@@ -316,3 +317,67 @@ def test_who_wants_nothing_more_costs_nothing_more() -> None:
     assert step(books, pool, ("a", 4, 1), ("b", 4, 1), ("c", 0, 2)).busy
     step(books, pool, ("a", 5, 1), ("b", 5, 1), ("c", 2, 1))
     assert not books.resting  # one of them goes on
+
+
+def watched(positions: Positions, captured: Positions | None, columns: tuple[Positions, ...] = ()) -> Asker:
+    found = asker("w", captured, columns, most=200)
+    watch = WireWatch("p", (0, "resid_post"), positions, 5, None, RULES, 5, 200, 0)
+    gated = tuple(replace(column, gate=1) for column in found.wire.columns)
+    found.wire = replace(found.wire, watch=watch, columns=gated)
+    found.watched = Watched(None, [40] * len(columns), 7, 8, positions.count(200))  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("captured", [None, EVERYWHERE, Positions(((1, 4), (9, END)))])
+@pytest.mark.parametrize("read", [EVERYWHERE, Positions(((2, 5), (8, 14))), Positions(((6, END),))])
+def test_watched_tokens_have_a_group_of_their_own_and_positions_that_move_on(
+    read: Positions, captured: Positions | None
+) -> None:
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    books.admit("w", watched(read, captured))
+    books.admit("other", asker("other", EVERYWHERE))
+    at = 0
+    for count in [3, 4, *[1] * 30]:
+        filled = step(books, pool, ("other", at, count), ("w", at, count))
+        found = []
+        for _, token, start, stop in filled.looks.parts if filled.looks else ():
+            found += [(token + i, start + i + filled.looks.moved) for i in range(stop - start)]  # type: ignore[union-attr]
+        wanted = [(count + i, at + i) for i in range(count) if at + i in read]
+        assert found == wanted
+        for i in range(count):
+            both = captured is not None and at + i in captured
+            group = (8 if both else 7) if at + i in read else 3 if both else 0
+            assert books.index[count + i, GROUP] == group
+        at += count
+
+
+def test_what_is_computed_again_has_the_gates_it_had() -> None:
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    one = watched(EVERYWHERE, None, (Positions(((3, END),)),))
+    books.admit("w", one)
+    step(books, pool, ("w", 0, 3))
+    for at in range(3, 12):
+        step(books, pool, ("w", at, 1))
+        assert books.index[0, ENTRIES + 2] == 40, "the gate on the device"
+    assert one.watched is not None
+    one.watched.switch(1, 4, on=True)
+    one.watched.switch(1, 6, on=False)
+    one.watched.switch(1, 10, on=True)
+    step(books, pool, ("w", 0, 8))
+    step(books, pool, ("w", 8, 5))
+    fed = books.index[:5, [ENTRIES + 1, ENTRIES + 2]].tolist()
+    assert fed == [[0, 0], [0, 0], [0, 0], [1, 0], [1, 0]], "open from row 11 on"
+    step(books, pool, ("w", 13, 1))
+    assert books.index[0, ENTRIES + 2] == 40
+    step(books, pool, ("w", 0, 8))
+    assert books.index[:8, ENTRIES + 1].tolist() == [0, 0, 0, 0, 0, 1, 1, 0]
+    assert not books.index[:8, ENTRIES + 2].any(), "always open"
+
+
+def test_watched_rows_that_never_came_are_an_error() -> None:
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    one = watched(EVERYWHERE, None)
+    books.admit("w", one)
+    assert step(books, pool, ("w", 4, 3)).failed == [one]
+    assert one.failed is not None
+    assert "watched rows before position 4" in one.failed
