@@ -265,7 +265,8 @@ class Engine(Scopes, ABC):
             size = sum(self._row_bytes(job.plan) for job in jobs)
             pool = await self.budget.reserve(size, "this capture") if size else None
             for job in jobs:
-                job.held = pool.split(self._row_bytes(job.plan)) if pool and job.plan.capture else None
+                need = self._row_bytes(job.plan) if pool else 0
+                job.held = pool.split(need) if pool and need else None
             self._submit(jobs)
         except BaseException:  # closed, refused, or the caller was cancelled while it waited
             self._finish(jobs)

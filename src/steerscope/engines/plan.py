@@ -50,6 +50,7 @@ class Facts:
     steers: bool = True  # False: the taps only read
     captures: bool = True  # False: the taps only write
     watches: bool = False  # lenses can read while it runs
+    switches: bool = True  # False: what rules find comes too late for layers of other pipeline stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,9 @@ class Planner:
                 field = f"watch.rules[{i}].then.steering"
                 if not self.facts.steers:
                     self._problem(field, "the engine was started with taps that only read", "start it with steer on")
+                if not self.facts.switches:
+                    what = "the layers are spread over pipeline stages, which do not hear of a rule in time"
+                    self._problem(field, what, "set pipeline_parallel_size to 1, or use flag or stop")
                 placed += self._place(rule.then.steering, prompt, most, field, i + 1, rule.name)
         return placed
 

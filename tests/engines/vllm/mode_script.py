@@ -4,8 +4,9 @@ transformers engine, and print a verdict as the last line, in JSON.
     python tests/engines/vllm/mode_script.py [--compile] [--interpret] [--tensor-parallel 2] [--pipeline-parallel 2]
                                              [--beside]
 
-Two waves. In the first the requests are made by hand: prompts longer than a step, every site, op and selector, rows and
-reductions, before and after steering. The second is a wave of the soak: stop strings, EOS, cancellations, preemption.
+Three waves. In the first the requests are made by hand: prompts longer than a step, every site, op and selector, rows
+and reductions, before and after steering. The second is a wave of the soak: stop strings, EOS, cancellations,
+preemption. In the third, lenses read and rules act.
 With --beside another engine serves the same requests in another order at the same time, and is closed between the two.
 """
 
@@ -20,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,10 +30,12 @@ import torch
 from steerscope.bench import vllm_soak
 from steerscope.bench.vllm_soak import HIDDEN, VOCAB, Ledger, Request
 from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import TokenPrompt
+from steerscope.engines.generation import Generation, TokenPrompt
 from steerscope.engines.hf import HFEngine
+from steerscope.lenses.probes import from_probes
 from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering
 from steerscope.specs.steering import SITES
+from steerscope.specs.watch import Watch, flag, steer, stop, when
 
 LIMIT = 1e-4  # relative L2 of a row
 CHUNK = 32  # tokens of a step: longer prompts come in pieces
@@ -129,6 +133,55 @@ def second_wave(engine: SyncEngine, reference: SyncEngine, count: int, ledger: L
     asyncio.run(vllm_soak.soak(engine.aio, reference, args, ledger))
 
 
+def third_wave(engine: SyncEngine, reference: SyncEngine, ledger: Ledger) -> dict[str, int]:
+    """Watched requests beside others: the same tokens, concepts and firings as on transformers."""
+    rng = np.random.default_rng(3)
+    probes = {
+        f"c{i}": SimpleNamespace(coef_=rng.normal(size=(1, HIDDEN)) / 4, intercept_=np.zeros(1)) for i in range(9)
+    }
+    for one in (engine, reference):
+        for layer in (0, 3):
+            pack = from_probes(probes, model="any", layer=layer, name=f"layer {layer}", normalisation="layernorm")
+            one.register_pack(f"{layer}", pack, any_model=True)
+    push = Add(vector=rng.normal(size=HIDDEN).astype(np.float32), scale=0.5, layers="all")
+    action = steer(push, name="push") if engine.aio.facts.switches else flag("push")
+    rules = [
+        [],
+        [when("c1", above=0.5).then(action)],
+        [(when("c2", above=0.6) & ~when("c3", above=0.5)).then(flag("f")), when("c4", above=0.3).then(action)],
+        [when("c5", above=0.9, for_tokens=2).then(stop("enough"))],
+    ]
+    watches = [
+        None if i % 5 == 4 else Watch(pack=str(3 * (i % 2)), top_k=2, tokens=SELECTORS[i % 3], rules=rules[i % 4])
+        for i in range(16)
+    ]
+    prompts = [TokenPrompt(rng.integers(20, VOCAB, length).tolist()) for length in [*LENGTHS, *LENGTHS][:16]]
+    captures = [Capture(layers="1,3", tokens="generated") if i % 3 == 0 else None for i in range(16)]
+    sampling = Sampling(max_tokens=24, ignore_eos=True)
+    asked: dict[str, Any] = {"watch": watches, "capture": captures}
+    found, wanted = (one.generate(prompts, sampling, **asked) for one in (engine, reference))
+    for i, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+        if seen(mine) != seen(theirs):
+            ledger.wrong.append(f"watched {i}: {seen(mine)} instead of {seen(theirs)}")
+        for one in (mine, theirs):
+            if one.capture is not None:
+                one.capture.close()
+    for name in ("0", "3"):
+        engine.unregister_pack(name)
+    ends = [one.finish_reason for one in found]
+    return {
+        "readings": sum(len(one.readings) for one in found),
+        "firings": sum(len(one.firings) for one in found),
+        "stopped_by_rule": ends.count("rule"),
+    }
+
+
+def seen(done: Generation) -> tuple[object, ...]:
+    readings = [(r.position, [c.id for c in r.concepts]) for r in done.readings]
+    firings = [(f.rule, f.action, f.position, f.acts_from) for f in done.firings]
+    return done.token_ids, done.finish_reason, firings, readings
+
+
 def left_over(engine: SyncEngine) -> dict[str, float]:
     """What is still held when nobody asks for anything any more: nothing."""
     engine.generate(TokenPrompt([20, 21]), Sampling(max_tokens=2, ignore_eos=True))  # lets the last finishes arrive
@@ -199,6 +252,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     waves = both_waves(engines, reference, mixed(args.requests), ledger)
     result |= {**waves[0], "engines": len(waves)}
     second_wave(engine, reference, args.soaked, ledger)
+    result |= third_wave(engine, reference, ledger)
     result |= {"run_s": round(time.perf_counter() - began, 1), "left_over": left_over(engine)}
     stats = engine.stats()
     result |= {"steps": stats["worker_steps"], "preempted": stats["worker_recomputed"], "ends": dict(ledger.ends)}

@@ -178,6 +178,7 @@ def test_a_file_that_changes_is_another_vector(llm: Any, truth: SyncEngine, fold
         ({"capture": {}, "save_as": "../x"}, ["save_as"]),
         ('{"capture": {}}', ["save_as"]),
         ({"stear": []}, ["stear"]),
+        ({"watch": {"pack": "p"}, "capture": {"tokens": "role=user"}}, ["watch", "capture.tokens"]),
         ("{", [""]),
         ({"steer": [{**ADD, "layers": 1}] * 5}, ["steer.ops"]),
     ],

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from engines.conftest import HAS_VLLM, saved, start_vllm
+from engines.test_watching import PACK
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.vllm.layers import attach, find_layers
 from steerscope.engines.vllm.step import ENTRIES
 from steerscope.engines.vllm.tap import Shared, Tap
 from steerscope.specs import Add, Capture, Sampling
+from steerscope.specs.watch import Watch, flag, when
 
 BATCH, HIDDEN, LAYERS = 32, 64, 4
 # Calls per decode step of 32 requests.
-IDLE, CAPTURING, STEERING = 11, 310, 25
+IDLE, CAPTURING, STEERING, WATCHING = 11, 310, 25, 560
 # Beside the operator itself a tap may only bring its tensors in.
 OPERATORS, INPUTS = 1, 3
 # The same thread drives these, but they are not the worker's.
@@ -64,11 +66,16 @@ def test_calls_of_a_step() -> None:
     folder = saved("llama", "bytes", None, {})
     options: dict[str, object] = {"sites": ("resid_post",), "max_columns": 4, "max_batch": BATCH}
     engine = start_vllm(folder, "llama", {**options, "enable_prefix_caching": False})
+    engine.register_pack("p", PACK)
     vectors = np.random.default_rng(0).standard_normal((BATCH, HIDDEN)).astype(np.float32)
     kinds: dict[str, tuple[int, dict[str, object]]] = {
         "idle": (IDLE, {}),
         "capturing": (CAPTURING, {"capture": Capture()}),
         "steering": (STEERING, {"steer": [Add(vector=v, scale=0.1, layers="all") for v in vectors]}),
+        "watching": (
+            WATCHING,
+            {"watch": Watch(pack="p", rules=[when(PACK.concepts[0].id, above=0.5).then(flag("f"))])},
+        ),
     }
     try:
         for name, (most, asked) in kinds.items():

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, STRIDE
+from steerscope.engines.vllm.tap import WATCHED
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -56,10 +57,10 @@ def tables(tokens: int, hidden: int, columns: int, dtype: torch.dtype, seed: int
     coefficients[:, 3:] = torch.tensor([[-INF, INF], [-0.2, INF], [-INF, 0.1], [-0.1, 0.3]])[draw(4, SLOTS).long()]
     coefficients[0] = torch.tensor([0.0, 0.0, 0.0, -INF, INF])
     vectors[0] = 0
-    order = draw(4, GROUPS) - 1
+    order = draw(4, GROUPS) - 1 + WATCHED * (torch.arange(GROUPS, dtype=torch.int32) % 2)  # some are watched too
     order[0] = -1
     before = draw(2, GROUPS).bool()
-    pool = torch.full((CELLS, hidden), 7.0, dtype=dtype)
+    pool = torch.full((CELLS + tokens + 2, hidden), 7.0, dtype=dtype)
     faults = torch.zeros(tokens + 4, dtype=torch.int32)
     faults[0] = 1  # somebody asks
     return [pool, index, vectors, coefficients, torch.tensor([1.0, 0.0, 0.5]), order, before, faults]
@@ -130,7 +131,9 @@ def test_steering_and_capture_do_something() -> None:
     delta = torch.randn(6, 48, generator=torch.Generator().manual_seed(0))
     (changed, pool, _), _ = both(delta, None, tables(6, 48, 3, torch.float32, 1), True, True)
     assert not close(changed, delta)
-    assert 1 < int((pool != 7).any(1).sum()) < CELLS
+    filled = (pool != 7).any(1)
+    assert 1 < int(filled[:CELLS].sum()) < CELLS
+    assert 0 < int(filled[CELLS:].sum()) < 6
 
 
 @interpreted

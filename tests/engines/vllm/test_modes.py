@@ -77,6 +77,9 @@ def check(verdict: Verdict) -> None:
     assert verdict["rows"] > 2000
     assert verdict["preempted"] > 0
     assert set(verdict["ends"]) == {"length", "stop", "stop_string", "cancelled"}
+    assert verdict["readings"] > 300
+    assert verdict["firings"] > 20
+    assert verdict["stopped_by_rule"] > 0
     assert not any(verdict["left_over"].values()), verdict["left_over"]
     assert verdict["still_running"] == []
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steerscope.engines.vllm.askers import Watched
 from steerscope.engines.vllm.step import (
     CELL,
     ENTRIES,
@@ -20,11 +21,19 @@ from steerscope.engines.vllm.step import (
     Filled,
     Slice,
 )
-from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn
+from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch
+from steerscope.lenses.compile import Compiled, CompiledRule, Term
 from steerscope.residual.table import Lease
 from steerscope.specs.tokens import END, EVERYWHERE, Positions
 
 COLUMNS, TOKENS = 2, 64
+RULES = Compiled(
+    [Term(4, 0.5, float("inf"), 2), Term(1, float("-inf"), 0.25, 1)],
+    [
+        CompiledRule("cheer", "steer", ((1, 2), (2, 0)), 2, 3, (4, 1)),
+        CompiledRule("end", "stop", ((1, 0),), None, 1, (4,)),
+    ],
+)
 
 
 def asker(
@@ -293,6 +302,7 @@ def test_the_wire_survives_its_way() -> None:
             ),
         ),
         WireCapture(((1, "resid_mid"), (2, "attn_out")), Positions(((0, 4),)), True, "mean", 4, 17),
+        WireWatch("p", (1, "resid_mid"), Positions(((2, 9),)), 5, (0, 2), RULES, 4, 17, 640),
     )
     assert Wire.unpack(wire.pack()) == wire
 
@@ -323,3 +333,67 @@ def test_a_prompt_that_was_steered_is_steered_again_when_it_is_computed_again() 
     assert again.busy
     assert again.recomputed == 1
     assert books.index[:6, ENTRIES].tolist() == [1, 1, 1, 0, 0, 0]
+
+
+def watched(positions: Positions, captured: Positions | None, columns: tuple[Positions, ...] = ()) -> Asker:
+    found = asker("w", captured, columns, most=200)
+    watch = WireWatch("p", (0, "resid_post"), positions, 5, None, RULES, 5, 200, 0)
+    gated = tuple(replace(column, gate=1) for column in found.wire.columns)
+    found.wire = replace(found.wire, watch=watch, columns=gated)
+    found.watched = Watched(None, [40] * len(columns), 7, 8, positions.count(200))  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("captured", [None, EVERYWHERE, Positions(((1, 4), (9, END)))])
+@pytest.mark.parametrize("read", [EVERYWHERE, Positions(((2, 5), (8, 14))), Positions(((6, END),))])
+def test_watched_tokens_have_a_group_of_their_own_and_positions_that_move_on(
+    read: Positions, captured: Positions | None
+) -> None:
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    books.admit("w", watched(read, captured))
+    books.admit("other", asker("other", EVERYWHERE))
+    at = 0
+    for count in [3, 4, *[1] * 30]:
+        filled = step(books, pool, ("other", at, count), ("w", at, count))
+        found = []
+        for _, token, start, stop in filled.looks.parts if filled.looks else ():
+            found += [(token + i, start + i + filled.looks.moved) for i in range(stop - start)]  # type: ignore[union-attr]
+        wanted = [(count + i, at + i) for i in range(count) if at + i in read]
+        assert found == wanted
+        for i in range(count):
+            both = captured is not None and at + i in captured
+            group = (8 if both else 7) if at + i in read else 3 if both else 0
+            assert books.index[count + i, GROUP] == group
+        at += count
+
+
+def test_what_is_computed_again_has_the_gates_it_had() -> None:
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    one = watched(EVERYWHERE, None, (Positions(((3, END),)),))
+    books.admit("w", one)
+    step(books, pool, ("w", 0, 3))
+    for at in range(3, 12):
+        step(books, pool, ("w", at, 1))
+        assert books.index[0, ENTRIES + 2] == 40, "the gate on the device"
+    assert one.watched is not None
+    one.watched.switch(1, 4, on=True)
+    one.watched.switch(1, 6, on=False)
+    one.watched.switch(1, 10, on=True)
+    step(books, pool, ("w", 0, 8))
+    step(books, pool, ("w", 8, 5))
+    fed = books.index[:5, [ENTRIES + 1, ENTRIES + 2]].tolist()
+    assert fed == [[0, 0], [0, 0], [0, 0], [1, 0], [1, 0]], "open from row 11 on"
+    step(books, pool, ("w", 13, 1))
+    assert books.index[0, ENTRIES + 2] == 40
+    step(books, pool, ("w", 0, 8))
+    assert books.index[:8, ENTRIES + 1].tolist() == [0, 0, 0, 0, 0, 1, 1, 0]
+    assert not books.index[:8, ENTRIES + 2].any(), "always open"
+
+
+def test_watched_rows_that_never_came_are_an_error() -> None:
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    one = watched(EVERYWHERE, None)
+    books.admit("w", one)
+    assert step(books, pool, ("w", 4, 3)).failed == [one]
+    assert one.failed is not None
+    assert "watched rows before position 4" in one.failed

@@ -8,12 +8,15 @@ import functools
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
+import numpy as np
 import torch
 
-from steerscope.capture.transport import LEFT, Region, Regions
+from steerscope.capture.transport import ALIGN, LEFT, READ, Region, Regions
 from steerscope.engines.plan import Facts, Plan
 from steerscope.engines.vllm.settings import Settings
-from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn
+from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch
+from steerscope.lenses.compile import MOST_RULES
+from steerscope.lenses.monitor import SeenOnHost
 from steerscope.residual.rows import selected
 from steerscope.residual.table import Key, Slots
 from steerscope.specs.errors import CapacityExceeded, RequestFailed
@@ -35,15 +38,28 @@ class Room:
         found: list[tuple[Slots, Hashable]] = []
         for column in plan.columns:
             found += [(self.vectors, column.vector_key), (self._coefficients, column.coefficient_key)]
-        if plan.capture is not None:
-            found.append((self._groups, (plan.capture.keys, plan.capture.spec.before_steering)))
+        kinds = (plan.capture is not None, plan.watch is not None)
+        for kind in [(True, False), (False, True), (True, True)]:  # a token is captured, watched, or both
+            if kinds[0] >= kind[0] and kinds[1] >= kind[1]:
+                captured = plan.capture and (plan.capture.keys, plan.capture.spec.before_steering)
+                found.append((self._groups, (captured if kind[0] else None, plan.watch and kind[1] and plan.watch.key)))
         return found
 
     def row_bytes(self, plan: Plan) -> int:
+        """What arrives in shared memory: captured rows, and behind them the readings."""
+        watch = self.watch(plan)
+        return self._capture_bytes(plan) if watch is None else watch.place + watch.bytes
+
+    def _capture_bytes(self, plan: Plan) -> int:
         if plan.capture is None:
             return 0
         size = 4 if plan.capture.spec.reduce else self.dtype.itemsize
         return plan.capture.rows(plan.most_rows) * len(plan.capture.keys) * self.facts.hidden * size
+
+    def watch(self, plan: Plan) -> WireWatch | None:
+        if plan.watch is None:
+            return None
+        return WireWatch.of(plan.watch, plan.most_rows, -(-self._capture_bytes(plan) // ALIGN) * ALIGN)
 
     def stages_of(self, keys: Sequence[Key]) -> list[int]:
         """The pipeline stages that hold these taps, in order."""
@@ -51,11 +67,12 @@ class Room:
 
 
 class Claim:
-    """The slots and shared memory of one request that steers or captures."""
+    """The slots and shared memory of one request that steers, captures or is watched."""
 
     def __init__(self, room: Room, plan: Plan) -> None:
         self.room, self.plan = room, plan
         self.region: Region | None = None
+        self.watch = room.watch(plan)
         self._held: list[tuple[Slots, Hashable]] = []
 
     def take(self) -> None:
@@ -98,7 +115,26 @@ class Claim:
                 plan.keys, plan.positions, spec.before_steering, spec.reduce, hold, self.plan.most_rows
             )
         columns = tuple(WireColumn.of(column, inline=arena is not None) for column in self.plan.columns)
-        return Wire(name, arena, self.region.offset, self.region.owner, columns, capture)
+        return Wire(name, arena, self.region.offset, self.region.owner, columns, capture, self.watch)
+
+    @property
+    def read(self) -> int:
+        """Readings that are there."""
+        return 0 if self.region is None else int(self.region.counters[READ])
+
+    def readings(self, start: int, stop: int) -> SeenOnHost:
+        """Those numbers, in memory of their own."""
+        watch, region = self.watch, self.region
+        assert watch is not None
+        assert region is not None
+        size, k = 4 * watch.words, watch.kept
+        words = np.asarray(region)[watch.place + start * size : watch.place + stop * size].view(np.int32)
+        words = words.reshape(-1, watch.words).copy()
+        values, indices = words[:, :k].view(np.float32), words[:, k : 2 * k].astype(np.int64)
+        if not watch.compiled.rules:
+            return SeenOnHost(values, indices, None, None, None)
+        on, off = ((words[:, 2 * k + i, None] >> np.arange(MOST_RULES) & 1).astype(bool) for i in range(2))
+        return SeenOnHost(values, indices, words[:, 2 * k + 2 :].view(np.float32), on, off)
 
     def arrived(self) -> int:
         """Rows that every stage of the capture has written."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm import kernel
-from steerscope.engines.vllm.pool import Cells
-from steerscope.engines.vllm.step import Asker, Slice
+from steerscope.engines.vllm.askers import Asker, Slice
+from steerscope.engines.vllm.pool import Cells, watched_rows
 from steerscope.specs.errors import CapacityExceeded
 
 _RING = 8  # steps that may be prepared while earlier ones run
@@ -63,7 +63,7 @@ class CudaPool:
         kernel.register()
         self.device = device
         try:
-            self.cells = torch.zeros(cells, hidden, dtype=dtype, device=device)
+            self.cells = torch.zeros(cells + watched_rows(cells, index), hidden, dtype=dtype, device=device)
         except torch.OutOfMemoryError as error:
             raise CapacityExceeded(
                 f"no device memory for {cells * hidden * dtype.itemsize >> 20} MiB of rows: tap fewer layers, or "

@@ -10,12 +10,14 @@ import functools
 import logging
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from steerscope.capture.transport import ALIGN, HEADER, LEFT, MET, OWNER, ROWS, Arena
+from steerscope.capture.transport import ALIGN, HEADER, LEFT, MET, OWNER, READ, ROWS, Arena
+from steerscope.engines.vllm.askers import Asker, Slice
 from steerscope.engines.vllm.pool import Pool
-from steerscope.engines.vllm.step import Asker, Slice
 from steerscope.engines.vllm.wire import Wire
+from steerscope.lenses.monitor import SeenOnHost
 from steerscope.residual.reduce import HeldBack, Reducer
 
 log = logging.getLogger("steerscope")
@@ -69,7 +71,7 @@ class Delivery:
 
     def _part(self, asker: Asker) -> None:
         asker.arena, asker.left = None, True
-        asker.wire = dataclasses.replace(asker.wire, capture=None)
+        asker.wire = dataclasses.replace(asker.wire, capture=None, watch=None)
 
     # --- rows
 
@@ -122,6 +124,39 @@ class Delivery:
             self.pool.afterwards(asker, functools.partial(self._set, asker, LEFT + self.stage, 1))
         else:
             asker.left = True
+
+    # --- readings
+
+    def tell(self, asker: Asker, seen: SeenOnHost, start: int, first: int, count: int) -> None:
+        """Readings of a request, from position `first` on. Those of rows that came again are there already, and rows
+        beyond the longest text are nobody's."""
+        watch, watched = asker.wire.watch, asker.watched
+        assert watch is not None
+        assert watched is not None
+        number = watched.told if first >= watched.until else watch.positions.count(first)
+        skip, stop = max(0, watched.told - number), min(number + count, watched.most)
+        if number + skip >= stop:
+            return
+        here = slice(start + skip, start + stop - number)
+        watched.told, watched.until = stop, first + count
+        if not self.writes or asker.arena is None or asker.left:
+            return
+        size = 4 * watch.words
+        at = asker.wire.offset + HEADER + watch.place + (number + skip) * size
+        out = asker.arena.bytes[at : at + (stop - number - skip) * size].view(np.int32).reshape(-1, watch.words)
+        k, found = watch.kept, min(watch.kept, seen.values.shape[1])
+        if found < k:
+            out[:, found:k], out[:, k + found : 2 * k] = 0, -1
+        out[:, :found].view(np.float32)[:] = seen.values[here, :found]
+        out[:, k : k + found] = seen.indices[here, :found]
+        if watch.compiled.rules:
+            assert seen.on is not None
+            assert seen.off is not None
+            assert seen.scores is not None
+            bits = 1 << np.arange(seen.on.shape[1])
+            out[:, 2 * k], out[:, 2 * k + 1] = seen.on[here] @ bits, seen.off[here] @ bits
+            out[:, 2 * k + 2 :].view(np.float32)[:] = seen.scores[here, : len(watch.compiled.terms)]
+        self._set(asker, READ, stop)
 
     # --- reductions, and the end of requests
 

@@ -6,6 +6,7 @@ acknowledged by all of them, before the first request that uses them.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import secrets
 import threading
@@ -25,9 +26,12 @@ from steerscope.engines.threaded import ThreadedEngine
 from steerscope.engines.vllm import plugin
 from steerscope.engines.vllm.claims import Room
 from steerscope.engines.vllm.guards import check_version, facts_of
+from steerscope.engines.vllm.packs import Packs
 from steerscope.engines.vllm.running import Running
 from steerscope.engines.vllm.selftest import self_test
 from steerscope.engines.vllm.settings import Settings
+from steerscope.engines.vllm.wire import pack_name
+from steerscope.lenses.reader import Registered
 from steerscope.residual.table import Column
 from steerscope.specs.errors import (
     ModelNotFound,
@@ -81,7 +85,8 @@ class VLLMEngine(ThreadedEngine[Running]):
         self._llm.input_processor.steerscope_aside = True  # requests are judged here
         self.dtype = config.model_config.dtype
         self.mode = _mode(config)
-        self.facts = facts_of(config, self.settings, name)
+        alone = config.parallel_config.pipeline_parallel_size == 1
+        self.facts = dataclasses.replace(facts_of(config, self.settings, name), watches=True, switches=alone)
         self._decoder = Decoder(self.tokenizer)  # type: ignore[arg-type]
         self._eos = _eos_ids(config, self.tokenizer)
         # The budget counts rows; every request that asks for something also has counters, and gaps cost a little.
@@ -90,6 +95,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         self.room = Room(self.facts, self.dtype, self.settings, stage, regions)
         self.separate = hasattr(self._llm.engine_core, "outputs_queue")  # the engine core is another process
         self.numbers = itertools.count()
+        self._lenses = Packs(self._rpc, self._packs_in_use)
         self._resident: dict[bytes, None] = {}  # given to the workers, oldest first
         self._running: dict[str, Running] = {}
         self._unborn: list[Running] = []  # quiet ones without a token
@@ -161,6 +167,15 @@ class VLLMEngine(ThreadedEngine[Running]):
             Problem("sampling.repetition_window", "vLLM penalises the whole text", "leave it out, or use engine hf")
         ]
 
+    def _keep_pack(self, registered: Registered) -> None:
+        self._call(lambda: self._lenses.keep(registered))
+
+    def _drop_pack(self, registered: Registered) -> None:
+        self._call(lambda: self._lenses.drop(registered))
+
+    def _packs_in_use(self) -> set[str]:
+        return {pack_name(one.plan.watch.registered) for one in self._running.values() if one.plan.watch}
+
     def stats(self) -> dict[str, float]:
         """Counters of this process and of the workers."""
         workers = self._call(lambda: self._rpc("stats"))
@@ -170,6 +185,7 @@ class VLLMEngine(ThreadedEngine[Running]):
             "waiting": len(self._waiting),
             "slots_in_use": self.room.vectors.in_use,
         }
+        now |= {name: summed[name] for name in ("readings", "packs")}
         shared = {"capture_bytes": self.budget.used, "capture_budget": self.budget.total}
         return {**{f"worker_{name}": value for name, value in summed.items()}, **self._counts, **now, **shared}
 
@@ -236,6 +252,8 @@ class VLLMEngine(ThreadedEngine[Running]):
                     return  # somebody will finish and make some
                 for column in one.plan.columns:
                     self._give(column)
+                if one.plan.watch is not None:
+                    self._lenses.lend(one.plan.watch.registered)
                 self._llm.add_request(one.key, one.prompt(), one.params())
             except Exception as error:
                 if one.claim is not None:
@@ -243,7 +261,7 @@ class VLLMEngine(ThreadedEngine[Running]):
                 self._failed(self._waiting.pop(0), error)
                 continue
             self._running[one.key] = self._waiting.pop(0)
-            if one.quiet:
+            if one.late:
                 self._unborn.append(one)
 
     def _make_room(self, one: Running) -> bool:

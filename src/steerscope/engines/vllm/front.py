@@ -51,6 +51,7 @@ class Asked(Spec):
 
     steer: Steering = Steering()
     capture: Capture | None = None
+    watch: Any = None  # known by its name, so that it can be refused by it
     save_as: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")  # under settings.captures
 
 
@@ -90,6 +91,9 @@ class Front:
 
     def _check(self, asked: Asked, text: bool, n: int) -> list[Problem]:
         problems = []
+        if asked.watch is not None:
+            what = "vLLM's own front ends have no way to tell what lenses read"
+            problems.append(Problem("watch", what, "use steerscope's engine"))
         if asked.capture and asked.capture.reduce:
             what = "vLLM's own front ends do not tell the workers where a text really ended"
             problems.append(Problem("capture.reduce", what, "reduce the rows yourself, or use steerscope's engine"))

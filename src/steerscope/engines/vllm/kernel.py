@@ -50,9 +50,16 @@ def _steered(
 
 
 @triton.jit
-def _kept(early, late, mine, group, pool, order, before, at, inside, hidden, CELL: tl.constexpr):
-    """Write the row of this token, as it was before its ops or as it is after them, if its group captures here."""
+def _kept(
+    early, late, mine, token, group, pool, order, before, at, inside, hidden, first_watched, CELL: tl.constexpr,
+    WATCHED: tl.constexpr,
+):  # fmt: skip
+    """Write the row of this token, as it was before its ops or as it is after them, if its group captures here; and
+    once more, as it is, if the group is watched here."""
     place = tl.load(order + group)
+    if place >= WATCHED - 1:
+        place -= WATCHED
+        tl.store(pool + (token + first_watched) * hidden + at, late, mask=inside)
     if place >= 0:
         row = late
         if tl.load(before + group) != 0:
@@ -72,9 +79,9 @@ def _advance(mine, CELL: tl.constexpr, STRIDE: tl.constexpr):
 @triton.jit
 def _kernel(
     delta, residual, pool, index, vectors, coefficients, gates, order, before,
-    delta_stride, residual_stride, index_width, hidden,
+    delta_stride, residual_stride, index_width, hidden, first_watched,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
-    CELL: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr,
+    CELL: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     mine = index + token * index_width
@@ -96,16 +103,18 @@ def _kernel(
             late = d
             if RESIDUAL:
                 late = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
-            _kept(h, late, mine, group, pool, order, before, at, inside, hidden, CELL)
+            _kept(
+                h, late, mine, token, group, pool, order, before, at, inside, hidden, first_watched, CELL, WATCHED
+            )  # fmt: skip
 
 
 @triton.jit
 def _norm_kernel(
     delta, residual, weight, normed, stream, pool, index, vectors, coefficients, gates, order, before, faults,
-    delta_stride, residual_stride, index_width, hidden, epsilon,
+    delta_stride, residual_stride, index_width, hidden, first_watched, epsilon,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BESIDE_ONE: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
     LAST: tl.constexpr, ASKER: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    ENTRIES: tl.constexpr, WATCHED: tl.constexpr,
 ):  # fmt: skip
     """The tap, then vLLM's norm: the stream is summed in float32, handed on rounded, and normed unrounded."""
     token = tl.program_id(0).to(tl.int64)
@@ -124,7 +133,9 @@ def _norm_kernel(
                 d = _steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
             if CAPTURE:
                 late = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
-                _kept(h, late, mine, group, pool, order, before, at, inside, hidden, CELL)
+                _kept(
+                    h, late, mine, token, group, pool, order, before, at, inside, hidden, first_watched, CELL, WATCHED
+                )  # fmt: skip
     x = d.to(tl.float32) + r.to(tl.float32)
     tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
     y = x * tl.math.rsqrt(tl.sum(x * x) / hidden + epsilon)
@@ -199,6 +210,7 @@ def _cuda_tap(
         residual.stride(0) if residual is not None else 0,
         index.shape[1],
         hidden,
+        pool.shape[0] - index.shape[0],
         COLUMNS=(index.shape[1] - ENTRIES) // 3,
         BLOCK=block,
         RESIDUAL=residual is not None,
@@ -207,6 +219,7 @@ def _cuda_tap(
         CELL=CELL,
         GROUP=GROUP,
         ENTRIES=ENTRIES,
+        WATCHED=tap.WATCHED,
         num_warps=_warps(block),
     )
 
@@ -263,6 +276,7 @@ def _cuda_tap_norm(
         residual.stride(0),
         index.shape[1],
         hidden,
+        pool.shape[0] - index.shape[0],
         epsilon,
         COLUMNS=(index.shape[1] - ENTRIES) // 3,
         BLOCK=block,
@@ -275,6 +289,7 @@ def _cuda_tap_norm(
         GROUP=GROUP,
         STRIDE=STRIDE,
         ENTRIES=ENTRIES,
+        WATCHED=tap.WATCHED,
         num_warps=_warps(block),
     )
     return normed, stream

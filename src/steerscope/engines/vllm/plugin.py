@@ -9,7 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-RPC = ("attach_arena", "detach_arena", "register", "unregister", "finish", "forget", "settle", "describe", "stats")
+RPC = ("attach_arena", "detach_arena", "register", "unregister", "keep_pack", "drop_pack")
+RPC += ("finish", "forget", "settle", "describe", "stats")
 
 
 def register() -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from steerscope.capture.transport import Arena
-from steerscope.engines.vllm.step import CELL, STRIDE, Asker, Slice
+from steerscope.engines.vllm.askers import Asker, Slice
+from steerscope.engines.vllm.step import CELL, STRIDE
 from steerscope.specs.errors import CapacityExceeded
 
 
@@ -44,7 +45,7 @@ class Cells:
 
 
 class Pool(Protocol):
-    cells: Tensor  # [cells, hidden]
+    cells: Tensor  # [cells + tokens, hidden]: those that are handed out, and behind them the watched rows of a step
     index: Tensor  # [tokens, columns] int32, what the taps read
     faults: Tensor  # [askers] int32, set by the taps
 
@@ -95,6 +96,11 @@ class Pool(Protocol):
     def stats(self) -> dict[str, float]: ...
 
 
+def watched_rows(cells: int, index: np.ndarray) -> int:
+    """Behind the cells there is a row for every token of a step, where rows are captured at all."""
+    return len(index) if cells else 0
+
+
 def make_pool(
     device: torch.device,
     cells: int,
@@ -104,7 +110,7 @@ def make_pool(
     index: np.ndarray,
     limit: int | None,
 ) -> Pool:
-    size = cells * hidden * dtype.itemsize
+    size = (cells + watched_rows(cells, index)) * hidden * dtype.itemsize
     if limit is not None and size > limit:
         raise CapacityExceeded(
             f"the rows of one step, and those that wait to be sent, can take {size >> 20} MiB, pool_bytes is "
@@ -119,7 +125,7 @@ def make_pool(
 
 class HostPool:
     def __init__(self, cells: int, askers: int, hidden: int, dtype: torch.dtype, index: np.ndarray) -> None:
-        self.cells = torch.zeros(cells, hidden, dtype=dtype)
+        self.cells = torch.zeros(cells + watched_rows(cells, index), hidden, dtype=dtype)
         self._bytes = self.cells.view(torch.uint8).numpy()  # [cells, bytes]
         self.index = torch.from_numpy(index)
         self.faults = torch.zeros(askers, dtype=torch.int32)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from steerscope.engines.vllm.step import Asker
+from steerscope.engines.vllm.askers import Asker
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn
 from steerscope.residual.table import Column, Key
 from steerscope.specs.errors import UnsupportedModel
@@ -73,8 +73,9 @@ def _run(
     wire = Wire("proof", None, 0, 0, columns, capture)
     leases = [] if column is None else [taps.table.acquire(column)]
     asker = Asker(wire, leases, 0, len(taps.keys))
-    asker.group, _ = taps.groups.acquire((taps.keys, False))
-    taps.set_group(asker.group, taps.keys, before=False)
+    group = (taps.keys, False, None)
+    asker.group, _ = taps.groups.acquire(group)
+    taps.set_group(asker.group, group)
     taps.books.askers["proof"] = asker
     filled = taps.books.fill(["proof"], np.array([0, tokens]), np.array([0]), taps.reserve, lambda _: None)
     taps.graphs.use(filled.busy)
@@ -91,7 +92,7 @@ def _run(
         taps.books.forget("proof")
         taps.books.clear()
         taps.pool.send_index(0)
-        taps.groups.release((taps.keys, False))
+        taps.groups.release(group)
         for lease in leases:
             taps.table.release(lease)
 

@@ -32,8 +32,13 @@ class Running(RunningText):
         super().__init__(job, decoder, eos)
         self.engine = engine
         self.key = f"{self.name}.{self.plan.choice}.{next(engine.numbers)}"  # names come again, this does not
-        asks = self.plan.columns or self.plan.capture  # the workers must know of it, and need a place to answer
+        # The workers must know of it, and need a place to answer.
+        asks = self.plan.columns or self.plan.capture or self.plan.watch
         self.claim = Claim(engine.room, self.plan) if asks else None
+        rules = self.plan.watch.compiled.rules if self.plan.watch else []
+        self._stops_by_rule = any(rule.kind == "stop" for rule in rules)
+        self.late = self.quiet and not self._stops_by_rule  # vLLM may keep its tokens until the end
+        self._noted = 0  # readings that were taken over
 
     def prepare(self) -> bool:
         """Take slots and shared memory; False when there is no room for them now."""
@@ -69,7 +74,7 @@ class Running(RunningText):
             repetition_penalty=s.repetition_penalty,
             seed=None if greedy else s.seed,
             ignore_eos=s.ignore_eos,
-            quiet=self.quiet,
+            quiet=self.late,
             skip_reading_prefix_cache=None if reads_cached(self.plan) else True,
         )
         if self.claim is not None:
@@ -80,16 +85,18 @@ class Running(RunningText):
 
     def _hold(self, capture: CapturePlan) -> int:
         """Rows a reduction keeps back. Where this process finds the end, vLLM hears of it late, and has run on."""
-        late = self.plan.sampling.stop or self.job.stream or self.engine.separate
+        late = self.plan.sampling.stop or self.job.stream or self.engine.separate or self._stops_by_rule
         row = len(capture.keys) * self.engine.facts.hidden * self.engine.dtype.itemsize
         return min(self.plan.sampling.max_tokens, max(_HOLD_LATE, _HOLD_BYTES // row)) if late else _HOLD
 
     def take(self, output: Any) -> FinishReason | None:
         """New tokens, of a quiet one all; the reason if the request is over."""
         new = output.outputs[0]
-        if self.quiet and (reason := self.accept_all(list(new.token_ids))):
+        if self.late and (reason := self.accept_all(list(new.token_ids))):
             return reason
-        for token in () if self.quiet else new.token_ids:
+        for token in () if self.late else new.token_ids:
+            if self.notes is not None:
+                self._note(len(self.history))  # the row that a token was sampled from was read before
             if reason := self.accept(token):
                 return reason
         if not output.finished:
@@ -107,8 +114,28 @@ class Running(RunningText):
 
     def catch_up(self, state: Any) -> None:
         """It ends before vLLM would tell: what it has sampled is in vLLM's own books."""
-        if self.quiet and state is not None:
+        if self.late and state is not None:
             self.accept_all(list(state.detokenizer.output_token_ids)[len(self.generated) :])
+
+    def _note(self, rows: int) -> None:
+        """Take over what was read of the first rows. Of later ones, which may be there, nobody knows yet whether they
+        belong to the text."""
+        watch, claim = self.plan.watch, self.claim
+        if watch is None or claim is None or claim.region is None or self.notes is None:
+            return
+        stop = min(claim.read, watch.positions.count(rows))
+        if stop > self._noted:
+            positions = selected(watch.positions, rows)[self._noted : stop]
+            claim.readings(self._noted, stop).note(self.notes, 0, positions.tolist())
+            self._noted = stop
+
+    def end(self, reason: FinishReason) -> None:
+        self._note(self.computed)
+        watch = self.plan.watch
+        if watch is not None and self._noted < (wanted := watch.positions.count(self.computed)):
+            self.fail(RequestFailed(f"{self.name} failed: {wanted - self._noted} of {wanted} readings did not arrive"))
+            return
+        super().end(reason)
 
     @property
     def failure(self) -> str | None:
@@ -129,6 +156,8 @@ class Running(RunningText):
             return True
         if self.plan.columns and len(self.generated) <= _LATE:  # the last steps' faults may not have been looked at
             return True
+        if self.plan.watch and self.claim.read < self.plan.watch.positions.count(self.computed):
+            return True
         if self.plan.capture is None:
             return False
         wanted = self.plan.capture.positions.count(self.computed)
@@ -142,6 +171,8 @@ class Running(RunningText):
     def _handle(self) -> CaptureHandle | None:
         capture, held = self.plan.capture, self.job.held
         if capture is None or held is None:
+            if held is not None:  # there were readings, which have been taken over
+                held.release()
             return None
         if self.claim is None or self.claim.region is None:  # cancelled while it waited
             held.release()

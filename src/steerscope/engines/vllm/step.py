@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from steerscope.capture.transport import Arena
-from steerscope.engines.vllm.wire import Wire
-from steerscope.residual.table import Lease
+from steerscope.engines.vllm.askers import Asker, Looks, Page, Slice
+from steerscope.engines.vllm.wire import WireColumn
 from steerscope.specs.errors import CapacityExceeded
 from steerscope.specs.tokens import Interval, Positions
 
@@ -29,58 +28,13 @@ _LINE = 16  # an index row fills whole cache lines
 
 
 @dataclass(slots=True)
-class Page:
-    """Cells for rows that follow each other: row i of position start + i."""
-
-    cell: int
-    start: int
-    size: int
-    count: int = 0
-
-
-@dataclass(slots=True)
-class Asker:
-    """A request that steers or captures."""
-
-    wire: Wire
-    leases: list[Lease]
-    group: int  # 0: captures nothing here
-    width: int  # captured taps on this worker
-    before: int = 0  # captured taps of earlier pipeline stages: their rows come first
-    place: int = 0  # where the rows of this worker begin in its arena
-    seen: int = 0  # captured rows computed so far, all below a position that never falls
-    moved: int = 0  # captured rows that are there or on their way
-    reached: int = 0  # the first position that was never fed
-    failed: str | None = None
-    left: bool = False  # its region is no longer ours
-    arena: Arena | None = None  # where that region is
-    number: int = 0  # which fault flag is its own
-    page: Page | None = None
-
-    @property
-    def steers(self) -> bool:
-        return bool(self.leases) and len(self.leases) == len(self.wire.columns)
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Rows of one request: positions [start, stop) are cells [cell, cell + (stop − start) · width)."""
-
-    asker: Asker
-    start: int
-    stop: int
-    cell: int
-    reached: int  # captured rows that are there when this slice is
-    size: int  # cells that were reserved for it
-
-
-@dataclass(slots=True)
 class Filled:
     """What one step does: how many tokens have a say, and the rows that are complete with it."""
 
     tokens: int = 0  # index rows [0, tokens) are written, the rest is zero
     slices: list[Slice] = field(default_factory=list)
     failed: list[Asker] = field(default_factory=list)  # found out in this step
+    looks: Looks | None = None  # rows that lenses read
     recomputed: int = 0  # requests that were preempted and begin again
     steers: bool = False
     busy: bool = False  # the taps have something to do
@@ -169,6 +123,7 @@ class Books:
         here: list[tuple[int, Asker]] = []
         taken: list[tuple[Asker, int, int, int]] = []  # who, batch token, positions; of prompts
         rows: list[tuple[Asker, int, int, int]] = []  # the same, of those who feed one token
+        looks: list[tuple[Asker, int, int, int]] = []  # the same, of those who are watched
         for i, name in enumerate(requests):
             asker = self.askers.get(name)
             if asker is None:
@@ -176,19 +131,22 @@ class Books:
             here.append((i, asker))
             first, last, at = int(starts[i]), int(starts[i + 1]), int(computed[i])
             self._dirty = filled.tokens = last
-            filled.recomputed += at < asker.reached
+            before, fine = at < asker.reached, not asker.failed
+            filled.recomputed += before
             if asker.page is not None and (last - first > 1 or asker.page.start + asker.page.count != at):
                 bring_out(self.close(asker))
             asker.reached = max(asker.reached, at + last - first)
             # Also when its rows are void: its keys and values are cached under the salt of its steering.
-            if asker.steers and self._steer(asker, first, at, at + last - first):
+            if asker.steers and self._steer(asker, first, at, at + last - first, before):
                 filled.steers = filled.busy = True
             if asker.group and asker.wire.capture and not asker.failed:
                 found = [(asker, first + a - at, a, b) for a, b in _captured(asker, at, at + last - first)]
                 (rows if last - first == 1 else taken).extend(found)
                 filled.busy |= bool(found)
-                if asker.failed:
-                    filled.failed.append(asker)
+            if asker.watched is not None and not asker.failed:
+                looks += [(asker, first + a - at, a, b) for a, b in _read(asker, at, at + last - first)]
+            if asker.failed and fine:
+                filled.failed.append(asker)
         total = sum((b - a) * asker.width for asker, _, a, b in taken)
         cell = self._make_room(rows, total, reserve)
         for asker, token, a, b in taken:
@@ -198,6 +156,10 @@ class Books:
         for asker, token, _, _ in rows:
             self._capture(asker, token, self._page_row(asker, filled), 1)
             self.index[token, STRIDE] = asker.width
+        if looks:
+            filled.looks, filled.busy = Looks(looks), True
+            for asker, token, a, b in looks:
+                self._watch(asker, token, b - a)
         self._steady = self._begin(list(requests), here, starts, computed, filled)
         self.resting = len(here) == len(self.askers) and self._steady is not None and not self._steady.wanted()
         return filled
@@ -209,6 +171,12 @@ class Books:
         where = slice(token, token + count)
         self.index[where, CELL] = cell + asker.width * np.arange(count)
         self.index[where, GROUP] = asker.group
+
+    def _watch(self, asker: Asker, token: int, count: int) -> None:
+        """After captures: a token has one group."""
+        assert asker.watched is not None
+        group = self.index[token : token + count, GROUP]
+        group[:] = np.where(group == 0, asker.watched.alone, asker.watched.both)
 
     def _make_room(self, rows: list[tuple[Asker, int, int, int]], total: int, reserve: Callable[[int], int]) -> int:
         """A page for everybody who feeds one token, and the first of so many cells. Nothing counts before all have
@@ -248,14 +216,15 @@ class Books:
             return []
         return [_slice(asker, page.start, page.start + page.count, page.cell, page.size * asker.width)]
 
-    def _steer(self, asker: Asker, first: int, at: int, stop: int) -> bool:
-        """Whether any of these tokens is steered."""
+    def _steer(self, asker: Asker, first: int, at: int, stop: int, again: bool) -> bool:
+        """Whether any of these tokens is steered. What is computed again is steered as it was the first time."""
         some = False
         for k, (column, lease) in enumerate(zip(asker.wire.columns, asker.leases, strict=True)):
-            for a, b in column.positions.within(at, stop):
+            gate, positions = _switched(asker, k, column, again)
+            for a, b in positions.within(at, stop):
                 where = slice(first + a - at, first + b - at)
                 self.index[where, ASKER] = asker.number
-                entry = (lease.vector_slot, lease.coefficient_slot, column.gate)
+                entry = (lease.vector_slot, lease.coefficient_slot, gate)
                 self.index[where, ENTRIES + 3 * k : ENTRIES + 3 * k + 3] = entry
                 some = True
         return some
@@ -270,7 +239,7 @@ class Books:
             at = int(computed[i])
             if starts[i + 1] - starts[i] != 1 or asker.failed or not _lasts(asker, at):
                 return None
-        if not here:
+        if not here or filled.recomputed:  # a row that comes again has entries of its own
             return None
         request = np.array([i for i, _ in here])
         askers = [asker for _, asker in here]
@@ -278,7 +247,14 @@ class Books:
                 for i, asker in here]  # fmt: skip
         pages = [asker.page for asker in askers]
         capturing = any(rows)
-        again = Filled(filled.tokens, steers=filled.steers, busy=filled.busy, same=not capturing, advance=capturing)
+        again = Filled(
+            filled.tokens,
+            looks=filled.looks,
+            steers=filled.steers,
+            busy=filled.busy,
+            same=not capturing,
+            advance=capturing,
+        )
         made = _Steady(
             names=names,
             askers=askers,
@@ -299,6 +275,8 @@ class Books:
 
     def _repeat(self, now: _Steady, reserve: Callable[[int], int]) -> Filled | None:
         if now.filled.same or now.left > 1:
+            if now.filled.looks is not None:
+                now.filled.looks.moved += 1
             now.position += 1
             now.left -= 1
             now.lag += 1
@@ -311,6 +289,8 @@ class Books:
             self.index[now.token, CELL] = now.cell
             again.advance = False
         now.count()
+        if again.looks is not None:
+            again.looks.moved += 1
         for i in np.flatnonzero((now.room == 0) & (now.width > 0)):
             asker = now.askers[i]
             assert asker.page is not None
@@ -339,6 +319,8 @@ class Books:
         now.catch_up()
         for i, asker in enumerate(now.askers):
             asker.reached = max(asker.reached, int(now.position[i]))
+            if asker.watched is not None and asker.wire.watch is not None:
+                asker.watched.seen = max(asker.watched.seen, asker.wire.watch.positions.count(int(now.position[i])))
             if not now.width[i] or asker.wire.capture is None:
                 continue
             asker.seen = max(asker.seen, asker.wire.capture.positions.count(int(now.position[i])))
@@ -383,6 +365,9 @@ def _lasts(asker: Asker, at: int) -> bool:
         stop = capture.most  # looked at again when it gets there
         if not _constant(capture.positions, at, stop):
             return False
+    watch = asker.wire.watch
+    if asker.watched and watch and at < watch.most and not _constant(watch.positions, at, watch.most):
+        return False
     return all(_constant(column.positions, at, stop) for column in asker.wire.columns)
 
 
@@ -401,3 +386,28 @@ def _captured(asker: Asker, at: int, stop: int) -> Iterator[Interval]:
             return
         asker.seen = max(asker.seen, capture.positions.count(b))
         yield a, b
+
+
+def _read(asker: Asker, at: int, stop: int) -> Iterator[Interval]:
+    """The positions of [at, stop) that lenses read. Rules need every row: a gap before them is an error."""
+    watch, watched = asker.wire.watch, asker.watched
+    assert watch is not None
+    assert watched is not None
+    for a, b in watch.positions.within(at, min(stop, watch.most)):
+        if watch.positions.count(a) > watched.seen:
+            asker.failed = f"watched rows before position {a} were never computed"
+            return
+        watched.seen = max(watched.seen, watch.positions.count(b))
+        yield a, b
+
+
+def _switched(asker: Asker, k: int, column: WireColumn, again: bool) -> tuple[int, Positions]:
+    """The gate of a column, and the positions that have it. The gates stand as they are after the newest row: for rows
+    that come again it is known how they stood, and those that were steered are always open."""
+    if not column.gate:
+        return 0, column.positions
+    if asker.watched is None:
+        return 0, Positions()
+    if again:
+        return 0, column.positions & Positions.of(asker.watched.open.get(column.gate, ()))
+    return asker.watched.gates[k], column.positions

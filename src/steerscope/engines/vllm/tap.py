@@ -48,6 +48,9 @@ def _fake_norm(delta: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(delta), torch.empty_like(delta)
 
 
+# In `order`, added to a place: a group that reads the row too. It is left behind the cells, at the token's own number,
+# so that whoever is watched needs no cells: the rows of one step are looked at before the next.
+WATCHED = 1 << 16
 kernels = True  # whether a CUDA tap does anything; graphs may be captured without
 
 
@@ -79,9 +82,12 @@ def _torch_tap(
         raise ValueError(f"a tap met {tuple(delta.shape)}, it takes [tokens ≤ {index.shape[0]}, hidden]")
     if not faults[0]:
         return
+    first_watched = pool.shape[0] - index.shape[0]
     index = index[: delta.shape[0]]
     group = index[:, GROUP]
     place = order.index_select(0, group)
+    watched = place >= WATCHED - 1
+    place = torch.where(watched, place - WATCHED, place)
     wanted = place >= 0 if capture else torch.zeros_like(group, dtype=torch.bool)
     early = wanted & before.index_select(0, group)
     _copy_rows(early, delta, residual, pool, index, place)
@@ -99,6 +105,18 @@ def _torch_tap(
             delta.index_copy_(0, steered, changed)
             faults[index[steered[~torch.isfinite(changed).all(1)], ASKER].long()] = 1
     _copy_rows(wanted & ~early, delta, residual, pool, index, place)
+    if capture:
+        _leave_rows(watched, delta, residual, pool, first_watched)
+
+
+def _leave_rows(which: Tensor, delta: Tensor, residual: Tensor | None, pool: Tensor, first: int) -> None:
+    """Rows of watched tokens, behind the cells."""
+    tokens = which.nonzero().squeeze(1)
+    if len(tokens):
+        rows = delta.index_select(0, tokens)
+        if residual is not None:
+            rows = rows + residual.index_select(0, tokens)
+        pool.index_copy_(0, tokens + first, rows.to(pool.dtype))
 
 
 def _copy_rows(
@@ -119,7 +137,7 @@ library.impl("tap", _torch_tap, "CPU")
 class Shared:
     """Tensors that all taps of a worker read."""
 
-    pool: Tensor  # [cells, hidden]
+    pool: Tensor  # [cells + tokens, hidden]
     index: Tensor  # [tokens, 2 + 3 · columns]
     gates: Tensor
     before: Tensor  # [groups]: the group captures before steering

@@ -3,11 +3,15 @@ to judge there. Vectors go by the hash of their content, which the workers were 
 
 import functools
 import hashlib
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from steerscope.engines.plan import Plan
+from steerscope.lenses.compile import Compiled, CompiledRule, Term
+from steerscope.lenses.monitor import WatchPlan
+from steerscope.lenses.reader import PackOptions, Registered
 from steerscope.residual.table import Column, Key
 from steerscope.specs.steering import Coefficients
 from steerscope.specs.tokens import EVERYWHERE, Positions
@@ -43,6 +47,62 @@ class WireCapture:
 
 
 @dataclass(frozen=True, slots=True)
+class WireWatch:
+    pack: str  # as the workers know it
+    key: Key
+    positions: Positions
+    top_k: int
+    levels: tuple[int, ...] | None
+    compiled: Compiled
+    kept: int  # concepts in a reading
+    most: int  # rows are numbered below this
+    place: int  # of the readings, behind the counters
+
+    @classmethod
+    def of(cls, plan: WatchPlan, most: int, place: int) -> "WireWatch":
+        kept = min(plan.spec.top_k, len(plan.registered.pack))
+        name = pack_name(plan.registered)
+        return cls(name, plan.key, plan.positions, plan.spec.top_k, plan.levels, plan.compiled, kept, most, place)
+
+    @property
+    def words(self) -> int:
+        """Numbers of four bytes in one reading: scores, lenses, rules that went on and off (a bit each), and the scores
+        of their terms."""
+        return 2 * self.kept + (2 + len(self.compiled.terms) if self.compiled.rules else 0)
+
+    @property
+    def bytes(self) -> int:
+        return 4 * self.words * self.positions.count(self.most)
+
+    def plain(self) -> list[Any]:
+        terms = [[t.lens, t.above, t.below, t.need] for t in self.compiled.terms]
+        rules = [[r.name, r.kind, r.clauses, r.off, r.off_for, r.lenses] for r in self.compiled.rules]
+        where = [list(self.key), _pack_positions(self.positions)]
+        return [self.pack, *where, self.top_k, self.levels, terms, rules, self.kept, self.most, self.place]
+
+    @classmethod
+    def unplain(cls, data: list[Any]) -> "WireWatch":
+        pack, (layer, site), at, top_k, levels, terms, rules, *rest = data
+        found = [
+            CompiledRule(name, kind, tuple((p, n) for p, n in clauses), off, off_for, tuple(lenses))
+            for name, kind, clauses, off, off_for, lenses in rules
+        ]
+        compiled = Compiled([Term(*term) for term in terms], found)
+        chosen = None if levels is None else tuple(levels)
+        return cls(pack, (layer, site), _positions(at), top_k, chosen, compiled, *rest)
+
+
+def pack_name(registered: Registered) -> str:
+    """What a pack is and how it is kept, as one word."""
+    return _pack_name(*registered.key)
+
+
+@functools.lru_cache(maxsize=64)
+def _pack_name(digest: str, options: PackOptions) -> str:
+    return hashlib.blake2b(repr((digest, options)).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
 class Wire:
     name: str
     arena: tuple[str, int] | None  # path and size of the shared memory; None: the one that was attached
@@ -50,6 +110,7 @@ class Wire:
     owner: int  # what that region's counter must say
     columns: tuple[WireColumn, ...]
     capture: WireCapture | None
+    watch: WireWatch | None = None
 
     def without_content(self) -> "Wire":
         """When the vectors are in the table nobody needs these bytes."""
@@ -74,7 +135,7 @@ class Wire:
             c = self.capture
             capture = [_pack_keys(c.keys), _pack_positions(c.positions), c.before_steering, c.reduce, c.hold, c.most]
         return {"name": self.name, "place": [self.arena, self.offset, self.owner], "columns": columns,
-                "capture": capture}  # fmt: skip
+                "capture": capture, "watch": self.watch and self.watch.plain()}  # fmt: skip
 
     @classmethod
     def unpack(cls, packed: bytes) -> "Wire":
@@ -89,10 +150,10 @@ class Wire:
         if data["capture"] is not None:
             keys, at, *rest = data["capture"]
             capture = WireCapture(_unpack_keys(bytes(keys)), _positions(at), *rest)
+        watch = None if data["watch"] is None else WireWatch.unplain(data["watch"])
         arena, offset, owner = data["place"]
-        return cls(
-            data["name"], None if arena is None else (arena[0], arena[1]), offset, owner, tuple(columns), capture
-        )
+        own = None if arena is None else (arena[0], arena[1])
+        return cls(data["name"], own, offset, owner, tuple(columns), capture, watch)
 
 
 # Requests ask alike: what names many layers is packed, and unpacked, once for all of them.
@@ -149,10 +210,13 @@ def salt(plan: Plan) -> str | None:
 
     Cached blocks are reused by any prompt that begins with the same tokens, so what was done to a position must be a
     function of the salt and of the tokens up to it: where an op does not act everywhere, its resolved positions
-    and the length of the prompt they were resolved against belong to it. Names never do.
+    and the length of the prompt they were resolved against belong to it. Names never do. What a rule switches depends
+    on the text itself: such a request shares with nobody.
     """
     if not plan.columns:
         return None
+    if any(column.gate for column in plan.columns):
+        return secrets.token_hex(16)
     found = hashlib.blake2b(digest_size=16)
     for column in plan.columns:
         found.update(column.vector_key)
@@ -165,4 +229,5 @@ def salt(plan: Plan) -> str | None:
 
 def reads_cached(plan: Plan) -> bool:
     """Whether a cached prompt may be used: of its positions, all but the last can be, and those would have no rows."""
-    return plan.capture is None or plan.capture.positions.count(len(plan.prompt.token_ids) - 1) == 0
+    wanted = [asked.positions for asked in (plan.capture, plan.watch) if asked is not None]
+    return all(positions.count(len(plan.prompt.token_ids) - 1) == 0 for positions in wanted)

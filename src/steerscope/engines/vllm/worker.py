@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from steerscope.capture.transport import STAGES
+from steerscope.engines.vllm.askers import Asker
 from steerscope.engines.vllm.delivery import Delivery
 from steerscope.engines.vllm.graphs import Graphs, around
 from steerscope.engines.vllm.guards import check_config, layer_count, minor_version
@@ -24,8 +25,9 @@ from steerscope.engines.vllm.pool import make_pool
 from steerscope.engines.vllm.proof import prove
 from steerscope.engines.vllm.seeds import mend
 from steerscope.engines.vllm.settings import Settings
-from steerscope.engines.vllm.step import PAGE, Asker, Books, Filled
+from steerscope.engines.vllm.step import PAGE, Books, Filled
 from steerscope.engines.vllm.tap import Shared, Tap
+from steerscope.engines.vllm.watching import Group, Watching, groups_of, order_of
 from steerscope.engines.vllm.wire import Wire, WireColumn
 from steerscope.residual.table import Column, Key, Slots, SlotTable
 from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
@@ -75,10 +77,13 @@ class WorkerTaps:
         self.pool = make_pool(
             self.device, cells, 2 * requests + 2, self.hidden, self.dtype, self.books.index, settings.pool_bytes
         )
+        self.delivery = Delivery(self.pool, self.hidden, self.dtype, self.stage, self.writes)
+        # As many as can be known at once: those that were preempted are, too.
+        self.watching = Watching(self.device, 2 * requests + 1, self.pool.cells, tokens, self.delivery)
         self.shared = Shared(
             pool=self.pool.cells,
             index=self.pool.index,
-            gates=torch.ones(1 + requests, device=self.device),
+            gates=self.watching.monitor.rules.gates,
             before=torch.zeros(settings.groups, dtype=torch.bool, device=self.device),
             faults=self.pool.faults,
         )
@@ -86,7 +91,6 @@ class WorkerTaps:
         _count_memory(runner, self.device, self.pool.cells)
         attach(found, self.taps, norms=not settings.noop and _plain_norms(config))
         self.vectors: dict[bytes, dict[Key, np.ndarray]] = {}
-        self.delivery = Delivery(self.pool, self.hidden, self.dtype, self.stage, self.writes)
         self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "stall_s": 0.0}
         self.graphs = Graphs(runner)
         self.lock = threading.RLock()  # a client in the same process may ask from another thread
@@ -127,6 +131,8 @@ class WorkerTaps:
             self._filled = NOTHING
             self.pool.pump()  # beside the forward that comes, not beside the small copies after it
             result = run(output, *args, **kwargs)
+            if self._filled.looks is not None:
+                self.watching.read(self._filled.looks)
             self._collect(self._filled)
             if not output.total_num_scheduled_tokens:  # nobody runs any more: no later step will bring the rows out
                 self.pool.drain()
@@ -229,8 +235,8 @@ class WorkerTaps:
                 asker.number = self._numbers.popleft()
                 self._owners[asker.number] = asker
                 self.pool.faults[asker.number] = 0
-            if asker.wire.capture:
-                self._join_group(asker)
+            if asker.wire.capture or asker.wire.watch:
+                self._join_groups(asker)
         except Exception as error:
             self.delivery.fail(asker, f"{type(error).__name__}: {error}")
         asker.wire = asker.wire.without_content()
@@ -249,32 +255,38 @@ class WorkerTaps:
         made.vector_key, made.coefficient_key = column.vectors, column.strengths
         return made
 
-    def _join_group(self, asker: Asker) -> None:
-        capture = asker.wire.capture
-        assert capture is not None
-        keys = tuple(key for key in capture.keys if key in self.taps)
-        if not keys:
-            return
-        asker.group, fresh = self.groups.acquire((keys, capture.before_steering))
-        asker.width = len(keys)
-        asker.before = sum(layer < self.first_layer for layer, _ in capture.keys)
-        if fresh:
-            self.set_group(asker.group, keys, capture.before_steering)
-        self.delivery.expect(asker)
+    def _join_groups(self, asker: Asker) -> None:
+        """Numbers for its tokens that are captured, watched, or both, as far as these taps are here."""
+        capture, watch = asker.wire.capture, asker.wire.watch
+        keys = tuple(key for key in capture.keys if key in self.taps) if capture else ()
+        watched = watch.key if watch and watch.key in self.taps else None
+        numbers: dict[Group, int] = {}
+        for group in groups_of(keys or None, bool(capture and capture.before_steering), watched):
+            numbers[group], fresh = self.groups.acquire(group)
+            asker.groups.append(group)
+            if fresh:
+                self.set_group(numbers[group], group)
+        found = list(numbers.values())
+        if capture and keys:
+            asker.group, asker.width = found[0], len(keys)
+            asker.before = sum(layer < self.first_layer for layer, _ in capture.keys)
+            self.delivery.expect(asker)
+        if watch and watched:
+            self.watching.admit(asker, watch, found[1 if keys else 0], found[-1])
 
-    def set_group(self, group: int, keys: tuple[Key, ...], before: bool) -> None:
-        """From now on, tokens of this group are captured at these taps."""
-        self.shared.before[group] = before
+    def set_group(self, number: int, group: Group) -> None:
+        """From now on, tokens of this group are captured and watched at its taps."""
+        self.shared.before[number] = group[1]
         for key, tap in self.taps.items():
-            tap.order[group] = keys.index(key) if key in keys else -1
+            tap.order[number] = order_of(group, key)
 
     def _release(self, asker: Asker) -> None:
         while asker.leases:
             self.table.release(asker.leases.pop())
-        if asker.group and asker.wire.capture:
-            keys = tuple(key for key in asker.wire.capture.keys if key in self.taps)
-            self.groups.release((keys, asker.wire.capture.before_steering))
-            asker.group = 0
+        while asker.groups:
+            self.groups.release(asker.groups.pop())
+        asker.group = 0
+        self.watching.release(asker)
         if asker.number:
             self._numbers.append(asker.number)
             asker.number = 0
@@ -308,6 +320,14 @@ class WorkerTaps:
 
     def unregister(self, name: bytes) -> None:
         self.vectors.pop(bytes(name), None)
+
+    @torch.inference_mode(False)  # tiers have a thread of their own
+    def keep_pack(self, name: str, folder: str, options: dict) -> None:
+        self.watching.keep(name, folder, options)
+
+    @torch.inference_mode()
+    def drop_pack(self, name: str) -> None:
+        self.watching.drop(name)
 
     @torch.inference_mode()
     def finish(self, requests: list) -> None:
@@ -358,7 +378,8 @@ class WorkerTaps:
 
     def stats(self) -> dict[str, float]:
         now = {"slots_in_use": self.table.in_use, "askers": len(self.books.askers)}
-        return {**self.counts, **self.delivery.counts, **self.pool.stats(), **now}
+        now["packs"] = len(self.watching.monitor)
+        return {**self.counts, **self.watching.counts, **self.delivery.counts, **self.pool.stats(), **now}
 
 
 def _count_memory(runner: Any, device: torch.device, pool: torch.Tensor) -> None:

@@ -1,0 +1,158 @@
+"""Watched requests in a worker: lenses read the rows of a step after its forward, and rules switch the gates that the
+taps of the next one read. Every rank does the same sums; one of them tells the client.
+
+Taps leave watched rows behind the pool's cells, at the number of their token. A step that repeats the last one, a token
+later, uses the same tensors again.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steerscope.engines.vllm.askers import Asker, Looks, Watched
+from steerscope.engines.vllm.delivery import Delivery
+from steerscope.engines.vllm.tap import WATCHED
+from steerscope.engines.vllm.wire import WireWatch
+from steerscope.lenses.monitor import Monitor, SeenOnHost, WatchPlan
+from steerscope.lenses.pack import Pack
+from steerscope.lenses.reader import PackOptions, Reader, Registered
+from steerscope.residual.table import Key
+from steerscope.specs.errors import RequestFailed
+from steerscope.specs.watch import Watch
+
+Group = tuple[tuple[Key, ...], bool, Key | None]  # captured taps, whether before steering, and the one that is watched
+
+
+def groups_of(keys: tuple[Key, ...] | None, before: bool, watched: Key | None) -> list[Group]:
+    """The groups that tokens of one request can belong to: captured, watched, both."""
+    found: list[Group] = [] if keys is None else [(keys, before, None)]
+    if watched is not None:
+        found.append(((), False, watched))
+    if keys is not None and watched is not None:
+        found.append((keys, before, watched))
+    return found
+
+
+def order_of(group: Group, key: Key) -> int:
+    """What the tap `key` finds in its order for this group."""
+    keys, _, watched = group
+    return (keys.index(key) if key in keys else -1) + (WATCHED if key == watched else 0)
+
+
+@dataclass(slots=True)
+class Look:
+    """Rows that one reader reads together, request after request."""
+
+    reader: Reader
+    top_k: int
+    parts: list[tuple[Asker, int, int]]  # whose, the first position, how many
+    rows: Tensor  # where they lie in the pool
+    position: Tensor
+    slot: Tensor | None
+    view: Tensor | None
+
+
+class Watching:
+    def __init__(self, device: torch.device, slots: int, cells: Tensor, tokens: int, delivery: Delivery) -> None:
+        self.monitor = Monitor(device, slots=slots)
+        self.packs: dict[str, Registered] = {}
+        self.delivery, self._cells, self._first = delivery, cells, len(cells) - tokens
+        self.counts = {"readings": 0}
+
+    # --- packs
+
+    def keep(self, name: str, folder: str, options: dict[str, Any]) -> None:
+        found = Registered(
+            Pack.load(folder, verify=False), PackOptions(**{**options, "pinned": tuple(options["pinned"])})
+        )
+        self.monitor.keep(found)
+        self.packs[name] = found
+
+    def drop(self, name: str) -> None:
+        found = self.packs.pop(name, None)
+        if found is not None:
+            self.monitor.drop(found)
+
+    # --- requests
+
+    def admit(self, asker: Asker, watch: WireWatch, alone: int, both: int) -> None:
+        pack = self.packs.get(watch.pack)
+        if pack is None:
+            raise RequestFailed("its lens pack is not on this worker")
+        levels = None if watch.levels is None else list(watch.levels)
+        spec = Watch(pack=watch.pack, top_k=watch.top_k, levels=levels)
+        seat = self.monitor.admit(WatchPlan(pack, watch.key, watch.positions, watch.compiled, spec))
+        gates = [self.monitor.gate(seat, column.gate) for column in asker.wire.columns]
+        asker.watched = Watched(seat, gates, alone, both, watch.positions.count(watch.most))
+
+    def release(self, asker: Asker) -> None:
+        if asker.watched is not None:
+            self.monitor.release(asker.watched.seat)
+            asker.watched = None
+
+    # --- the rows of a step
+
+    def read(self, looks: Looks) -> None:
+        """After a forward and before the next one's taps, on the stream that runs them."""
+        if looks.kept is None:
+            looks.kept = self._looks(looks)
+        for look in looks.kept:
+            try:
+                self._read(look, looks.moved)
+            except Exception as error:  # their readings are void, the step goes on
+                for asker, _, _ in look.parts:
+                    self.delivery.fail(asker, f"{type(error).__name__}: {error}")
+
+    def _looks(self, looks: Looks) -> list[Look]:
+        groups: dict[object, list[tuple[Asker, int, int, int]]] = defaultdict(list)
+        for part in looks.parts:
+            assert part[0].watched is not None
+            groups[part[0].watched.seat.group].append(part)
+        return [self._look(parts) for parts in groups.values()]
+
+    def _look(self, parts: list[tuple[Asker, int, int, int]]) -> Look:
+        seats = [asker.watched.seat for asker, *_ in parts if asker.watched is not None]
+        counts = torch.tensor([b - a for _, _, a, b in parts])
+        device = self.monitor.device
+
+        def per_row(values: list[int]) -> Tensor:
+            return torch.tensor(values).repeat_interleave(counts).to(device)
+
+        rows = [self._first + token + i for _, token, a, b in parts for i in range(b - a)]
+        return Look(
+            reader=seats[0].reader,
+            top_k=max(seat.top_k for seat in seats),
+            parts=[(asker, a, b - a) for asker, _, a, b in parts],
+            rows=torch.tensor(rows).to(device),
+            position=torch.tensor([at for _, _, a, b in parts for at in range(a, b)]).to(device),
+            slot=per_row([seat.slot for seat in seats]) if any(seat.slot for seat in seats) else None,
+            view=per_row([seat.view for seat in seats]) if any(seat.view for seat in seats) else None,
+        )
+
+    def _read(self, look: Look, moved: int) -> None:
+        rows, position = self._cells.index_select(0, look.rows), look.position + moved
+        # The host waits for these few numbers: they must be with the client before the token that comes with them.
+        seen = self.monitor.look(look.reader, rows, look.top_k, look.slot, position, look.view).to_host()
+        start, changed = 0, seen.on is not None and seen.off is not None and bool((seen.on | seen.off).any())
+        for asker, first, count in look.parts:
+            if asker.watched is not None and asker.failed is None:
+                if changed:
+                    _remember(asker.watched, asker.wire.watch, seen, start, first + moved, count)
+                self.delivery.tell(asker, seen, start, first + moved, count)
+                self.counts["readings"] += count
+            start += count
+
+
+def _remember(watched: Watched, watch: WireWatch | None, seen: SeenOnHost, start: int, first: int, count: int) -> None:
+    """When its gates were switched: rows may have to be computed again."""
+    assert watch is not None
+    if seen.on is None or seen.off is None:
+        return
+    for r, rule in enumerate(watch.compiled.rules):
+        if rule.kind == "steer":
+            on, off = seen.on[start : start + count, r], seen.off[start : start + count, r]
+            for i in (on | off).nonzero()[0].tolist():
+                watched.switch(r + 1, first + i, bool(on[i]))
