@@ -438,6 +438,17 @@ class TestLives:
             engine.generate("x", SHORT, watch=Watch(pack=inline))
         assert len(monitor) <= before + 2, "packs nobody registered do not pile up"
 
+    def test_a_pack_that_is_forgotten_goes_on_reading_for_those_who_run(self, engine: SyncEngine):
+        other = PACK.replace(info=PACK.info.model_copy(update={"name": "soon forgotten"}))
+        engine.register_pack("soon", other)
+        rule = when(PACK.concepts[0].id, above=0.0).then(flag("f"))
+        events = engine.stream(PROMPT, SHORT, watch=Watch(pack="soon", rules=[rule]))
+        first = next(events)
+        engine.unregister_pack("soon")
+        *_, end = [first, *events]
+        assert isinstance(end, EndEvent)
+        assert len(end.generation.readings) == len(end.generation.prompt_token_ids) + 9
+
     def test_a_watch_through_json_finds_its_pack_by_what_it_is(self, engine: SyncEngine):
         travelled = Watch.from_json(Watch(pack=PACK, top_k=4).to_json())
         assert (

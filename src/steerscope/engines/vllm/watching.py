@@ -76,6 +76,11 @@ class Watching:
         if found is not None:
             self.monitor.drop(found)
 
+    def close(self) -> None:
+        """Packs kept in tiers have threads."""
+        self.packs.clear()
+        self.monitor.close()
+
     # --- requests
 
     def admit(self, asker: Asker, watch: WireWatch, alone: int, both: int) -> None:

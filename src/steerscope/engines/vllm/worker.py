@@ -310,6 +310,7 @@ class WorkerTaps:
     def detach_arena(self) -> None:
         """The client closes: nothing is written there any more."""
         self.settle()
+        self.watching.close()
         self.delivery.detach()
 
     @torch.inference_mode()
