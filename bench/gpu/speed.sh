@@ -2,7 +2,7 @@
 # What each kind of request costs on a GPU against untouched vLLM, in pairs. Usage: speed.sh OUT [run ...]
 # Needs vLLM on PYTHONPATH; writes OUT/speed-<run>.json, OUT/profile-<cell>.json and a log of each.
 out=$1; shift
-runs=${*:-"qwen steer profile llama-8b llama-1b b1 b64 b256 peer"}
+runs=${*:-"qwen one profile llama-8b llama-1b b1 b64 b256 peer lens"}
 tmp=${TMPDIR:-/tmp}
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$tmp/vllm-cache}
@@ -23,8 +23,8 @@ pair() {  # name, then options of steerscope.bench.paired
 for run in $runs; do
   case $run in
     qwen)      pair speed-qwen2.5-3b --model qwen2.5-3b \
-                 --cells noise zero-layer all-layers one-layer generated last mean ;;
-    steer)     pair speed-qwen2.5-3b-steer --model qwen2.5-3b --cells noise add cap ablate add:one add:same ;;
+                 --cells noise zero-layer all-layers generated last mean add cap ablate ;;  # every goal, one pair of engines
+    one)       pair speed-qwen2.5-3b-one --model qwen2.5-3b --cells noise one-layer add:one add:same ;;
     quick)     pair speed-qwen2.5-3b --model qwen2.5-3b --cells noise zero-layer all-layers add ;;
     llm)       pair speed-qwen2.5-3b-llm --model qwen2.5-3b --baseline llm --cells noise zero-layer all-layers ;;
     process)   pair speed-qwen2.5-3b-process --model qwen2.5-3b --core process --cells $some ;;
@@ -33,6 +33,12 @@ for run in $runs; do
     llama-1b)  pair speed-llama-1b --model llama-1b --cells $some ;;
     b1|b64|b256) pair "speed-qwen2.5-3b-$run" --model qwen2.5-3b --batch "${run#b}" --cells $some ;;
     peer)      pair speed-qwen2.5-3b-peer --model qwen2.5-3b --utilisation 0.4 --cells noise all-layers hidden-states ;;
+    lens)      for size in "267 2560" "7947 2560"; do
+                 set -- $size
+                 python3 -m steerscope.bench.lens --device cuda --lenses "$1" --hidden "$2" --compile 8 \
+                   --output "$out/lens-$1.json" > "$out/lens-$1.log" 2>&1
+                 echo "lens-$1: exit $?"; tail -20 "$out/lens-$1.log"
+               done ;;
     profile)   for cell in zero-layer all-layers add; do
                  pair "profile-$cell" --model qwen2.5-3b --profile "$cell"
                done ;;
