@@ -109,9 +109,9 @@ class BareVLLM:
 
     def __init__(self, setup: Setup, scratch: Path, how: str = "engine", **more: Any) -> None:
         vllm_environment(setup, plugins=False)
-        from vllm import LLM, EngineArgs, SamplingParams  # type: ignore[import-not-found]
-        from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
-        from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found]
+        from vllm import LLM, EngineArgs, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.llm_engine import LLMEngine
 
         self.setup, self._count = setup, 0
         arguments = vllm_arguments(setup, scratch) | more
@@ -174,7 +174,7 @@ class HiddenStates(BareVLLM):
         # In a core of its own: the files of the last requests are written by steps that nobody asks for any more.
         setup = replace(setup, core="process")
         vllm_environment(setup, plugins=False)
-        from vllm.config import KVTransferConfig  # type: ignore[import-not-found]
+        from vllm.config import KVTransferConfig
 
         layers = model_config(setup.model).num_hidden_layers
         drafter = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(range(1, layers))}}
@@ -189,7 +189,7 @@ class HiddenStates(BareVLLM):
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
         """The clock stops when every file is complete: only then has the client its rows."""
         del fetch
-        from vllm.distributed.kv_transfer.kv_connector.v1 import (  # type: ignore[import-not-found]
+        from vllm.distributed.kv_transfer.kv_connector.v1 import (
             example_hidden_states_connector as connector,
         )
 

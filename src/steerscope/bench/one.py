@@ -1,13 +1,13 @@
 """One configuration in one process: `steerscope bench capture`, `steer` and `stream`."""
 
 import asyncio
+import functools
 import hashlib
 import json
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -160,7 +160,6 @@ def top_costs(setup: Setup, cell: str) -> list[dict[str, Any]]:
         try:
             prompts = setup.prompts(0)
             driver.run(prompts, cell, fetch=True)
-            work: Callable[[], object] = lambda: driver.run(prompts, cell, fetch=True)  # noqa: E731
-            return top_functions(work)
+            return top_functions(functools.partial(driver.run, prompts, cell, fetch=True))
         finally:
             driver.close()

@@ -115,7 +115,7 @@ def holds(found: dict[str, Any], requests: int) -> bool:
 
 
 def record(requests: int) -> dict[str, Any]:
-    import vllm  # type: ignore[import-not-found]
+    import vllm
 
     names = ("torch", "transformers")
     result: dict[str, Any] = {"vllm": vllm.__version__, **{name: importlib.metadata.version(name) for name in names}}

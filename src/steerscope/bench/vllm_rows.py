@@ -199,7 +199,7 @@ def main() -> None:
     args = parser.parse_args()
     args.reference = args.reference or args.device
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    import vllm  # type: ignore[import-not-found]
+    import vllm
 
     result: dict[str, Any] = {"vllm": vllm.__version__, "torch": torch.__version__, "shape": args.shape}
     result |= {"dtype": args.dtype, "eager": args.eager, "tokens_per_step": args.tokens, "requests": args.requests}

@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument("--graphs", dest="eager", action="store_false", help="compile, and capture graphs on CUDA")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    import vllm  # type: ignore[import-not-found]
+    import vllm
 
     result: dict[str, Any] = {"vllm": vllm.__version__, "device": args.device, "dtype": args.dtype, "eager": args.eager}
     with tempfile.TemporaryDirectory() as scratch:

@@ -96,3 +96,15 @@ def check_config(config: Any) -> None:
         refuse("runner", "only models that generate can be tapped", "use --runner generate")
     if problems:
         raise InvalidRequest(problems)
+
+
+def plain_norms(config: Any) -> bool:
+    """Of a quantised model they are the compiler's to fuse with what makes the numbers small; and some are asked to
+    give the same bits in every batch."""
+    from vllm import envs
+
+    return config.model_config.quantization is None and not getattr(envs, "VLLM_BATCH_INVARIANT", False)
+
+
+def graph_sizes(config: Any) -> list[int]:
+    return list(config.compilation_config.cudagraph_capture_sizes or [])

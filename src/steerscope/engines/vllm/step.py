@@ -9,11 +9,12 @@ one request side by side, sent together. Such a step is a handful of array opera
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
 from steerscope.engines.vllm.askers import Asker, Looks, Page, Slice
+from steerscope.engines.vllm.steady import Filled, Steady
 from steerscope.engines.vllm.wire import WireColumn
 from steerscope.specs.errors import CapacityExceeded
 from steerscope.specs.tokens import Interval, Positions
@@ -27,70 +28,6 @@ _TRIES = 4  # of finding room for a step
 _LINE = 16  # an index row fills whole cache lines
 
 
-@dataclass(slots=True)
-class Filled:
-    """What one step does: how many tokens have a say, and the rows that are complete with it."""
-
-    tokens: int = 0  # index rows [0, tokens) are written, the rest is zero
-    slices: list[Slice] = field(default_factory=list)
-    failed: list[Asker] = field(default_factory=list)  # found out in this step
-    looks: Looks | None = None  # rows that lenses read
-    recomputed: int = 0  # requests that were preempted and begin again
-    steers: bool = False
-    busy: bool = False  # the taps have something to do
-    same: bool = False  # the index says what it said in the last step
-    advance: bool = False  # it does when every token's cell is moved on by its stride
-
-
-@dataclass(slots=True)
-class _Steady:
-    """Decoding requests, as arrays over the askers of a batch."""
-
-    names: list[str]
-    askers: list[Asker]
-    request: np.ndarray  # its number in the batch
-    token: np.ndarray
-    position: np.ndarray  # the next one
-    width: np.ndarray  # 0: captures nothing any more
-    cell: np.ndarray  # of the next row, `lag` steps ago
-    room: np.ndarray  # rows left in its page, likewise
-    most: np.ndarray
-    filled: Filled  # a step that changes nothing else
-    alone: bool  # nobody feeds more than one token
-    left: int = 0  # steps until the first page is full
-    lag: int = 0
-
-    def fits(self, names: Sequence[str], starts: np.ndarray, computed: np.ndarray) -> bool:
-        """The batch is the last one, a token later."""
-        count = len(names)
-        if names != self.names:
-            return False
-        if starts[count] == count:  # everybody feeds one token
-            same = self.alone
-        else:
-            same = bool((starts[self.request] == self.token).all())
-            same = same and bool((starts[self.request + 1] == self.token + 1).all())
-        found = computed[:count] if len(self.request) == count else computed[self.request]
-        return same and bool((found == self.position).all())
-
-    def wanted(self) -> bool:
-        """Whether anybody wants something, now or if a part of it is computed again. Rows are had once; but what was
-        steered once must be steered again."""
-        return self.filled.busy or not self.filled.same or any(asker.wire.columns for asker in self.askers)
-
-    def catch_up(self) -> None:
-        self.cell += self.lag * self.width
-        self.room -= self.lag * (self.width > 0)
-        self.lag = 0
-
-    def count(self) -> None:
-        """One more row in every page."""
-        self.position += 1
-        self.lag += 1
-        self.catch_up()
-        self.left = int(self.room[self.width > 0].min())
-
-
 class Books:
     def __init__(self, tokens: int, columns: int, page: int = PAGE) -> None:
         self.columns, self.page = columns, page
@@ -98,7 +35,7 @@ class Books:
         self.index = np.zeros((tokens, width), dtype=np.int32)
         self.askers: dict[str, Asker] = {}
         self._dirty = 0  # index rows [0, dirty) may be non-zero
-        self._steady: _Steady | None = None
+        self._steady: Steady | None = None
         self.proving = False  # a dummy batch is to do what the index says
         self.resting = False  # those who asked have all they wanted
 
@@ -233,7 +170,7 @@ class Books:
 
     def _begin(
         self, names: list[str], here: list[tuple[int, Asker]], starts: np.ndarray, computed: np.ndarray, filled: Filled
-    ) -> _Steady | None:
+    ) -> Steady | None:
         """What the next steps look like if everybody who asks goes on with one token each; None if not so."""
         for i, asker in here:
             at = int(computed[i])
@@ -255,7 +192,7 @@ class Books:
             same=not capturing,
             advance=capturing,
         )
-        made = _Steady(
+        made = Steady(
             names=names,
             askers=askers,
             request=request,
@@ -273,7 +210,7 @@ class Books:
             made.left = int(made.room[made.width > 0].min())
         return made
 
-    def _repeat(self, now: _Steady, reserve: Callable[[int], int]) -> Filled | None:
+    def _repeat(self, now: Steady, reserve: Callable[[int], int]) -> Filled | None:
         if now.filled.same or now.left > 1:
             if now.filled.looks is not None:
                 now.filled.looks.moved += 1
@@ -298,7 +235,7 @@ class Books:
             again.slices.append(_slice(asker, page.start, page.start + page.size, page.cell, page.size * asker.width))
         return again
 
-    def _turn_pages(self, now: _Steady, reserve: Callable[[int], int]) -> bool:
+    def _turn_pages(self, now: Steady, reserve: Callable[[int], int]) -> bool:
         """A new page for everybody whose last one is full; False when these steps do not go on."""
         if not (now.position < now.most).all():
             return False

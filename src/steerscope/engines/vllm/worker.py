@@ -19,13 +19,14 @@ from steerscope.capture.transport import STAGES
 from steerscope.engines.vllm.askers import Asker
 from steerscope.engines.vllm.delivery import Delivery
 from steerscope.engines.vllm.graphs import Graphs, around
-from steerscope.engines.vllm.guards import check_config, layer_count, minor_version
+from steerscope.engines.vllm.guards import check_config, graph_sizes, layer_count, minor_version, plain_norms
 from steerscope.engines.vllm.layers import attach, find_layers, returned
 from steerscope.engines.vllm.pool import make_pool
 from steerscope.engines.vllm.proof import prove
 from steerscope.engines.vllm.seeds import mend
 from steerscope.engines.vllm.settings import Settings
-from steerscope.engines.vllm.step import PAGE, Books, Filled
+from steerscope.engines.vllm.steady import Filled
+from steerscope.engines.vllm.step import PAGE, Books
 from steerscope.engines.vllm.tap import Shared, Tap
 from steerscope.engines.vllm.watching import Group, Watching, groups_of, order_of
 from steerscope.engines.vllm.wire import Wire, WireColumn
@@ -64,7 +65,7 @@ class WorkerTaps:
         self.stage, self.writes = get_pp_group().rank_in_group, get_tp_group().rank_in_group == 0
         if self.stage >= STAGES:
             raise UnsupportedModel(f"pipelines have at most {STAGES} stages here: lower pipeline_parallel_size")
-        tokens = max(config.scheduler_config.max_num_batched_tokens, *(_graph_sizes(config) or [1]))
+        tokens = max(config.scheduler_config.max_num_batched_tokens, *(graph_sizes(config) or [1]))
         requests = config.scheduler_config.max_num_seqs
         page = max(1, min(PAGE, tokens // (4 * requests)))
         self.books = Books(tokens, settings.max_columns, page)
@@ -89,7 +90,7 @@ class WorkerTaps:
         )
         self.taps = {key: self._tap(key) for key in self.keys}
         _count_memory(runner, self.device, self.pool.cells)
-        attach(found, self.taps, norms=not settings.noop and _plain_norms(config))
+        attach(found, self.taps, norms=not settings.noop and plain_norms(config))
         self.vectors: dict[bytes, dict[Key, np.ndarray]] = {}
         self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "stall_s": 0.0}
         self.graphs = Graphs(runner)
@@ -387,15 +388,3 @@ def _count_memory(runner: Any, device: torch.device, pool: torch.Tensor) -> None
     """Older versions size their KV cache by what `load_model` took: what came after it must be added."""
     if device.type == "cuda" and minor_version() < (0, 32) and hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += pool.numel() * pool.element_size()
-
-
-def _plain_norms(config: Any) -> bool:
-    """Of a quantised model they are the compiler's to fuse with what makes the numbers small; and some are asked to
-    give the same bits in every batch."""
-    from vllm import envs
-
-    return config.model_config.quantization is None and not getattr(envs, "VLLM_BATCH_INVARIANT", False)
-
-
-def _graph_sizes(config: Any) -> list[int]:
-    return list(config.compilation_config.cudagraph_capture_sizes or [])

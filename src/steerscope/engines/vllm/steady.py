@@ -1,0 +1,73 @@
+"""What a step does, and decoding requests as arrays: a step that is the last one, a token later, needs no more than a
+few array operations, whatever the number of requests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from steerscope.engines.vllm.askers import Asker, Looks, Slice
+
+
+@dataclass(slots=True)
+class Filled:
+    """What one step does: how many tokens have a say, and the rows that are complete with it."""
+
+    tokens: int = 0  # index rows [0, tokens) are written, the rest is zero
+    slices: list[Slice] = field(default_factory=list)
+    failed: list[Asker] = field(default_factory=list)  # found out in this step
+    looks: Looks | None = None  # rows that lenses read
+    recomputed: int = 0  # requests that were preempted and begin again
+    steers: bool = False
+    busy: bool = False  # the taps have something to do
+    same: bool = False  # the index says what it said in the last step
+    advance: bool = False  # it does when every token's cell is moved on by its stride
+
+
+@dataclass(slots=True)
+class Steady:
+    """Decoding requests, as arrays over the askers of a batch."""
+
+    names: list[str]
+    askers: list[Asker]
+    request: np.ndarray  # its number in the batch
+    token: np.ndarray
+    position: np.ndarray  # the next one
+    width: np.ndarray  # 0: captures nothing any more
+    cell: np.ndarray  # of the next row, `lag` steps ago
+    room: np.ndarray  # rows left in its page, likewise
+    most: np.ndarray
+    filled: Filled  # a step that changes nothing else
+    alone: bool  # nobody feeds more than one token
+    left: int = 0  # steps until the first page is full
+    lag: int = 0
+
+    def fits(self, names: Sequence[str], starts: np.ndarray, computed: np.ndarray) -> bool:
+        """The batch is the last one, a token later."""
+        count = len(names)
+        if names != self.names:
+            return False
+        if starts[count] == count:  # everybody feeds one token
+            same = self.alone
+        else:
+            same = bool((starts[self.request] == self.token).all())
+            same = same and bool((starts[self.request + 1] == self.token + 1).all())
+        found = computed[:count] if len(self.request) == count else computed[self.request]
+        return same and bool((found == self.position).all())
+
+    def wanted(self) -> bool:
+        """Whether anybody wants something, now or if a part of it is computed again. Rows are had once; but what was
+        steered once must be steered again."""
+        return self.filled.busy or not self.filled.same or any(asker.wire.columns for asker in self.askers)
+
+    def catch_up(self) -> None:
+        self.cell += self.lag * self.width
+        self.room -= self.lag * (self.width > 0)
+        self.lag = 0
+
+    def count(self) -> None:
+        """One more row in every page."""
+        self.position += 1
+        self.lag += 1
+        self.catch_up()
+        self.left = int(self.room[self.width > 0].min())
