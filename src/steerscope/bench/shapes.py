@@ -97,3 +97,8 @@ def vllm_model(model: str, scratch: Path) -> dict[str, Any]:
     folder = scratch / model
     shape_config(model).save_pretrained(folder)
     return {"model": str(folder), "load_format": "dummy"}
+
+
+def small_share(device: str) -> dict[str, Any]:
+    """vLLM's argument that lets several engines share a GPU; without one there is nothing to share."""
+    return {"gpu_memory_utilization": 0.05} if device == "cuda" else {}

@@ -88,6 +88,7 @@ _CELLS = {
     "full": "the same, 0.9 of the memory for vLLM",
     "gemma": "Gemma-3-1B shape, V2 runner, graphs",
     "fp32": "the same",
+    "smollm": "SmolLM2-135M with its own weights, V2 runner, graphs",
 }
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model
+from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model, small_share
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Generation, TokenPrompt
 from steerscope.engines.hf import HFEngine
@@ -29,7 +29,7 @@ from steerscope.models import DEFAULT_MODEL
 from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering
 
 COSINE = 0.999  # of every row with transformers' in the same dtype
-TF32 = 4e-3  # what attention kernels make of float32 on CUDA
+FLOOR = {"cuda": 4e-3, "cpu": 1e-4}  # relative L2 that any row may be off: float32 on CUDA means TF32 in attention
 ROUNDING = 1.5  # a row may be so many times further from float32 than the worst of transformers in the same dtype
 
 
@@ -62,9 +62,10 @@ def spread(distances: torch.Tensor) -> dict[str, float]:
     return {name: float(np.quantile(distances.numpy(), mark)) for name, mark in marks.items()}
 
 
-def forced(engine: SyncEngine, done: Generation, steer: Steering, capture: Capture) -> Generation:
+def forced(engine: SyncEngine, done: Generation, steer: Steering, capture: Capture, tf32: bool = False) -> Generation:
     """The same text as one prompt."""
     fed = [*done.prompt_token_ids, *done.token_ids[:-1]]
+    torch.backends.cuda.matmul.allow_tf32 = tf32
     return engine.generate(TokenPrompt(fed), Sampling(max_tokens=1, ignore_eos=True), steer=steer, capture=capture)
 
 
@@ -86,12 +87,10 @@ def start_vllm(folder: Path, args: argparse.Namespace) -> SyncEngine:
 
     options: dict[str, Any] = {"dtype": args.dtype, "max_model_len": 1024, "enforce_eager": args.eager}
     options |= {"max_num_seqs": 64, "max_num_batched_tokens": args.tokens, "skip_tokenizer_init": True}
-    if args.device == "cuda":
+    if args.utilisation:
         options["gpu_memory_utilization"] = args.utilisation
-    else:
-        options["kv_cache_memory_bytes"] = 256 << 20
-    if args.dtype == "float32":
-        torch.backends.cuda.matmul.allow_tf32 = False
+    else:  # so little that several cells can share a GPU
+        options |= {"kv_cache_memory_bytes": 256 << 20} | small_share(args.device)
     return VLLMEngine(folder, tokenizer=NoTokenizer(), capture_budget=4 << 30, **options).sync
 
 
@@ -115,7 +114,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     cosine = 1.0
     for done, steer in zip(together, steers, strict=True):
         assert done.rows.n == len(done.prompt_token_ids) + len(done.token_ids) - 1
-        wanted, best = (forced(one, done, steer, capture) for one in (reference, truth))
+        wanted = forced(reference, done, steer, capture, tf32=True)  # vLLM's attention takes float32 as TF32
+        best = forced(truth, done, steer, capture)
         for layer in range(engine.facts.layers):
             mine, theirs, precise = (one.rows[layer].double().cpu() for one in (done, wanted, best))
             for name, (a, b) in zip(compared, ((mine, theirs), (mine, precise), (theirs, precise)), strict=True):
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--reference", default=None, help="the references' device, where vLLM needs the other's memory")
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=2048, help="max_num_batched_tokens")
-    parser.add_argument("--utilisation", type=float, default=0.5)
+    parser.add_argument("--utilisation", type=float, help="of the GPU's memory; a small KV cache unless given")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--rows-out", type=Path, help="keep some rows for another run to compare")
     parser.add_argument("--rows-like", type=Path, help="rows kept by another run")
@@ -207,7 +207,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         result |= measure(args, Path(scratch) / "model")
     far = {name: found["worst"] for name, found in result["relative_l2"].items()}
-    limit = max(ROUNDING * far["transformers_float32"], TF32 if args.device == "cuda" else 1e-4)
+    limit = max(ROUNDING * far["transformers_float32"], FLOOR[args.device])
     result["holds"] = far["float32"] <= limit and result["cosine"] >= COSINE
     result["holds"] &= min(result["mistakes_would_be"].values()) > 2 * limit
     args.output.write_text(json.dumps(result, indent=1) + "\n")

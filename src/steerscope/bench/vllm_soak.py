@@ -23,6 +23,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from steerscope.bench.shapes import small_share
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Choice, EndEvent, Generation, TokenPrompt
 from steerscope.engines.hf import HFEngine
@@ -244,10 +245,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     options |= {"max_num_seqs": args.concurrent, "max_num_batched_tokens": max(args.chunk, args.concurrent)}
     block = 16 if args.device == "cuda" else 32
     options |= {"enable_prefix_caching": True, "block_size": block, "num_gpu_blocks_override": args.cached // block}
-    if args.device == "cuda":
-        options["gpu_memory_utilization"] = 0.3
-    else:
-        options["kv_cache_memory_bytes"] = 64 << 20
+    options |= {"kv_cache_memory_bytes": 64 << 20} | small_share(args.device)
     engine = VLLMEngine(folder, name="soak", capture_budget=256 << 20, **options)
     ledger = Ledger()
     began = time.perf_counter()
