@@ -33,11 +33,11 @@ for run in $runs; do
     llama-1b)  pair speed-llama-1b --model llama-1b --cells $some ;;
     b1|b64|b256) pair "speed-qwen2.5-3b-$run" --model qwen2.5-3b --batch "${run#b}" --cells $some ;;
     peer)      pair speed-qwen2.5-3b-peer --model qwen2.5-3b --utilisation 0.4 --cells noise all-layers hidden-states ;;
-    lens)      for size in "267 2560" "7947 2560"; do
+    lens)      for size in "267 --compile 8" "7947 --rounds 3 --levels="; do
                  set -- $size
-                 python3 -m steerscope.bench.lens --device cuda --lenses "$1" --hidden "$2" --compile 8 \
+                 python3 -m steerscope.bench.lens --device cuda --hidden 2560 --lenses "$@" \
                    --output "$out/lens-$1.json" > "$out/lens-$1.log" 2>&1
-                 echo "lens-$1: exit $?"; tail -20 "$out/lens-$1.log"
+                 echo "lens-$1: exit $?"; tail -44 "$out/lens-$1.log"
                done ;;
     profile)   for cell in zero-layer all-layers add; do
                  pair "profile-$cell" --model qwen2.5-3b --profile "$cell"

@@ -49,9 +49,10 @@ def test_memory_beside_weights_and_result_stays_within_the_workspace(weights):
     assert 0 < torch.cuda.max_memory_allocated() - before <= workspace
 
 
+@pytest.mark.parametrize("normed", [True, False])  # mixed inputs cannot be passed over at once
 @pytest.mark.parametrize("budget", [12, 20, 60])
-def test_tiers_on_a_gpu_give_what_the_full_bank_gives(budget):
-    pack = make([3, 8, 20, 40], normed=True, calibrated=True, hidden=256, widths=(64, 32))
+def test_tiers_on_a_gpu_give_what_the_full_bank_gives(budget, normed):
+    pack = make([3, 8, 20, 40], normed=normed, calibrated=True, hidden=256, widths=(64, 32))
     bank = Bank(pack, device="cuda")
     with Tiers(pack, budget=budget, device="cuda") as tiers:
         for turn in range(30):

@@ -26,6 +26,7 @@ def used(tiers: Tiers) -> int:
 
 @settings(max_examples=20, deadline=None)
 @given(
+    at_once=st.booleans(),
     extra=st.integers(1, 40),
     base_levels=st.integers(1, 2),
     top_k=st.integers(1, 8),
@@ -36,12 +37,12 @@ def used(tiers: Tiers) -> int:
     batches=st.lists(st.integers(1, 8), min_size=1, max_size=4),
 )
 def test_any_budget_and_any_access_give_what_the_full_bank_gives(
-    extra, base_levels, top_k, depth, calibrated, normed, seed, batches
+    extra, base_levels, top_k, depth, calibrated, normed, seed, batches, at_once
 ):
     pack = make(COUNTS, seed=seed, calibrated=calibrated, normed=normed)
     budget = sum(COUNTS[:base_levels]) + extra
     bank = Bank(pack)
-    with Tiers(pack, budget=budget, base_levels=base_levels) as tiers:
+    with Tiers(pack, budget=budget, base_levels=base_levels, at_once=at_once) as tiers:
         for turn, n in enumerate(batches):
             x = rows(n, seed=seed * 100 + turn)
             found = tiers.expand(x, top_k, depth, keep_scores=True)
@@ -61,6 +62,21 @@ def test_gaps_are_bridged_and_what_lies_in_them_never_shows():
         assert not result.scores.isnan().any()
         assert torch.equal(result.indices, results[0].indices)
     assert_as_slow(results[2], Bank(pack).scores(x), 2, 5, 4)
+
+
+def test_what_is_hot_is_found_in_one_pass_over_the_slab():
+    pack, x = make(COUNTS, calibrated=True), rows(3)
+    with Tiers(pack, budget=60, at_once=True) as tiers:
+        tiers._stack.tensors["b2"][11:].fill_(torch.nan)  # slots that hold nothing yet
+        first = tiers.expand(x, 5, 4, keep_scores=True)
+        assert tiers.stats.misses
+        moved, hits, misses = tiers.stats.bytes_moved, tiers.stats.hits, tiers.stats.misses
+        tiers.children = None  # what the way that loads would need
+        again = tiers.expand(x, 5, 4, keep_scores=True)
+        assert (tiers.stats.bytes_moved, tiers.stats.misses) == (moved, misses)
+        assert tiers.stats.hits > hits
+    assert_as_slow(again, Bank(pack).scores(x), 2, 5, 4)
+    assert torch.equal(again.indices, first.indices)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])

@@ -5,11 +5,9 @@ scored by then; and so on, `depth` times or until nothing new is among them. In 
 its children is in the top k beside it: the child says the same, and more. Places that become free stay empty.
 
 A score of 0 is noise (see calibration): it is neither followed nor reported. Equal scores are ordered as the lenses
-are. The algorithm is written once, over a
-`Scorer`; whether the weights are all there (`Whole`) or come and go (`Tiers`) must not change a result.
+are. Whether the weights are all there (`Whole`) or come and go (`Tiers`, a `Scorer`) must not change a result.
 """
 
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -58,6 +56,7 @@ class Groups:
             raise InvalidRequest([Problem("pack", what, "use Bank.top, which scores them all")])
         self.pack = pack
         self.base = range(pack.level(base_levels - 1).stop)
+        self.steps = pack.levels - base_levels  # what a step scores lies below what the last one did
         self._members = [
             tuple(i for i in indices(pack.children(parent)) if i not in self.base) for parent in range(len(pack))
         ]
@@ -90,11 +89,20 @@ class Expansion:
 @torch.no_grad()
 def expand(scorer: Scorer, rows: Tensor, top_k: int = 10, depth: int = 5, keep_scores: bool = False) -> Expansion:
     """Rows [n, hidden] → the top concepts of each. The host looks at the top k after every step down."""
+    check(top_k, depth)
+    parts = [_expand(scorer, part, top_k, depth) for part in rows.split(_ROWS)]
+    return joined(scorer.groups, parts, keep_scores)
+
+
+def check(top_k: int, depth: int) -> None:
     if top_k < 1 or depth < 0:
         raise InvalidRequest([Problem("top_k, depth", f"are {top_k} and {depth}", "give at least 1 and 0")])
-    parts = [_expand(scorer, part, top_k, depth) for part in rows.split(_ROWS)]
+
+
+def joined(groups: Groups, parts: Sequence[tuple[Tensor, ...]], keep_scores: bool) -> Expansion:
+    """Parts of rows, each with values, lenses and scores."""
     values, found, scores = (torch.cat(column) for column in zip(*parts, strict=True))
-    return Expansion(scorer.groups.pack, values, found, scores if keep_scores else None)
+    return Expansion(groups.pack, values, found, scores if keep_scores else None)
 
 
 def _expand(scorer: Scorer, rows: Tensor, top_k: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,8 +113,7 @@ def _expand(scorer: Scorer, rows: Tensor, top_k: int, depth: int) -> tuple[Tenso
     k = min(top_k, scores.shape[1])
     expanded = torch.zeros_like(scores, dtype=torch.bool)
     for _ in range(depth):
-        best, lenses = best_of(scores, k)
-        wanted = torch.zeros_like(expanded).scatter_(1, lenses, best > 0) & groups.has_group & ~expanded
+        wanted = _wanted(groups, scores, k, expanded)
         parents = wanted.any(0).nonzero().flatten().tolist()
         if not parents:
             break
@@ -115,6 +122,26 @@ def _expand(scorer: Scorer, rows: Tensor, top_k: int, depth: int) -> tuple[Tenso
         for lenses, found in scorer.children(rows, parents):
             scores[:, lenses] = torch.where(asked[:, lenses], found, scores[:, lenses])
     return *_suppress(groups, *best_of(scores, k), expanded), scores
+
+
+def expand_known(groups: Groups, known: Tensor, top_k: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same where the scores `known` [n, lenses] of all lenses that may be asked for are there already: the host
+    has nothing to decide, and a graph can hold it. → values, lenses, scores, and whose groups [n, lenses] were used."""
+    scores = known.clone()
+    scores[:, groups.base.stop :] = -torch.inf
+    k = min(top_k, scores.shape[1])
+    expanded = torch.zeros_like(scores, dtype=torch.bool)
+    for _ in range(min(depth, groups.steps)):
+        wanted = _wanted(groups, scores, k, expanded)
+        expanded = expanded | wanted
+        scores = torch.where(_any_over(wanted, groups.parent, groups.child), known, scores)
+    return *_suppress(groups, *best_of(scores, k), expanded), scores, expanded
+
+
+def _wanted(groups: Groups, scores: Tensor, k: int, expanded: Tensor) -> Tensor:
+    """Of the top k those [n, lenses] whose groups come next."""
+    best, lenses = best_of(scores, k)
+    return torch.zeros_like(expanded).scatter_(1, lenses, best > 0) & groups.has_group & ~expanded
 
 
 def _any_over(flags: Tensor, source: Tensor, target: Tensor) -> Tensor:
@@ -133,24 +160,15 @@ def _suppress(groups: Groups, values: Tensor, lenses: Tensor, like: Tensor) -> t
 
 
 class Whole:
-    """A scorer whose weights are all on the device: everything is scored at once, then expanded."""
+    """Expansion with all weights on the device: everything is scored at once, then expanded."""
 
     def __init__(self, bank: Bank, base_levels: int = 2) -> None:
         if len(bank) != len(bank.pack) or list(bank.lenses) != list(range(len(bank.pack))):
             raise InvalidRequest([Problem("bank", "holds a part of its pack", "make it of the whole pack")])
         self.bank, self.groups = bank, Groups(bank.pack, base_levels, bank.device)
-        self._here = threading.local()  # the scores of the rows that a thread is expanding
 
-    def base(self, rows: Tensor) -> Scored:
-        self._here.scores = self.bank.scores(rows)
-        return Scored(
-            torch.arange(len(self.groups.base), device=self.bank.device), self._here.scores[:, : self.groups.base.stop]
-        )
-
-    def children(self, rows: Tensor, parents: Sequence[int]) -> Iterable[Scored]:  # noqa: ARG002 (a Scorer's)
-        wanted = sorted({lens for parent in parents for lens in self.groups.of(parent)})
-        lenses = torch.tensor(wanted, device=self.bank.device)
-        yield Scored(lenses, self._here.scores[:, lenses])
-
+    @torch.no_grad()
     def expand(self, rows: Tensor, top_k: int = 10, depth: int = 5, keep_scores: bool = False) -> Expansion:
-        return expand(self, rows, top_k, depth, keep_scores)
+        check(top_k, depth)
+        parts = [expand_known(self.groups, self.bank.scores(part), top_k, depth)[:3] for part in rows.split(_ROWS)]
+        return joined(self.groups, parts, keep_scores)

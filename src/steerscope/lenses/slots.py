@@ -21,6 +21,7 @@ class Slots:
         self._units: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
         self._uses: dict[int, int] = {}
         self.room = count - len(pinned)
+        self.changes = 0  # how often a lens got or lost a slot
 
     def __contains__(self, unit: Hashable) -> bool:
         return unit in self._units
@@ -41,6 +42,7 @@ class Slots:
         for lens in moving:  # first, so that no lens of this unit goes while others make room
             self._uses[lens] = self._uses.get(lens, 0) + 1
         self._units[unit] = lenses
+        self.changes += 1
         missing = [lens for lens in moving if lens not in self.of]
         while len(self._free) < len(missing):
             oldest = next((other for other in self._units if other != unit and other not in locked), None)
@@ -54,6 +56,7 @@ class Slots:
         return found
 
     def evict(self, unit: Hashable) -> None:
+        self.changes += 1
         for lens in self._units.pop(unit):
             if lens in self._pinned:
                 continue

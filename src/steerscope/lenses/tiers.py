@@ -18,19 +18,22 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import RLock
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from steerscope.lenses.bank import activate, calibrate, gather, normed_flags
-from steerscope.lenses.expand import Expansion, Groups, Scored, expand
+from steerscope.lenses.expand import Expansion, Groups, Scored, check, expand, joined
 from steerscope.lenses.pack import Calibration, Pack
+from steerscope.lenses.slab import MOST_ROWS, Slab
 from steerscope.lenses.slots import Slots
-from steerscope.lenses.stack import WORKSPACE, Stack, Weights, columns_of, runs_of
+from steerscope.lenses.stack import WORKSPACE, Run, Stack, Weights, columns_of, runs_of
 from steerscope.specs.errors import InvalidRequest, Problem
 
 Unit = tuple[int, int]  # a concept, and which part of its children
+_PER_LENS = ("low", "high", "confidence", "floor", "threshold")
+_PLANS = 256  # kept; one is a few kilobytes
 COMPONENTS = ("base detection", "child loading", "child detection", "cache management", "python")
 
 
@@ -86,10 +89,25 @@ class Warm:
         return encoded
 
 
+class _Plan(NamedTuple):
+    """Where lenses lie in the slab, and what is done with what they say."""
+
+    slots: list[int]
+    lenses: Tensor
+    runs: list[Run]
+    width: int
+    columns: Tensor | None
+    floor: Tensor
+    threshold: Tensor
+    curve: Calibration | None
+
+
 class Tiers:
     """A scorer with a budget: at most `budget` lenses, or `budget_bytes`, on the device.
 
-    `pinned` are concepts (names, ids or indices) that are always hot, such as those that rules name.
+    `pinned` are concepts (names, ids or indices) that are always hot, such as those that rules name. `at_once` scores
+    the whole slab first, which is all there is to do for rows whose groups are hot: few launches instead of few
+    products, so that it is what a GPU does unless told otherwise.
     """
 
     def __init__(
@@ -104,6 +122,7 @@ class Tiers:
         device: str | torch.device = "cpu",
         weights: Weights = "fp32",
         workspace: int = WORKSPACE,
+        at_once: bool | None = None,
     ) -> None:
         self.pack, self.device = pack, torch.device(device)
         self.groups = Groups(pack, base_levels, self.device)
@@ -127,6 +146,14 @@ class Tiers:
         for start in range(0, len(always), step):
             part = always[start : start + step]
             self._stack.write(slice(start, start + len(part)), self._stack.encode(gather(pack, part)))
+        self._base, self._named = self._plan(self.groups.base), self._plan(self.pinned)  # these keep their slots
+        place = {lens: i for i, lens in enumerate(self._named.lenses.tolist())}
+        self._as_named = torch.tensor([place[lens] for lens in self.pinned], dtype=torch.long, device=self.device)
+        self._plans: dict[tuple[Unit, ...], _Plan] = {}
+        self._plans_of = self.slots.changes
+        alike = len(set(self._flags)) == 1  # or the input of a slot would hang on who is in it
+        wanted = self.device.type == "cuda" if at_once is None else at_once
+        self._slab = Slab(self._stack, self.groups, self._flags[0]) if wanted and alike else None
         if self._stream is not None:  # the slab is filled with zeros first
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
@@ -146,7 +173,7 @@ class Tiers:
 
     def base(self, rows: Tensor) -> Scored:
         with self.stats.timed("base detection"):
-            return self._score(rows, self.groups.base)
+            return self._score(rows, self._base)
 
     def children(self, rows: Tensor, parents: Sequence[int]) -> Iterable[Scored]:
         """What is hot is scored first, while the thread loads what is not."""
@@ -163,22 +190,44 @@ class Tiers:
                 coming = self._place(missing, locked=ready)
                 missing = missing[len(coming) :]
             if ready:
-                lenses = [lens for unit in ready for lens in self.slots.lenses(unit)]
-                with self.stats.timed("child loading"):
-                    self._wait_for(lenses)
+                if self._loading:
+                    with self.stats.timed("child loading"):
+                        self._wait_for([lens for unit in ready for lens in self.slots.lenses(unit)])
                 with self.stats.timed("child detection"):
-                    scored = self._score(rows, lenses)
+                    scored = self._score(rows, self._plan_of(ready))
                 yield scored
             ready = coming
 
     def expand(self, rows: Tensor, top_k: int = 10, depth: int = 5, keep_scores: bool = False) -> Expansion:
         with self._lock:
             before, start = sum(self.stats.seconds.values()), time.perf_counter()
-            result = expand(self, rows, top_k, depth, keep_scores)
+            result = self._all_hot(rows, top_k, depth, keep_scores) or expand(self, rows, top_k, depth, keep_scores)
             inside = sum(self.stats.seconds.values()) - before
             self.stats.seconds["python"] += time.perf_counter() - start - inside
             self.stats.expansions += len(rows)
             return result
+
+    @torch.no_grad()
+    def _all_hot(self, rows: Tensor, top_k: int, depth: int, keep_scores: bool) -> Expansion | None:
+        """By one pass over the slab, if it holds all that turns out to be needed."""
+        if self._slab is None or not 1 <= len(rows) <= MOST_ROWS:
+            return None
+        check(top_k, depth)
+        with self.stats.timed("base detection"):
+            found = self._slab(rows, top_k, depth, self.slots)
+            if self._stream is not None:
+                self._read_at = [_event(torch.cuda.current_stream(self.device))] * len(self._read_at)
+        with self.stats.timed("cache management"):
+            units = [unit for parent in found.parents for unit in self._units(parent)]
+            if not all(unit in self.slots for unit in units):
+                return None
+            lenses = [lens for unit in units for lens in self.slots.lenses(unit)]
+            if self._loading and not self._loading.keys().isdisjoint(lenses):
+                return None
+            for unit in units:
+                self.slots.touch(unit)
+            self.stats.hits += len(lenses)
+        return joined(self.groups, [found[:3]], keep_scores)
 
     def prewarm(self, rows: Tensor, top_k: int = 10, depth: int = 5) -> None:
         """Make hot what these rows need, such as those of a prompt before its first new token."""
@@ -196,9 +245,7 @@ class Tiers:
     def pinned_scores(self, rows: Tensor) -> Tensor:
         """Scores [n, pinned] of the pinned concepts, in the order they were named. Nothing is loaded for it."""
         with torch.no_grad():
-            lenses, scores = self._score(rows, self.pinned)
-            place = {lens: i for i, lens in enumerate(lenses.tolist())}
-            return scores[:, [place[lens] for lens in self.pinned]]
+            return self._score(rows, self._named).scores[:, self._as_named]
 
     # --- inside
 
@@ -266,27 +313,42 @@ class Tiers:
         for lens in failed:
             del self._loading[lens]
 
-    def _score(self, rows: Tensor, lenses: Iterable[int]) -> Scored:
-        """Lenses that are hot; each once, in the order of their slots."""
+    def _plan(self, lenses: Iterable[int]) -> _Plan:
+        """Lenses that are hot; each once, in the order of their slots. Holds while they keep their slots."""
         inside = sorted({self.slots.of[lens]: lens for lens in lenses}.items())
         slots, members = [slot for slot, _ in inside], [lens for _, lens in inside]
         runs = runs_of(slots, [self._flags[lens] for lens in members], self._bridge)
-        logits = torch.empty(len(rows), sum(run.stop - run.start for run in runs), device=self.device)
-        self._stack.logits(rows, runs, logits)
-        if logits.shape[1] > len(slots):
-            logits = logits[:, torch.tensor(columns_of(slots, runs), device=self.device)]
-        at = torch.tensor(slots, device=self.device)
-        per_lens = {name: self._stack.tensors[name][at] for name in ("low", "high", "confidence", "floor", "threshold")}
+        width = sum(run.stop - run.start for run in runs)
+        columns = torch.tensor(columns_of(slots, runs), device=self.device) if width > len(slots) else None
+        at = torch.tensor(slots, dtype=torch.long, device=self.device)
+        low, high, confidence, floor, threshold = (self._stack.tensors[name][at] for name in _PER_LENS)
+        curve = Calibration(low, high, confidence) if self.pack.calibration else None
+        return _Plan(slots, torch.tensor(members, device=self.device), runs, width, columns, floor, threshold, curve)
+
+    def _plan_of(self, units: Sequence[Unit]) -> _Plan:
+        """Groups that are there. Texts ask for the same ones over and over."""
+        if self._plans_of != self.slots.changes:
+            self._plans.clear()
+            self._plans_of = self.slots.changes
+        key = tuple(units)
+        if key not in self._plans:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            self._plans[key] = self._plan(lens for unit in units for lens in self.slots.lenses(unit))
+        return self._plans[key]
+
+    def _score(self, rows: Tensor, plan: _Plan) -> Scored:
+        logits = torch.empty(len(rows), plan.width, device=self.device)
+        self._stack.logits(rows, plan.runs, logits)
+        if plan.columns is not None:
+            logits = logits[:, plan.columns]
         architecture = self.pack.info.architecture
-        found = activate(logits, architecture.output, architecture.k, per_lens["threshold"])
-        curve = (
-            Calibration(per_lens["low"], per_lens["high"], per_lens["confidence"]) if self.pack.calibration else None
-        )
+        found = activate(logits, architecture.output, architecture.k, plan.threshold)
         if self._stream is not None:
             event = _event(torch.cuda.current_stream(self.device))
-            for slot in slots:
+            for slot in plan.slots:
                 self._read_at[slot] = event
-        return Scored(torch.tensor(members, device=self.device), calibrate(found, per_lens["floor"], curve))
+        return Scored(plan.lenses, calibrate(found, plan.floor, plan.curve))
 
     # --- the end
 
