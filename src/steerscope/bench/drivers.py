@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 import torch
 
+from steerscope.bench.lens import make_pack
 from steerscope.bench.shapes import NoTokenizer, load_model, model_config, vllm_model
 from steerscope.bench.workload import NotMeasured, Setup, capture_of, check_batched, steering_of, wanted_rows
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Generation, TokenPrompt
-from steerscope.specs import Sampling
+from steerscope.specs import Sampling, Watch
 
 _COPIERS = min(8, os.cpu_count() or 1)  # threads that copy rows into private memory
 
@@ -226,6 +227,9 @@ def describe_vllm(config: Any) -> dict[str, Any]:
     }
 
 
+WATCHED, LENSES, WIDTHS = "bench", 267, (128, 64)
+
+
 class Ours:
     """steerscope, on either engine."""
 
@@ -254,12 +258,16 @@ class Ours:
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
         asked: dict[str, Any] = {"steer": self._steer(cell), "capture": capture_of(cell, self.facts.layers)}
+        if cell == "watch":
+            asked["watch"] = self._watch()
         sampling = Sampling(max_tokens=self.setup.decode, ignore_eos=True)
         texts = [TokenPrompt(ids) for ids in prompts]
         before = self.engine.stats()["steps"]
         seconds, done = clocked(lambda: self.engine.generate(texts, sampling, **asked))
         run = Run(seconds, [one.token_ids for one in done], int(self.engine.stats()["steps"] - before))
         check_batched(self.setup, run.tokens, run.steps)
+        if cell == "watch" and any(len(one.readings) != self.setup.decode - 1 for one in done):
+            raise NotMeasured("not measured: readings are missing")
         if asked["capture"]:
             self._count(run, done, wanted_rows(self.setup, cell, self.facts.layers), verify, fetch)
         for one in done:
@@ -268,6 +276,12 @@ class Ours:
         if verify:
             run.extra["stats"] = self.engine.stats()
         return run
+
+    def _watch(self) -> Watch:
+        if WATCHED not in self.engine.packs:
+            pack = make_pack([LENSES], self.facts.hidden, WIDTHS, layer=self.facts.layers // 2)
+            self.engine.register_pack(WATCHED, pack, any_model=True, weights="bf16")
+        return Watch(pack=WATCHED, tokens="generated")
 
     def _count(self, run: Run, done: list[Generation], wanted: int, verify: bool, fetch: bool) -> None:
         tensors = [tensor for one in done for tensor in one.rows.values()]

@@ -33,7 +33,7 @@ _MOST_CALLS = 10_000  # a loop of more lenses × rows takes longer than everythi
 LIMITS = {"bank fp32": 1e-4, "bank bf16": 0.05, "bank int8": 0.1}  # the most a probability may differ
 
 
-def make_pack(levels: Sequence[int], hidden: int, widths: tuple[int, ...], device: str = "cpu") -> Pack:
+def make_pack(levels: Sequence[int], hidden: int, widths: tuple[int, ...], device: str = "cpu", layer: int = 0) -> Pack:
     """Random lenses; the concepts of each level are spread over those of the level above."""
     draw = torch.Generator(device).manual_seed(0)
     concepts = [
@@ -41,7 +41,7 @@ def make_pack(levels: Sequence[int], hidden: int, widths: tuple[int, ...], devic
         for level, count in enumerate(levels)
         for i in range(count)
     ]
-    info = PackInfo(name="bench", model="bench", hidden=hidden, layer=0, architecture=Architecture(widths=widths))
+    info = PackInfo(name="bench", model="bench", hidden=hidden, layer=layer, architecture=Architecture(widths=widths))
     tensors = {}
     for name, shape in layout(info, len(concepts)).items():
         scale = 1.6 * shape[-1] ** -0.5 if name.startswith("w") else 0.1

@@ -30,11 +30,11 @@ from steerscope.specs.errors import SteerscopeError
 NOISE, PEER = "noise", "hidden-states"
 CELLS = (
     NOISE, "zero-layer", "all-layers", "one-layer", "generated", "last", "mean", "add", "cap", "ablate", "add:one",
-    "add:same",
+    "add:same", "watch",
 )  # fmt: skip
 GOALS = {
     "zero-layer": 1.005, "all-layers": 1.01, "generated": 1.005, "last": 1.005, "mean": 1.005, "add": 1.01,
-    "cap": 1.02, "ablate": 1.02,
+    "cap": 1.02, "ablate": 1.02, "watch": 1.02,
 }  # fmt: skip
 FETCH_GOAL, DRIFT_GOAL = 10.0, 0.01  # GB/s into private memory; of the ratio, with every row captured
 START_S, RUN_S = 900.0, 300.0

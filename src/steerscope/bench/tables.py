@@ -227,7 +227,42 @@ _REQUESTS = {
     "add:one": "add at one layer, likewise",
     "add:same": "add at every layer, one vector for all",
     "hidden-states": "vLLM's own `extract_hidden_states`",
+    "watch": "267 lenses on every generated token",
 }
+
+
+def lenses(results: Path) -> str:
+    """Banks and tiers on a GPU, and readings of the vLLM engine there against the transformers engine's."""
+    lines: list[str] = []
+    for file in sorted((results / "gpu").glob("lens-*.json")):
+        data = json.loads(file.read_text())
+        banks = data["banks"]
+        lines += [f"**{data['lenses']:,} lenses, hidden size {data['hidden']}, on {data['device']}**", ""]
+        lines += [f"| ms for | {' | '.join(f'{n} rows' for n in banks)} |", "|---" * (1 + len(banks)) + "|"]
+        names = list(dict.fromkeys(name for cells in banks.values() for name in cells))
+        for name in names:
+            shown = [f"{1000 * cells[name]['median']:.2f}" if name in cells else "—" for cells in banks.values()]
+            lines.append(f"| {name} | {' | '.join(shown)} |")
+        if data["tiers"]:
+            lines += ["", f"| tiers: {data['budget']} lenses hot of {sum(data['levels']):,}, row by row "]
+            lines[-1] += "| median ms | mean ms | found hot | MB moved per row |"
+            lines.append("|---|---|---|---|---|")
+            lines += [
+                f"| {name} | {one['median_ms']:.2f} | {one['ms_per_token']:.2f} | {one['hit_rate']:.0%} "
+                f"| {one['bytes_per_token'] / 1e6:.2f} |"
+                for name, one in data["tiers"].items()
+            ]
+        lines.append("")
+    watch = _load(results / "gpu", "watch.json")
+    again, streams = watch["again"], watch["streams"]
+    lines.append(
+        f"Readings of vLLM {watch['vllm']} on {watch['device']} against the transformers engine, {watch['requests']} "
+        f"watched and unwatched requests together, {watch['dtype']}: {again['readings']} readings, worst score "
+        f"{again['worst']:.1e} off; {again['fired']} firings, {again['stopped']} texts stopped by a rule, each at its "
+        f"token; {streams['streams']} streams, {streams['left']} left early: {streams['late']} readings late, "
+        f"{streams['wrong']} wrong, nothing left over."
+    )
+    return "\n".join(lines)
 
 
 _AROUND = ("WorkerTaps._around_step", "WorkerTaps._after_inputs", "WorkerTaps._before_forward")  # vLLM's own is in them
@@ -262,7 +297,7 @@ def _machine(machine: dict) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu, "versions": versions, "suite": suite,
-    "speed": speed, "hooks": hooks,
+    "speed": speed, "hooks": hooks, "lenses": lenses,
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ Cells:
     generated, last, mean       capture of all layers: generated tokens only, the last prompt token, the mean
     add, cap, ablate            steer all layers, another vector for every request; with `:one` only the middle layer,
                                 with `:same` one vector for all
+    watch                       267 lenses read every generated token at the middle layer
 """
 
 import math
@@ -100,9 +101,9 @@ def steering_of(cell: str, layers: int, hidden: int, batch: int) -> SteerLike | 
 def check_cell(cell: str) -> str:
     op, *flags = cell.split(":")
     steers = op in OPS and set(flags) <= {"one", "same"}
-    plain = cell in ("baseline", "zero-layer", "one-layer", *CAPTURES) or cell.startswith("layers=")
+    plain = cell in ("baseline", "zero-layer", "one-layer", "watch", *CAPTURES) or cell.startswith("layers=")
     if not steers and not plain:
-        known = "baseline, zero-layer, one-layer, layers=…, " + ", ".join([*CAPTURES, *OPS]) + " (:one, :same)"
+        known = "baseline, zero-layer, one-layer, layers=…, watch, " + ", ".join([*CAPTURES, *OPS]) + " (:one, :same)"
         raise InvalidRequest([Problem("cell", f"{cell!r} is unknown", f"choose from {known}")])
     return cell
 

@@ -6,7 +6,7 @@ Gates are switched by then, in `monitor.rules.gates`. What the tensors mean to e
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,6 +100,7 @@ class Monitor:
         self._readers: OrderedDict[object, Reader] = OrderedDict()
         self._kept: dict[object, int] = {}  # under how many names a pack is registered
         self._seats: dict[object, int] = {}
+        self.closing: Callable[[Reader], None] | None = None  # told before a pack leaves the device
 
     # --- packs
 
@@ -130,7 +131,10 @@ class Monitor:
             self._close(key)
 
     def _close(self, key: object) -> None:
-        self._readers.pop(key).close()
+        reader = self._readers.pop(key)
+        if self.closing is not None:
+            self.closing(reader)
+        reader.close()
 
     def __len__(self) -> int:
         """How many packs are on the device."""

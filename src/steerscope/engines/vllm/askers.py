@@ -37,6 +37,11 @@ class Watched:
     until: int = 0  # … all of positions below this
     open: dict[int, list[Interval]] = field(default_factory=dict)  # by gate of a column: rows on which it is open
 
+    def reach(self, count: int, position: int) -> None:
+        """So many rows were watched, all below this position: in steps that repeat, nobody counts them one by one."""
+        self.seen = max(self.seen, count)
+        self.told, self.until = max(self.told, min(self.seen, self.most)), max(self.until, position)
+
     def switch(self, gate: int, row: int, on: bool) -> None:
         """A rule changed with this row, which is known on the host from now on."""
         spans = self.open.setdefault(gate, [])

@@ -23,6 +23,7 @@ _RING = 8  # steps that may be prepared while earlier ones run
 _PACE = 64 << 20  # bytes per step
 _LOOK = 4  # steps between two looks at the fault flags
 _TO_HOST = 2  # cudaMemcpyDeviceToHost
+_MAPPED = 2  # cudaHostRegisterMapped
 
 
 @dataclass(slots=True)
@@ -127,8 +128,8 @@ class CudaPool:
             self._unsent.append(move)
             self._backlog += move.bytes
 
-    def afterwards(self, asker: Asker, note: Callable[[], None]) -> None:
-        self._queue(Move(asker, 0, 0, 0, 0, 0, note))
+    def afterwards(self, asker: Asker, note: Callable[[], None], event: torch.cuda.Event | None = None) -> None:
+        self._queue(Move(asker, 0, 0, 0, 0, 0, note, event))
         self._arrived()
 
     def pump(self) -> None:
@@ -189,13 +190,14 @@ class CudaPool:
         there: torch.cuda.Event | None = None  # many moves share one
         while self._moves:
             move = self._moves[0]
-            if move.bytes and move.sent is not there:
-                if move.sent is None or not (wait or move.sent.query()):
+            if move.sent is None:
+                if move.bytes:
+                    return
+            elif move.sent is not there:
+                if not (wait or move.sent.query()):
                     return
                 move.sent.synchronize()
                 there = move.sent
-            elif move.bytes and move.sent is None:
-                return
             self._moves.popleft()
             if move.size:
                 self.give(move.first, move.size)
@@ -206,7 +208,7 @@ class CudaPool:
         """Let the GPU write to the shared memory itself."""
         runtime = torch.cuda.cudart()
         assert runtime is not None
-        code = runtime.cudaHostRegister(arena.address, arena.size, 0)
+        code = runtime.cudaHostRegister(arena.address, arena.size, _MAPPED)
         if int(code) != 0:
             raise CapacityExceeded(f"the driver cannot pin {arena.size >> 20} MiB for captured rows (code {code})")
 

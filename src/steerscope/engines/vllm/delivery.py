@@ -8,6 +8,7 @@ another, and nothing after this worker has left it.
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ class Delivery:
         self.arenas: dict[str, Arena] = {}  # those that requests name
         self.reducing: dict[str, tuple[Asker, HeldBack]] = {}
         self.counts = {"rows": 0, "row_bytes": 0}
+        self.when_read: Callable[[], torch.cuda.Event] | None = None  # on a GPU: when all readings asked for are there
         self._finishing: set[str] = set()  # requests whose regions the client keeps for us, left or not
 
     # --- where rows go
@@ -121,11 +123,15 @@ class Delivery:
     def leave(self, asker: Asker) -> None:
         """No more rows: when those under way have arrived, its memory belongs to the client alone."""
         if self.writes:
-            self.pool.afterwards(asker, functools.partial(self._set, asker, LEFT + self.stage, 1))
+            event = self.when_read() if self.when_read is not None and asker.wire.watch else None
+            self.pool.afterwards(asker, functools.partial(self._set, asker, LEFT + self.stage, 1), event)
         else:
             asker.left = True
 
     # --- readings
+
+    def speaks_to(self, asker: Asker) -> bool:
+        return self.writes and asker.arena is not None and not asker.left
 
     def tell(self, asker: Asker, seen: SeenOnHost, start: int, first: int, count: int) -> None:
         """Readings of a request, from position `first` on. Those of rows that came again are there already, and rows
@@ -139,8 +145,9 @@ class Delivery:
             return
         here = slice(start + skip, start + stop - number)
         watched.told, watched.until = stop, first + count
-        if not self.writes or asker.arena is None or asker.left:
+        if not self.speaks_to(asker):
             return
+        assert asker.arena is not None
         size = 4 * watch.words
         at = asker.wire.offset + HEADER + watch.place + (number + skip) * size
         out = asker.arena.bytes[at : at + (stop - number - skip) * size].view(np.int32).reshape(-1, watch.words)

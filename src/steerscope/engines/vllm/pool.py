@@ -77,8 +77,8 @@ class Pool(Protocol):
         """Between two steps: send some of what waits, and see what has arrived."""
         ...
 
-    def afterwards(self, asker: Asker, note: Callable[[], None]) -> None:
-        """Call this for it when everything moved so far has arrived."""
+    def afterwards(self, asker: Asker, note: Callable[[], None], event: torch.cuda.Event | None = None) -> None:
+        """Call this for it when everything moved so far has arrived, and the event too."""
         ...
 
     def drain(self, names: set[str] | None = None) -> None:
@@ -150,8 +150,8 @@ class HostPool:
 
     def pump(self) -> None: ...
 
-    def afterwards(self, asker: Asker, note: Callable[[], None]) -> None:
-        del asker
+    def afterwards(self, asker: Asker, note: Callable[[], None], event: torch.cuda.Event | None = None) -> None:
+        del asker, event
         note()
 
     def drain(self, names: set[str] | None = None) -> None: ...

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from steerscope.engines.vllm.engine import VLLMEngine
 
 _LATE = 8  # steps after which the workers have looked whether steered rows are finite
+_PATIENCE = 5.0  # seconds, for a reading whose token is there; then it is missing
 _HOLD = 4  # rows a reduction keeps back: vLLM may run a step or two past the end of a text
 _HOLD_LATE, _HOLD_BYTES = 64, 64 << 20  # … and on until it hears of a stop string or a cancellation
 
@@ -123,11 +124,19 @@ class Running(RunningText):
         watch, claim = self.plan.watch, self.claim
         if watch is None or claim is None or claim.region is None or self.notes is None:
             return
-        stop = min(claim.read, watch.positions.count(rows))
+        wanted = watch.positions.count(rows)
+        if claim.read < wanted:  # a GPU writes readings and tokens beside each other
+            self._await(claim, wanted)
+        stop = min(claim.read, wanted)
         if stop > self._noted:
             positions = selected(watch.positions, rows)[self._noted : stop]
             claim.readings(self._noted, stop).note(self.notes, 0, positions.tolist())
             self._noted = stop
+
+    def _await(self, claim: Claim, wanted: int) -> None:
+        patience = time.monotonic() + _PATIENCE
+        while claim.read < wanted and self.failure is None and time.monotonic() < patience:
+            time.sleep(1e-5)
 
     def end(self, reason: FinishReason) -> None:
         self._note(self.computed)

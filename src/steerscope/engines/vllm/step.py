@@ -257,7 +257,7 @@ class Books:
         for i, asker in enumerate(now.askers):
             asker.reached = max(asker.reached, int(now.position[i]))
             if asker.watched is not None and asker.wire.watch is not None:
-                asker.watched.seen = max(asker.watched.seen, asker.wire.watch.positions.count(int(now.position[i])))
+                asker.watched.reach(asker.wire.watch.positions.count(int(now.position[i])), int(now.position[i]))
             if not now.width[i] or asker.wire.capture is None:
                 continue
             asker.seen = max(asker.seen, asker.wire.capture.positions.count(int(now.position[i])))

@@ -2,12 +2,13 @@
 taps of the next one read. Every rank does the same sums; one of them tells the client.
 
 Taps leave watched rows behind the pool's cells, at the number of their token. A step that repeats the last one, a token
-later, uses the same tensors again.
+later, uses the same tensors again. On a GPU readings go to the client without the host (`readout`); where the host has
+to know them itself, it waits: tiers load what they need, and what a rule has switched may have to be computed again.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from steerscope.lenses.reader import PackOptions, Reader, Registered
 from steerscope.residual.table import Key
 from steerscope.specs.errors import RequestFailed
 from steerscope.specs.watch import Watch
+
+if TYPE_CHECKING:
+    from steerscope.engines.vllm.readout import Readout, Sheet
 
 Group = tuple[tuple[Key, ...], bool, Key | None]  # captured taps, whether before steering, and the one that is watched
 
@@ -54,6 +58,10 @@ class Look:
     slot: Tensor | None
     view: Tensor | None
 
+    @property
+    def askers(self) -> list[Asker]:
+        return [asker for asker, _, _ in self.parts]
+
 
 class Watching:
     def __init__(self, device: torch.device, slots: int, cells: Tensor, tokens: int, delivery: Delivery) -> None:
@@ -61,6 +69,12 @@ class Watching:
         self.packs: dict[str, Registered] = {}
         self.delivery, self._cells, self._first = delivery, cells, len(cells) - tokens
         self.counts = {"readings": 0}
+        self._readout: Readout | None = None
+        if device.type == "cuda":
+            from steerscope.engines.vllm import readout  # needs Triton
+
+            self._readout = readout.Readout(self.monitor, cells, self._first, delivery)
+            self.monitor.closing = self._readout.drop
 
     # --- packs
 
@@ -106,17 +120,33 @@ class Watching:
             looks.kept = self._looks(looks)
         for look in looks.kept:
             try:
-                self._read(look, looks.moved)
+                if isinstance(look, Look):
+                    self._read(look, looks.moved)
+                else:
+                    assert self._readout is not None
+                    self._readout.read(look)
+                    self.counts["readings"] += len(look.lines)
             except Exception as error:  # their readings are void, the step goes on
-                for asker, _, _ in look.parts:
+                for asker in look.askers:
                     self.delivery.fail(asker, f"{type(error).__name__}: {error}")
 
-    def _looks(self, looks: Looks) -> list[Look]:
+    def _looks(self, looks: Looks) -> "list[Look | Sheet]":
         groups: dict[object, list[tuple[Asker, int, int, int]]] = defaultdict(list)
         for part in looks.parts:
             assert part[0].watched is not None
-            groups[part[0].watched.seat.group].append(part)
-        return [self._look(parts) for parts in groups.values()]
+            groups[part[0].watched.seat.group, self._waits(part[0])].append(part)
+        return [self._look(parts) if self._waits(parts[0][0]) else self._sheet(parts) for parts in groups.values()]
+
+    def _waits(self, asker: Asker) -> bool:
+        """Whether the host has to know what was read."""
+        assert asker.watched is not None
+        assert asker.wire.watch is not None
+        switches = any(rule.kind == "steer" for rule in asker.wire.watch.compiled.rules)
+        return self._readout is None or asker.watched.seat.reader.tiers is not None or switches
+
+    def _sheet(self, parts: list[tuple[Asker, int, int, int]]) -> "Sheet":
+        assert self._readout is not None
+        return self._readout.sheet(parts)
 
     def _look(self, parts: list[tuple[Asker, int, int, int]]) -> Look:
         seats = [asker.watched.seat for asker, *_ in parts if asker.watched is not None]
