@@ -4,6 +4,7 @@ A position watermark makes recomputation harmless: after a preemption the engine
 below the mark are passed over.
 """
 
+from bisect import bisect_left
 from typing import Literal
 
 import torch
@@ -22,15 +23,15 @@ class Reducer:
         self._value = torch.zeros(keys, hidden, dtype=torch.float32, device=device)
 
     def update(self, positions: range | list[int], rows: Tensor) -> None:
-        fresh = [i for i, position in enumerate(positions) if position >= self.next]
-        if not fresh:
+        known = bisect_left(positions, self.next)
+        if known == len(positions):
             return
-        rows = rows[fresh[0] :]
+        rows = rows[known:]
         if self.kind == "mean":
             self._value += rows.sum(0, dtype=torch.float32)
         else:
             self._value.copy_(rows[-1])
-        self.n += len(fresh)
+        self.n += len(positions) - known
         self.next = positions[-1] + 1
 
     def result(self) -> Tensor:
@@ -56,13 +57,13 @@ class HeldBack:
 
     def push(self, positions: range | list[int], rows: Tensor) -> None:
         """Rows [n, keys, hidden]; positions that came before are passed over. The rows are copied."""
-        fresh = [i for i, position in enumerate(positions) if position >= self._next]
-        if not fresh:
+        known = bisect_left(positions, self._next)
+        if known == len(positions):
             return
         self._next = positions[-1] + 1
-        self._positions += [positions[i] for i in fresh]
+        self._positions += positions[known:]
         sure = len(self._positions) - self.hold
-        self._rows.append(rows[fresh[0] :])
+        self._rows.append(rows[known:])
         together = torch.cat(self._rows) if len(self._rows) > 1 else self._rows[0]
         if sure > 0:
             self.reducer.update(self._positions[:sure], together[:sure])
