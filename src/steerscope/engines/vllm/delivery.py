@@ -130,9 +130,6 @@ class Delivery:
 
     # --- readings
 
-    def speaks_to(self, asker: Asker) -> bool:
-        return self.writes and asker.arena is not None and not asker.left
-
     def tell(self, asker: Asker, seen: SeenOnHost, start: int, first: int, count: int) -> None:
         """Readings of a request, from position `first` on. Those of rows that came again are there already, and rows
         beyond the longest text are nobody's."""
@@ -145,9 +142,8 @@ class Delivery:
             return
         here = slice(start + skip, start + stop - number)
         watched.told, watched.until = stop, first + count
-        if not self.speaks_to(asker):
+        if not self.writes or asker.arena is None or asker.left:
             return
-        assert asker.arena is not None
         size = 4 * watch.words
         at = asker.wire.offset + HEADER + watch.place + (number + skip) * size
         out = asker.arena.bytes[at : at + (stop - number - skip) * size].view(np.int32).reshape(-1, watch.words)

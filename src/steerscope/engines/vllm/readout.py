@@ -169,9 +169,8 @@ class Readout:
         mine[:, MOST], mine[:, KEPT] = watched.most, watch.kept
         mine[:, TERMS] = len(watch.compiled.terms) if watch.compiled.rules else -1
         fresh, watched.until = mine[:, NUMBER] >= watched.told, max(watched.until, stop)
-        if not self._delivery.speaks_to(asker) or until <= watched.told:
+        if not self._delivery.writes or asker.arena is None or asker.left or until <= watched.told:
             return
-        assert asker.arena is not None
         region = asker.arena.address + asker.wire.offset
         mine[fresh, BASE] = region + HEADER + watch.place
         mine[-1, COUNTER] = region + ALIGN * READ
