@@ -16,7 +16,7 @@ from steerscope.lenses.slots import Slots
 from steerscope.lenses.stack import Run, Stack
 
 MOST_ROWS = 64  # in one pass; more are better off with only the lenses they need
-_GRAPHS = 16  # kept; one holds its results and a workspace
+_GRAPHS = 16  # kept; each holds its results, all of them one workspace
 
 
 class Passed(NamedTuple):
@@ -46,6 +46,7 @@ class Slab:
         self._lens_of = torch.full((stack.slots,), self._nowhere, device=stack.device)
         self._seen: int | None = None
         self._graphs: dict[object, _Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if stack.device.type == "cuda" else None  # one after the other
 
     def __call__(self, rows: Tensor, top_k: int, depth: int, slots: Slots) -> Passed:
         if self._seen != slots.changes:
@@ -90,6 +91,6 @@ class Slab:
             self._pass(static, top_k, depth)  # what libraries make on first use cannot be made in a graph
         here.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the loading thread goes on
+        with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):  # the loading thread goes on
             results = self._pass(static, top_k, depth)
         return _Graph(graph, static, results)

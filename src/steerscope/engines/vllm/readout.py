@@ -123,6 +123,8 @@ class Readout:
         self._side, self._capturing = torch.cuda.Stream(cells.device), torch.cuda.Stream(cells.device)
         self._rows_there, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._lanes: dict[tuple[Kind, int], _Lane] = {}
+        # Graphs that run one after the other share the memory of what they leave nothing in.
+        self._pools = {ruled: torch.cuda.graph_pool_handle() for ruled in (False, True)}
         delivery.when_read = self.now
 
     def now(self) -> torch.cuda.Event:
@@ -223,7 +225,7 @@ class Readout:
         here, graph = torch.cuda.current_stream(self._cells.device), torch.cuda.CUDAGraph()
         self._capturing.wait_stream(here)
         with torch.cuda.stream(self._capturing):  # as torch.cuda.graph does, which also waits and collects garbage
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pools[kind.ruled], capture_error_mode="thread_local")
             try:
                 tell(lane.sheet, self._look(kind, lane.rows, lane.sheet))
             finally:
