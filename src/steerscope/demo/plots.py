@@ -8,26 +8,17 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from steerscope.demo.results import HeatMap, LensMap, Results
+from steerscope.lenses.report import GRID, INK, styled
 
 POSITIVE, NEGATIVE, NEUTRAL = "#c2560c", "#2468a8", "#6b7280"
 DIVERGING = [[0.0, "#17497c"], [0.25, "#6ea3d4"], [0.5, "#ffffff"], [0.75, "#f0a35e"], [1.0, "#a94606"]]
-_INK, _GRID, _BAND = "#1f2430", "#e6e8ec", "rgba(31,36,48,0.06)"
-_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+_BAND = "rgba(31,36,48,0.06)"
 
 
 def _styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
-    figure.update_layout(
-        height=height,
-        template="none",
-        paper_bgcolor="#ffffff",
-        plot_bgcolor="#ffffff",
-        font={"family": _FONT, "size": 13, "color": _INK},
-        hoverlabel={"bgcolor": "#ffffff", "font": {"family": _FONT, "size": 13, "color": _INK}, "align": "left"},
-        showlegend=False,
-    )
-    figure.update_layout(layout)
+    styled(figure, height, showlegend=False, **layout)
     for axes in (figure.update_xaxes, figure.update_yaxes):
-        axes(title_font_size=13, gridcolor=_GRID, zeroline=False)
+        axes(title_font_size=13, gridcolor=GRID, zeroline=False)
     return figure
 
 
@@ -63,10 +54,10 @@ def heat_figure(results: Results, heat: HeatMap) -> go.Figure:
     _styled(figure, 238 + room, margin={"l": 46, "r": 8, "t": 8, "b": room})
     figure.update_xaxes(tickvals=columns, ticktext=shown, tickangle=-90, tickfont={"size": 12}, showgrid=False)
     figure.update_yaxes(title={"text": "layer", "standoff": 6}, tickvals=_layer_ticks(results), showgrid=False)
-    figure.add_vline(x=heat.answer_start - 0.5, line={"color": _INK, "width": 1.5})
+    figure.add_vline(x=heat.answer_start - 0.5, line={"color": INK, "width": 1.5})
     if heat.condition != "unsteered":
         first, last = results.steered_layers[0] - 0.5, results.steered_layers[-1] + 0.5
-        figure.add_hrect(y0=first, y1=last, line={"color": _INK, "width": 1, "dash": "dot"}, fillcolor="rgba(0,0,0,0)")
+        figure.add_hrect(y0=first, y1=last, line={"color": INK, "width": 1, "dash": "dot"}, fillcolor="rgba(0,0,0,0)")
     return figure
 
 
@@ -133,13 +124,13 @@ def dose_figure(results: Results) -> go.Figure:
                 "colorscale": DIVERGING,
                 "cmin": -0.6,
                 "cmax": 0.6,
-                "line": {"color": _INK, "width": 1},
+                "line": {"color": INK, "width": 1},
             },
             hovertemplate=f"scale %{{x:+.2f}}<br>{form}<extra></extra>",
         )
         figure.add_trace(line, row=row, col=1)
     for sign in (-1, 1):
-        figure.add_vline(x=sign * results.scale, line={"color": _INK, "width": 1, "dash": "dot"})
+        figure.add_vline(x=sign * results.scale, line={"color": INK, "width": 1, "dash": "dot"})
     figure.update_annotations(x=0, xanchor="left", font={"size": 13}, yshift=3)
     _styled(figure, 560, margin={"l": 50, "r": 16, "t": 32, "b": 48})
     figure.update_xaxes(tickformat=".2~f", range=[min(scales) * 1.06, max(scales) * 1.06])
@@ -195,8 +186,8 @@ def layers_figure(results: Results) -> go.Figure:
             x=list(range(results.layers)),
             y=results.auroc,
             mode="lines+markers",
-            line={"color": _INK, "width": 2},
-            marker={"size": sizes, "color": _INK, "opacity": 1},
+            line={"color": INK, "width": 2},
+            marker={"size": sizes, "color": INK, "opacity": 1},
             hovertemplate="layer %{x}<br>AUROC %{y:.3f}<extra></extra>",
         )
     )
@@ -219,7 +210,7 @@ def plane_figure(results: Results) -> go.Figure:
             points = [point for point in results.plane.points if point.group == f"{side} {part}"]
             if points:
                 ink = colour(results, side)
-                edge = {"color": _INK if symbol == "diamond" else ink, "width": 1.2 if symbol == "diamond" else 1.6}
+                edge = {"color": INK if symbol == "diamond" else ink, "width": 1.2 if symbol == "diamond" else 1.6}
                 figure.add_trace(
                     go.Scatter(
                         x=[point.x for point in points],

@@ -16,8 +16,8 @@ from steerscope.lenses.bank import calibrate
 from steerscope.lenses.readings import Firing, Readings
 
 _CONFIG: dict[str, object] = {"displayModeBar": False, "responsive": True, "scrollZoom": False}
-_INK, _GRID = "#1f2430", "#e6e8ec"
-_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+INK, GRID = "#1f2430", "#e6e8ec"
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 _HEAT = [[0.0, "#ffffff"], [0.5, "#f0a35e"], [1.0, "#a94606"]]
 _MOST_SHOWN = 24  # concepts in the heat map
 _MOST_CURVES = 8
@@ -59,8 +59,8 @@ def html_report(
     return _PAGE.substitute(
         title=escape(f"What lenses read in {model}"),
         about=escape(about + "."),
-        ink=_INK,
-        font=_FONT,
+        ink=INK,
+        font=FONT,
         plotlyjs=get_plotlyjs(),
         text=f"{_plain(texts[:prompt_length])}<b>{_plain(texts[prompt_length:])}</b>",
         top_k=readings.values.shape[1],
@@ -92,14 +92,15 @@ def _best(readings: Readings) -> list[int]:
     return [int(lens) for lens in order if total[lens] > 0]
 
 
-def _styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
+def styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
+    """The look of every figure here and in the demo's report."""
     figure.update_layout(
         height=height,
         template="none",
         paper_bgcolor="#ffffff",
         plot_bgcolor="#ffffff",
-        font={"family": _FONT, "size": 13, "color": _INK},
-        hoverlabel={"bgcolor": "#ffffff", "font": {"family": _FONT, "size": 13, "color": _INK}, "align": "left"},
+        font={"family": FONT, "size": 13, "color": INK},
+        hoverlabel={"bgcolor": "#ffffff", "font": {"family": FONT, "size": 13, "color": INK}, "align": "left"},
     )
     figure.update_layout(layout)
     return figure
@@ -129,12 +130,12 @@ def heat_figure(readings: Readings, texts: Sequence[str], best: Sequence[int], p
         )
     )
     room = 18 + 7 * max(map(len, labels), default=1)
-    _styled(figure, 60 + 22 * max(1, len(shown)) + room, margin={"l": 190, "r": 8, "t": 8, "b": room})
+    styled(figure, 60 + 22 * max(1, len(shown)) + room, margin={"l": 190, "r": 8, "t": 8, "b": room})
     figure.update_xaxes(tickvals=columns, ticktext=labels, tickangle=-90, tickfont={"size": 12}, showgrid=False)
     figure.update_yaxes(tickvals=list(range(len(shown))), ticktext=names, autorange="reversed", showgrid=False)
     generated = int((readings.positions < prompt_length).sum())
     if 0 < generated < len(columns):
-        figure.add_vline(x=generated - 0.5, line={"color": _INK, "width": 1.5})
+        figure.add_vline(x=generated - 0.5, line={"color": INK, "width": 1.5})
     return figure
 
 
@@ -166,7 +167,7 @@ def tree_figure(readings: Readings) -> go.Figure:
             hovertemplate="<b>%{label}</b><br>mean %{customdata[0]:.3f}<br>%{customdata[1]}<extra></extra>",
         )
     )
-    return _styled(figure, 560, margin={"l": 8, "r": 8, "t": 8, "b": 8})
+    return styled(figure, 560, margin={"l": 8, "r": 8, "t": 8, "b": 8})
 
 
 def curve_figure(readings: Readings, lenses: Sequence[int]) -> go.Figure:
@@ -185,9 +186,9 @@ def curve_figure(readings: Readings, lenses: Sequence[int]) -> go.Figure:
         hover = f"{name}<br>%{{x:.2f}} → %{{y:.2f}}<extra></extra>"
         line = go.Scatter(x=said.tolist(), y=curves[:, i].tolist(), mode="lines", name=name, hovertemplate=hover)
         figure.add_trace(line)
-    _styled(figure, 420, margin={"l": 56, "r": 16, "t": 12, "b": 48}, showlegend=True)
-    figure.update_xaxes(title={"text": "the lens alone"}, range=[0, 1], gridcolor=_GRID, zeroline=False)
-    figure.update_yaxes(title={"text": "score"}, range=[0, 1.02], gridcolor=_GRID, zeroline=False)
+    styled(figure, 420, margin={"l": 56, "r": 16, "t": 12, "b": 48}, showlegend=True)
+    figure.update_xaxes(title={"text": "the lens alone"}, range=[0, 1], gridcolor=GRID, zeroline=False)
+    figure.update_yaxes(title={"text": "score"}, range=[0, 1.02], gridcolor=GRID, zeroline=False)
     return figure
 
 
