@@ -16,7 +16,7 @@ _BAND = "rgba(31,36,48,0.06)"
 
 
 def _styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
-    styled(figure, height, showlegend=False, **layout)
+    styled(figure, height, **{"showlegend": False, **layout})
     for axes in (figure.update_xaxes, figure.update_yaxes):
         axes(title_font_size=13, gridcolor=GRID, zeroline=False)
     return figure
