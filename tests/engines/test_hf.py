@@ -51,6 +51,9 @@ class TestStructure:
 
     def test_nothing_is_hooked_while_nobody_asks(self) -> None:
         model = copy.deepcopy(tiny.model())
+        for module in model.modules():  # an engine of another test may have some on the original
+            module._forward_hooks.clear()
+            module._forward_pre_hooks.clear()
         engine = HFEngine(model, tiny.tokenizer(), name="llama").sync
 
         def hooks() -> int:

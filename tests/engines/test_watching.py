@@ -498,7 +498,7 @@ class TestLateTokens:
             def _handle(self) -> None: ...
 
         rule = when(PACK.concepts[0].id, above=0.1).then(stop("s"))
-        (plan,) = engine.aio._plan_stream(engine.aio._tokenize(PROMPT), SHORT, watch=Watch(pack="p", rules=[rule]))
+        (plan,) = engine.aio._plan_stream(engine.aio.tokenize(PROMPT), SHORT, watch=Watch(pack="p", rules=[rule]))
         told: list[object] = []
         one = Running(Job(plan, told.append, False, None), engine.aio._decoder, frozenset())  # type: ignore[attr-defined]
         assert one.notes is not None

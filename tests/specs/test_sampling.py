@@ -17,9 +17,12 @@ LIMITS: list[tuple[str, list[object], list[object]]] = [  # field, allowed at th
     ("top_k", [0, 10**6], [-1, 0.5]),
     ("min_p", [0.0, 1.0], [-TINY, 1.0000001, math.nan]),
     ("repetition_penalty", [TINY, 10.0], [0.0, -1.0, 10.000001, math.inf]),
+    ("frequency_penalty", [-2.0, 2.0], [-2.0000001, 2.0000001, math.nan]),
+    ("presence_penalty", [-2.0, 2.0], [-2.0000001, 2.0000001, math.nan]),
     ("repetition_window", [1, None], [0, -5]),
     ("seed", [0, 2**63 - 1, None], [-1, 2**63]),
     ("n", [1, 128], [0, 129]),
+    ("logprobs", [0, 20, None], [-1, 21, 0.5]),
     ("stop", ["end", [], ["a", "b", "c", "d"]], [["a", "b", "c", "d", "e"], ["a", ""], "", [1], None]),
     ("ignore_eos", [True, False], ["perhaps", None]),
 ]

@@ -3,7 +3,7 @@
 import pytest
 
 from steerscope.specs import Add, InvalidRequest, Steering
-from steerscope.specs.watch import InlinePack, Watch, all_of, any_of, flag, not_, steer, stop, when
+from steerscope.specs.watch import InlinePack, Rule, Watch, all_of, any_of, flag, not_, steer, stop, when
 
 PUSH = Add(vector=[1.0, 2.0], layers=1)
 
@@ -84,6 +84,7 @@ def test_all_problems_of_nested_rules_are_told_with_their_place():
         (lambda: Watch(pack="p", tokens="nonsense"), "tokens: 'nonsense' is not a selector"),
         (lambda: Watch(pack=""), "pack"),
         (lambda: Watch(pack="p", levels=[]), "levels"),
+        (lambda: Rule.parse({"when": {"kind": {}}, "then": {"kind": []}}), "when: {'kind': {}} is not a condition"),
         (lambda: when("a", above=0.5).then(PUSH), "then: Add is not an action; give flag, stop, steer"),  # type: ignore[arg-type]
     ],
 )

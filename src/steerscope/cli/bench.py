@@ -44,7 +44,7 @@ def _done(output: Path, result: dict[str, Any]) -> None:
     rows = [
         (name, f"{one['median']:.4f} s", f"{one['min']:.4f} s", f"{one['spread']:.1%}", f"{one['drift']:+.1%}")
         for name, one in result["summary"].items()
-        if isinstance(one, dict)
+        if isinstance(one, dict) and "spread" in one
     ]
     o.table(head, rows)
     o.note(f"written to {output}")
@@ -118,9 +118,22 @@ def stream(
     dtype: Dtype = "auto",
     eager: Eager = False,
     tokens: Tokens = 16384,
+    server: Annotated[bool, typer.Option("--server", help="In turns with the same streams over HTTP.")] = False,
+    cell: Annotated[str, typer.Option(help="With --server, what streams ask: zero-layer, add, …")] = "zero-layer",
 ) -> None:
     """All requests as streams: time to the first token, tokens per second."""
     given = dict(locals())
+    if server:
+        from steerscope.bench.served import served
+
+        result = served(_setup(given), iterations, cell)
+        _done(output, result)
+        found = result["summary"]
+        for name, what in (("ratio", "time"), ("cpu_ratio", "processor time")):
+            low, high = found[name]["interval"]
+            o.note(f"server / engine, {what}: {found[name]['median']:.3f} ({low:.3f} to {high:.3f})")
+        o.note(f"server's thread: {found['loop_us_per_token']:.1f} µs per token")
+        return
     from steerscope.bench.one import stream as measure
 
     _done(output, measure(_setup(given), iterations))

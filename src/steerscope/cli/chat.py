@@ -3,14 +3,16 @@
 import contextlib
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 import steerscope as ss
 from steerscope.cli import options as o
+from steerscope.cli.partners import Here, Partner, There
 
 if TYPE_CHECKING:
     from steerscope.cli.steer_args import SteerArg
-    from steerscope.engines.facade import SyncEngine
 
 HELP = """\
 /steer FILE[@LAYERS] SCALE   add a vector, or change one by its file or name; 0 removes it
@@ -23,7 +25,8 @@ HELP = """\
 
 
 def chat(
-    model: o.Model,
+    model: Annotated[str | None, typer.Argument(help="smollm2-135m, a model directory, or a hub id.")] = None,
+    server: Annotated[str | None, typer.Option(help="Talk to `steerscope serve` at this address instead.")] = None,
     system: o.System = None,
     steer: o.Steer = None,
     max_tokens: o.MaxTokens = 256,
@@ -42,23 +45,42 @@ def chat(
     given = dict(locals())
     from steerscope.cli.steer_args import parse
 
-    sampling, *steers = o.together(lambda: o.sampling(given), *(partial(parse, text) for text in steer or ()))
-    with o.open_engine(model, device, dtype, engine_name) as engine:
-        if not getattr(engine.aio.tokenizer, "chat_template", None):
-            raise o.mistake(model, "has no chat template", "use steerscope generate")
-        session = _Session(engine, sampling, system)
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(ss.Client(server, model=model)) if server is not None else None
+        known = [one["id"] for one in client.vectors()] if client else []
+        sampling, _, *steers = o.together(
+            lambda: o.sampling(given),
+            lambda: _check(server, model, device, dtype, engine_name),
+            *(partial(parse, text, known) for text in steer or ()),
+        )
+        if client is not None:
+            partner: Partner = There(client, sampling, known)
+        else:
+            engine = stack.enter_context(o.open_engine(model or "", device, dtype, engine_name))
+            if not getattr(engine.aio.tokenizer, "chat_template", None):
+                raise o.mistake(model or "", "has no chat template", "use steerscope generate")
+            partner = Here(engine, sampling)
+        session = _Session(partner, system)
         session.set_steers(steers)
         session.run()
+
+
+def _check(server: str | None, model: str | None, device: str | None, dtype: str | None, engine: str) -> None:
+    if server is None and model is None:
+        raise o.mistake("MODEL", "is missing", "name a model, or a server with --server URL")
+    local = {"--device": device, "--dtype": dtype, "--engine": None if engine == "hf" else engine}
+    flags = " ".join(flag for flag, value in local.items() if value is not None)
+    if server is not None and flags:
+        raise o.mistake(flags, "is the server's business", "leave it out")
 
 
 class _Session:
     """What the next answer depends on."""
 
-    def __init__(self, engine: "SyncEngine", sampling: "ss.Sampling", system: str | None) -> None:
-        self.engine, self.sampling, self.system = engine, sampling, system
+    def __init__(self, partner: Partner, system: str | None) -> None:
+        self.partner, self.system = partner, system
         self.history: list[dict[str, str]] = []
         self.steers: list[SteerArg] = []
-        self.wanted: ss.Capture | None = None
         self.rows: ss.Rows | None = None  # of the last answer
         self.save_to: str | None = None  # where those of the next one go
 
@@ -104,11 +126,10 @@ class _Session:
         start = [{"role": "system", "content": self.system}] if self.system is not None else []
         asked = [*self.history, {"role": "user", "content": text}]
         o.check_text(*(message["content"] for message in start + asked))
-        events = self.engine.stream_chat(start + asked, self.sampling, capture=self.wanted, request_id=o.REQUEST)
-        generation = o.show(self.engine, events, live=True)
-        self.history = [*asked, {"role": "assistant", "content": generation.text}]
-        o.note(o.speed(generation))
-        self.rows = generation.rows if generation.capture else None
+        said = self.partner.answer(start + asked)
+        self.history = [*asked, {"role": "assistant", "content": said.text}]
+        o.note(said.note)
+        self.rows = said.rows
         if self.rows is not None:
             tensors = self.rows.tensors.items()
             cells = ((str(k), site, str(len(t)), f"{t.float().mean(0).norm():.4g}") for (k, site), t in tensors)
@@ -126,22 +147,18 @@ class _Session:
         if known:
             layers = layers if at else known.layers
             file = f"{known.path}@{layers}" if layers else known.path
-        new = parse(f"{file}:{strength}" if words else file)
+        new = parse(f"{file}:{strength}" if words else file, self.partner.vectors)
         off = all(isinstance(op, ss.Add) and op.scale == 0 for op in new.steering.ops)
         self.set_steers([arg for arg in self.steers if arg.path != new.path] + ([] if off else [new]))
 
     def set_steers(self, steers: "list[SteerArg]") -> None:
         from steerscope.cli.steer_args import joined
 
-        self.engine.default_steering = joined(steers)  # refuses what does not fit the model
+        self.partner.steer(joined(steers))
         self.steers = steers
 
     def capture(self, layers: str) -> None:
-        from steerscope.engines.plan import Planner, Prompt
-
-        wanted = ss.Capture.parse({"layers": layers}) if layers else None
-        Planner(self.engine.facts, {}).plan("check", Prompt([0]), ss.Sampling(max_tokens=1), ss.Steering(), wanted)
-        self.wanted = wanted
+        self.partner.capture(ss.Capture.parse({"layers": layers}) if layers else None)
 
     def save(self, file: str) -> None:
         self.save_to = file if self.rows is None else None

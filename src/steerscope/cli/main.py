@@ -17,6 +17,7 @@ from steerscope.cli.generate import generate
 from steerscope.cli.lens import app as lens
 from steerscope.cli.lens_watch import register as add_watching
 from steerscope.cli.options import mistakes_of
+from steerscope.cli.serve import serve
 from steerscope.cli.vectors import app as vectors
 
 
@@ -37,6 +38,7 @@ class _Group(TyperGroup):
 app = typer.Typer(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.add_typer(vectors, name="vectors")
 app.add_typer(lens, name="lens")
 add_watching(lens)

@@ -32,15 +32,20 @@ class SteerArg:
         return Path(self.path).stem
 
 
-def parse(text: str) -> SteerArg:
-    """Read the file and make the ops; every problem names the text."""
+def parse(text: str, known: Sequence[str] = ()) -> SteerArg:
+    """Read the file, or take what a server has under a `known` name, and make the ops; every problem names the text."""
     body, mark, tokens = text.rpartition(";tokens=") if ";tokens=" in text else (text, "", "")
     try:
-        path, rest = _split(body)
+        named = _known(body, known)
+        path, rest = named or _split(body)
         match = re.fullmatch(r"(?:@([^@:]+))?(?::(.+))?|(#.*)", rest)
         if match is None:
             raise _unreadable(f"cannot read {rest!r} after {path}")
-        ops = _experiment(path, rest[1:]) if match[3] else (_op(load(path), match[1], match[2] or "1"),)
+        ops = (
+            _experiment(path, rest[1:])
+            if match[3]
+            else (_op(path if named else load(path), match[1], match[2] or "1"),)
+        )
         if mark:
             ops = tuple(type(op).parse({**op.model_dump(), "tokens": tokens}) for op in ops)
     except InvalidRequest as error:
@@ -55,6 +60,13 @@ def joined(args: Sequence[SteerArg]) -> Steering:
 
 def _unreadable(what: str) -> InvalidRequest:
     return InvalidRequest([Problem("", what, FORMS)])
+
+
+def _known(body: str, names: Sequence[str]) -> tuple[str, str] | None:
+    """The longest name that the text begins with, and the rest."""
+    fitting = [name for name in names if body.startswith(name) and body[len(name) :][:1] in ("", "@", ":")]
+    name = max(fitting, key=len, default=None)
+    return None if name is None else (name, body[len(name) :])
 
 
 def _split(body: str) -> tuple[str, str]:
@@ -74,15 +86,18 @@ def _experiment(path: str, name: str) -> tuple[Add | Cap | Ablate, ...]:
     return tuple(experiments[name].ops)
 
 
-def _op(vector: SteeringVector, layers: str | None, strength: str) -> Add | Cap | Ablate:
+def _op(vector: SteeringVector | str, layers: str | None, strength: str) -> Add | Cap | Ablate:
     kind, equals, value = strength.partition("=")
     low, dots, high = value.partition("..")
+    site = {"site": vector.site} if isinstance(vector, SteeringVector) else {}  # a server knows its vectors' own
+    about = {"vector": vector, "layers": layers, **site}
     try:
         if kind == "cap" and dots:
-            return vector.cap(float(low) if low else None, float(high) if high else None, layers=layers)
+            bounds = {"min": float(low) if low else None, "max": float(high) if high else None}
+            return Cap.parse({**about, **bounds})
         if kind == "ablate":
-            return vector.ablate(float(value) if equals else 0.0, layers=layers)
-        return vector.add(float(strength), layers=layers)
+            return Ablate.parse({**about, "scale": float(value) if equals else 0.0})
+        return Add.parse({**about, "scale": float(strength)})
     except InvalidRequest:  # it is a ValueError too
         raise
     except ValueError:

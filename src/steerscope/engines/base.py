@@ -5,12 +5,13 @@ room for captures, n choices, and stable return types. An engine below it runs p
 """
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import secrets
 import threading
+import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self, Unpack, overload
@@ -25,7 +26,6 @@ from steerscope.engines.generation import (
     Event,
     Generation,
     Job,
-    Outcome,
     PromptLike,
     TokenPrompt,
 )
@@ -42,6 +42,7 @@ from steerscope.engines.options import (
     for_request,
     per_prompt,
 )
+from steerscope.engines.outbox import Inbox, Outbox, Pause, discard
 from steerscope.engines.plan import Plan, Planner, Prompt
 from steerscope.engines.prompts import all_of, check_text
 from steerscope.engines.scopes import Scopes, as_steering
@@ -69,6 +70,8 @@ class Engine(Scopes, ABC):
         self.budget = budget
         self._jobs: dict[str, list[Job]] = {}
         self._numbers = itertools.count()
+        self._noticed = threading.Event()  # a job was cancelled
+        self._outboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Outbox] = weakref.WeakKeyDictionary()
         self._sync: SyncEngine | None = None
         self.closed = False
 
@@ -103,11 +106,14 @@ class Engine(Scopes, ABC):
     ) -> Generation: ...
     @overload
     async def generate(
-        self, prompt: list[str] | list[TokenPrompt], sampling: Each[Sampling] = None, **options: Unpack[Many]
+        self,
+        prompt: list[str] | list[TokenPrompt] | list[Prompt],
+        sampling: Each[Sampling] = None,
+        **options: Unpack[Many],
     ) -> list[Generation]: ...
     async def generate(
         self,
-        prompt: PromptLike | list[str] | list[TokenPrompt],
+        prompt: PromptLike | list[str] | list[TokenPrompt] | list[Prompt],
         sampling: Each[Sampling] = None,
         **options: Unpack[Many],
     ) -> Generation | list[Generation]:
@@ -116,7 +122,7 @@ class Engine(Scopes, ABC):
         Options: `steer`, `capture`, `watch`.
         """
         many = isinstance(prompt, list)
-        prompts = all_of(self._tokenize, prompt) if many else [self._tokenize(prompt)]
+        prompts = all_of(self.tokenize, prompt) if many else [self.tokenize(prompt)]
         done = await self._generate(prompts, many, sampling, **options)
         return done if many else done[0]
 
@@ -148,7 +154,19 @@ class Engine(Scopes, ABC):
 
         Options: `steer`, `capture`, `watch`, `request_id`.
         """
-        return self._stream(*self._plan_stream(self._tokenize(prompt), sampling, **options))
+        return self._stream(*self._plan_stream(self.tokenize(prompt), sampling, **options))
+
+    def batches(
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        pause: Pause | None = None,
+        **options: Unpack[Stream],
+    ) -> AsyncGenerator[list[Event]]:
+        """`stream`, with all events that have come since the last time in one list; `pause` says how many seconds lie
+        between two of them at least, unless the end has come."""
+        (plan,) = self._plan_stream(self.tokenize(prompt), sampling, **options)
+        return self._batches(plan, pause)
 
     def stream_chat(
         self, messages: Chat, sampling: Sampling | None = None, **options: Unpack[StreamChat]
@@ -161,7 +179,7 @@ class Engine(Scopes, ABC):
         """End a request between two steps; it finishes with what it has. False if it is not running."""
         jobs = self._jobs.get(request_id, [])
         for job in jobs:
-            job.cancelled = True
+            job.cancel()
         return bool(jobs)
 
     async def fetch_all(self, handles: Sequence[CaptureHandle]) -> list[Rows]:
@@ -192,9 +210,12 @@ class Engine(Scopes, ABC):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # --- inside
+    # --- prompts
 
-    def _tokenize(self, prompt: PromptLike) -> Prompt:
+    def tokenize(self, prompt: PromptLike) -> Prompt:
+        """What `generate` and `stream` make of a prompt, and take in its place. May be called from any thread."""
+        if isinstance(prompt, Prompt):
+            return prompt
         if isinstance(prompt, TokenPrompt) and isinstance(prompt.token_ids, Iterable):
             return Prompt(list(prompt.token_ids))
         if not isinstance(prompt, str):
@@ -202,6 +223,12 @@ class Engine(Scopes, ABC):
             raise InvalidRequest([Problem("prompt", what, "wrap token ids in TokenPrompt([...])")])
         check_text(prompt, "prompt")
         return Prompt(list(self.tokenizer(prompt)["input_ids"]) if prompt else [])  # type: ignore[arg-type]
+
+    def render(self, chat: Chat, **options: Unpack[ChatOptions]) -> Prompt:
+        """What `chat` makes of messages; `generate` and `stream` take it. May be called from any thread."""
+        return self._render(chat, options)
+
+    # --- inside
 
     def _render(self, chat: Chat, options: ChatOptions) -> Prompt:
         messages: list[Message] = parse_chat(chat)
@@ -248,17 +275,21 @@ class Engine(Scopes, ABC):
             raise InvalidRequest(problems)
         return plans
 
-    async def _start(self, plans: Sequence[Plan], stream: bool) -> tuple[list[Job], asyncio.Queue[tuple[Job, Outcome]]]:
+    async def _start(self, plans: Sequence[Plan], stream: bool, pause: Pause | None = None) -> tuple[list[Job], Inbox]:
         """Reserve room, fan n out into single sequences, and submit them together."""
-        outcomes: asyncio.Queue[tuple[Job, Outcome]] = asyncio.Queue()
-        outbox = _Outbox(asyncio.get_running_loop(), outcomes)
+        loop = asyncio.get_running_loop()
+        inbox, outbox = Inbox(loop, pause), self._outboxes.get(loop)
+        if outbox is None:
+            outbox = self._outboxes[loop] = Outbox(loop)
         jobs: list[Job] = []
         for plan in plans:
             seed = plan.sampling.seed if plan.sampling.seed is not None else secrets.randbits(48)
             for choice in range(plan.sampling.n):
                 single = plan.sampling.model_copy(update={"seed": (seed + choice) % (1 << 63), "n": 1})
-                job = Job(replace(plan, choice=choice, sampling=single), lambda _: None, stream, None)
-                job.report = functools.partial(outbox.put, job)
+                job = Job(
+                    replace(plan, choice=choice, sampling=single), lambda _: None, stream, None, noticed=self._noticed
+                )
+                job.report = functools.partial(outbox.put, inbox, job)
                 jobs.append(job)
                 self._jobs.setdefault(plan.request_id, []).append(job)
         try:
@@ -274,15 +305,16 @@ class Engine(Scopes, ABC):
                 if job.held:
                     job.held.release()
             raise
-        return jobs, outcomes
+        return jobs, inbox
 
-    def _finish(self, jobs: Sequence[Job], outcomes: asyncio.Queue[tuple[Job, Outcome]] | None = None) -> None:
+    def _finish(self, jobs: Sequence[Job], inbox: Inbox | None = None) -> None:
         """Whatever happened: unfinished jobs are cancelled, rows nobody took are given back, and the names are free."""
         for job in jobs:
-            job.cancelled = job.abandoned = True
+            job.abandoned = True
+            job.cancel()
             self._jobs.pop(job.plan.request_id, None)
-        while outcomes is not None and not outcomes.empty():
-            _discard(outcomes.get_nowait()[1])
+        for _, outcome in inbox.rest() if inbox is not None else ():
+            discard(outcome)
 
     async def _generate(
         self,
@@ -296,18 +328,20 @@ class Engine(Scopes, ABC):
         plans = self._plan(prompts, many, sampling, steer, capture, watch)
         if not plans:
             return []
-        jobs, outcomes = await self._start(plans, stream=False)
+        jobs, inbox = await self._start(plans, stream=False)
         choices: dict[str, list[Choice]] = {plan.request_id: [] for plan in plans}
         failure: RequestFailed | None = None
+        left = len(jobs)
         try:
-            for _ in jobs:
-                job, outcome = await outcomes.get()
-                if isinstance(outcome, Choice):
-                    choices[job.plan.request_id].append(outcome)
-                elif isinstance(outcome, RequestFailed):
-                    failure = failure or outcome
+            while left:
+                for job, outcome in await inbox.take():
+                    left -= 1
+                    if isinstance(outcome, Choice):
+                        choices[job.plan.request_id].append(outcome)
+                    elif isinstance(outcome, RequestFailed):
+                        failure = failure or outcome
         finally:
-            self._finish(jobs, outcomes)
+            self._finish(jobs, inbox)
         complete = {plan.request_id: len(choices[plan.request_id]) == plan.sampling.n for plan in plans}
         done = [_generation(p, choices[p.request_id]) if complete[p.request_id] else None for p in plans]
         if failure is not None:
@@ -328,62 +362,40 @@ class Engine(Scopes, ABC):
         return self._plan([prompt], False, sampling, steer, capture, watch, request_id)
 
     async def _stream(self, plan: Plan) -> AsyncGenerator[Event]:
+        async with contextlib.aclosing(self._batches(plan, None)) as batches:
+            async for batch in batches:
+                for event in batch:
+                    yield event
+
+    async def _batches(self, plan: Plan, pause: Pause | None) -> AsyncGenerator[list[Event]]:
         if plan.request_id in self._jobs:
             what = f"{plan.request_id!r} is already running"
             raise InvalidRequest([Problem("request_id", what, "choose another")])
-        jobs, outcomes = await self._start([plan], stream=True)
+        jobs, inbox = await self._start([plan], stream=True, pause=pause)
         choices: list[Choice] = []
+        told = False
         try:
-            while len(choices) < len(jobs):
-                _, outcome = await outcomes.get()
-                if isinstance(outcome, Exception):
-                    raise outcome
-                if isinstance(outcome, Choice):
-                    choices.append(outcome)
-                else:
-                    yield outcome
-            yield EndEvent(_generation(plan, choices))
+            while not told:
+                events: list[Event] = []
+                failure: RequestFailed | None = None
+                for _, outcome in await inbox.take():
+                    if isinstance(outcome, Choice):
+                        choices.append(outcome)
+                    elif isinstance(outcome, RequestFailed):
+                        failure = failure or outcome
+                    elif failure is None:
+                        events.append(outcome)
+                if failure is None and len(choices) == len(jobs):
+                    events.append(EndEvent(_generation(plan, choices)))
+                    told = True
+                if events:
+                    yield events
+                if failure is not None:
+                    raise failure
         finally:
-            self._finish(jobs, outcomes)
-
-
-class _Outbox:
-    """Outcomes on their way from an engine's thread to the loop of whoever asked: one wake-up for many of them."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, outcomes: asyncio.Queue[tuple[Job, Outcome]]) -> None:
-        self._loop, self._outcomes = loop, outcomes
-        self._waiting: deque[tuple[Job, Outcome]] = deque()
-        self._woken, self._lock = False, threading.Lock()
-
-    def put(self, job: Job, outcome: Outcome) -> None:
-        self._waiting.append((job, outcome))
-        with self._lock:
-            woken, self._woken = self._woken, True
-        if woken:
-            return
-        try:
-            self._loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # the caller's loop is closed: nobody is left to tell
-            while self._waiting:
-                job, outcome = self._waiting.popleft()
-                job.cancelled = True
-                _discard(outcome)
-            self._woken = False
-
-    def _deliver(self) -> None:
-        with self._lock:
-            self._woken = False  # what comes from here on wakes it again
-        while self._waiting:
-            job, outcome = self._waiting.popleft()
-            if job.abandoned:
-                _discard(outcome)
-            else:
-                self._outcomes.put_nowait((job, outcome))
-
-
-def _discard(outcome: Outcome) -> None:
-    if isinstance(outcome, Choice) and outcome.capture is not None:
-        outcome.capture.close("the request was abandoned")
+            self._finish(jobs, inbox)
+            for choice in () if told else choices:
+                discard(choice)
 
 
 def _generation(plan: Plan, choices: list[Choice]) -> Generation:

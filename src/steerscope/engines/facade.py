@@ -19,7 +19,7 @@ from steerscope.capture.rows import Rows
 from steerscope.engines.base import Engine
 from steerscope.engines.generation import Event, Generation, PromptLike, TokenPrompt
 from steerscope.engines.options import Each, Many, ManyChat, One, OneChat, PackKeywords, SteerLike, Stream, StreamChat
-from steerscope.engines.plan import Facts
+from steerscope.engines.plan import Facts, Prompt
 from steerscope.lenses.pack import Pack
 from steerscope.specs.chat import Chat
 from steerscope.specs.errors import EngineClosed
@@ -74,7 +74,10 @@ class SyncEngine:
     def generate(self, prompt: PromptLike, sampling: Sampling | None = None, **options: Unpack[One]) -> Generation: ...
     @overload
     def generate(
-        self, prompt: list[str] | list[TokenPrompt], sampling: Each[Sampling] = None, **options: Unpack[Many]
+        self,
+        prompt: list[str] | list[TokenPrompt] | list[Prompt],
+        sampling: Each[Sampling] = None,
+        **options: Unpack[Many],
     ) -> list[Generation]: ...
     def generate(self, prompt, sampling=None, **options):  # type: ignore[no-untyped-def]
         return self._run(self.aio.generate(prompt, sampling, **options))

@@ -1,13 +1,14 @@
 """What an engine gives back: generations, events of a stream, and the job that a running sequence reports to."""
 
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from steerscope.capture.budget import Reservation
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
-from steerscope.engines.plan import Applied, Plan
+from steerscope.engines.plan import Applied, Plan, Prompt
 from steerscope.lenses.readings import Firing, Reading
 from steerscope.specs.errors import InvalidRequest, Problem, RequestFailed
 
@@ -21,7 +22,7 @@ class TokenPrompt:
     token_ids: Sequence[int]
 
 
-PromptLike = str | TokenPrompt
+PromptLike = str | TokenPrompt | Prompt  # text, ids, or what `tokenize` and `render` made of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,15 @@ class Timings:
     queued: float
     first_token: float
     total: float
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities as the model gives them, before penalties, temperature and filters: of the
+    token that was sampled, and of the most likely ones, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,7 @@ class Choice:
     readings: Sequence[Reading] = ()  # of the rows that were watched, prompt and generated
     firings: tuple[Firing, ...] = ()  # of rules, in the order of the rows
     rule: str | None = None  # which one ended it
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +125,7 @@ class TokenEvent:
     text: str
     reading: Reading | None = None  # of the row it was sampled from, if that row was watched
     readings: Sequence[Reading] = ()  # all that became known with it: with the first token, also the prompt's
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +158,11 @@ class Job:
     held: Reservation | None
     cancelled: bool = False
     abandoned: bool = False  # nobody waits for it any more: what it reports is closed, not kept
+    noticed: threading.Event = field(default_factory=threading.Event)  # its engine's: somebody was cancelled
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.noticed.set()
 
     def fail(self, error: RequestFailed) -> None:
         if self.held:

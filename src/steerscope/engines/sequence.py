@@ -9,7 +9,7 @@ import torch
 
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
-from steerscope.engines.generation import Choice, FinishReason, Job, RuleEvent, Timings, TokenEvent
+from steerscope.engines.generation import Choice, FinishReason, Job, RuleEvent, Timings, TokenEvent, TokenLogprobs
 from steerscope.engines.plan import Plan, tap_of
 from steerscope.engines.text import Decoder, Detokenizer, StopStrings
 from steerscope.residual.rows import make_labels
@@ -31,6 +31,7 @@ class RunningText(ABC):
         # Nobody looks at the text before its end: it is decoded then, at once.
         self._decode = None if job.stream or plan.sampling.stop else decoder.decode
         self._pieces: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._born = time.perf_counter()
         self._admitted = self._first = 0.0
 
@@ -69,9 +70,11 @@ class RunningText(ABC):
             return "stop" if tokens and tokens[-1] in self._eos else "length"
         return "stop" if tokens and tokens[-1] in self._eos else None
 
-    def accept(self, token: int) -> FinishReason | None:
+    def accept(self, token: int, logprobs: TokenLogprobs | None = None) -> FinishReason | None:
         """Take a sampled token; the reason if it was the last one."""
         self.history.append(token)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
         count = len(self.history) - self.prompt_length
         if count == 1:
             self._first = time.perf_counter()
@@ -93,19 +96,19 @@ class RunningText(ABC):
             text += self._stops.flush()
         self._pieces.append(text)
         if self.job.stream:
-            self._tell(count - 1, token, text)
+            self._tell(count - 1, token, text, logprobs)
         return reason
 
-    def _tell(self, index: int, token: int, text: str) -> None:
+    def _tell(self, index: int, token: int, text: str, logprobs: TokenLogprobs | None) -> None:
         if self.notes is None:
-            self.job.report(TokenEvent(self.plan.choice, index, token, text))
+            self.job.report(TokenEvent(self.plan.choice, index, token, text, logprobs=logprobs))
             return
         readings, firings = self.notes.news(self.history)
         for firing in firings:
             self.job.report(RuleEvent(self.plan.choice, firing))
         row = len(self.history) - 2
         here = readings[-1] if len(readings) and readings.positions[-1] == row else None
-        self.job.report(TokenEvent(self.plan.choice, index, token, text, here, readings))
+        self.job.report(TokenEvent(self.plan.choice, index, token, text, here, readings, logprobs))
 
     def end(self, reason: FinishReason) -> None:
         if self.over:
@@ -142,6 +145,7 @@ class RunningText(ABC):
             readings=readings,
             firings=firings,
             rule=stopped.rule if stopped else None,
+            logprobs=tuple(self._logprobs),
         )
         self.job.report(choice)
 

@@ -27,7 +27,7 @@ class ThreadedEngine(Engine, Generic[S]):
         self._waiting: list[S] = []
         self._inbox: queue.SimpleQueue[list[Job] | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # orders submitting and closing
-        self._counts = {"requests": 0, "finished": 0, "failed": 0, "tokens": 0, "steps": 0}
+        self._counts: dict[str, float] = {"requests": 0, "finished": 0, "failed": 0, "tokens": 0, "steps": 0}
 
     # --- what an engine does in its thread
 

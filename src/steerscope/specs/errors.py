@@ -75,6 +75,10 @@ class RequestFailed(SteerscopeError):
         self.completed: Sequence[Generation | None] = ()
 
 
+class Unsteerable(RequestFailed):
+    """A request whose steering leaves the model's numbers: its own fault, found while it ran."""
+
+
 class CapacityExceeded(SteerscopeError):
     """A fixed budget (slots, rows, bytes) is used up."""
 

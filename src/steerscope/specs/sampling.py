@@ -19,7 +19,8 @@ else:
 
 
 class Sampling(Spec):
-    """`temperature` 0 is greedy. `top_k` 0 is off. `repetition_window` counts the last tokens, prompt included."""
+    """`temperature` 0 is greedy. `top_k` 0 is off. `repetition_window` counts the last tokens, prompt included;
+    the frequency and presence penalties, which are subtracted, count generated tokens only."""
 
     max_tokens: int = Field(default=128, ge=1)
     temperature: float = Field(default=0.0, ge=0.0, le=2.0)
@@ -28,10 +29,13 @@ class Sampling(Spec):
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
     repetition_window: int | None = Field(default=None, ge=1)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop: Stop = ()
     ignore_eos: bool = False
     n: int = Field(default=1, ge=1, le=128)
+    logprobs: int | None = Field(default=None, ge=0, le=20)  # tell each token's, and those of so many best ones
 
     @model_validator(mode="after")
     def _check(self) -> Self:

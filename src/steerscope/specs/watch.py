@@ -56,7 +56,7 @@ def _one_of(kinds: "Callable[[], dict[str, type[Spec]]]", what: str) -> Callable
         if isinstance(value, Spec):
             return value
         kind = value.get("kind") if isinstance(value, dict) else None
-        if kind not in known:
+        if not isinstance(kind, str) or kind not in known:
             raise ValueError(f"{value!r:.60} is not {what}; give one whose kind is {', '.join(known)}")
         try:
             return known[kind].parse(value)

@@ -116,7 +116,7 @@ class TestOneEngine:
         from steerscope.engines.vllm.wire import reads_cached, salt
 
         def plan(watch: Watch):
-            (found,) = engine.aio._plan_stream(engine.aio._tokenize(TokenPrompt(LONG)), SAMPLING, watch=watch)
+            (found,) = engine.aio._plan_stream(engine.aio.tokenize(TokenPrompt(LONG)), SAMPLING, watch=watch)
             return found
 
         assert salt(plan(switching())) != salt(plan(switching()))

@@ -7,6 +7,7 @@ request's buffer; a request that fails ends alone.
 
 import contextlib
 import inspect
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,11 +27,12 @@ from steerscope.engines.generation import Job
 from steerscope.engines.hf.blocks import find_blocks
 from steerscope.engines.hf.kv import BatchCache
 from steerscope.engines.hf.passes import Passes, deliver
-from steerscope.engines.hf.sampler import choose
+from steerscope.engines.hf.sampler import choose, log_probabilities
 from steerscope.engines.hf.selftest import self_test
 from steerscope.engines.hf.sequence import Row
 from steerscope.engines.hf.taps import Taps
 from steerscope.engines.hf.watching import read
+from steerscope.engines.outbox import together
 from steerscope.engines.plan import Facts, Plan
 from steerscope.engines.text import Decoder
 from steerscope.engines.threaded import ThreadedEngine
@@ -43,6 +45,7 @@ from steerscope.specs.errors import (
     ModelNotFound,
     Problem,
     RequestFailed,
+    Unsteerable,
     UnsupportedModel,
 )
 
@@ -92,7 +95,7 @@ class HFEngine(ThreadedEngine[Row]):
         self._cache = BatchCache(len(blocks))
         self._rows: list[Row] = []
         self._joining: list[Row] = []  # admitted, not yet prefilled
-        self._counts |= {"prefills": 0, "rows": 0, "readings": 0}
+        self._counts |= {"prefills": 0, "rows": 0, "readings": 0, "lens_seconds": 0.0}
         self_test(model, self._taps, self._table)
         self._run()
 
@@ -282,22 +285,27 @@ class HFEngine(ThreadedEngine[Row]):
         if now and books:
             captured = len(books.captures)
             self._counts["rows"] += deliver(now.gathers[:captured], books.shares)
+            began = time.perf_counter()
             for look, gather in zip(books.looks, now.gathers[captured:], strict=True):
                 self._counts["readings"] += read(self.monitor, look, gather)
+            self._counts["lens_seconds"] += time.perf_counter() - began
         for row in rows:
             row.fed = len(row.history)
         return output.logits[:, -1]
 
+    @together()
     def _accept(self, rows: list[Row], logits: torch.Tensor) -> None:
         """Sample, and end the requests that are done; the last rows first, since those leave without a copy."""
-        chosen = choose(logits, [row.chooser for row in rows])
-        for row, token in zip(reversed(rows), reversed(chosen), strict=True):
+        choosers = [row.chooser for row in rows]
+        asked = log_probabilities(logits, choosers)
+        chosen = choose(logits, choosers)
+        for i, (row, token) in reversed(list(enumerate(zip(rows, chosen, strict=True)))):
             try:
                 if token is None:
-                    raise RequestFailed(
+                    raise Unsteerable(
                         f"the logits of {row.name} are not finite: its steering overflows the model; lower the strength"
                     )
-                done = row.accept(token)
+                done = row.accept(token, asked[i].of(token) if i in asked else None)
             except Exception as error:
                 self._leave(row)
                 self._failed(row, error)

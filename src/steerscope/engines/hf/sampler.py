@@ -1,12 +1,15 @@
 """Choosing the next token of each row. Every sampled row draws from a generator of its own, seeded per request, so its
 text does not depend on what else is in the batch."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from steerscope.engines.generation import TokenLogprobs
 from steerscope.specs.sampling import Sampling
 
 _SHORT_LIST = 1024  # the nucleus is looked for here first: sorting a whole vocabulary is slow
@@ -19,14 +22,36 @@ class Chooser:
     sampling: Sampling
     generator: torch.Generator | None  # None: greedy
     history: list[int]  # prompt and generated ids; shared with the sequence
+    prompt_length: int
 
     @classmethod
     def of(cls, sampling: Sampling, history: list[int], device: torch.device) -> "Chooser":
         if sampling.temperature < 1e-6:  # dividing by less would overflow float32
-            return cls(sampling, None, history)
+            return cls(sampling, None, history, len(history))
         generator = torch.Generator(device=device)
         generator.manual_seed(sampling.seed or 0)
-        return cls(sampling, generator, history)
+        return cls(sampling, generator, history, len(history))
+
+
+class Told(NamedTuple):
+    """A row's log probabilities [vocab], for one who asked for them."""
+
+    row: Tensor
+    most: int
+
+    def of(self, token: int) -> TokenLogprobs:
+        best = torch.topk(self.row, min(self.most, len(self.row)))
+        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        return TokenLogprobs(token, float(self.row[token]), top)
+
+
+def log_probabilities(logits: Tensor, choosers: Sequence[Chooser]) -> dict[int, Told]:
+    """Of the rows that ask for them; called before `choose`, which may change the logits in place."""
+    rows = [i for i, chooser in enumerate(choosers) if chooser.sampling.logprobs is not None]
+    if not rows:
+        return {}
+    found = torch.log_softmax(logits[rows].float(), dim=-1)
+    return {i: Told(row, choosers[i].sampling.logprobs or 0) for i, row in zip(rows, found, strict=True)}
 
 
 def choose(logits: Tensor, choosers: Sequence[Chooser]) -> list[int | None]:
@@ -35,6 +60,8 @@ def choose(logits: Tensor, choosers: Sequence[Chooser]) -> list[int | None]:
     for row, chooser in enumerate(choosers):
         if chooser.sampling.repetition_penalty != 1.0:
             _penalise(logits[row], chooser)
+        if chooser.sampling.frequency_penalty or chooser.sampling.presence_penalty:
+            _subtract(logits[row], chooser)
     best, tokens = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
     chosen: list[int | None] = tokens.tolist()
     finite = torch.isfinite(best).tolist()
@@ -52,6 +79,15 @@ def _penalise(row: Tensor, chooser: Chooser) -> None:
     seen = torch.tensor(sorted(set(chooser.history[-window:] if window else chooser.history)), device=row.device)
     values, penalty = row[seen], chooser.sampling.repetition_penalty
     row[seen] = torch.where(values > 0, values / penalty, values * penalty)
+
+
+def _subtract(row: Tensor, chooser: Chooser) -> None:
+    """For each generated token the presence penalty once and the frequency penalty every time, as OpenAI has them."""
+    made = Counter(chooser.history[chooser.prompt_length :])
+    if made:
+        s = chooser.sampling
+        amounts = [s.presence_penalty + s.frequency_penalty * count for count in made.values()]
+        row[torch.tensor(list(made), device=row.device)] -= torch.tensor(amounts, device=row.device)
 
 
 def _draw(row: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

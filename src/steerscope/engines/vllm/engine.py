@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from steerscope.capture.budget import ByteBudget
 from steerscope.capture.transport import Arena, Regions, shared_folder
 from steerscope.engines.generation import Job
+from steerscope.engines.outbox import together
 from steerscope.engines.plan import Plan
 from steerscope.engines.text import Decoder
 from steerscope.engines.threaded import ThreadedEngine
@@ -30,7 +31,7 @@ from steerscope.engines.vllm.packs import Packs
 from steerscope.engines.vllm.running import Running
 from steerscope.engines.vllm.selftest import self_test
 from steerscope.engines.vllm.settings import Settings
-from steerscope.engines.vllm.wire import pack_name
+from steerscope.engines.vllm.wire import OVERFLOW, pack_name
 from steerscope.lenses.reader import Registered
 from steerscope.residual.table import Column
 from steerscope.specs.errors import (
@@ -38,6 +39,7 @@ from steerscope.specs.errors import (
     Problem,
     RequestFailed,
     SteerscopeError,
+    Unsteerable,
     UnsupportedModel,
 )
 from steerscope.specs.sampling import Sampling
@@ -185,7 +187,7 @@ class VLLMEngine(ThreadedEngine[Running]):
             "waiting": len(self._waiting),
             "slots_in_use": self.room.vectors.in_use,
         }
-        now |= {name: summed[name] for name in ("readings", "packs")}
+        now |= {name: summed[name] for name in ("readings", "packs", "lens_seconds")}
         shared = {"capture_bytes": self.budget.used, "capture_budget": self.budget.total}
         return {**{f"worker_{name}": value for name, value in summed.items()}, **self._counts, **now, **shared}
 
@@ -238,6 +240,9 @@ class VLLMEngine(ThreadedEngine[Running]):
         return bool(self._running)
 
     def _drop_cancelled(self) -> None:
+        if not self._noticed.is_set():  # every step comes here
+            return
+        self._noticed.clear()
         self._drop_waiting(cancelled_only=True)
         gone = [one for one in self._running.values() if one.job.cancelled]
         if gone:
@@ -247,6 +252,9 @@ class VLLMEngine(ThreadedEngine[Running]):
         """Hand waiting requests to vLLM, in order, while there are slots and shared memory for them."""
         while self._waiting:
             one = self._waiting[0]
+            if one.job.cancelled:  # before it came here
+                self._waiting.pop(0).end("cancelled")
+                continue
             try:
                 if not one.prepare() and not self._make_room(one):
                     return  # somebody will finish and make some
@@ -297,6 +305,7 @@ class VLLMEngine(ThreadedEngine[Running]):
             del self._resident[oldest]
             self._rpc("unregister", oldest)
 
+    @together()
     def _step(self) -> None:
         done: list[tuple[Running, Any]] = []
         stopped: list[str] = []
@@ -346,7 +355,8 @@ class VLLMEngine(ThreadedEngine[Running]):
             self._rpc("finish", [one.ending() for one in late])
         for one, reason in done:
             if (why := one.failure) is not None:
-                self._failed(one, RequestFailed(f"{one.name} failed: {why}"))
+                kind = Unsteerable if why == OVERFLOW else RequestFailed
+                self._failed(one, kind(f"{one.name} failed: {why}"))
             else:
                 self._leave(one, reason)
 

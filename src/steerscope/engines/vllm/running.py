@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from steerscope.capture.handle import CaptureHandle
-from steerscope.engines.generation import FinishReason, Job
+from steerscope.engines.generation import FinishReason, Job, TokenLogprobs
 from steerscope.engines.plan import CapturePlan
 from steerscope.engines.sequence import RunningText, captured
 from steerscope.engines.text import Decoder
@@ -38,7 +38,8 @@ class Running(RunningText):
         self.claim = Claim(engine.room, self.plan) if asks else None
         rules = self.plan.watch.compiled.rules if self.plan.watch else []
         self._stops_by_rule = any(rule.kind == "stop" for rule in rules)
-        self.late = self.quiet and not self._stops_by_rule  # vLLM may keep its tokens until the end
+        # vLLM may keep its tokens until the end.
+        self.late = self.quiet and not self._stops_by_rule and self.plan.sampling.logprobs is None
         self._noted = 0  # readings that were taken over
 
     def prepare(self) -> bool:
@@ -73,8 +74,11 @@ class Running(RunningText):
             top_k=0 if greedy else s.top_k or 0,
             min_p=0.0 if greedy else s.min_p,
             repetition_penalty=s.repetition_penalty,
+            frequency_penalty=s.frequency_penalty,
+            presence_penalty=s.presence_penalty,
             seed=None if greedy else s.seed,
             ignore_eos=s.ignore_eos,
+            logprobs=s.logprobs,
             quiet=self.late,
             skip_reading_prefix_cache=None if reads_cached(self.plan) else True,
         )
@@ -95,10 +99,12 @@ class Running(RunningText):
         new = output.outputs[0]
         if self.late and (reason := self.accept_all(list(new.token_ids))):
             return reason
-        for token in () if self.late else new.token_ids:
+        told = new.logprobs or ()
+        for i, token in enumerate(() if self.late else new.token_ids):
             if self.notes is not None:
                 self._note(len(self.history))  # the row that a token was sampled from was read before
-            if reason := self.accept(token):
+            found = _logprobs(token, told[i], self.plan.sampling.logprobs or 0) if told else None
+            if reason := self.accept(token, found):
                 return reason
         if not output.finished:
             return None
@@ -191,6 +197,12 @@ class Running(RunningText):
         index = selected(capture.positions, self.computed)
         load = functools.partial(captured, self.plan, index, columns, list(self.history), self.engine.facts.name)
         return CaptureHandle(self.name, len(index), load, self.engine.budget, held, self.engine.capture_ttl)
+
+
+def _logprobs(token: int, told: Any, most: int) -> TokenLogprobs:
+    """vLLM gives the sampled token beside the best ones, or among them, each with its rank."""
+    ranked = sorted((one.rank, found, one.logprob) for found, one in told.items())
+    return TokenLogprobs(token, told[token].logprob, tuple((found, value) for _, found, value in ranked[:most]))
 
 
 @functools.lru_cache(maxsize=64)

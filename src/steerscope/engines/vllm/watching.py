@@ -6,6 +6,7 @@ later, uses the same tensors again. On a GPU readings go to the client without t
 to know them itself, it waits: tiers load what they need, and what a rule has switched may have to be computed again.
 """
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,7 @@ class Watching:
         self.monitor = Monitor(device, slots=slots)
         self.packs: dict[str, Registered] = {}
         self.delivery, self._cells, self._first = delivery, cells, len(cells) - tokens
-        self.counts = {"readings": 0}
+        self.counts = {"readings": 0, "lens_seconds": 0.0}  # seconds of this thread: a device may take longer
         self._readout: Readout | None = None
         if device.type == "cuda":
             from steerscope.engines.vllm import readout  # needs Triton
@@ -118,6 +119,7 @@ class Watching:
         """After a forward and before the next one's taps, on the stream that runs them."""
         if looks.kept is None:
             looks.kept = self._looks(looks)
+        began = time.perf_counter()
         for look in looks.kept:
             try:
                 if isinstance(look, Look):
@@ -129,6 +131,7 @@ class Watching:
             except Exception as error:  # their readings are void, the step goes on
                 for asker in look.askers:
                     self.delivery.fail(asker, f"{type(error).__name__}: {error}")
+        self.counts["lens_seconds"] += time.perf_counter() - began
 
     def _looks(self, looks: Looks) -> "list[Look | Sheet]":
         groups: dict[object, list[tuple[Asker, int, int, int]]] = defaultdict(list)

@@ -16,6 +16,7 @@ from steerscope.residual.table import Column, Key
 from steerscope.specs.steering import Coefficients
 from steerscope.specs.tokens import EVERYWHERE, Positions
 
+OVERFLOW = "its steering makes the hidden states not finite; lower the strength"  # why a worker gives a request up
 Packed = dict[str, Any]  # plain data that msgpack takes
 _KEPT = 256
 

@@ -29,7 +29,7 @@ from steerscope.engines.vllm.steady import Filled
 from steerscope.engines.vllm.step import PAGE, Books
 from steerscope.engines.vllm.tap import Shared, Tap
 from steerscope.engines.vllm.watching import Group, Watching, groups_of, order_of
-from steerscope.engines.vllm.wire import Wire, WireColumn
+from steerscope.engines.vllm.wire import OVERFLOW, Wire, WireColumn
 from steerscope.residual.table import Column, Key, Slots, SlotTable
 from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
 
@@ -215,7 +215,7 @@ class WorkerTaps:
         for number in numbers:
             asker = self._owners.get(number)
             if asker is not None and asker.failed is None:
-                self.delivery.fail(asker, "its steering makes the hidden states not finite; lower the strength")
+                self.delivery.fail(asker, OVERFLOW)
 
     # --- requests
 

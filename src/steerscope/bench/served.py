@@ -1,0 +1,198 @@
+"""What the server costs: the same streams through the engine alone and through HTTP, in turns, in one process.
+
+`bench stream --server` runs 32 streams (or --batch) each way. The clients are a process of their own, as they would be.
+Beside the ratio of times, which a busy machine blurs, it tells the ratio of processor times of the whole process, what
+the server's thread spends per token, and the functions that it goes to.
+"""
+
+import asyncio
+import cProfile
+import gc
+import json
+import pstats
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from steerscope.bench.drivers import Ours
+from steerscope.bench.one import about, stream_round
+from steerscope.bench.shapes import SHAPES
+from steerscope.bench.stats import paired, summary
+from steerscope.bench.workload import NotMeasured, Setup, check_cell, steering_of
+from steerscope.engines.text import Decoder
+from steerscope.serving.app import create_app
+from steerscope.serving.run import Server
+from steerscope.serving.settings import Settings
+from steerscope.specs import Steering
+
+TOP = 25
+
+
+class Words:
+    """A tokenizer for weights that speak no language: every id is a word, so that every token is told."""
+
+    eos_token_id, chat_template = 1, None
+
+    def decode(self, token_ids: list[int], **_options: bool) -> str:
+        return "".join(f" w{i}" for i in token_ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+def served(setup: Setup, iterations: int, cell: str = "zero-layer", warmups: int = 1) -> dict[str, Any]:
+    check_cell(cell)
+    with tempfile.TemporaryDirectory() as scratch:
+        driver = Ours(setup, Path(scratch), 0)
+        _speak(driver, setup)
+        with _running(driver) as (server, thread), _clients() as clients:
+            measure = _Measure(driver, setup, cell, server, clients)
+            rounds = [measure.both(i) for i in range(warmups + iterations)][warmups:]
+            profile = measure.profiled(warmups + iterations, thread)
+            result = about(setup, cell=cell, iterations=iterations, warmups=warmups) | {"engine": driver.describe()}
+        driver.close()
+    alone, through = ([one[kind] for one in rounds] for kind in ("engine", "server"))
+    figures: dict[str, Any] = {
+        "engine": summary([one["total_s"] for one in alone]),
+        "server": summary([one["total_s"] for one in through]),
+        "first_token_engine": summary([one["first_token_s"] for one in alone]),
+        "first_token_server": summary([one["first_token_s"] for one in through]),
+    }
+    for name, key in (("ratio", "total_s"), ("cpu_ratio", "cpu_s")):
+        figures[name] = paired([one[key] for one in alone], [one[key] for one in through])
+    figures["loop_us_per_token"] = statistics.median(one["loop_us_per_token"] for one in through)
+    return result | {"iterations": rounds, "profile": profile, "summary": figures}
+
+
+def _speak(driver: Ours, setup: Setup) -> None:
+    """The driver's engines are silent: texts cost time that its other benchmarks do not ask about."""
+    engine: Any = driver.engine.aio
+    if setup.model in SHAPES:
+        engine.tokenizer = Words()
+    else:
+        from transformers import AutoTokenizer
+
+        from steerscope.models import resolve
+
+        engine.tokenizer = AutoTokenizer.from_pretrained(resolve(setup.model))
+    engine._decoder = Decoder(engine.tokenizer)
+
+
+@contextmanager
+def _running(driver: Ours) -> Iterator[tuple[Server, threading.Thread]]:
+    server = Server(create_app(driver.engine.aio, Settings(port=0, max_running=4096)))
+    thread = threading.Thread(target=server.run, name="server", daemon=True)
+    thread.start()
+    try:
+        while not (server.started and server.serving.ready):
+            if not thread.is_alive() or server.serving.failure is not None:
+                raise NotMeasured(f"not measured: the server did not start: {server.serving.failure}")
+            time.sleep(0.01)
+        yield server, thread
+    finally:
+        server.should_exit = True
+        thread.join(60)
+
+
+@contextmanager
+def _clients() -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "steerscope.bench.stream_client"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(30)
+
+
+class _Measure:
+    def __init__(self, driver: Ours, setup: Setup, cell: str, server: Server, clients: "subprocess.Popen[str]") -> None:
+        self.driver, self.setup, self.cell, self.server, self.clients = driver, setup, cell, server, clients
+        self.loop = server.servers[0].get_loop()
+        facts = driver.facts
+        steer = steering_of(cell, facts.layers, facts.hidden, setup.batch)
+        self.ops = list(steer) if isinstance(steer, list | tuple) else [steer] * setup.batch
+
+    def both(self, seed: int) -> dict[str, dict[str, float]]:
+        """The engine alone and the server, which goes first changes from round to round."""
+        order = ("engine", "server") if seed % 2 == 0 else ("server", "engine")
+        found = {}
+        for kind in order:
+            gc.collect()
+            before = time.process_time()
+            found[kind] = self.alone(seed) if kind == "engine" else self.through(seed)
+            found[kind]["cpu_s"] = time.process_time() - before
+        return found
+
+    def alone(self, seed: int) -> dict[str, float]:
+        return stream_round(self.driver, self.setup, self.cell, seed)
+
+    def through(self, seed: int) -> dict[str, float]:
+        bodies = [self._body(ids, op) for ids, op in zip(self.setup.prompts(seed), self.ops, strict=True)]
+        host, port = self.server.address.removeprefix("http://").split(":")
+        before = self._loop_seconds()
+        assert self.clients.stdin is not None
+        assert self.clients.stdout is not None
+        self.clients.stdin.write(json.dumps({"host": host, "port": int(port), "bodies": bodies}) + "\n")
+        self.clients.stdin.flush()
+        found = json.loads(self.clients.stdout.readline())
+        spent = self._loop_seconds() - before
+        counts = found.pop("tokens")
+        if set(counts) != {self.setup.decode} or len(counts) != self.setup.batch:
+            raise NotMeasured(f"not measured: streams of {sorted(set(counts))} tokens instead of {self.setup.decode}")
+        found["tokens_per_s"] = sum(counts) / found["total_s"]
+        found["loop_us_per_token"] = 1e6 * spent / sum(counts)
+        return found
+
+    def _body(self, ids: list[int], op: Any) -> str:
+        body: dict[str, Any] = {"prompt": ids, "max_tokens": self.setup.decode, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if op is not None:
+            body["steerscope"] = {"steer": Steering(ops=(op,)).model_dump(mode="json", exclude_none=True)}
+        return json.dumps(body)
+
+    def _loop_seconds(self) -> float:
+        """Processor time of the server's thread."""
+        return self._on_loop(time.thread_time)
+
+    def _on_loop(self, what: Any) -> Any:
+        async def call() -> Any:
+            return what()
+
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(60)
+
+    def profiled(self, seed: int, thread: threading.Thread) -> dict[str, Any]:
+        """One more round under cProfile, in the server's thread only."""
+        profile = cProfile.Profile()
+        self._on_loop(profile.enable)
+        try:
+            found = self.through(seed)
+        finally:
+            self._on_loop(profile.disable)
+        stats: Any = pstats.Stats(profile)
+        tokens = self.setup.batch * self.setup.decode
+        ranked = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:TOP]
+        functions = [
+            {
+                "function": name,
+                "file": f"{'/'.join(file.split('/')[-2:])}:{line}",
+                "calls_per_token": round(calls / tokens, 3),
+                "own_us_per_token": round(1e6 * own / tokens, 3),
+            }
+            for (file, line, name), (_, calls, own, _, _) in ranked
+        ]
+        return {
+            "thread": thread.name,
+            "tokens": tokens,
+            "calls_per_token": round(stats.total_calls / tokens, 2),
+            "profiled_us_per_token": found["loop_us_per_token"],
+            "functions": functions,
+        }

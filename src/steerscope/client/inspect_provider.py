@@ -1,0 +1,159 @@
+"""A model provider for Inspect AI: `inspect eval task.py --model steerscope/NAME --model-base-url http://…`.
+
+Model arguments say what is asked of every request, as JSON or as Python values:
+
+    -M steer='[{"op": "add", "vector": "happy", "scale": 6, "layers": "10-14"}]'  -M watch='{"pack": "moods"}'
+
+Readings, firings of rules and the id of a capture are in the output's metadata under `steerscope`.
+"""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from inspect_ai.model import (
+    ChatCompletionChoice,
+    ChatMessage,
+    ChatMessageAssistant,
+    GenerateConfig,
+    ModelAPI,
+    ModelCall,
+    ModelOutput,
+    ModelUsage,
+    StopReason,
+    modelapi,
+)
+from inspect_ai.model._model import RetryDecision
+from inspect_ai.tool import ToolChoice, ToolInfo
+
+from steerscope.client import calls
+from steerscope.client.answers import Choice, ServerError, answer_of
+from steerscope.client.asynchronous import AsyncClient
+from steerscope.specs.capture import Capture
+from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.sampling import Sampling
+from steerscope.specs.steering import Steering
+from steerscope.specs.watch import Watch
+
+_SAME = {"max_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed"}
+_SAMPLING = {**_SAME, "stop_seqs": "stop", "num_choices": "n"}
+_REFUSED = (
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "best_of",
+    "response_schema",
+    "logprobs",
+    "extra_body",
+)
+_STOPS: dict[str, StopReason] = {"stop": "stop", "length": "max_tokens"}
+MOST_TOKENS = 1024  # where a task does not say
+
+
+@modelapi(name="steerscope")
+class SteerscopeAPI(ModelAPI):
+    """A model behind `steerscope serve`."""
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig = GenerateConfig(),  # noqa: B008 (Inspect's own signature)
+        steer: object = None,
+        capture: object = None,
+        watch: object = None,
+        **unknown: object,
+    ) -> None:
+        super().__init__(model_name, base_url, api_key, [calls.API_KEY], config)
+        if unknown:
+            raise InvalidRequest(
+                [Problem(name, "is no model argument", "give steer, capture or watch") for name in unknown]
+            )
+        self._options = calls.Options()
+        if (steering := _plain(steer)) is not None:
+            self._options["steer"] = steering if isinstance(steering, str) else Steering.parse(steering)
+        if (wanted := _plain(capture)) is not None:
+            self._options["capture"] = Capture.parse(wanted)
+        if (watched := _plain(watch)) is not None:
+            self._options["watch"] = Watch.parse(watched)
+        self._client = AsyncClient(base_url or calls.DEFAULT_URL, api_key=self.api_key, model=model_name)
+
+    async def generate(
+        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+    ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
+        del tool_choice
+        messages = _messages(input, tools)
+        body = {"model": self.model_name, **calls.chat_body(messages, _sampling(config), self._options)}
+        answered = await self._client.post("/v1/chat/completions", body)
+        answer = answer_of(answered)
+        used = answer.usage
+        output = ModelOutput(
+            model=answer.model,
+            choices=[self._choice(choice) for choice in answer.choices],
+            usage=used
+            and ModelUsage(
+                input_tokens=used.prompt_tokens,
+                output_tokens=used.completion_tokens,
+                total_tokens=used.prompt_tokens + used.completion_tokens,
+            ),
+            metadata={"steerscope": _found(answer.choices[0])},
+        )
+        return output, ModelCall.create(body, answered)
+
+    def _choice(self, choice: Choice) -> ChatCompletionChoice:
+        message = ChatMessageAssistant(content=choice.text, model=self.model_name, source="generate")
+        return ChatCompletionChoice(message=message, stop_reason=_STOPS.get(choice.finish_reason or "", "unknown"))
+
+    def max_tokens(self) -> int | None:
+        return MOST_TOKENS
+
+    def should_retry(self, ex: Exception) -> bool | RetryDecision:
+        if not isinstance(ex, ServerError):
+            return False
+        if ex.status == 429:
+            return RetryDecision.rate_limit(ex.retry_after)
+        return ex.status in (0, 503)
+
+    def is_auth_failure(self, ex: Exception) -> bool:
+        return isinstance(ex, ServerError) and ex.status == 401
+
+    async def aclose(self) -> None:
+        await self._client.close()
+
+
+def _plain(given: object) -> object:
+    """`-M` gives text where the value is not a plain number or word."""
+    if isinstance(given, str) and given.lstrip().startswith(("[", "{")):
+        return json.loads(given)
+    return given
+
+
+def _messages(given: list[ChatMessage], tools: list[ToolInfo]) -> list[dict[str, str]]:
+    problems = [Problem("tools", "the server has none", "use a solver without tools")] if tools else []
+    for i, message in enumerate(given):
+        if message.role == "tool" or not (isinstance(message.content, str) or _only_text(message.content)):
+            problems.append(Problem(f"messages[{i}]", "is not text", "send text alone"))
+    if problems:
+        raise InvalidRequest(problems)
+    return [{"role": message.role, "content": message.text} for message in given]
+
+
+def _only_text(content: list[Any]) -> bool:
+    return all(part.type == "text" for part in content)
+
+
+def _sampling(config: GenerateConfig) -> Sampling:
+    refused = [name for name in _REFUSED if getattr(config, name)]
+    if refused:
+        raise InvalidRequest([Problem(name, "is not supported", "leave it out") for name in refused])
+    given = {ours: value for name, ours in _SAMPLING.items() if (value := getattr(config, name)) is not None}
+    return Sampling.parse({"temperature": 1.0, "max_tokens": MOST_TOKENS, **given})
+
+
+def _found(choice: Choice) -> dict[str, Any]:
+    return {
+        "readings": [asdict(one) for one in choice.readings],
+        "firings": [asdict(one) for one in choice.firings],
+        "capture": asdict(choice.capture) if choice.capture else None,
+    }

@@ -1,0 +1,149 @@
+"""Before every route: a request id, who may come in, how much they may send, and one line in the log.
+
+It is plain ASGI: a chunk of a stream passes through one call.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from steerscope.serving.errors import ApiError, api_error
+from steerscope.serving.settings import is_loopback
+from steerscope.serving.state import Serving
+from steerscope.specs.errors import SteerscopeError
+
+log = logging.getLogger("steerscope.serving")
+_OPEN = ("/health", "/ready", "/")  # without a key: nothing about requests or vectors is told there
+_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+_CLOSE = {"Connection": "close"}  # what is left of the body is not waited for
+_SMALL, _SMALL_S = 64 << 10, 1.0
+_UPLOAD_SECONDS = 10  # an upload may take so many times as long as another body
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+        self.app, self.serving = app, serving
+        key = serving.settings.api_key
+        self._key = key.get_secret_value().encode() if key else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        given = headers.get(b"x-request-id", "")
+        request_id = given if _ID.fullmatch(given) else secrets.token_hex(8)
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        began, status = time.perf_counter(), 0
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            try:
+                self._let_in(scope, headers)
+            except ApiError:
+                await _small_body(headers, receive)
+                raise
+            await self.app(scope, self._limited(scope, headers, receive), sending)
+        except Exception as error:
+            if not isinstance(error, SteerscopeError):
+                log.error("unexpected", exc_info=error, extra={"request_id": request_id})
+            if status:
+                raise
+            found = api_error(error)
+            state["error"] = found.code or str(found.status)
+            await found.response()(scope, receive, sending)
+        finally:
+            self._tell(scope, status, time.perf_counter() - began)
+
+    def _let_in(self, scope: Scope, headers: dict[bytes, str]) -> None:
+        path = scope["path"]
+        if self._key is None:
+            self._check_local(headers)
+        elif path not in _OPEN and not path.startswith("/ui/") and scope["method"] != "OPTIONS":
+            kind, _, given = headers.get(b"authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._key):
+                what = "the API key is missing or wrong: send it as Authorization: Bearer …"
+                raise ApiError(401, what, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    def _check_local(self, headers: dict[bytes, str]) -> None:
+        """Without a key, a web page that somebody looks at on this machine must not reach the server through it: not
+        under another name for the address, and not from another origin."""
+        host = headers.get(b"host", "")
+        if host and not is_loopback(_hostname(host)):
+            raise ApiError(403, f"without an API key this server answers on loopback only, not as {host!r:.100}")
+        origin = headers.get(b"origin")
+        if origin and origin not in self.serving.settings.cors_origins and urlsplit(origin).netloc != host:
+            raise ApiError(403, "this origin may not use the server: start it with --cors-origin or an API key")
+
+    def _limited(self, scope: Scope, headers: dict[bytes, str], receive: Receive) -> Receive:
+        """No body is longer, or takes longer to arrive, than it may."""
+        settings = self.serving.settings
+        upload = scope["path"] == "/v1/vectors"
+        most = settings.max_upload_bytes if upload else settings.max_body_bytes
+        too_large = ApiError(413, f"the body is larger than {most} bytes", "body_too_large", headers=_CLOSE)
+        length = headers.get(b"content-length", "0")
+        if length.isdecimal() and int(length) > most:
+            raise too_large
+        seconds = settings.body_timeout_s * (_UPLOAD_SECONDS if upload else 1)
+        deadline = asyncio.get_running_loop().time() + seconds
+        size, complete = 0, False
+
+        async def receiving() -> Message:
+            nonlocal size, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                what = f"the body did not arrive within {seconds:g} s"
+                raise ApiError(408, what, "body_timeout", headers=_CLOSE) from None
+            complete = message["type"] != "http.request" or not message.get("more_body", False)
+            size += len(message.get("body", b""))
+            if size > most:
+                raise too_large
+            return message
+
+        return receiving
+
+    def _tell(self, scope: Scope, status: int, seconds: float) -> None:
+        state, metrics = scope["state"], self.serving.metrics
+        route = getattr(scope.get("route"), "path", "other")  # not the path itself: a client can think up any number
+        metrics.requests.labels(route, str(status)).inc()
+        if status >= 400:
+            metrics.rejected.labels(str(state.get("error", status))).inc()
+        if "left" in state:
+            metrics.cancelled.inc()
+        about = {key: state[key] for key in ("error", "left", "tokens") if key in state}
+        about |= {"method": scope["method"], "path": scope["path"], "status": status, "ms": round(seconds * 1e3, 1)}
+        quiet = scope["path"] in ("/health", "/ready", "/metrics") or scope["path"].startswith("/ui/")
+        log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"request_id": state["request_id"], **about})
+
+
+def _hostname(host: str) -> str:
+    return host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+
+
+async def _small_body(headers: dict[bytes, str], receive: Receive) -> None:
+    """A short body is taken before it is refused: a connection closed on unread bytes can lose the answer."""
+    length = headers.get(b"content-length", "0")
+    if not length.isdecimal() or not 0 < int(length) <= _SMALL:
+        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_SMALL_S):
+            while (await receive()).get("more_body", False):
+                pass

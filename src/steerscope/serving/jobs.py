@@ -1,0 +1,255 @@
+"""Jobs: requests that run whoever listens. `POST /v1/jobs` starts one, `GET /v1/jobs/{id}/stream` tells its events,
+from the first or from after `Last-Event-ID`, `DELETE /v1/jobs/{id}` cancels it.
+
+Every event is written once, as the bytes that all listeners get, and kept until a while after the job's end.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from json.encoder import encode_basestring_ascii as quoted
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from steerscope.engines.generation import Choice, EndEvent, FinishReason, RuleEvent, TokenEvent
+from steerscope.serving.access import serving_of
+from steerscope.serving.bodies import ChatBody, CompletionBody
+from steerscope.serving.describing import body_of
+from steerscope.serving.errors import ApiError, api_error
+from steerscope.serving.extras import firing_text, reading_texts
+from steerscope.serving.openai import prepare
+from steerscope.serving.reading import json_body
+from steerscope.serving.running import Running
+from steerscope.serving.sse import EventStream
+from steerscope.serving.state import Serving
+from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
+
+log = logging.getLogger("steerscope.serving")
+router = APIRouter(tags=["jobs"])
+STOPS: dict[FinishReason, str] = {
+    "stop": "eos",
+    "length": "length",
+    "stop_string": "stop_sequence",
+    "rule": "rule",
+    "cancelled": "cancelled",
+}
+MOST_JOBS = 4096  # that are remembered, those that run among them
+MOST_BYTES = 64 << 20  # of one job's events
+_METRICS_S = 1.0
+
+
+class Job:
+    """One request and all it has said."""
+
+    def __init__(self, running: Running, stopped: Callable[["Job"], None]) -> None:
+        self.id = running.writer.id
+        self.events: list[bytes] = []
+        self.ended = False
+        self.tokens = 0
+        self._running, self._stopped = running, stopped
+        self._prompt_length = len(running.prompts[0].token_ids)
+        running.on_start = self._start
+        self._size = 0
+        self._news = asyncio.Event()
+        self._made = time.perf_counter()
+        self._first = self._told = 0.0
+        self._task = asyncio.create_task(self._run())
+
+    # --- for those who listen
+
+    async def listen(self, at: int) -> AsyncGenerator[bytes]:
+        yield b": listening\n\n"  # so that the answer begins at once, though the job may wait for its turn
+        while True:
+            news = self._news
+            if at < len(self.events):
+                yield b"".join(self.events[at:])
+                at = len(self.events)
+            elif self.ended:
+                return
+            else:
+                await news.wait()
+
+    def cancel(self) -> None:
+        """Between two steps; one that has not begun ends at once."""
+        if not self._running.cancel():
+            self._task.cancel()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    # --- inside
+
+    async def _run(self) -> None:
+        try:
+            async with contextlib.aclosing(self._running.batches()) as batches:
+                async for _, batch in batches:
+                    self._running.tally.tokens(0, batch)
+                    for event in batch:
+                        if isinstance(event, EndEvent):
+                            choice = event.generation.choices[0]
+                            self._end(choice, await self._running.more(0, choice))
+                        else:
+                            self._take(event)
+                    self._wake()
+        except asyncio.CancelledError:
+            if self._running.serving.draining:
+                self._tell("error", {"code": "stopping", "message": "the server is stopping"})
+            else:
+                self._end(None)
+        except Exception as error:
+            told = api_error(error)
+            if told.status >= 500 and not isinstance(error, SteerscopeError):
+                log.error("unexpected", exc_info=error, extra={"job": self.id})
+            self._tell("error", {"code": told.code or str(told.status), "message": told.message})
+        finally:
+            self.ended = True
+            self._wake()
+            self._stopped(self)
+
+    def _take(self, event: TokenEvent | RuleEvent) -> None:
+        if isinstance(event, TokenEvent):
+            if not self.tokens:
+                self._first = time.perf_counter()
+            self.tokens += 1
+            for text in reading_texts(event.readings, self._prompt_length):
+                self._put("reading", text)
+            self._put("token", f'{{"t":{quoted(event.text)},"i":{event.index},"id":{event.token_id}}}')
+            if time.perf_counter() - self._told > _METRICS_S:
+                self._metrics()
+        else:
+            self._put("rule", firing_text(event.firing))
+
+    def _start(self) -> None:
+        self._told = time.perf_counter()
+        about = {"job_id": self.id, "model": self._running.serving.model_name, "prompt_tokens": self._prompt_length}
+        self._tell("started", {**about, "queued_ms": _ms(self._told - self._made)})
+
+    def _end(self, choice: Choice | None, more: Mapping[str, object] | None = None) -> None:
+        if self.tokens:
+            self._metrics()
+        about = {
+            "tokens_out": len(choice.token_ids) if choice else self.tokens,
+            "decode_time_ms": _ms(time.perf_counter() - self._first) if self.tokens else 0.0,
+            "stop_reason": STOPS[choice.finish_reason] if choice else "cancelled",
+            "stop_sequence_matched": choice.stop_string if choice else None,
+        }
+        self._tell("end", {**about, **(more or {})})
+
+    def _metrics(self) -> None:
+        self._told = now = time.perf_counter()
+        took = now - self._first
+        rate = (self.tokens - 1) / took if self.tokens > 1 and took else 0.0
+        about = {"tokens_out": self.tokens, "tokens_per_s": round(rate, 2), "ttft_ms": _ms(self._first - self._made)}
+        self._put("metrics", json.dumps(about))
+
+    def _tell(self, name: str, about: dict[str, object]) -> None:
+        self._put(name, json.dumps(about))
+        self._wake()
+
+    def _put(self, name: str, data: str) -> None:
+        event = f"id: {len(self.events)}\nevent: {name}\ndata: {data}\n\n".encode()
+        self._size += len(event)
+        if self._size > MOST_BYTES and name in ("token", "reading"):
+            what = f"the events of this job take more than {MOST_BYTES >> 20} MiB; ask for fewer tokens or concepts"
+            raise ApiError(413, what, "job_too_large")
+        self.events.append(event)
+
+    def _wake(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 1)
+
+
+class Jobs:
+    """All jobs of a server that can still be listened to."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._jobs: dict[str, Job] = {}
+
+    def start(self, running: Running) -> Job:
+        self._serving.admission.check()
+        if len(self._jobs) >= MOST_JOBS:
+            oldest = next((job.id for job in self._jobs.values() if job.ended), None)
+            if oldest is None:
+                raise ApiError(429, f"{MOST_JOBS} jobs are unfinished: try again later", "queue_full", retry_after=10)
+            del self._jobs[oldest]
+        job = Job(running, self._keep_for_a_while)
+        self._jobs[job.id] = job
+        return job
+
+    def get(self, name: str) -> Job:
+        if name not in self._jobs:
+            raise ApiError(404, f"there is no job {name!r:.100}: it never was, or ended long ago", "not_found")
+        return self._jobs[name]
+
+    def forget(self, name: str) -> None:
+        self._jobs.pop(name, None)
+
+    def _keep_for_a_while(self, job: Job) -> None:
+        asyncio.get_running_loop().call_later(self._serving.settings.capture_ttl_s, self.forget, job.id)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(job.close() for job in self._jobs.values()))
+
+
+def jobs_of(request: Request) -> Jobs:
+    return request.app.state.jobs
+
+
+@router.post("/v1/jobs", status_code=202, openapi_extra=body_of(ChatBody, CompletionBody))
+async def start(request: Request) -> Response:
+    """The body of a chat (`messages`) or of a completion (`prompt`), for one answer."""
+    given = await json_body(request)
+    body = ChatBody.parse(given) if "messages" in given else CompletionBody.parse(given)
+    problems = []
+    if (body.n or 1) > 1:
+        problems.append(Problem("n", "a job has one answer", "start several jobs"))
+    if isinstance(body, CompletionBody) and len(body.prompts) > 1:
+        problems.append(Problem("prompt", "a job has one prompt", "start several jobs"))
+    if isinstance(body, CompletionBody) and body.echo:
+        problems.append(Problem("echo", "a job tells only what is new", "leave it out"))
+    if problems:
+        raise InvalidRequest(problems)
+    running = await prepare(request, body.model_copy(update={"stream": True}), f"job-{secrets.token_hex(12)}")
+    job = jobs_of(request).start(running)
+    return JSONResponse({"job_id": job.id, "sse_url": f"/v1/jobs/{job.id}/stream"}, 202)
+
+
+@router.get("/v1/jobs/{job_id}")
+async def look(request: Request, job_id: str) -> Response:
+    job = jobs_of(request).get(job_id)
+    about = {"job_id": job.id, "object": "job", "ended": job.ended, "tokens_out": job.tokens, "events": len(job.events)}
+    return JSONResponse(about)
+
+
+@router.get("/v1/jobs/{job_id}/stream", response_class=Response)
+async def stream(request: Request, job_id: str) -> Response:
+    job = jobs_of(request).get(job_id)
+    last = request.headers.get("last-event-id")
+    if last is not None and not (last.isascii() and last.isdecimal() and len(last) < 10):
+        what = f"{last!r:.60} is no event of this job"
+        raise InvalidRequest([Problem("Last-Event-ID", what, f"send a number below {len(job.events)}")])
+    at = 0 if last is None else int(last) + 1
+    return EventStream(lambda: job.listen(at), serving_of(request).settings.stall_s)
+
+
+@router.delete("/v1/jobs/{job_id}")
+async def cancel(request: Request, job_id: str) -> Response:
+    """One that runs is cancelled, and its events stay for those who listen; one that has ended is forgotten."""
+    jobs = jobs_of(request)
+    job = jobs.get(job_id)
+    if job.ended:
+        jobs.forget(job_id)
+    else:
+        job.cancel()
+    return JSONResponse({"job_id": job.id, "object": "job", "cancelled": not job.ended, "deleted": job.ended})

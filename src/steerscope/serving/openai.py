@@ -1,0 +1,105 @@
+"""`/v1/models`, `/v1/completions` and `/v1/chat/completions`, as OpenAI's clients use them."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from steerscope.engines.base import Engine
+from steerscope.engines.generation import TokenPrompt
+from steerscope.engines.plan import Prompt
+from steerscope.serving.access import serving_of
+from steerscope.serving.answers import Writer
+from steerscope.serving.bodies import Body, ChatBody, CompletionBody
+from steerscope.serving.describing import body_of
+from steerscope.serving.reading import json_body
+from steerscope.serving.running import Running
+from steerscope.serving.sse import EventStream, Whole
+from steerscope.serving.state import Serving
+
+router = APIRouter()
+T = TypeVar("T")
+_LONG = 20_000  # characters: what takes longer than a step to tokenise does not hold up the others
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    return JSONResponse({"object": "list", "data": [_model(serving_of(request))]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
+    serving = serving_of(request)
+    serving.check_model(name)
+    return JSONResponse(_model(serving))
+
+
+def _model(serving: Serving) -> dict[str, object]:
+    return {"id": serving.model_name, "object": "model", "created": int(serving.began), "owned_by": "steerscope"}
+
+
+@router.post("/v1/chat/completions", openapi_extra=body_of(ChatBody))
+async def chat(request: Request) -> Response:
+    serving = serving_of(request)
+    body = ChatBody.read(await json_body(request))
+    return _answer(serving, body, await prepare(request, body))
+
+
+@router.post("/v1/completions", openapi_extra=body_of(CompletionBody))
+async def completions(request: Request) -> Response:
+    serving = serving_of(request)
+    body = CompletionBody.read(await json_body(request))
+    return _answer(serving, body, await prepare(request, body))
+
+
+async def prepare(request: Request, body: ChatBody | CompletionBody, name: str | None = None) -> Running:
+    """A request that is planned and can run; `name` is what it is called instead of an id of OpenAI's kind."""
+    serving = serving_of(request)
+    serving.check_model(body.model)
+    prompts, echoes = await (_chat(serving, body) if isinstance(body, ChatBody) else _completion(serving, body))
+    writer = Writer(isinstance(body, ChatBody), serving.model_name, body.include_usage, name)
+    return Running(serving, body, prompts, echoes, writer, request.scope["state"])
+
+
+async def _chat(serving: Serving, body: ChatBody) -> tuple[list[Prompt], list[str]]:
+    engine, messages = serving.engine, [message.plain() for message in body.messages]
+
+    def render() -> Prompt:
+        return engine.render(
+            messages,
+            continue_final_message=bool(body.continue_final_message),
+            template_options=body.chat_template_kwargs,
+        )
+
+    prompt = await _aside(render, sum(len(message["content"]) for message in messages))
+    return [prompt], [""]
+
+
+async def _completion(serving: Serving, body: CompletionBody) -> tuple[list[Prompt], list[str]]:
+    engine, given = serving.engine, body.prompts
+
+    def tokenise() -> list[Prompt]:
+        return [engine.tokenize(one if isinstance(one, str) else TokenPrompt(one)) for one in given]
+
+    prompts = await _aside(tokenise, sum(map(len, given)))
+    if not body.echo:
+        return prompts, [""] * len(given)
+    return prompts, [one if isinstance(one, str) else _decoded(engine, one) for one in given]
+
+
+def _decoded(engine: Engine, ids: Sequence[int]) -> str:
+    """Ids that the model does not have are refused later, with every other problem."""
+    fits = all(0 <= one < engine.facts.vocab for one in ids)
+    return str(engine.tokenizer.decode(list(ids))) if fits else ""
+
+
+async def _aside(work: Callable[[], T], size: int) -> T:
+    return await asyncio.to_thread(work) if size > _LONG else work()
+
+
+def _answer(serving: Serving, body: Body, running: Running) -> Response:
+    if body.stream:
+        return EventStream(running.chunks, serving.settings.stall_s)
+    return Whole(running.whole, serving.settings.stall_s)

@@ -1,0 +1,126 @@
+"""Answers that stop when nobody listens: a stream of server-sent events, or one body that takes a while to make.
+
+Both watch the connection while they work. When the client leaves, or leaves what it was sent unread for too long, the
+work is cancelled, and with it the requests in the engine, which end between two steps.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from steerscope.serving.errors import ApiError, api_error
+from steerscope.specs.errors import SteerscopeError
+
+log = logging.getLogger("steerscope.serving")
+DONE = b"data: [DONE]\n\n"
+_LOOK_S = 5.0
+
+
+class _Watched(Response):
+    def __init__(self, stall_s: float) -> None:
+        self.status_code, self.background = 200, None
+        self.stall_s = stall_s
+        self._sending = 0.0  # since when something lies unread; 0: nothing does
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(self._work(scope, receive, send))
+        gone = asyncio.ensure_future(self._gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                scope.setdefault("state", {})["left"] = True
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        if not work.cancelled() and (error := work.exception()) is not None:
+            raise error
+
+    @abstractmethod
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def _gone(self, receive: Receive) -> None:
+        """Returns when the client has left or does not read."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(_LOOK_S, self.stall_s)):
+                    if (await receive())["type"] == "http.disconnect":
+                        return
+            if self._sending and time.monotonic() - self._sending > self.stall_s:
+                return
+
+    async def _send(self, send: Send, message: Message) -> None:
+        self._sending = time.monotonic()
+        await send(message)
+        self._sending = 0.0
+
+
+class EventStream(_Watched):
+    """Chunks of an async generator, each sent as it comes. An error before the first chunk is an ordinary answer; one
+    after it is the last event but `[DONE]`."""
+
+    def __init__(self, chunks: Callable[[], AsyncGenerator[bytes]], stall_s: float = 60.0) -> None:
+        super().__init__(stall_s)
+        self._chunks = chunks
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._chunks()) as chunks:
+            try:
+                first = await anext(chunks)
+            except Exception as error:
+                await _refuse(error, scope, receive, send)
+                return
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+            ]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send(send, {"type": "http.response.body", "body": first, "more_body": True})
+            try:
+                async for chunk in chunks:
+                    await self._send(send, {"type": "http.response.body", "body": chunk, "more_body": True})
+                last = DONE
+            except Exception as error:
+                last = b"data: " + _told(error, scope).json().encode() + b"\n\n" + DONE
+            await send({"type": "http.response.body", "body": last})
+
+
+class Whole(_Watched):
+    """One JSON body, made while the connection is watched."""
+
+    def __init__(self, make: Callable[[], Awaitable[bytes]], stall_s: float = 60.0) -> None:
+        super().__init__(stall_s)
+        self._make = make
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await self._make()
+        except Exception as error:
+            await _refuse(error, scope, receive, send)
+            return
+        await self._send(send, {"type": "http.response.start", "status": 200, "headers": _json_headers(body)})
+        await self._send(send, {"type": "http.response.body", "body": body})
+
+
+def _json_headers(body: bytes) -> list[tuple[bytes, bytes]]:
+    return [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+
+
+async def _refuse(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+    await _told(error, scope).response()(scope, receive, send)
+
+
+def _told(error: Exception, scope: Scope) -> ApiError:
+    found = api_error(error)
+    state = scope.setdefault("state", {})
+    state["error"] = found.code or str(found.status)
+    if not isinstance(error, SteerscopeError):
+        log.error("unexpected", exc_info=error, extra={"request_id": state.get("request_id")})
+    return found

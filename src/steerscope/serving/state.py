@@ -1,0 +1,166 @@
+"""Serving: what all requests share, and the life of the engine behind them.
+
+The engine is started in the background, so that a server that is still loading can say so; it is ready once a first
+text has been generated. An engine that dies is started again, if it can be, a few times; then the server ends.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from steerscope.engines.base import Engine
+from steerscope.engines.generation import TokenPrompt
+from steerscope.serving.admission import Admission
+from steerscope.serving.captures import Captures
+from steerscope.serving.errors import ApiError
+from steerscope.serving.logprobs import TokenTexts
+from steerscope.serving.metrics import Metrics
+from steerscope.serving.settings import Settings
+from steerscope.serving.vectors import Vectors
+from steerscope.specs.errors import EngineClosed
+from steerscope.specs.sampling import Sampling
+from steerscope.specs.steering import Steering
+
+log = logging.getLogger("steerscope.serving")
+Start = Callable[[], Engine]
+_WRITES_PER_S, _LONGEST_PAUSE_S = 1000.0, 0.05
+_RESTARTS, _WITHIN_S, _LOOK_S = 3, 600.0, 0.5
+
+
+class Serving:
+    def __init__(self, start: Start | Engine, settings: Settings) -> None:
+        self.settings = settings
+        self.admission = Admission(settings.max_running, settings.max_waiting)
+        self.vectors = Vectors(settings.max_vectors)
+        self.captures = Captures(settings.capture_ttl_s)
+        self.default = Steering()  # what clients have set for every request
+        self.metrics = Metrics(self)
+        self.ready, self.draining = False, False
+        self.stage, self.began = "starting", time.time()
+        self.failure: Exception | None = None  # why the server has to end
+        self.on_failure: Callable[[], None] = lambda: None
+        self._start = None if isinstance(start, Engine) else start
+        self._engine = start if isinstance(start, Engine) else None
+        self._furnished = False
+        self.texts: TokenTexts | None = None  # of single tokens, for log probabilities
+        self._starts: deque[float] = deque()
+        self._life: asyncio.Task[None] | None = None
+
+    # --- for requests
+
+    @property
+    def engine(self) -> Engine:
+        if self.draining:
+            raise ApiError(503, "the server is stopping", "stopping", retry_after=10)
+        if not self.ready or self._engine is None:
+            raise ApiError(503, f"the model is not ready: {self.stage}", "not_ready", retry_after=2)
+        return self._engine
+
+    def pause(self) -> float:
+        """Seconds between two writes of one stream, so that all streams together write about a thousand times a second.
+        A write costs more than a token, and a model in this process waits for it: tokens in between share one."""
+        return min(_LONGEST_PAUSE_S, self.admission.running / _WRITES_PER_S)
+
+    @property
+    def model_name(self) -> str:
+        if self.settings.model_name:
+            return self.settings.model_name
+        name = self._engine.facts.name if self._engine else "model"
+        return Path(name).name if Path(name).is_absolute() else name  # a path is this machine's business
+
+    def check_model(self, asked: str | None) -> None:
+        if asked is not None and asked != self.model_name:
+            what = f"the model {asked!r:.100} does not exist: this server has {self.model_name!r}"
+            raise ApiError(404, what, "model_not_found", "model")
+
+    # --- life
+
+    def tell(self, stage: str) -> None:
+        """What loading is at; from any thread."""
+        self.stage = stage
+        log.info("loading: %s", stage)
+
+    async def open(self) -> None:
+        self._life = asyncio.create_task(self._live())
+
+    async def cut_off(self) -> None:
+        """End what still runs."""
+        if self._engine is not None:
+            await self._engine.close()
+
+    async def close(self) -> None:
+        self.ready = False
+        if self._life is not None:
+            self._life.cancel()
+            await asyncio.gather(self._life, return_exceptions=True)
+        self.captures.close()
+        if self._engine is not None:
+            await self._engine.close()
+
+    async def _live(self) -> None:
+        while True:
+            try:
+                await self._begin()
+            except Exception as error:
+                self._fail(error)
+                return
+            while self._engine is not None and not self._engine.closed:
+                await asyncio.sleep(_LOOK_S)
+                self.captures.sweep()
+            self.ready, self.stage = False, "the engine has failed"
+            log.error("the engine has ended")
+            now = time.monotonic()
+            self._starts.append(now)
+            while self._starts and now - self._starts[0] > _WITHIN_S:
+                self._starts.popleft()
+            if self._start is None or len(self._starts) > _RESTARTS:
+                self._fail(EngineClosed("the engine has ended and cannot be started again"))
+                return
+            self.stage, self._engine = "starting again", None
+
+    async def _begin(self) -> None:
+        if self._engine is None and self._start is not None:
+            self.stage = "loading the model"
+            self._engine = await _uncancelled(asyncio.to_thread(self._start))
+        assert self._engine is not None
+        engine = self._engine
+        engine.budget.total = min(engine.budget.total, self.settings.captures_bytes)
+        engine.capture_ttl = self.settings.capture_ttl_s
+        self.stage = "loading vectors and lenses"
+        await asyncio.to_thread(self._furnish, engine)
+        self.texts = TokenTexts(engine)
+        self.stage = "warming up"
+        await engine.generate(TokenPrompt([0] * 8), Sampling(max_tokens=4, ignore_eos=True))
+        async for _ in engine.stream(TokenPrompt([0]), Sampling(max_tokens=2, ignore_eos=True)):
+            pass
+        self.stage, self.ready = "ready", True
+        log.info("ready", extra={"model": self.model_name})
+
+    def _furnish(self, engine: Engine) -> None:
+        """Vectors, packs and the default steering: those of the settings at first, those of the last engine later."""
+        if self._furnished:
+            self.vectors.tell_all(engine)
+        elif self.settings.vectors is not None:
+            self.vectors.read_folder(engine, Path(self.settings.vectors))
+        for folder in self.settings.lenses:
+            engine.register_pack(Path(folder).resolve().name, folder, any_model=self.settings.any_model)
+        engine.default_steering = self.default
+        self._furnished = True
+
+    def _fail(self, error: Exception) -> None:
+        self.failure, self.stage = error, f"failed: {error}"
+        log.error("the server ends: %s", error)
+        self.on_failure()
+
+
+async def _uncancelled(work: Awaitable[Engine]) -> Engine:
+    """An engine that starts in a thread cannot be stopped on the way: who is cancelled meanwhile closes it then."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await (await task).close()
+        raise

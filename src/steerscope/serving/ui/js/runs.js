@@ -1,0 +1,167 @@
+// Turns and runs: what is asked of the model, and what comes back, token by token.
+import { ask, events, Refused } from "./api.js";
+import { concept, emit, keepConversation, settings, state } from "./state.js";
+import { measured, steering } from "./steering.js";
+
+let count = 0;
+const unique = (kind) => `${kind}${Date.now().toString(36)}${(count += 1).toString(36)}`;
+
+function newRun(side, steer) {
+  return {
+    id: unique("r"),
+    side,
+    steer, // side: "A" steered, "B" unsteered, null alone
+    status: "waiting", // waiting, writing, done, stopped, failed
+    error: null,
+    finish: null,
+    text: "",
+    tokens: [], // text of each
+    ids: [],
+    top: [], // per token: [concept, score, concept, score, …], best first
+    firings: [], // {name, action, at, position, score}
+    projections: {}, // vector → layer → one number per token
+    prompt: null,
+    capture: null,
+    usage: null,
+    began: Date.now(),
+    first: null,
+    last: null,
+  };
+}
+
+/** Send a message. With `compare` it is answered twice, with the steering and without. */
+export function send(text, { compare = settings.compare, turn = null } = {}) {
+  const steer = steering();
+  const runs = compare ? [newRun("A", steer), newRun("B", [])] : [newRun(null, steer)];
+  if (turn) Object.assign(turn, { runs, chosen: 0 });
+  else state.turns.push((turn = { id: unique("t"), user: text, runs, chosen: 0 }));
+  state.shownTurn = null;
+  state.pinned = null;
+  const asked = { messages: history(turn), ...sampling() };
+  emit("turns", turn);
+  for (const run of runs) follow(run, asked);
+}
+
+export function stopAll() {
+  for (const turn of state.turns) for (const run of turn.runs) run.abort?.abort();
+}
+
+function history(until) {
+  const messages = settings.system.trim() ? [{ role: "system", content: settings.system.trim() }] : [];
+  for (const turn of state.turns) {
+    messages.push({ role: "user", content: turn.user });
+    if (turn === until) break;
+    messages.push({ role: "assistant", content: turn.runs[turn.chosen].text });
+  }
+  return messages;
+}
+
+function sampling() {
+  const { temperature, topP, maxTokens, seed, penalty } = settings;
+  const most = { max_completion_tokens: maxTokens, temperature, seed };
+  return { ...most, ...(topP < 1 && { top_p: topP }), ...(penalty > 1 && { repetition_penalty: penalty }) };
+}
+
+/** What is asked of steerscope besides the text. */
+function extras(run) {
+  const extra = {};
+  // An unsteered answer is also free of what the server steers by default.
+  if (run.side === "B") extra.steer = { ops: [], reset: true };
+  else if (run.steer.length) extra.steer = run.steer;
+  if (settings.pack) {
+    extra.watch = { pack: settings.pack, top_k: settings.topK, tokens: "generated" };
+    if (settings.rules.length && run.side !== "B") extra.rules = settings.rules;
+  }
+  const project = measured();
+  if (project.length) extra.project = project;
+  if (settings.capture) extra.capture = { layers: settings.captureLayers.trim() || "all" };
+  return extra;
+}
+
+async function follow(run, asked) {
+  run.abort = new AbortController();
+  state.running += 1;
+  emit("running");
+  try {
+    const json = { ...asked, stream: true, stream_options: { include_usage: true }, steerscope: extras(run) };
+    if (state.facts?.model) json.model = state.facts.model;
+    const answer = await ask("v1/chat/completions", { method: "POST", json, signal: run.abort.signal });
+    for await (const chunk of events(answer)) {
+      if (chunk.error) throw new Refused(500, chunk);
+      absorb(run, chunk);
+      emit("run", run);
+    }
+    run.status = "done";
+  } catch (error) {
+    run.status = error.name === "AbortError" ? "stopped" : "failed";
+    if (run.status === "failed") {
+      run.error = {
+        message: error.message,
+        status: error.status ?? null,
+        problems: error.problems ?? [],
+        retryAfter: error.retryAfter ?? null,
+      };
+      if (!error.status || error.status >= 500) emit("lost");
+    }
+  }
+  delete run.abort;
+  state.running -= 1;
+  emit("run", run);
+  emit("run-end", run);
+  emit("running");
+  keepConversation();
+}
+
+export function absorb(run, chunk) {
+  const now = performance.now();
+  if (chunk.usage) run.usage = chunk.usage;
+  const choice = chunk.choices?.[0];
+  const extra = chunk.steerscope ?? choice?.steerscope ?? {};
+  const text = choice?.delta?.content ?? "";
+  run.text += text;
+  if (extra.tokens?.length) {
+    for (const token of extra.tokens) {
+      run.tokens.push(token.t ?? "");
+      run.ids.push(token.id ?? null);
+    }
+  } else if (text) {
+    run.tokens.push(text);
+    run.ids.push(null);
+  }
+  if (run.tokens.length) {
+    run.status = run.status === "waiting" ? "writing" : run.status;
+    run.first ??= now;
+    run.last = now;
+  }
+  for (const reading of extra.readings ?? []) {
+    const at = reading.token_index;
+    if (at === null || at === undefined || at < 0) continue; // a row of the prompt
+    run.prompt ??= reading.position - at;
+    run.top[at] = reading.top.flatMap((one) => [concept(one.id, one.name, one.path), one.score]);
+  }
+  for (const fired of extra.rules ?? []) run.firings.push(firing(run, fired));
+  for (const [vector, layers] of Object.entries(extra.projections ?? {})) {
+    run.projections[vector] = { ...run.projections[vector], ...layers };
+  }
+  if (extra.captures) run.capture = extra.captures;
+  if (choice?.finish_reason) run.finish = extra.finish?.reason ?? choice.finish_reason;
+}
+
+function firing(run, fired) {
+  // A rule fires on a row; the number it carries is that of the token it came with, which is the next one.
+  const at = run.prompt === null ? (fired.token_index ?? 1) - 1 : fired.position - run.prompt;
+  return {
+    name: fired.name,
+    action: fired.action,
+    position: fired.position,
+    at: Math.max(0, at),
+    score: fired.score ?? null,
+  };
+}
+
+export const score = (run, i, index) => {
+  const top = run.top[i];
+  if (!top) return null;
+  for (let j = 0; j < top.length; j += 2) if (top[j] === index) return top[j + 1];
+  return 0;
+};

@@ -1,0 +1,131 @@
+// What the page knows. Plain data; whoever changes it says so with emit(topic), whoever shows it listens.
+import { later } from "./dom.js";
+
+const listeners = new Map();
+export function on(topics, react) {
+  for (const topic of topics.split(" ")) listeners.set(topic, [...(listeners.get(topic) ?? []), react]);
+}
+export function emit(topic, detail) {
+  for (const react of listeners.get(topic) ?? []) react(detail);
+}
+
+export const state = {
+  connection: "starting", // starting, ready, offline, locked, failed
+  facts: null, // of /v1/capabilities
+  vectors: [], // of /v1/vectors: {name, layers | null, …}
+  lenses: [], // of /v1/lenses
+  serverSteering: null,
+  concepts: [], // {id, name, path, depth, order}, in the order they became known
+  turns: [],
+  shownTurn: null, // the turn of the heat map; null: the last
+  pinned: null, // {run, i}
+  running: 0,
+};
+
+export const settings = {
+  tint: { kind: "lead" }, // none, lead, concept {id}, vector {name, layer}
+  compare: false,
+  pack: null,
+  topK: 12,
+  order: "strength",
+  column: 13,
+  rules: [],
+  steer: {}, // vector name → see vectors.js
+  temperature: 0,
+  topP: 1,
+  maxTokens: 120,
+  seed: 0,
+  penalty: 1.1,
+  system: "",
+  capture: false,
+  captureLayers: "",
+  tab: "steer",
+  dock: null,
+};
+
+// --- concepts
+
+const known = new Map(); // id → index
+
+export function concept(id, name, path) {
+  let index = known.get(id);
+  if (index === undefined) {
+    index = state.concepts.length;
+    known.set(id, index);
+    const steps = Array.isArray(path) ? path : path ? [path] : [name];
+    state.concepts.push({ id, name: name ?? id, path: steps, depth: Math.max(0, steps.length - 1), order: index });
+  }
+  return index;
+}
+export const conceptIndex = (id) => known.get(id) ?? -1;
+
+/** All concepts, children after their parents. */
+export const inTree = () => [...state.concepts].sort((a, b) => a.order - b.order);
+
+/** Neighbours in the tree get neighbouring hues. */
+export function hue(index) {
+  const n = Math.max(state.concepts.length, 6);
+  return (20 + (360 * (state.concepts[index].order % n)) / n) % 360;
+}
+
+// --- what survives a reload: settings in localStorage, the conversation in IndexedDB (it can be megabytes)
+
+try {
+  Object.assign(settings, JSON.parse(localStorage.getItem("steerscope.settings") ?? "{}"));
+} catch {
+  // Storage is off, or what lies there is not ours: defaults.
+}
+
+const write = later(() => {
+  try {
+    localStorage.setItem("steerscope.settings", JSON.stringify(settings));
+  } catch {
+    // Without storage the page works until it is closed.
+  }
+}, 150);
+export function change(changes, topic) {
+  Object.assign(settings, changes);
+  write();
+  if (topic) emit(topic);
+}
+
+function database() {
+  return new Promise((resolve, reject) => {
+    const open = indexedDB.open("steerscope", 1);
+    open.onupgradeneeded = () => open.result.createObjectStore("kept");
+    open.onsuccess = () => resolve(open.result);
+    open.onerror = () => reject(open.error);
+  });
+}
+
+async function kept(mode, act) {
+  const db = await database();
+  try {
+    return await new Promise((resolve, reject) => {
+      const asked = act(db.transaction("kept", mode).objectStore("kept"));
+      asked.onsuccess = () => resolve(asked.result);
+      asked.onerror = () => reject(asked.error);
+    });
+  } finally {
+    db.close();
+  }
+}
+
+export async function keepConversation() {
+  const turns = state.turns.map((turn) => ({ ...turn, runs: turn.runs.map(({ abort: _, ...run }) => run) }));
+  const concepts = state.concepts.map(({ id, name, path }) => ({ id, name, path }));
+  await kept("readwrite", (store) => store.put({ turns, concepts }, "conversation")).catch(() => {});
+}
+export async function restoreConversation() {
+  const found = await kept("readonly", (store) => store.get("conversation")).catch(() => null);
+  if (!found?.turns) return;
+  // Numbers of concepts are those of the session that wrote them.
+  const place = found.concepts.map((one) => concept(one.id, one.name, one.path));
+  for (const turn of found.turns) {
+    for (const run of turn.runs) {
+      run.top = run.top.map((top) => top && top.map((value, i) => (i % 2 ? value : place[value])));
+      if (run.status === "waiting" || run.status === "writing") run.status = "stopped";
+    }
+  }
+  state.turns = found.turns;
+}

@@ -1,0 +1,176 @@
+"""Our routes on vLLM's own OpenAI server, as a `vllm.endpoint_plugins` entry point.
+
+vLLM mounts them where `VLLM_PLUGINS` names steerscope and the engine has taps (STEERSCOPE=1, or JSON). They work on the
+two folders of the settings: `vectors`, whose files requests name in `vllm_xargs`, and `captures`, where rows go that
+were asked for with `save_as`. vLLM's `--api-key` guards them like everything under /v1.
+"""
+
+import asyncio
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.datastructures import State
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from steerscope.engines.plan import Facts
+from steerscope.engines.vllm.guards import facts_of
+from steerscope.engines.vllm.settings import Settings, asked_for
+from steerscope.serving.errors import ApiError, api_error
+from steerscope.specs.errors import SteerscopeError
+from steerscope.vectors.files import SUFFIXES, load, save
+from steerscope.vectors.vector import SteeringVector
+
+MOST_BYTES = 256 << 20  # of an uploaded vector
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+router = APIRouter(tags=["steerscope"])
+
+
+class Plugin:
+    """What vLLM's front end asks of an endpoint plugin."""
+
+    name = "steerscope"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.add_exception_handler(SteerscopeError, _told)
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        del args
+        config = engine_client.vllm_config if engine_client is not None else None
+        settings = None if config is None else asked_for(config)
+        state.steerscope = None if settings is None else (settings, facts_of(config, settings))
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    del request
+    return api_error(error).response()
+
+
+def _of(request: Request) -> tuple[Settings, Facts]:
+    found = getattr(request.app.state, "steerscope", None)
+    if found is None:
+        raise ApiError(404, "this engine was started without taps: set STEERSCOPE=1 in its environment", "no_taps")
+    return found
+
+
+def _folder(request: Request, kind: str) -> Path:
+    given = getattr(_of(request)[0], kind)
+    if given is None:
+        what = f'the server has no folder for {kind}: start it with STEERSCOPE=\'{{"{kind}": "DIR"}}\''
+        raise ApiError(404, what, f"no_{kind}")
+    return Path(given)
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        what = f"{name!r:.150} is not a name; use up to 128 letters, digits, dots, dashes and underscores"
+        raise ApiError(400, what, "invalid_name", "name")
+    return name
+
+
+def _file(folder: Path, name: str, what: str, suffixes: Callable[[str], bool]) -> Path:
+    """A file of this folder and of no other: names are compared, never joined to a path."""
+    _checked(name)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.stem == name and suffixes(path.suffix.lower()) and path.is_file():
+            return path
+    raise ApiError(404, f"there is no {what} {name!r}", "not_found", "name")
+
+
+@router.get("/v1/capabilities")
+async def capabilities(request: Request) -> Response:
+    settings, facts = _of(request)
+    tapped = sorted(facts.tapped or ())
+    return JSONResponse(
+        {
+            "model": facts.name,
+            "engine": "vllm",
+            "layers": facts.layers,
+            "hidden": facts.hidden,
+            "context": facts.context,
+            "sites": sorted({site for _, site in tapped}),
+            "tapped_layers": sorted({layer for layer, _ in tapped}),
+            "ops": ["add", "cap", "ablate"] if facts.steers else [],
+            "capture": facts.captures,
+            "watch": False,
+            "limits": {"ops_per_token": facts.max_columns, "vectors_in_use": settings.slots - 1},
+            "requests": 'vllm_xargs={"steerscope": "<JSON of steer, capture, save_as>"}',
+        }
+    )
+
+
+# --- vectors
+
+
+def _about(name: str, vector: SteeringVector) -> dict[str, object]:
+    layers = "all" if vector.layers is None else list(vector.layers)
+    return {"id": name, "object": "vector", "layers": layers, "site": vector.site, "model": vector.model}
+
+
+@router.get("/v1/vectors")
+async def vectors(request: Request) -> Response:
+    folder = _folder(request, "vectors")
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    names = [path.stem for path in files if path.suffix.lower() in SUFFIXES]
+    return JSONResponse({"object": "list", "data": [{"id": name, "object": "vector"} for name in names]})
+
+
+@router.post("/v1/vectors", status_code=201)
+async def upload(request: Request, name: str) -> Response:
+    """A safetensors or GGUF file as the raw body. One of the same name is replaced; requests that run keep theirs."""
+    folder, data = _folder(request, "vectors"), bytearray()
+    _checked(name)
+    async for block in request.stream():
+        data += block
+        if len(data) > MOST_BYTES:
+            raise ApiError(413, f"the body is larger than {MOST_BYTES} bytes", "body_too_large")
+    vector = await asyncio.to_thread(_keep, bytes(data), folder, name, _of(request)[1])
+    return JSONResponse(_about(name, vector), 201)
+
+
+def _keep(data: bytes, folder: Path, name: str, facts: Facts) -> SteeringVector:
+    if not data.startswith(b"GGUF") and data[8:9] != b"{":
+        raise ApiError(400, "the body is neither safetensors nor GGUF; send one of them", "bad_file")
+    with TemporaryDirectory() as scratch:
+        path = Path(scratch) / name
+        path.write_bytes(data)
+        vector = load(path)
+    if (hidden := vector.to_spec().hidden) != facts.hidden:
+        raise ApiError(400, f"the vector has {hidden} numbers, the model's hidden size is {facts.hidden}", "bad_file")
+    folder.mkdir(parents=True, exist_ok=True)
+    save(vector, folder / f"{name}.safetensors")
+    return vector
+
+
+@router.get("/v1/vectors/{name}")
+async def vector(request: Request, name: str) -> Response:
+    path = _file(_folder(request, "vectors"), name, "vector", SUFFIXES.__contains__)
+    return JSONResponse(_about(name, await asyncio.to_thread(load, path)))
+
+
+@router.delete("/v1/vectors/{name}")
+async def delete_vector(request: Request, name: str) -> Response:
+    _file(_folder(request, "vectors"), name, "vector", SUFFIXES.__contains__).unlink()
+    return JSONResponse({"id": name, "object": "vector", "deleted": True})
+
+
+# --- captures
+
+
+@router.get("/v1/captures/{name}")
+async def capture(request: Request, name: str) -> Response:
+    """The rows that a request saved under this name; ranges are answered."""
+    path = _file(_folder(request, "captures"), name, "capture", ".safetensors".__eq__)
+    return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+
+
+@router.delete("/v1/captures/{name}")
+async def delete_capture(request: Request, name: str) -> Response:
+    _file(_folder(request, "captures"), name, "capture", ".safetensors".__eq__).unlink()
+    return JSONResponse({"id": name, "object": "capture", "deleted": True})
