@@ -265,6 +265,26 @@ def lenses(results: Path) -> str:
     return "\n".join(lines)
 
 
+def served(results: Path) -> str:
+    """The same streams through the engine and through HTTP, in turns."""
+    data = _load(results, "served.json")
+    work, found = data["configuration"], data["summary"]
+    lines = ["| streams at once | seconds | first token | processor time |", "|---|---|---|---|"]
+    times = {kind: (found[kind]["median"], found[f"first_token_{kind}"]["median"]) for kind in ("engine", "server")}
+    lines.append("| the engine's own | {:.2f} | {:.2f} | |".format(*times["engine"]))
+    low, high = (100 * (edge - 1) for edge in found["cpu_ratio"]["interval"])
+    lines.append("| through HTTP | {:.2f} | {:.2f} ".format(*times["server"]) + f"| {low:+.1f} to {high:+.1f} % |")
+    ratio = found["ratio"]
+    low, high = (100 * (edge - 1) for edge in ratio["interval"])
+    lines += [
+        "",
+        f"{work['model']} on {work['engine']}, {work['batch']} streams of {work['prefill']} + {work['decode']} tokens, "
+        f"{work['iterations']} rounds in turns: HTTP adds {100 * (ratio['median'] - 1):+.1f} % "
+        f"(95 % interval {low:+.1f} to {high:+.1f}).",
+    ]
+    return "\n".join(lines)
+
+
 _AROUND = ("WorkerTaps._around_step", "WorkerTaps._after_inputs", "WorkerTaps._before_forward")  # vLLM's own is in them
 
 
@@ -297,7 +317,7 @@ def _machine(machine: dict) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu, "versions": versions, "suite": suite,
-    "speed": speed, "hooks": hooks, "lenses": lenses,
+    "speed": speed, "hooks": hooks, "lenses": lenses, "served": served,
 }  # fmt: skip
 
 
