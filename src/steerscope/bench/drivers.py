@@ -215,11 +215,11 @@ def _load_file(path: str) -> dict[str, torch.Tensor]:
 
 
 def describe_vllm(config: Any) -> dict[str, Any]:
-    from steerscope.engines.vllm.engine import _mode
+    from steerscope.engines.vllm.starting import mode_of
 
     scheduler = config.scheduler_config
     return {
-        "mode": _mode(config),
+        "mode": mode_of(config),
         "async_scheduling": bool(getattr(scheduler, "async_scheduling", False)),
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "max_num_seqs": scheduler.max_num_seqs,

@@ -105,6 +105,7 @@ def gpu(results: Path) -> str:
             f"| {_CELLS[name]}, {data['dtype']} | {data['rows']:,} | {mine['median']:.1e}, {mine['worst']:.1e} "
             f"| {theirs['median']:.1e}, {theirs['worst']:.1e} | ≥ {far:.2f} |"
         )
+    far = _load(results / "gpu", "smollm-bf16.json")["relative_l2"]
     soak = _load(results / "gpu", "soak.json")
     ends = ", ".join(f"{count} {reason}" for reason, count in sorted(soak["ends"].items()))
     lines += [
@@ -114,7 +115,9 @@ def gpu(results: Path) -> str:
         f"asynchronous scheduling {'on' if soak['async_scheduling'] else 'off'}: {soak['sent']:,} random requests "
         f"({ends}; "
         f"{soak['preempted']} recomputed after preemption), {soak['rows']:,} rows checked, {len(soak['wrong'])} wrong, "
-        f"nothing left over.",
+        f"nothing left over. SmolLM2 is compared in float32: in bfloat16 its largest activations leave transformers "
+        f"itself up to {far['transformers_float32']['worst']:.2f} from float32 on random tokens (vLLM with taps: "
+        f"{far['float32']['worst']:.2f}), and a mistake in a layer would be no larger.",
     ]
     return "\n".join(lines)
 
@@ -282,6 +285,13 @@ def served(results: Path) -> str:
         f"{work['iterations']} rounds in turns: HTTP adds {100 * (ratio['median'] - 1):+.1f} % "
         f"(95 % interval {low:+.1f} to {high:+.1f}).",
     ]
+    short = _load(results, "served-short.json")
+    ratio = short["summary"]["ratio"]
+    low, high = (100 * (edge - 1) for edge in ratio["interval"])
+    lines[-1] += (
+        f" Short answers cost more, since a request costs more than a token: with {short['configuration']['decode']} "
+        f"tokens each it was {100 * (ratio['median'] - 1):+.1f} % ({low:+.1f} to {high:+.1f})."
+    )
     return "\n".join(lines)
 
 

@@ -12,14 +12,13 @@ import secrets
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self, Unpack, overload
 
 from steerscope.capture.budget import ByteBudget
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
-from steerscope.engines.chat import render_chat
 from steerscope.engines.generation import (
     Choice,
     EndEvent,
@@ -44,10 +43,10 @@ from steerscope.engines.options import (
 )
 from steerscope.engines.outbox import Inbox, Outbox, Pause, discard
 from steerscope.engines.plan import Plan, Planner, Prompt
-from steerscope.engines.prompts import all_of, check_text
+from steerscope.engines.prompts import all_of, rendered, tokenized
 from steerscope.engines.scopes import Scopes, as_steering
 from steerscope.specs.capture import Capture
-from steerscope.specs.chat import Chat, Message, parse_chat
+from steerscope.specs.chat import Chat
 from steerscope.specs.errors import EngineClosed, InvalidRequest, Problem, RequestFailed
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Ablate, Add, Cap, Steering
@@ -214,15 +213,7 @@ class Engine(Scopes, ABC):
 
     def tokenize(self, prompt: PromptLike) -> Prompt:
         """What `generate` and `stream` make of a prompt, and take in its place. May be called from any thread."""
-        if isinstance(prompt, Prompt):
-            return prompt
-        if isinstance(prompt, TokenPrompt) and isinstance(prompt.token_ids, Iterable):
-            return Prompt(list(prompt.token_ids))
-        if not isinstance(prompt, str):
-            what = f"a prompt is text or TokenPrompt, not {type(prompt).__name__}"
-            raise InvalidRequest([Problem("prompt", what, "wrap token ids in TokenPrompt([...])")])
-        check_text(prompt, "prompt")
-        return Prompt(list(self.tokenizer(prompt)["input_ids"]) if prompt else [])  # type: ignore[arg-type]
+        return tokenized(self.tokenizer, prompt)  # type: ignore[arg-type]
 
     def render(self, chat: Chat, **options: Unpack[ChatOptions]) -> Prompt:
         """What `chat` makes of messages; `generate` and `stream` take it. May be called from any thread."""
@@ -231,14 +222,7 @@ class Engine(Scopes, ABC):
     # --- inside
 
     def _render(self, chat: Chat, options: ChatOptions) -> Prompt:
-        messages: list[Message] = parse_chat(chat)
-        for i, message in enumerate(messages):
-            check_text(message.content, f"messages[{i}].content")
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise InvalidRequest([Problem("messages", f"{self.facts.name} has no chat template", "use generate()")])
-        continued, extra = options.get("continue_final_message", False), options.get("template_options") or {}
-        rendered = render_chat(self.tokenizer, messages, continued, extra)  # type: ignore[arg-type]
-        return Prompt(rendered.token_ids, rendered.messages, rendered.open_message)
+        return rendered(self.tokenizer, self.facts.name, chat, options)  # type: ignore[arg-type]
 
     def _plan(
         self,

@@ -1,10 +1,17 @@
-"""Small helpers on the way from what a user gives to prompts."""
+"""From what a user gives to prompts: texts, ids and chats, each checked."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
+from steerscope.engines.chat import render_chat
+from steerscope.engines.generation import PromptLike, TokenPrompt
+from steerscope.engines.options import ChatOptions
 from steerscope.engines.plan import Prompt
+from steerscope.specs.chat import Chat, parse_chat
 from steerscope.specs.errors import InvalidRequest, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def all_of(make: Callable[[Any], Prompt], items: Sequence[object]) -> list[Prompt]:
@@ -26,3 +33,27 @@ def check_text(text: str, field: str) -> None:
         text.encode()
     except UnicodeEncodeError:  # bytes that were not UTF-8, smuggled in as lone surrogates
         raise InvalidRequest([Problem(field, "the text is not valid Unicode", "send UTF-8")]) from None
+
+
+def tokenized(tokenizer: "PreTrainedTokenizerBase", prompt: PromptLike) -> Prompt:
+    if isinstance(prompt, Prompt):
+        return prompt
+    if isinstance(prompt, TokenPrompt) and isinstance(prompt.token_ids, Iterable):
+        return Prompt(list(prompt.token_ids))
+    if not isinstance(prompt, str):
+        what = f"a prompt is text or TokenPrompt, not {type(prompt).__name__}"
+        raise InvalidRequest([Problem("prompt", what, "wrap token ids in TokenPrompt([...])")])
+    check_text(prompt, "prompt")
+    return Prompt(list(tokenizer(prompt)["input_ids"]) if prompt else [])  # type: ignore[arg-type]
+
+
+def rendered(tokenizer: "PreTrainedTokenizerBase", name: str, chat: Chat, options: ChatOptions) -> Prompt:
+    """By the chat template of the model `name`."""
+    messages = parse_chat(chat)
+    for i, message in enumerate(messages):
+        check_text(message.content, f"messages[{i}].content")
+    if not getattr(tokenizer, "chat_template", None):
+        raise InvalidRequest([Problem("messages", f"{name} has no chat template", "use generate()")])
+    continued, extra = options.get("continue_final_message", False), options.get("template_options") or {}
+    found = render_chat(tokenizer, messages, continued, extra)  # type: ignore[arg-type]
+    return Prompt(found.token_ids, found.messages, found.open_message)

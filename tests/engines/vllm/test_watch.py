@@ -15,6 +15,7 @@ from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Generation, TokenPrompt
 from steerscope.engines.hf import HFEngine
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling
+from steerscope.specs.errors import RequestFailed
 from steerscope.specs.watch import Rule, Watch, flag, steer, stop, when
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
@@ -125,6 +126,17 @@ class TestOneEngine:
         assert reads_cached(plan(Watch(pack="p", tokens="generated")))
         assert reads_cached(plan(Watch(pack="p", tokens="last_prompt")))
         assert not reads_cached(plan(Watch(pack="p", tokens="positions=[5]")))
+
+    def test_a_reading_that_never_comes_ends_its_request_and_no_other(self, engine: SyncEngine, monkeypatch):
+        from steerscope.engines.vllm import running
+        from steerscope.engines.vllm.delivery import Delivery
+
+        monkeypatch.setattr(running, "_PATIENCE", 0.2)
+        with monkeypatch.context() as lost:
+            lost.setattr(Delivery, "tell", lambda *_: None)
+            with pytest.raises(RequestFailed, match="a reading did not arrive"):
+                list(engine.stream(TokenPrompt(LONG), SAMPLING, watch=Watch(pack="p")))
+        assert engine.generate(TokenPrompt(LONG), SAMPLING, watch=Watch(pack="p")).readings
 
     def test_nothing_is_left_of_many(self, engine: SyncEngine):
         monitor = monitor_of(engine)

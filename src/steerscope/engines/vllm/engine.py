@@ -14,9 +14,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-from transformers import AutoTokenizer
-
 from steerscope.capture.budget import ByteBudget
 from steerscope.capture.transport import Arena, Regions, shared_folder
 from steerscope.engines.generation import Job
@@ -31,6 +28,7 @@ from steerscope.engines.vllm.packs import Packs
 from steerscope.engines.vllm.running import Running
 from steerscope.engines.vllm.selftest import self_test
 from steerscope.engines.vllm.settings import Settings
+from steerscope.engines.vllm.starting import eos_ids, mode_of, reason_of, tokenizer_of
 from steerscope.engines.vllm.wire import OVERFLOW, pack_name
 from steerscope.lenses.reader import Registered
 from steerscope.residual.table import Column
@@ -68,7 +66,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         check_version()
         self.settings = settings or Settings()
         self.capture_ttl = capture_ttl
-        self.tokenizer = tokenizer or _tokenizer(model)
+        self.tokenizer = tokenizer or tokenizer_of(model)
         self._llm, config = self._start_vllm(model, vllm_options)
         try:
             self._begin(config, name or str(model), capture_budget)
@@ -86,11 +84,11 @@ class VLLMEngine(ThreadedEngine[Running]):
     def _begin(self, config: Any, name: str, capture_budget: int) -> None:
         self._llm.input_processor.steerscope_aside = True  # requests are judged here
         self.dtype = config.model_config.dtype
-        self.mode = _mode(config)
+        self.mode = mode_of(config)
         alone = config.parallel_config.pipeline_parallel_size == 1
         self.facts = dataclasses.replace(facts_of(config, self.settings, name), watches=True, switches=alone)
         self._decoder = Decoder(self.tokenizer)  # type: ignore[arg-type]
-        self._eos = _eos_ids(config, self.tokenizer)
+        self._eos = eos_ids(config, self.tokenizer)
         # The budget counts rows; every request that asks for something also has counters, and gaps cost a little.
         regions = Regions(self._share(capture_budget + (capture_budget >> 3) + _COUNTERS))
         stage = {(layer, site): one["stage"] for one in self._rpc("describe") for layer, site in one["taps"]}
@@ -118,7 +116,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         except SteerscopeError:
             raise
         except Exception as error:
-            raise ModelNotFound(f"vLLM cannot start {model}: {_reason(error)}") from error
+            raise ModelNotFound(f"vLLM cannot start {model}: {reason_of(error)}") from error
 
     def _watch(self) -> None:
         """A core that is killed says nothing, and vLLM's synchronous client waits for it for ever."""
@@ -371,34 +369,3 @@ class VLLMEngine(ThreadedEngine[Running]):
     def _failed(self, one: Running, error: Exception) -> None:
         self._running.pop(one.key, None)
         super()._failed(one, error)
-
-
-def _tokenizer(model: str | Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except Exception as error:
-        raise ModelNotFound(f"no tokenizer can be loaded for {model}: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    """One line; of a refused configuration what was wrong with it, not how many things were."""
-    if isinstance(error, ValidationError):
-        return "; ".join(found["msg"] for found in error.errors(include_url=False, include_context=False))
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _mode(config: Any) -> str:
-    """How the forward runs: eager, compiled, or compiled and replayed from graphs."""
-    compilation = config.compilation_config
-    graphs = getattr(compilation.cudagraph_mode, "name", "NONE")
-    compiled = getattr(compilation.mode, "name", str(compilation.mode))
-    return "eager" if config.model_config.enforce_eager else f"compiled ({compiled}), CUDA graphs {graphs}"
-
-
-def _eos_ids(config: Any, tokenizer: Any) -> frozenset[int]:
-    found = config.model_config.try_get_generation_config().get("eos_token_id")
-    if found is None:
-        found = getattr(config.model_config.hf_text_config, "eos_token_id", None)
-    if found is None:
-        found = tokenizer.eos_token_id
-    return frozenset(() if found is None else found if isinstance(found, list | tuple) else [found])

@@ -101,8 +101,8 @@ class Running(RunningText):
             return reason
         told = new.logprobs or ()
         for i, token in enumerate(() if self.late else new.token_ids):
-            if self.notes is not None:
-                self._note(len(self.history))  # the row that a token was sampled from was read before
+            if self.notes is not None and not self._note(len(self.history)) and self.failure is None:
+                raise RequestFailed(f"{self.name} failed: a reading did not arrive within {_PATIENCE:g} s of its token")
             found = _logprobs(token, told[i], self.plan.sampling.logprobs or 0) if told else None
             if reason := self.accept(token, found):
                 return reason
@@ -124,12 +124,12 @@ class Running(RunningText):
         if self.late and state is not None:
             self.accept_all(list(state.detokenizer.output_token_ids)[len(self.generated) :])
 
-    def _note(self, rows: int) -> None:
-        """Take over what was read of the first rows. Of later ones, which may be there, nobody knows yet whether they
-        belong to the text."""
+    def _note(self, rows: int) -> bool:
+        """Take over what was read of the first rows; whether all of it was there. Of later ones, which may be there,
+        nobody knows yet whether they belong to the text."""
         watch, claim = self.plan.watch, self.claim
         if watch is None or claim is None or claim.region is None or self.notes is None:
-            return
+            return True
         wanted = watch.positions.count(rows)
         if claim.read < wanted:  # a GPU writes readings and tokens beside each other
             self._await(claim, wanted)
@@ -138,6 +138,7 @@ class Running(RunningText):
             positions = selected(watch.positions, rows)[self._noted : stop]
             claim.readings(self._noted, stop).note(self.notes, 0, positions.tolist())
             self._noted = stop
+        return stop == wanted
 
     def _await(self, claim: Claim, wanted: int) -> None:
         patience = time.monotonic() + _PATIENCE

@@ -130,6 +130,7 @@ class WorkerTaps:
             for new in output.scheduled_new_reqs:
                 self._admit(new)
             self._filled = NOTHING
+            self.pool.pump()  # beside the forward that comes, not beside the small copies after it
             result = run(output, *args, **kwargs)
             if self._filled.looks is not None:
                 self.watching.read(self._filled.looks)
@@ -141,7 +142,6 @@ class WorkerTaps:
     def _before_forward(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
         batch, runner = self.runner.input_batch, self.runner
         self._stage(batch.req_ids, runner.query_start_loc.np, batch.num_computed_tokens_cpu)
-        self.pool.pump()
         if self.device.type == "cpu" and batch.generators:
             mend(runner)
         return run(*args, **kwargs)
@@ -149,9 +149,6 @@ class WorkerTaps:
     def _after_inputs(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
         batch = run(*args, **kwargs)
         self._stage(batch.req_ids, batch.query_start_loc_np, batch.num_computed_tokens_np)
-        # Now: beside the forward. The step's inputs are read from the host's memory over the same bus, before it, and
-        # the tokens it makes are copied after it.
-        self.pool.pump()
         return batch
 
     def _before_dummy(self, run: Callable, *args: Any, **kwargs: Any) -> Any:

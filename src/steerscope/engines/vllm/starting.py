@@ -1,0 +1,40 @@
+"""What is looked up once, when a vLLM engine starts: its tokenizer, how its forward runs, what ends a text."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from transformers import AutoTokenizer
+
+from steerscope.specs.errors import ModelNotFound
+
+
+def tokenizer_of(model: str | Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except Exception as error:
+        raise ModelNotFound(f"no tokenizer can be loaded for {model}: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """One line; of a refused configuration what was wrong with it, not how many things were."""
+    if isinstance(error, ValidationError):
+        return "; ".join(found["msg"] for found in error.errors(include_url=False, include_context=False))
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def mode_of(config: Any) -> str:
+    """How the forward runs: eager, compiled, or compiled and replayed from graphs."""
+    compilation = config.compilation_config
+    graphs = getattr(compilation.cudagraph_mode, "name", "NONE")
+    compiled = getattr(compilation.mode, "name", str(compilation.mode))
+    return "eager" if config.model_config.enforce_eager else f"compiled ({compiled}), CUDA graphs {graphs}"
+
+
+def eos_ids(config: Any, tokenizer: Any) -> frozenset[int]:
+    found = config.model_config.try_get_generation_config().get("eos_token_id")
+    if found is None:
+        found = getattr(config.model_config.hf_text_config, "eos_token_id", None)
+    if found is None:
+        found = tokenizer.eos_token_id
+    return frozenset(() if found is None else found if isinstance(found, list | tuple) else [found])

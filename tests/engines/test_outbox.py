@@ -1,0 +1,48 @@
+"""Wake-ups of an event loop, counted."""
+
+import asyncio
+from types import SimpleNamespace
+
+from steerscope.engines.outbox import Inbox, Outbox, together
+
+
+class Counted:
+    """A real loop whose wake-ups from other threads are counted."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop, self.woken = loop, 0
+
+    def call_soon_threadsafe(self, call):
+        self.woken += 1
+        return self.loop.call_soon_threadsafe(call)
+
+
+async def test_what_is_told_together_wakes_a_loop_once_and_arrives_in_order():
+    loop = Counted(asyncio.get_running_loop())
+    outbox, inbox = Outbox(loop), Inbox(loop.loop)  # type: ignore[arg-type]
+    job = SimpleNamespace(abandoned=False)
+
+    def tell(numbers: range) -> None:
+        with together():
+            for number in numbers:
+                outbox.put(inbox, job, number)  # type: ignore[arg-type]
+                if number == 2:
+                    with together():  # inside another it changes nothing
+                        pass
+                assert loop.woken == before, "nobody is woken before the end"
+
+    found: list[object] = []
+    for numbers in (range(5), range(5, 9)):
+        before = loop.woken
+        await asyncio.to_thread(tell, numbers)
+        assert loop.woken == before + 1
+        found += [outcome for _, outcome in await inbox.take()]
+    assert found == list(range(9))
+
+
+async def test_alone_each_wakes_at_once():
+    loop = Counted(asyncio.get_running_loop())
+    outbox, inbox = Outbox(loop), Inbox(loop.loop)  # type: ignore[arg-type]
+    await asyncio.to_thread(outbox.put, inbox, SimpleNamespace(abandoned=False), "one")  # type: ignore[arg-type]
+    assert loop.woken == 1
+    assert [outcome for _, outcome in await inbox.take()] == ["one"]
