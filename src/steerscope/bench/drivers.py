@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from steerscope.bench.lens import make_pack
@@ -21,6 +22,7 @@ from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Generation, TokenPrompt
 from steerscope.specs import Sampling, Watch
 
+_PROMPT_STEPS = 3
 _COPIERS = min(8, os.cpu_count() or 1)  # threads that copy rows into private memory
 
 
@@ -51,13 +53,46 @@ def synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def clocked(work: Callable[[], Any]) -> tuple[float, Any]:
+def clocked(work: Callable[[], Any], steps: "Steps | None" = None) -> tuple[float, Any]:
     gc.collect()  # what the last round left is not this one's to sweep
     synchronise()
     start = time.perf_counter()
     found = work()
     synchronise()
-    return time.perf_counter() - start, found
+    end = time.perf_counter()
+    if steps is not None:
+        steps.start, steps.end = start, end
+    return end - start, found
+
+
+class Steps:
+    """When each call of an engine's `step` began and ended, in the round that is clocked."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self._step = step
+        self.begun: list[float] = []
+        self.done: list[float] = []
+        self.start = self.end = 0.0
+
+    def __call__(self) -> Any:
+        self.begun.append(time.perf_counter())
+        found = self._step()
+        self.done.append(time.perf_counter())
+        return found
+
+    def clear(self) -> None:
+        self.begun.clear()
+        self.done.clear()
+
+    def phases(self) -> dict[str, float]:
+        """Milliseconds until the first step, of the steps that read prompts (an asynchronous engine prepares one more
+        meanwhile), of the rest, of one of them, and behind the last."""
+        first = min(_PROMPT_STEPS, len(self.done)) - 1
+        edges = [self.start, self.begun[0], self.done[first], self.done[-1], self.end]
+        found = dict(zip(("coming", "prompts", "decoding", "going"), np.diff(edges) * 1e3, strict=True))
+        return {name: float(value) for name, value in found.items()} | {
+            "step": float(np.median(np.diff(self.done[first:])) * 1e3) if len(self.done) > first + 1 else 0.0
+        }
 
 
 class BareHF:
@@ -126,20 +161,15 @@ class BareVLLM:
         self.llm: Any = LLM(**arguments) if how == "llm" else None
         self.engine: Any = self.llm.llm_engine if self.llm else LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._thread = ThreadPoolExecutor(1)
-        self._step, self.steps = self.engine.step, 0
-        self.engine.step = self._counted
-
-    def _counted(self) -> Any:
-        self.steps += 1
-        return self._step()
+        self.engine.step = self.steps = Steps(self.engine.step)
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
         del cell, verify, fetch
-        self.steps = 0
+        self.steps.clear()
         drive = self._generate if self.llm else self._drive
-        seconds, (tokens, last) = clocked(lambda: self._thread.submit(drive, prompts).result())
-        check_batched(self.setup, tokens, self.steps)
-        return Run(seconds, tokens, self.steps, extra={"last": last})
+        seconds, (tokens, last) = clocked(lambda: self._thread.submit(drive, prompts).result(), self.steps)
+        check_batched(self.setup, tokens, len(self.steps.done))
+        return Run(seconds, tokens, len(self.steps.done), extra={"last": last, "phases": self.steps.phases()})
 
     def _generate(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
         done = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], self.params, use_tqdm=False)
@@ -204,7 +234,7 @@ class HiddenStates(BareVLLM):
         rows = sum(one.shape[0] * one.shape[1] for one in found)
         size = sum(one.numel() * one.element_size() for one in found)
         checksum = sum(float(one.abs().sum(dtype=torch.float64)) for one in found) if verify else None
-        times = {"tokens_s": done.seconds, "files_s": seconds}
+        times = {"tokens_s": done.seconds, "files_s": seconds, "phases": done.extra["phases"]}
         return Run(done.seconds + seconds, done.tokens, done.steps, 0.0, rows, size, checksum, times)
 
 
@@ -255,6 +285,10 @@ class Ours:
         self.facts = self.engine.facts
         self._steer = functools.cache(lambda cell: steering_of(cell, self.facts.layers, self.facts.hidden, setup.batch))
         self._private = torch.empty(0, dtype=torch.uint8)
+        self._steps: Steps | None = None
+        if setup.engine == "vllm":
+            llm = self.engine.aio._llm  # type: ignore[attr-defined]
+            llm.step = self._steps = Steps(llm.step)
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
         asked: dict[str, Any] = {"steer": self._steer(cell), "capture": capture_of(cell, self.facts.layers)}
@@ -263,8 +297,12 @@ class Ours:
         sampling = Sampling(max_tokens=self.setup.decode, ignore_eos=True)
         texts = [TokenPrompt(ids) for ids in prompts]
         before = self.engine.stats()["steps"]
-        seconds, done = clocked(lambda: self.engine.generate(texts, sampling, **asked))
+        if self._steps is not None:
+            self._steps.clear()
+        seconds, done = clocked(lambda: self.engine.generate(texts, sampling, **asked), self._steps)
         run = Run(seconds, [one.token_ids for one in done], int(self.engine.stats()["steps"] - before))
+        if self._steps is not None:
+            run.extra["phases"] = self._steps.phases()
         check_batched(self.setup, run.tokens, run.steps)
         if cell == "watch" and any(len(one.readings) != self.setup.decode - 1 for one in done):
             raise NotMeasured("not measured: readings are missing")

@@ -137,12 +137,14 @@ def run_cell(cell: str, base: Child, other: Child, args: argparse.Namespace) -> 
             if "error" in first:
                 return {"error": first["error"]}
     ours, theirs, same, began = [], [], 0, time.perf_counter()
+    phases: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
     pair: dict[int, dict[str, Any]] = {}
     for turn in range(args.rounds):
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
             pair[which] = (base, other)[which].order("run", cell, turn)
             if "error" in pair[which]:
                 return {"error": pair[which]["error"]}
+            phases[which].append(pair[which]["extra"]["phases"])
         theirs.append(pair[0]["seconds"])
         ours.append(pair[1]["seconds"])
         same += sum(a == b for a, b in zip(pair[0]["tokens"], pair[1]["tokens"], strict=True))
@@ -151,6 +153,7 @@ def run_cell(cell: str, base: Child, other: Child, args: argparse.Namespace) -> 
     ratio = paired(theirs, ours)
     found: dict[str, Any] = {"rounds": len(ours), "baseline_s": theirs, "tapped_s": ours, "ratio": ratio}
     found |= {"same_tokens": same / (len(ours) * args.setup.batch), "steps": [pair[0]["steps"], pair[1]["steps"]]}
+    found["phases"] = {name: medians(one) for name, one in zip(("baseline", "tapped"), phases, strict=True)}
     found |= {
         "drift": drift(ratio["rounds"]),
         "tokens_per_s": args.setup.batch * args.setup.decode / statistics.median(ours),
@@ -180,6 +183,11 @@ def verify_cell(cell: str, child: Child, args: argparse.Namespace) -> dict[str, 
     return found
 
 
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Milliseconds of each part of a round."""
+    return {name: round(statistics.median(one[name] for one in rounds), 3) for name in rounds[0]}
+
+
 def shown(cell: str, found: dict[str, Any]) -> str:
     if "error" in found:
         return f"{cell:14} {found['error']}"
@@ -189,6 +197,8 @@ def shown(cell: str, found: dict[str, Any]) -> str:
     text += f"[{low:+.2f}, {high:+.2f}]  {found['rounds']} rounds, drift {100 * found['drift']:+.1f} %"
     if goal:
         text += f"  goal {100 * (goal - 1):+.1f} %: {'holds' if found['holds'] else 'MISSES'}"
+    parts = found["phases"]
+    text += "  ms: " + ", ".join(f"{n} {parts['tapped'][n] - parts['baseline'][n]:+.2f}" for n in parts["tapped"])
     if "fetch_gb_per_s" in found:
         text += f"  fetch {found['fetch_gb_per_s']:.1f} GB/s"
     return text

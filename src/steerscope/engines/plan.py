@@ -6,6 +6,7 @@ Selectors become positions, names become vectors, ops become columns. Both engin
 import difflib
 import functools
 import hashlib
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -155,8 +156,7 @@ class Planner:
         ids, facts = prompt.token_ids, self.facts
         if not ids:
             self._problem("prompt", "the prompt is empty", "give at least one token")
-        found = np.asarray(ids) if ids else np.zeros(1, int)
-        if found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= facts.vocab:
+        if not _within(ids, facts.vocab):
             bad = [i for i in ids if not isinstance(i, int | np.integer) or not 0 <= i < facts.vocab]
             self._problem("prompt", f"token id {bad[0]!r} does not exist", f"{facts.name} has ids 0–{facts.vocab - 1}")
         if facts.context is None or len(ids) + sampling.max_tokens <= facts.context:
@@ -322,6 +322,15 @@ class Planner:
         if positions.count(most) == 0:
             self._problem("capture.tokens", f"{capture.tokens!r} selects no row of this request", "widen it")
         return CapturePlan(*_taps(layers, sites), positions, capture)
+
+
+def _within(ids: list[int], vocab: int) -> bool:
+    """All of them are whole numbers in [0, vocab)."""
+    try:
+        found = np.frombuffer(array("I", ids), dtype=np.uint32)  # refuses negative ones, and what is not whole
+    except (TypeError, OverflowError):
+        return False
+    return not len(found) or int(found.max()) < vocab
 
 
 class _Placing(NamedTuple):

@@ -4,7 +4,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
-import numpy as np
 import torch
 
 from steerscope.capture.handle import CaptureHandle
@@ -12,7 +11,7 @@ from steerscope.capture.rows import Rows
 from steerscope.engines.generation import Choice, FinishReason, Job, RuleEvent, Timings, TokenEvent, TokenLogprobs
 from steerscope.engines.plan import Plan, tap_of
 from steerscope.engines.text import Decoder, Detokenizer, StopStrings
-from steerscope.residual.rows import make_labels
+from steerscope.residual.rows import make_labels, selected
 from steerscope.residual.table import Key
 from steerscope.specs.errors import RequestFailed
 
@@ -157,11 +156,12 @@ class RunningText(ABC):
 
 
 def captured(
-    plan: Plan, index: np.ndarray, taken: Callable[[], Mapping[Key, torch.Tensor]], history: list[int], model: str
+    plan: Plan, computed: int, taken: Callable[[], Mapping[Key, torch.Tensor]], history: list[int], model: str
 ) -> Rows:
-    """Rows of the positions `index` at each tap, labelled and named as asked."""
+    """What was taken of so many rows at each tap, labelled and named as asked."""
     columns = taken()
     assert plan.capture is not None
+    index = selected(plan.capture.positions, computed)
     prompt, reduce = plan.prompt, plan.capture.spec.reduce
     labels = make_labels(plan.request_id, index, history, len(prompt.token_ids), prompt.messages, prompt.open_message)
     tensors = {key: columns[tap_of(*key)] for key in plan.capture.asked}

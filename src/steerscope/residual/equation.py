@@ -53,7 +53,7 @@ def settle(column: Operands) -> Operands:
 def _step(h: Tensor, column: Operands, gates: Tensor) -> Tensor:
     v, c, s, m, lo, hi, gate_id, _ = column
     gate = gates.index_select(0, gate_id)
-    p = (h * v).sum(-1)
+    p = torch.where((s != 0) | (m != 0), (h * v).sum(-1), 0.0)
     amount = gate * (c + torch.minimum(torch.maximum(s * p, lo), hi) - m * p)
     active = (gate != 0) & ((c != 0) | (s != 0) | (m != 0))
     return torch.where(active.unsqueeze(-1), amount.unsqueeze(-1) * v, 0.0)
@@ -75,7 +75,8 @@ def change(h: Tensor, vectors: Tensor, coefficients: Tensor, entries: Tensor, ga
     entries [n, K, 3] integers (vector slot, coefficient slot, gate id), applied in order k = 0 … K−1 · gates [G].
 
     The change is summed apart from h: (h + change) − h would lose the change's small bits. An entry whose gate is 0
-    or whose c, s and m are all 0 is masked, not multiplied: a row holding inf must stay as it is.
+    or whose c, s and m are all 0 is masked, not multiplied: a row holding inf must stay as it is. Where s and m
+    are 0 the projection has no part in it, whatever it is.
     """
     return apply(h, look_up(vectors, coefficients, entries), gates)
 
@@ -88,6 +89,6 @@ def change_float64(h: np.ndarray, ops: Sequence[tuple[np.ndarray, Coefficients, 
         if gate == 0 or c == s == m == 0:
             continue
         v = np.asarray(v, dtype=np.float64)
-        p = float(np.dot(now, v))
+        p = float(np.dot(now, v)) if s or m else 0.0
         now = now + gate * (c + min(max(s * p, lo), hi) - m * p) * v
     return now - start

@@ -55,6 +55,7 @@ def tables(tokens: int, hidden: int, columns: int, dtype: torch.dtype, seed: int
     vectors = torch.randn(SLOTS, hidden, generator=rng) / hidden**0.5
     coefficients = torch.randn(SLOTS, 5, generator=rng)
     coefficients[:, 3:] = torch.tensor([[-INF, INF], [-0.2, INF], [-INF, 0.1], [-0.1, 0.3]])[draw(4, SLOTS).long()]
+    coefficients[1, 1:3] = 0  # a plain addition
     coefficients[0] = torch.tensor([0.0, 0.0, 0.0, -INF, INF])
     vectors[0] = 0
     order = draw(4, GROUPS) - 1 + WATCHED * (torch.arange(GROUPS, dtype=torch.int32) % 2)  # some are watched too

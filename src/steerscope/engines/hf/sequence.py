@@ -12,7 +12,7 @@ from steerscope.engines.sequence import RunningText, captured
 from steerscope.engines.text import Decoder
 from steerscope.lenses.monitor import Seat
 from steerscope.residual.reduce import Reducer
-from steerscope.residual.rows import RowBuffer, selected
+from steerscope.residual.rows import RowBuffer
 from steerscope.residual.table import Key, Lease, SlotTable
 from steerscope.specs.errors import RequestFailed
 
@@ -78,12 +78,13 @@ class Row(RunningText):
             return None
         # The last sampled token is never fed: p + g − 1 rows, and none at all for what was never started.
         computed = min(self.fed, len(self.history) - 1)
+        count = capture.positions.count(computed)
         if self.reducer is not None:
-            tensor, index = self.reducer.result(), selected(capture.positions, computed)
-            if self.reducer.n != len(index):
-                raise RequestFailed(f"{self.reducer.n} of {len(index)} rows were reduced")
+            tensor = self.reducer.result()
+            if self.reducer.n != count:
+                raise RequestFailed(f"{self.reducer.n} of {count} rows were reduced")
         elif self.buffer is not None:
-            index, tensor = self.buffer.finish(computed)
+            _, tensor = self.buffer.finish(computed)
         else:  # cancelled while it waited
             held.release()
             return None
@@ -92,5 +93,5 @@ class Row(RunningText):
         def columns() -> dict[Key, torch.Tensor]:
             return {key: tensor[..., j, :] for j, key in enumerate(capture.keys)}
 
-        load = functools.partial(captured, plan, index, columns, list(self.history), self.engine.facts.name)
-        return CaptureHandle(self.name, len(index), load, self.engine.budget, held, self.engine.capture_ttl)
+        load = functools.partial(captured, plan, computed, columns, self.history, self.engine.facts.name)
+        return CaptureHandle(self.name, count, load, self.engine.budget, held, self.engine.capture_ttl)

@@ -17,7 +17,6 @@ from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch
 from steerscope.lenses.compile import MOST_RULES
 from steerscope.lenses.monitor import SeenOnHost
-from steerscope.residual.rows import selected
 from steerscope.residual.table import Key, Slots
 from steerscope.specs.errors import CapacityExceeded, RequestFailed
 
@@ -146,13 +145,14 @@ class Claim:
         """Every stage has said that it writes no more."""
         return self.region is None or all(self.region.counters[LEFT + stage] for stage in self.region.stages)
 
-    def hand_over(self, computed: int) -> tuple[Callable[[], dict[Key, torch.Tensor]], int]:
-        """What makes each tap's rows of a text that has ended with so many, and the bytes they need from now on. It and
-        they keep the memory; the claim lets it go. Raises RequestFailed when some did not arrive."""
+    def hand_over(self, computed: int) -> tuple[Callable[[], dict[Key, torch.Tensor]], int, int]:
+        """What makes each tap's rows of a text that has ended with so many, how many of them were captured, and the
+        bytes they need from now on. It and they keep the memory; the claim lets it go. Raises RequestFailed when some
+        did not arrive."""
         capture, region = self.plan.capture, self.region
         assert capture is not None
         assert region is not None
-        count = len(selected(capture.positions, computed))
+        count = capture.positions.count(computed)
         found, reduce = self.arrived(), capture.spec.reduce
         if region.failure is not None or (found != count if reduce else found < count):
             raise RequestFailed(f"{count - found} of {count} rows did not arrive")
@@ -161,7 +161,7 @@ class Claim:
             size = count * len(capture.keys) * self.room.facts.hidden * self.room.dtype.itemsize
             region.shrink(size)
         self.region = None
-        return functools.partial(self._columns, region, count), size
+        return functools.partial(self._columns, region, count), count, size
 
     def _columns(self, region: Region, count: int) -> dict[Key, torch.Tensor]:
         """A region holds one block [rows, taps, hidden] per pipeline stage, in the order of stages; a reduction is one

@@ -10,6 +10,7 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,9 @@ import torch
 from steerscope.capture.transport import ALIGN, HEADER, LEFT, MET, OWNER, READ, ROWS, Arena
 from steerscope.engines.vllm.askers import Asker, Slice
 from steerscope.engines.vllm.pool import Pool
-from steerscope.engines.vllm.wire import Wire
+from steerscope.engines.vllm.reducing import make_reductions
+from steerscope.engines.vllm.wire import Wire, WireCapture
 from steerscope.lenses.monitor import SeenOnHost
-from steerscope.residual.reduce import HeldBack, Reducer
 
 log = logging.getLogger("steerscope")
 
@@ -30,7 +31,8 @@ class Delivery:
         self.stage, self.writes = stage, writes  # which pipeline stage this is; whether it is the rank that speaks
         self.arena: Arena | None = None  # of the client that attached one
         self.arenas: dict[str, Arena] = {}  # those that requests name
-        self.reducing: dict[str, tuple[Asker, HeldBack]] = {}
+        self.reductions = make_reductions(pool.cells)
+        self.reducing: dict[str, tuple[Asker, Any]] = {}  # with what they keep
         self.counts = {"rows": 0, "row_bytes": 0}
         self.when_read: Callable[[], torch.cuda.Event] | None = None  # on a GPU: when all readings asked for are there
         self._finishing: set[str] = set()  # requests whose regions the client keeps for us, left or not
@@ -78,32 +80,42 @@ class Delivery:
     # --- rows
 
     def bring_out(self, parts: list[Slice]) -> None:
+        reduced: list[tuple[Any, Slice]] = []
         for part in parts:
-            try:
-                if part.asker.failed is not None or part.start == part.stop or not self._take(part):
-                    self.pool.give(part.cell, part.size)
-            except Exception as error:  # one request's rows are void, the step goes on
+            capture = part.asker.wire.capture
+            if part.asker.failed is not None or part.start == part.stop or capture is None:
                 self.pool.give(part.cell, part.size)
-                self.fail(part.asker, f"{type(error).__name__}: {error}")
+            elif capture.reduce:
+                reduced.append((self.reducing[part.asker.wire.name][1], part))
+            else:
+                try:
+                    self._send(part, capture)
+                except Exception as error:  # one request's rows are void, the step goes on
+                    self.pool.give(part.cell, part.size)
+                    self.fail(part.asker, f"{type(error).__name__}: {error}")
+        if reduced:
+            self._reduce(reduced)
 
-    def _take(self, part: Slice) -> bool:
-        """Reduce the rows or send them; whether their cells are still needed."""
-        asker, capture = part.asker, part.asker.wire.capture
-        assert capture is not None
-        count = part.stop - part.start
-        if capture.reduce:
-            rows = self.pool.rows(part.cell, count, asker.width)
-            self.reducing[asker.wire.name][1].push(range(part.start, part.stop), rows)
-            return False
+    def _reduce(self, parts: list[tuple[Any, Slice]]) -> None:
+        try:
+            self.reductions.push(parts)
+        except Exception as error:
+            for _, part in parts:
+                self.fail(part.asker, f"{type(error).__name__}: {error}")
+        for _, part in parts:
+            self.pool.give(part.cell, part.size)
+
+    def _send(self, part: Slice, capture: WireCapture) -> None:
+        asker, count = part.asker, part.stop - part.start
         if not self.writes or asker.arena is None:
-            return False
+            self.pool.give(part.cell, part.size)
+            return
         used = count * asker.width
         offset = asker.place + capture.positions.count(part.start) * asker.width * self._cell
         note = functools.partial(self._set, asker, ROWS + self.stage, part.reached)
         self.counts["rows"] += count
         self.counts["row_bytes"] += used * self._cell
         self.pool.move(part, used, offset, note)
-        return True
 
     def _set(self, asker: Asker, counter: int, value: int) -> None:
         """Tell the client; never again after the region was left."""
@@ -171,8 +183,7 @@ class Delivery:
         asker.place = asker.wire.offset + HEADER + before * self._cell
         if capture.reduce is None:
             return
-        reducer = Reducer(capture.reduce, asker.width, self.hidden, self.pool.cells.device)
-        self.reducing[asker.wire.name] = asker, HeldBack(reducer, capture.hold)
+        self.reducing[asker.wire.name] = asker, self.reductions.start(capture, asker.width)
 
     def hold(self, names: set[str]) -> None:
         """From now on, until `complete`, the client keeps the regions of these for us."""
@@ -181,23 +192,29 @@ class Delivery:
     def complete(self, requests: list) -> None:
         """[name, rows, offset, …] each: their rows are brought out, reductions written, regions left."""
         self.pool.drain(self._finishing)
-        for name, rows, offset, *_ in requests:
+        counted: list[tuple[Asker, int]] = []
+        for name, rows, *_ in requests:
             held = self.reducing.pop(name, None)
-            if held is not None and rows:
-                self._write_reduced(*held, rows)
-            if self.writes and self.arena is not None:  # also those that never came here
+            if held is not None and rows and (n := self._reduced(*held, rows)) is not None:
+                counted.append((held[0], n))
+        self.reductions.flush()
+        for asker, n in counted:
+            assert asker.arena is not None
+            asker.arena.words[(asker.wire.offset + ALIGN * (ROWS + self.stage)) // 8] = n
+        if self.writes and self.arena is not None:
+            for _, _, offset, *_ in requests:  # also those that never came here
                 self.arena.words[(offset + ALIGN * (LEFT + self.stage)) // 8] = 1
         self._finishing = set()
 
-    def _write_reduced(self, asker: Asker, held: HeldBack, rows: int) -> None:
-        if asker.failed is not None or asker.arena is None:
-            return
+    def _reduced(self, asker: Asker, held: Any, rows: int) -> int | None:
+        """Its result is on its way to its region; of how many rows."""
+        capture = asker.wire.capture
+        if asker.failed is not None or asker.arena is None or capture is None or not self.writes:
+            return None
+        block = asker.wire.offset + HEADER + asker.before * self.hidden * 4
         try:
-            reducer = held.finish(rows)
-            if self.writes:
-                value = reducer.result()
-                block = asker.wire.offset + HEADER + asker.before * self.hidden * value.itemsize
-                asker.arena.view(block, tuple(value.shape), torch.float32).copy_(value)
-                asker.arena.words[(asker.wire.offset + ALIGN * (ROWS + self.stage)) // 8] = reducer.n
+            target = asker.arena.view(block, (asker.width, self.hidden), torch.float32)
+            return self.reductions.finish(held, rows, capture.positions.count(rows), target)
         except Exception as error:
             self.fail(asker, f"{type(error).__name__}: {error}")
+            return None

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 _COUNTERS = 4 << 20
 _FAILURES = 2  # steps that fail in a row: the engine is beyond help
+_FIRST = 6  # of so many requests that come at once, one goes ahead
+_FIRST_TOKENS = 1024  # … with so many tokens to read, or none does
 
 
 class VLLMEngine(ThreadedEngine[Running]):
@@ -101,6 +103,9 @@ class VLLMEngine(ThreadedEngine[Running]):
         self._unborn: list[Running] = []  # quiet ones without a token
         self._ended: list[str] = []  # those that the workers may not know of
         self._failures = 0  # what the shared memory said when it was last looked at
+        core = getattr(self._llm.engine_core, "engine_core", None)  # of this process
+        queued = getattr(core, "batch_queue", None) is not None  # a step returns before the device has done it
+        self._overlaps = queued and config.device_config.device_type == "cuda"
 
     def _start_vllm(self, model: str | Path, options: dict[str, Any]) -> "tuple[LLMEngine, Any]":
         from vllm.engine.arg_utils import EngineArgs
@@ -248,7 +253,10 @@ class VLLMEngine(ThreadedEngine[Running]):
 
     def _admit(self) -> None:
         """Hand waiting requests to vLLM, in order, while there are slots and shared memory for them."""
+        first = self._ahead()
         while self._waiting:
+            if first and len(self._running) == first:
+                return
             one = self._waiting[0]
             if one.job.cancelled:  # before it came here
                 self._waiting.pop(0).end("cancelled")
@@ -269,6 +277,12 @@ class VLLMEngine(ThreadedEngine[Running]):
             self._running[one.key] = self._waiting.pop(0)
             if one.late:
                 self._unborn.append(one)
+
+    def _ahead(self) -> int:
+        """How many of a crowd a device that has nothing to do gets at once: it reads their prompts while the rest come
+        in, which takes as long as a step. 0: nobody goes ahead."""
+        first = 0 if self._running or not self._overlaps else len(self._waiting) // _FIRST
+        return first if sum(one.prompt_length for one in self._waiting[:first]) >= _FIRST_TOKENS else 0
 
     def _make_room(self, one: Running) -> bool:
         """The workers hear of an end with the next step: tell those of them that hold what is needed. Raises

@@ -32,7 +32,6 @@ from steerscope.engines.vllm.guards import facts_of, layer_count
 from steerscope.engines.vllm.plugin import wrap
 from steerscope.engines.vllm.settings import NAME, Settings, asked_for
 from steerscope.engines.vllm.wire import reads_cached, salt
-from steerscope.residual.rows import selected
 from steerscope.residual.table import Key
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Capture
@@ -160,7 +159,7 @@ class Text:
         if self.plan.capture is None or self.held is None:
             return None
         history = [*self.plan.prompt.token_ids, *token_ids]
-        count = len(selected(self.plan.capture.positions, len(history) - 1))
+        count = self.plan.capture.positions.count(len(history) - 1)
         held, self.held = self.held, None
         load = functools.partial(self._load, history, held)
         handle = CaptureHandle(self.plan.request_id, count, load, self.front.budget, held, _TTL_S)
@@ -171,18 +170,18 @@ class Text:
     def _load(self, history: list[int], held: Reservation) -> Rows:
         """The last rows may be on their way: the engine brings them out with its next step, or its last."""
         assert self.plan.capture is not None
-        index = selected(self.plan.capture.positions, len(history) - 1)
+        count = self.plan.capture.positions.count(len(history) - 1)
         deadline = time.monotonic() + _ARRIVE_S
-        while self.claim.arrived() < len(index) and self.failure is None and time.monotonic() < deadline:
+        while self.claim.arrived() < count and self.failure is None and time.monotonic() < deadline:
             drain_here(str(self.front.arena.path))
-            if self.claim.left() and self.claim.arrived() < len(index):
+            if self.claim.left() and self.claim.arrived() < count:
                 break
             time.sleep(0.001)
         if (why := self.failure) is not None:
             raise RequestFailed(f"{self.plan.request_id} failed: {why}")
-        columns, size = self.claim.hand_over(len(history) - 1)
+        columns, _, size = self.claim.hand_over(len(history) - 1)
         held.shrink(size)
-        return captured(self.plan, index, columns, history, self.front.facts.name)
+        return captured(self.plan, len(history) - 1, columns, history, self.front.facts.name)
 
     def _save(self, handle: CaptureHandle) -> None:
         assert self.file is not None

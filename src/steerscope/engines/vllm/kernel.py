@@ -2,7 +2,9 @@
 through its ops in registers, and written once. The definition is `residual.equation.change`.
 
 There is a kernel for the tap alone, and one that is the model's next RMS norm too: in a decoding step of a few µs per
-kernel, one that is not there is the only one that costs nothing.
+kernel, one that is not there is the only one that costs nothing. What a tap has to know (index, vectors, coefficients)
+is asked to stay in the cache while the model's weights pass through it: two misses, one after the other, cost more than
+the arithmetic.
 """
 
 import torch
@@ -20,8 +22,8 @@ def _asked(mine, STEER: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr
     busy = 0
     if STEER:
         for k in tl.static_range(COLUMNS):
-            busy |= tl.load(mine + ENTRIES + 1 + 3 * k)
-    return tl.load(mine + GROUP), busy
+            busy |= tl.load(mine + ENTRIES + 1 + 3 * k, eviction_policy="evict_last")
+    return tl.load(mine + GROUP, eviction_policy="evict_last"), busy
 
 
 @triton.jit
@@ -33,16 +35,22 @@ def _steered(
     start = h.to(tl.float32)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for k in tl.static_range(COLUMNS):
-        number = tl.load(mine + ENTRIES + 1 + 3 * k)
+        number = tl.load(mine + ENTRIES + 1 + 3 * k, eviction_policy="evict_last")
         if number != 0:
-            slot = tl.load(mine + ENTRIES + 3 * k).to(tl.int64)
-            v = tl.load(vectors + slot * hidden + at, mask=inside, other=0.0)
+            slot = tl.load(mine + ENTRIES + 3 * k, eviction_policy="evict_last").to(tl.int64)
+            v = tl.load(vectors + slot * hidden + at, mask=inside, other=0.0, eviction_policy="evict_last")
             five = coefficients + number * 5
-            c, s, m = tl.load(five), tl.load(five + 1), tl.load(five + 2)
-            lo, hi = tl.load(five + 3), tl.load(five + 4)
-            gate = tl.load(gates + tl.load(mine + ENTRIES + 2 + 3 * k))
+            c = tl.load(five, eviction_policy="evict_last")
+            s = tl.load(five + 1, eviction_policy="evict_last")
+            m = tl.load(five + 2, eviction_policy="evict_last")
+            lo = tl.load(five + 3, eviction_policy="evict_last")
+            hi = tl.load(five + 4, eviction_policy="evict_last")
+            switch = tl.load(mine + ENTRIES + 2 + 3 * k, eviction_policy="evict_last")
+            gate = tl.load(gates + switch, eviction_policy="evict_last")
             if (gate != 0) & ((c != 0) | (s != 0) | (m != 0)):
-                p = tl.sum((start + total) * v)
+                p = 0.0
+                if (s != 0) | (m != 0):  # a sum over all threads, which plain additions do without
+                    p = tl.sum((start + total) * v)
                 low = tl.maximum(s * p, lo, propagate_nan=tl.PropagateNan.ALL)
                 clipped = tl.minimum(low, hi, propagate_nan=tl.PropagateNan.ALL)
                 total += gate * (c + clipped - m * p) * v
@@ -56,15 +64,15 @@ def _kept(
 ):  # fmt: skip
     """Write the row of this token, as it was before its ops or as it is after them, if its group captures here; and
     once more, as it is, if the group is watched here."""
-    place = tl.load(order + group)
+    place = tl.load(order + group, eviction_policy="evict_last")
     if place >= WATCHED - 1:
         place -= WATCHED
         tl.store(pool + (token + first_watched) * hidden + at, late, mask=inside)
     if place >= 0:
         row = late
-        if tl.load(before + group) != 0:
+        if tl.load(before + group, eviction_policy="evict_last") != 0:
             row = early
-        cell = (tl.load(mine + CELL) + place).to(tl.int64)
+        cell = (tl.load(mine + CELL, eviction_policy="evict_last") + place).to(tl.int64)
         tl.store(pool + cell * hidden + at, row, mask=inside)
 
 

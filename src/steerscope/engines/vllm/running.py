@@ -193,11 +193,11 @@ class Running(RunningText):
         if self.claim is None or self.claim.region is None:  # cancelled while it waited
             held.release()
             return None
-        columns, size = self.claim.hand_over(self.computed)
+        computed = self.computed
+        columns, count, size = self.claim.hand_over(computed)
         held.shrink(size)
-        index = selected(capture.positions, self.computed)
-        load = functools.partial(captured, self.plan, index, columns, list(self.history), self.engine.facts.name)
-        return CaptureHandle(self.name, len(index), load, self.engine.budget, held, self.engine.capture_ttl)
+        load = functools.partial(captured, self.plan, computed, columns, self.history, self.engine.facts.name)
+        return CaptureHandle(self.name, count, load, self.engine.budget, held, self.engine.capture_ttl)
 
 
 def _logprobs(token: int, told: Any, most: int) -> TokenLogprobs:

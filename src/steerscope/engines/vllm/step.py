@@ -22,7 +22,7 @@ from steerscope.specs.tokens import Interval, Positions
 # Columns of the index: the asker's number, the first cell, the group, how many cells further the next row of a decoding
 # request lies, and the ops, three numbers each.
 ASKER, CELL, GROUP, STRIDE, ENTRIES = range(5)
-PAGE = 16  # rows, at most
+PAGE = 64  # rows, at most
 _LAST_PAGES = 4  # rows, at least: a page near the end is small, since the last one is waited for
 _TRIES = 4  # of finding room for a step
 _LINE = 16  # an index row fills whole cache lines

@@ -130,7 +130,6 @@ class WorkerTaps:
             for new in output.scheduled_new_reqs:
                 self._admit(new)
             self._filled = NOTHING
-            self.pool.pump()  # beside the forward that comes, not beside the small copies after it
             result = run(output, *args, **kwargs)
             if self._filled.looks is not None:
                 self.watching.read(self._filled.looks)
@@ -166,7 +165,11 @@ class WorkerTaps:
     def _stage(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
         if self.books.resting or (not self.books.askers and self.books.clean):
             self.graphs.use(busy=False)
-            return
+        else:
+            self._fill(names, starts, computed)
+        self.pool.pump()  # beside the forward: the inputs, which the device fetches over the same bus, are there
+
+    def _fill(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
         bring_out = self.delivery.bring_out
         try:
             self._filled = self.books.fill(names, starts, computed, self.reserve, bring_out)

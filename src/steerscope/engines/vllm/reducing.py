@@ -1,0 +1,63 @@
+"""Reductions of captured rows in a worker, of all requests of a step together.
+
+Rows past the end of a text, which an engine that schedules ahead computes before it hears of the end, must not be among
+them: the newest `hold` rows of a request are kept apart. `residual.reduce.HeldBack` is the definition, and what runs on
+a CPU; on a GPU one kernel does a step of all requests.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from steerscope.engines.vllm.askers import Slice
+from steerscope.engines.vllm.wire import WireCapture
+from steerscope.residual.reduce import HeldBack, Reducer
+
+
+class Reductions(Protocol):
+    def start(self, capture: WireCapture, width: int) -> Any:
+        """What a request of so many taps keeps until its end."""
+        ...
+
+    def push(self, parts: Sequence[tuple[Any, Slice]]) -> None:
+        """Take rows in; their cells may be used again by whatever is queued from now on."""
+        ...
+
+    def finish(self, held: Any, rows: int, counted: int, target: torch.Tensor) -> int:
+        """Of `counted` rows, all at positions below `rows`, the result is to be in this shared memory [taps, hidden]
+        after `flush`; how many rows it stands for."""
+        ...
+
+    def flush(self) -> None: ...
+
+
+class HostReductions:
+    def __init__(self, cells: torch.Tensor) -> None:
+        self._cells = cells
+
+    def start(self, capture: WireCapture, width: int) -> HeldBack:
+        assert capture.reduce is not None
+        return HeldBack(Reducer(capture.reduce, width, self._cells.shape[1], self._cells.device), capture.hold)
+
+    def push(self, parts: Sequence[tuple[HeldBack, Slice]]) -> None:
+        for held, part in parts:
+            count, width = part.stop - part.start, part.asker.width
+            rows = self._cells[part.cell : part.cell + count * width].view(count, width, -1)
+            held.push(range(part.start, part.stop), rows)
+
+    def finish(self, held: HeldBack, rows: int, counted: int, target: torch.Tensor) -> int:
+        del counted  # the rows themselves say
+        reducer = held.finish(rows)
+        target.copy_(reducer.result())
+        return reducer.n
+
+    def flush(self) -> None: ...
+
+
+def make_reductions(cells: torch.Tensor) -> Reductions:
+    if cells.device.type == "cuda":
+        from steerscope.engines.vllm.reducing_cuda import DeviceReductions
+
+        return DeviceReductions(cells)
+    return HostReductions(cells)

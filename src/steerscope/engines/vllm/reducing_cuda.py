@@ -1,0 +1,152 @@
+"""Reductions on a GPU. A request has its sum in float32 and a ring of its newest rows; one launch takes in the rows of
+every request of a step, and one writes the results of all that have ended, straight into the clients' memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from steerscope.engines.vllm.askers import Slice
+from steerscope.engines.vllm.wire import WireCapture
+from steerscope.specs.errors import RequestFailed
+
+# Columns of a sheet: where the sum and the ring are, which rows, and where a result goes.
+TOTAL, RING, WIDTH, HOLD, LAST, CELL, FIRST, COUNT = range(8)
+TARGET, SURE, COUNTED = CELL, FIRST, COUNT  # of those that end
+_LINE = 8
+_BLOCK = 1024
+
+
+@triton.jit
+def _joined(total, row, last):
+    """The sum with one more row, or that row."""
+    return tl.where(last != 0, row.to(tl.float32), total + row.to(tl.float32))
+
+
+@triton.jit
+def _take(
+    cells, sheet, hidden, BLOCK: tl.constexpr, LINE: tl.constexpr, TOTAL: tl.constexpr, RING: tl.constexpr,
+    WIDTH: tl.constexpr, HOLD: tl.constexpr, LAST: tl.constexpr, CELL: tl.constexpr, FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """Rows [first, first + count) of a request come in. Those that are no longer among the newest are summed: from the
+    ring, then from the rows themselves; the others take their places in the ring."""
+    mine = sheet + tl.program_id(0) * LINE
+    tap = tl.program_id(1)
+    width = tl.load(mine + WIDTH)
+    if tap < width:
+        at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < hidden
+        hold, last = tl.load(mine + HOLD), tl.load(mine + LAST)
+        first, count = tl.load(mine + FIRST), tl.load(mine + COUNT)
+        sums = tl.load(mine + TOTAL).to(tl.pointer_type(tl.float32)) + tap * hidden + at
+        ring = tl.load(mine + RING).to(cells.dtype) + tap * hidden + at
+        rows = cells + (tl.load(mine + CELL) + tap) * hidden + at
+        total = tl.load(sums, mask=inside, other=0.0)
+        for i in range(tl.maximum(first - hold, 0), tl.minimum(first, first + count - hold)):
+            total = _joined(total, tl.load(ring + i % hold * width * hidden, mask=inside, other=0.0), last)
+        for i in range(0, count - hold):
+            total = _joined(total, tl.load(rows + i * width * hidden, mask=inside, other=0.0), last)
+        tl.store(sums, total, mask=inside)
+        for i in range(tl.maximum(count - hold, 0), count):
+            row = tl.load(rows + i * width * hidden, mask=inside, other=0.0)
+            tl.store(ring + (first + i) % hold * width * hidden, row, mask=inside)
+
+
+@triton.jit
+def _end(
+    cells, sheet, hidden, BLOCK: tl.constexpr, LINE: tl.constexpr, TOTAL: tl.constexpr, RING: tl.constexpr,
+    WIDTH: tl.constexpr, HOLD: tl.constexpr, LAST: tl.constexpr, TARGET: tl.constexpr, SURE: tl.constexpr,
+    COUNTED: tl.constexpr,
+):  # fmt: skip
+    """The sum holds `sure` rows; those up to `counted` are in the ring."""
+    mine = sheet + tl.program_id(0) * LINE
+    tap = tl.program_id(1)
+    width = tl.load(mine + WIDTH)
+    if tap < width:
+        at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < hidden
+        hold, last, counted = tl.load(mine + HOLD), tl.load(mine + LAST), tl.load(mine + COUNTED)
+        ring = tl.load(mine + RING).to(cells.dtype) + tap * hidden + at
+        total = tl.load(
+            tl.load(mine + TOTAL).to(tl.pointer_type(tl.float32)) + tap * hidden + at, mask=inside, other=0.0
+        )
+        for i in range(tl.load(mine + SURE), counted):
+            total = _joined(total, tl.load(ring + i % hold * width * hidden, mask=inside, other=0.0), last)
+        if last == 0:
+            total /= counted
+        target = tl.load(mine + TARGET).to(tl.pointer_type(tl.float32))
+        tl.store(target + tap * hidden + at, total, mask=inside)
+
+
+@dataclass(slots=True)
+class Held:
+    """Of one request."""
+
+    total: torch.Tensor
+    ring: torch.Tensor
+    hold: int
+    last: bool
+    next: int = 0  # positions below this were taken in
+    count: int = 0  # so many of them
+
+    def line(self, *rest: int) -> list[int]:
+        width = self.total.shape[0]
+        return [self.total.data_ptr(), self.ring.data_ptr(), width, self.hold, int(self.last), *rest]
+
+
+class DeviceReductions:
+    def __init__(self, cells: torch.Tensor) -> None:
+        self._cells = cells
+        self._ending: list[list[int]] = []
+        self._kept: list[Held] = []  # until the device has done with them
+
+    def start(self, capture: WireCapture, width: int) -> Held:
+        hidden, device = self._cells.shape[1], self._cells.device
+        total = torch.zeros(width, hidden, dtype=torch.float32, device=device)
+        ring = torch.empty(max(1, capture.hold), width, hidden, dtype=self._cells.dtype, device=device)
+        return Held(total, ring, capture.hold, capture.reduce == "last")
+
+    def push(self, parts: Sequence[tuple[Held, Slice]]) -> None:
+        lines = []
+        for held, part in parts:
+            known = max(0, held.next - part.start)  # came before
+            count = part.stop - part.start - known
+            if count > 0:
+                lines.append(held.line(part.cell + known * part.asker.width, held.count, count))
+                held.next, held.count = part.stop, held.count + count
+        self._launch(_take, lines, CELL=CELL, FIRST=FIRST, COUNT=COUNT)
+
+    def finish(self, held: Held, rows: int, counted: int, target: torch.Tensor) -> int:
+        del rows
+        sure = max(0, held.count - held.hold)
+        if sure > counted:
+            raise RequestFailed(f"the engine ran {sure - counted} rows too far before it heard of the end")
+        counted = min(counted, held.count)
+        if counted:
+            self._ending.append(held.line(target.data_ptr(), sure, counted))
+            self._kept.append(held)
+        return counted
+
+    def flush(self) -> None:
+        """The results are where they belong."""
+        if self._ending:
+            self._launch(_end, self._ending, TARGET=TARGET, SURE=SURE, COUNTED=COUNTED)
+            if self._cells.device.type == "cuda":
+                torch.cuda.current_stream(self._cells.device).synchronize()
+        self._ending, self._kept = [], []
+
+    def _launch(self, kernel: triton.JITFunction, lines: list[list[int]], **columns: int) -> None:
+        if not lines:
+            return
+        hidden = self._cells.shape[1]
+        block = min(_BLOCK, triton.next_power_of_2(hidden))
+        sheet = torch.from_numpy(np.array(lines, dtype=np.int64)).to(self._cells.device, non_blocking=True)
+        grid = (len(lines), max(line[WIDTH] for line in lines), triton.cdiv(hidden, block))
+        kernel[grid](  # type: ignore[index]
+            self._cells, sheet, hidden, BLOCK=block, LINE=_LINE, TOTAL=TOTAL, RING=RING, WIDTH=WIDTH, HOLD=HOLD,
+            LAST=LAST, **columns, num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,106 @@
+"""Reductions of a GPU, in Triton's interpreter, against those in torch: in a process of its own, as for the taps."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steerscope.engines.vllm.askers import Asker, Slice
+from steerscope.engines.vllm.reducing import HostReductions
+from steerscope.engines.vllm.wire import Wire, WireCapture
+from steerscope.specs.errors import RequestFailed
+from steerscope.specs.tokens import EVERYWHERE
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that the test above starts")
+LENGTH, HIDDEN = 24, 5
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_reductions_of_a_gpu_in_tritons_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        command, env=environment, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "2 passed" in done.stdout, done.stdout[-4000:]
+
+
+def asker(kind: str, width: int, hold: int) -> Asker:
+    capture = WireCapture((), EVERYWHERE, False, kind, hold, LENGTH)  # type: ignore[arg-type]
+    return Asker(Wire("a", None, 0, 1, (), capture), [], 1, width)
+
+
+def part(one: Asker, start: int, stop: int, cell: int) -> Slice:
+    return Slice(one, start, stop, cell, stop, (stop - start) * one.width)
+
+
+@interpreted
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(
+    kinds=st.lists(st.tuples(st.sampled_from(["mean", "last"]), st.integers(1, 3), st.integers(0, 5)), min_size=1,
+                   max_size=3),
+    steps=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=5),
+    over=st.integers(0, 5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+def test_any_chunks_of_many_requests_give_what_each_gives_alone(kinds, steps, over, dtype) -> None:
+    """Steps begin at or before what was taken in, as after a preemption; the text ends some rows before the last."""
+    from steerscope.engines.vllm.reducing_cuda import DeviceReductions
+
+    cells = torch.randn(LENGTH * 8, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+    askers = [asker(*kind) for kind in kinds]
+    roads = [HostReductions(cells), DeviceReductions(cells)]
+    held = [[road.start(one.wire.capture, one.width) for one in askers] for road in roads]
+    reached = 0
+    for back, size in steps:
+        start = max(0, reached - back)
+        stop = min(start + size, LENGTH)
+        if stop <= start:
+            continue
+        parts = [part(one, start, stop, 7 * i + start) for i, one in enumerate(askers)]
+        for road, mine in zip(roads, held, strict=True):
+            road.push(list(zip(mine, parts, strict=True)))
+        reached = max(reached, stop)
+    rows = max(1, reached - over)
+    for i, one in enumerate(askers):
+        found = []
+        for road, mine in zip(roads, held, strict=True):
+            target = torch.full((one.width, HIDDEN), torch.nan)
+            try:
+                n = road.finish(mine[i], rows, rows, target)
+                road.flush()
+                found.append((n, target))
+            except RequestFailed:
+                found.append(None)
+        assert (found[0] is None) == (found[1] is None) == (over > kinds[i][2] and reached > rows + kinds[i][2])
+        if found[0] and found[1]:
+            assert found[0][0] == found[1][0] == rows
+            assert torch.allclose(found[0][1], found[1][1], rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+def test_results_of_requests_that_end_together_go_to_their_own_places() -> None:
+    from steerscope.engines.vllm.reducing_cuda import DeviceReductions
+
+    cells = torch.arange(60.0).view(12, 5)
+    one, other = asker("mean", 2, 1), asker("last", 1, 4)
+    road = DeviceReductions(cells)
+    held = [road.start(a.wire.capture, a.width) for a in (one, other)]
+    road.push([(held[0], part(one, 0, 3, 0)), (held[1], part(other, 0, 4, 6))])
+    road.push([])
+    memory = torch.full((3, HIDDEN), -1.0)
+    assert [road.finish(held[0], 3, 3, memory[:2]), road.finish(held[1], 2, 2, memory[2:])] == [3, 2]
+    assert (memory == -1).all()  # nothing is there before it is asked for
+    road.flush()
+    assert torch.equal(memory[:2], cells[:6].view(3, 2, 5).mean(0))
+    assert torch.equal(memory[2], cells[7])
