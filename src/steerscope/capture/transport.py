@@ -96,10 +96,7 @@ class Region:
     def __init__(self, regions: "Regions", offset: int, size: int, stages: tuple[int, ...]) -> None:
         self._regions, self.offset, self.size, self.stages = regions, offset, size, stages
         self.owner = secrets.randbits(62) | 1
-
-    @property
-    def counters(self) -> np.ndarray:
-        return self._regions.counters(self.offset)
+        self.counters = regions.counters(offset)
 
     @property
     def failure(self) -> str | None:

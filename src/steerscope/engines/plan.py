@@ -295,8 +295,7 @@ class Planner:
             self._problem(field, f"{site} cannot be had on {self.facts.name}: {reason}", "use resid_post")
 
     def _check_tapped(self, layers: tuple[int, ...], site: Site, field: str) -> None:
-        tapped = self.facts.tapped
-        missing = [] if tapped is None else [layer for layer in layers if tap_of(layer, site) not in tapped]
+        missing = _untapped(self.facts.tapped, layers, site)
         if missing:
             what = f"{site} of layers {', '.join(map(str, missing))} was not tapped when the engine started"
             self._problem(field, what, "start it with these layers and sites")
@@ -357,6 +356,11 @@ def _columns(placed: tuple[_Placing, ...]) -> tuple[Column, ...]:
             found.append((key != (layer, op.site), placed_op))
     # At a shared tap the ops of resid_post come before those of the next layer's resid_pre.
     return tuple(pack([op for _, op in sorted(found, key=lambda pair: pair[0])]))
+
+
+@functools.lru_cache(maxsize=256)
+def _untapped(tapped: frozenset[Key] | None, layers: tuple[int, ...], site: Site) -> tuple[int, ...]:
+    return () if tapped is None else tuple(layer for layer in layers if tap_of(layer, site) not in tapped)
 
 
 @functools.lru_cache(maxsize=256)

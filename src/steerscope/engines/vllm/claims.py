@@ -62,7 +62,7 @@ class Room:
 
     def stages_of(self, keys: Sequence[Key]) -> list[int]:
         """The pipeline stages that hold these taps, in order."""
-        return sorted({self.stage[key] for key in keys})
+        return self.stages if len(self.stages) == 1 else sorted({self.stage[key] for key in keys})
 
 
 class Claim:

@@ -7,6 +7,7 @@ acknowledged by all of them, before the first request that uses them.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import secrets
 import threading
@@ -25,7 +26,7 @@ from steerscope.engines.vllm import plugin
 from steerscope.engines.vllm.claims import Room
 from steerscope.engines.vllm.guards import check_version, facts_of
 from steerscope.engines.vllm.packs import Packs
-from steerscope.engines.vllm.running import Running
+from steerscope.engines.vllm.running import Running, sampling_params
 from steerscope.engines.vllm.selftest import self_test
 from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.starting import eos_ids, mode_of, reason_of, tokenizer_of
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 
 _COUNTERS = 4 << 20
 _FAILURES = 2  # steps that fail in a row: the engine is beyond help
-_FIRST = 6  # of so many requests that come at once, one goes ahead
-_FIRST_TOKENS = 1024  # … with so many tokens to read, or none does
 
 
 class VLLMEngine(ThreadedEngine[Running]):
@@ -103,9 +102,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         self._unborn: list[Running] = []  # quiet ones without a token
         self._ended: list[str] = []  # those that the workers may not know of
         self._failures = 0  # what the shared memory said when it was last looked at
-        core = getattr(self._llm.engine_core, "engine_core", None)  # of this process
-        queued = getattr(core, "batch_queue", None) is not None  # a step returns before the device has done it
-        self._overlaps = queued and config.device_config.device_type == "cuda"
+        self.sampling_params = functools.lru_cache(maxsize=64)(sampling_params)
 
     def _start_vllm(self, model: str | Path, options: dict[str, Any]) -> "tuple[LLMEngine, Any]":
         from vllm.engine.arg_utils import EngineArgs
@@ -253,10 +250,7 @@ class VLLMEngine(ThreadedEngine[Running]):
 
     def _admit(self) -> None:
         """Hand waiting requests to vLLM, in order, while there are slots and shared memory for them."""
-        first = self._ahead()
         while self._waiting:
-            if first and len(self._running) == first:
-                return
             one = self._waiting[0]
             if one.job.cancelled:  # before it came here
                 self._waiting.pop(0).end("cancelled")
@@ -277,12 +271,6 @@ class VLLMEngine(ThreadedEngine[Running]):
             self._running[one.key] = self._waiting.pop(0)
             if one.late:
                 self._unborn.append(one)
-
-    def _ahead(self) -> int:
-        """How many of a crowd a device that has nothing to do gets at once: it reads their prompts while the rest come
-        in, which takes as long as a step. 0: nobody goes ahead."""
-        first = 0 if self._running or not self._overlaps else len(self._waiting) // _FIRST
-        return first if sum(one.prompt_length for one in self._waiting[:first]) >= _FIRST_TOKENS else 0
 
     def _make_room(self, one: Running) -> bool:
         """The workers hear of an end with the next step: tell those of them that hold what is needed. Raises

@@ -2,9 +2,9 @@
 through its ops in registers, and written once. The definition is `residual.equation.change`.
 
 There is a kernel for the tap alone, and one that is the model's next RMS norm too: in a decoding step of a few µs per
-kernel, one that is not there is the only one that costs nothing. What a tap has to know (index, vectors, coefficients)
-is asked to stay in the cache while the model's weights pass through it: two misses, one after the other, cost more than
-the arithmetic.
+kernel, one that is not there is the only one that costs nothing. Within it the answers a tap waits for (which vector,
+which cell) come one after the other from memory: they are asked for first, and rows are kept last, so that the norm
+does not wait for them.
 """
 
 import torch
@@ -22,8 +22,8 @@ def _asked(mine, STEER: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr
     busy = 0
     if STEER:
         for k in tl.static_range(COLUMNS):
-            busy |= tl.load(mine + ENTRIES + 1 + 3 * k, eviction_policy="evict_last")
-    return tl.load(mine + GROUP, eviction_policy="evict_last"), busy
+            busy |= tl.load(mine + ENTRIES + 1 + 3 * k)
+    return tl.load(mine + GROUP), busy
 
 
 @triton.jit
@@ -35,18 +35,18 @@ def _steered(
     start = h.to(tl.float32)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for k in tl.static_range(COLUMNS):
-        number = tl.load(mine + ENTRIES + 1 + 3 * k, eviction_policy="evict_last")
+        number = tl.load(mine + ENTRIES + 1 + 3 * k)
+        slot = tl.load(mine + ENTRIES + 3 * k).to(tl.int64)
         if number != 0:
-            slot = tl.load(mine + ENTRIES + 3 * k, eviction_policy="evict_last").to(tl.int64)
-            v = tl.load(vectors + slot * hidden + at, mask=inside, other=0.0, eviction_policy="evict_last")
+            v = tl.load(vectors + slot * hidden + at, mask=inside, other=0.0)
             five = coefficients + number * 5
-            c = tl.load(five, eviction_policy="evict_last")
-            s = tl.load(five + 1, eviction_policy="evict_last")
-            m = tl.load(five + 2, eviction_policy="evict_last")
-            lo = tl.load(five + 3, eviction_policy="evict_last")
-            hi = tl.load(five + 4, eviction_policy="evict_last")
-            switch = tl.load(mine + ENTRIES + 2 + 3 * k, eviction_policy="evict_last")
-            gate = tl.load(gates + switch, eviction_policy="evict_last")
+            c = tl.load(five)
+            s = tl.load(five + 1)
+            m = tl.load(five + 2)
+            lo = tl.load(five + 3)
+            hi = tl.load(five + 4)
+            switch = tl.load(mine + ENTRIES + 2 + 3 * k)
+            gate = tl.load(gates + switch)
             if (gate != 0) & ((c != 0) | (s != 0) | (m != 0)):
                 p = 0.0
                 if (s != 0) | (m != 0):  # a sum over all threads, which plain additions do without
@@ -58,22 +58,23 @@ def _steered(
 
 
 @triton.jit
-def _kept(
-    early, late, mine, token, group, pool, order, before, at, inside, hidden, first_watched, CELL: tl.constexpr,
-    WATCHED: tl.constexpr,
-):  # fmt: skip
+def _where(mine, group, order, before, CELL: tl.constexpr):
+    """Whether and where a token of this group is kept: asked for early, since the answers come one after the other."""
+    place = tl.load(order + group)
+    was = tl.load(before + group)
+    return place, was, tl.load(mine + CELL)
+
+
+@triton.jit
+def _kept(early, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED: tl.constexpr):
     """Write the row of this token, as it was before its ops or as it is after them, if its group captures here; and
     once more, as it is, if the group is watched here."""
-    place = tl.load(order + group, eviction_policy="evict_last")
     if place >= WATCHED - 1:
         place -= WATCHED
         tl.store(pool + (token + first_watched) * hidden + at, late, mask=inside)
     if place >= 0:
-        row = late
-        if tl.load(before + group, eviction_policy="evict_last") != 0:
-            row = early
-        cell = (tl.load(mine + CELL, eviction_policy="evict_last") + place).to(tl.int64)
-        tl.store(pool + cell * hidden + at, row, mask=inside)
+        row = tl.where(was != 0, early, late)
+        tl.store(pool + (cell + place).to(tl.int64) * hidden + at, row, mask=inside)
 
 
 @triton.jit
@@ -111,9 +112,8 @@ def _kernel(
             late = d
             if RESIDUAL:
                 late = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
-            _kept(
-                h, late, mine, token, group, pool, order, before, at, inside, hidden, first_watched, CELL, WATCHED
-            )  # fmt: skip
+            place, was, cell = _where(mine, group, order, before, CELL)
+            _kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
 
 
 @triton.jit
@@ -129,21 +129,19 @@ def _norm_kernel(
     at = tl.arange(0, BLOCK)
     inside = at < hidden
     kind = delta.dtype.element_ty
+    mine = index + token * index_width
+    if STEER or CAPTURE:
+        group, busy = _asked(mine, STEER, COLUMNS, GROUP, ENTRIES)
     d = tl.load(delta + token * delta_stride + at, mask=inside, other=0.0)
     r = tl.load(residual + token * residual_stride + at, mask=inside, other=0.0)
     w = tl.load(weight + at, mask=inside, other=0.0)
-    if STEER or CAPTURE:
-        mine = index + token * index_width
-        group, busy = _asked(mine, STEER, COLUMNS, GROUP, ENTRIES)
-        if (group != 0) | (busy != 0):
-            h = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
-            if busy != 0:
-                d = _steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
-            if CAPTURE:
-                late = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
-                _kept(
-                    h, late, mine, token, group, pool, order, before, at, inside, hidden, first_watched, CELL, WATCHED
-                )  # fmt: skip
+    h = d
+    if CAPTURE:
+        place, was, cell = _where(mine, group, order, before, CELL)
+    if STEER:
+        h = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
+        if busy != 0:
+            d = _steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
     x = d.to(tl.float32) + r.to(tl.float32)
     tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
     y = x * tl.math.rsqrt(tl.sum(x * x) / hidden + epsilon)
@@ -153,10 +151,15 @@ def _norm_kernel(
         y = y.to(w.dtype).to(tl.float32) * w.to(tl.float32)
         y = y.to(w.dtype)
     tl.store(normed + token * hidden + at, y.to(kind), mask=inside)
+    if CAPTURE:
+        late = x.to(kind)
+        if not STEER:
+            h = late
+        _kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
     if LAST and CAPTURE:
-        _advance(index + token * index_width, CELL, STRIDE)
+        _advance(mine, CELL, STRIDE)
     if LAST and STEER:
-        asker = tl.load(index + token * index_width + ASKER)
+        asker = tl.load(mine + ASKER)
         if asker != 0:
             rounded = x.to(kind).to(tl.float32)
             if tl.sum(tl.where(tl.abs(rounded) < float("inf"), 0, 1)) > 0:  # inf or NaN
@@ -242,7 +245,7 @@ def _checked(delta: Tensor, residual: Tensor | None, index: Tensor) -> tuple[int
 
 
 def _warps(block: int) -> int:
-    return max(1, min(16, block // 512))
+    return max(1, min(16, block // 256))
 
 
 def _cuda_tap_norm(

@@ -66,8 +66,7 @@ class Running(RunningText):
     def params(self) -> "SamplingParams":
         s = self.plan.sampling
         greedy = s.temperature < 1e-6
-        # vLLM makes a copy of its own, so equal ones may be one.
-        found = _sampling(
+        found = self.engine.sampling_params(
             max_tokens=s.max_tokens,
             temperature=0.0 if greedy else s.temperature,
             top_p=1.0 if greedy else s.top_p,
@@ -206,10 +205,11 @@ def _logprobs(token: int, told: Any, most: int) -> TokenLogprobs:
     return TokenLogprobs(token, told[token].logprob, tuple((found, value) for _, found, value in ranked[:most]))
 
 
-@functools.lru_cache(maxsize=64)
-def _sampling(*, quiet: bool, **fields: Any) -> "SamplingParams":
+def sampling_params(*, quiet: bool, **fields: Any) -> "SamplingParams":
+    """Equal ones may be one: all that vLLM changes in them is the same for every request to a model. So a request needs
+    no deep copy, which would take as long as the rest of its way in."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     kind = RequestOutputKind.FINAL_ONLY if quiet else RequestOutputKind.DELTA
-    return SamplingParams(detokenize=False, output_kind=kind, **fields)
+    return SamplingParams(detokenize=False, output_kind=kind, skip_clone=True, **fields)
