@@ -216,6 +216,21 @@ def _pairs(data: dict) -> str:
     return "\n".join(lines)
 
 
+def phases(results: Path) -> str:
+    """Where in a round the difference to untouched vLLM arises."""
+    blocks = []
+    for file in sorted((results / "gpu").glob("phases*.json")):
+        data = json.loads(file.read_text())
+        names = list(next(iter(data["cells"].values()))["phases"]["tapped"])
+        lines = [f"| ms more than untouched vLLM | {' | '.join(names)} | rounds |", "|---" * (len(names) + 2) + "|"]
+        for name, cell in data["cells"].items():
+            base, mine = cell["phases"]["baseline"], cell["phases"]["tapped"]
+            shown = " | ".join(f"{mine[part] - base[part]:+.2f}" for part in names)
+            lines.append(f"| {_REQUESTS.get(name, name)} | {shown} | {cell['rounds']} |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) or "*No figures yet.*"
+
+
 _REQUESTS = {
     "noise": "untouched against itself",
     "zero-layer": "nothing is asked",
@@ -327,7 +342,7 @@ def _machine(machine: dict) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu, "versions": versions, "suite": suite,
-    "speed": speed, "hooks": hooks, "lenses": lenses, "served": served,
+    "speed": speed, "phases": phases, "hooks": hooks, "lenses": lenses, "served": served,
 }  # fmt: skip
 
 
