@@ -1,6 +1,7 @@
 """Engines for the contract suite. Each test that takes `engine` or `start` runs on every engine that is installed."""
 
 import copy
+import gc
 import importlib.util
 import os
 import platform
@@ -53,8 +54,44 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
 
 
 @pytest.fixture
-def engine(start: Start) -> SyncEngine:
-    return start()
+def engine(request: pytest.FixtureRequest, start: Start) -> Iterator[SyncEngine]:
+    """An engine with nothing special. One of vLLM, which takes seconds to start, is used again if the last test has left
+    it as it was."""
+    if request.node.callspec.params["start"] != "vllm":
+        yield start()
+        return
+    global _shared
+    if _shared is None:
+        _shared = start_vllm(saved("llama", "bytes", None, {}), "llama", {})
+    yield _shared
+    if not _clean(_shared):
+        close_shared()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _until_the_end_of_a_file() -> Iterator[None]:
+    yield
+    close_shared()
+
+
+_shared: SyncEngine | None = None
+
+
+def _clean(engine: SyncEngine) -> bool:
+    aio = engine.aio
+    if aio.closed or aio._vectors or aio._packs or aio.surrounding().ops:
+        return False
+    gc.collect()
+    found = engine.stats()
+    return not any(found[name] for name in ("running", "waiting", "slots_in_use", "capture_bytes", "worker_askers"))
+
+
+def close_shared() -> None:
+    """Before another one starts: a process has room for one engine of vLLM."""
+    global _shared
+    if _shared is not None:
+        _shared.close()
+        _shared = None
 
 
 # --- vLLM
@@ -102,6 +139,7 @@ def has_bf16() -> bool:
 
 
 def start_vllm(folder: Path, name: str, options: dict[str, object]) -> SyncEngine:
+    close_shared()
     for variable, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     from steerscope.engines.vllm.engine import VLLMEngine
