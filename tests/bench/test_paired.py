@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from steerscope.bench import paired
+from steerscope.bench import drivers, paired
 from steerscope.bench.paired import CELLS, ChildFailed, parse
-from steerscope.bench.tables import hooks, speed
+from steerscope.bench.tables import hooks, phases, speed
 from steerscope.bench.workload import Setup
 
 SETUP = Setup("tiny", batch=2, prefill=6, decode=4)
@@ -38,7 +38,8 @@ class FakeChild:
         fetch = 0.001 if len(how) > 1 else 0.0
         return {
             "seconds": seconds, "tokens": [[1], [2]], "steps": 4, "rows": 5, "bytes": 10**8, "fetch": fetch,
-            "checksum": 1.5, "extra": {"fetch_fresh": 0.01, "stats": {}},
+            "checksum": 1.5,
+            "extra": {"fetch_fresh": 0.01, "stats": {}, "phases": {"coming": 2.0 * seconds, "step": 0.5}},
         }  # fmt: skip
 
     def close(self) -> None:
@@ -74,6 +75,10 @@ def test_rounds_go_there_and_back_with_the_same_prompts(run: Any) -> None:
     assert found["zero-layer"]["ratio"]["median"] == pytest.approx(1.004)
     assert found["zero-layer"]["holds"]
     assert found["zero-layer"]["same_tokens"] == 1.0
+    assert found["zero-layer"]["phases"] == {
+        "baseline": {"coming": 2.0, "step": 0.5},
+        "tapped": {"coming": 2.008, "step": 0.5},
+    }
     assert FakeChild.log[-2:] == [("close", "baseline"), ("close", "ours")]
 
 
@@ -114,12 +119,29 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     (tmp_path / "gpu").mkdir()
     assert "No figures yet" in speed(tmp_path)
     assert "No profile yet" in hooks(tmp_path)
+    assert "No figures yet" in phases(tmp_path)
     (tmp_path / "gpu" / "speed-x.json").write_text(json.dumps(found))
     profile = {"cell": "add", "hooks": {"WorkerTaps._stage": {"us_per_step": 12.34, "calls_per_step": 1.0}}}
     (tmp_path / "gpu" / "profile-add.json").write_text(json.dumps({"profile": profile}))
+    found["cells"].pop("cap")
+    (tmp_path / "gpu" / "phases-x.json").write_text(json.dumps(found))
+    assert "| ms more than untouched vLLM | coming | step | rounds |\n|---|---|---|---|" in phases(tmp_path)
+    assert "| nothing is asked | +0.01 | +0.00 | 6 |" in phases(tmp_path)
     text = speed(tmp_path)
     assert "**tiny, 2 × (6 + 4)**" in text
     assert "| nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | ≤ +0.5 %: holds | +0.0 % |  |" in text
     assert "| ≤ +1.0 %: **missed** | +0.0 % | 100.0 (goal ≥ 10) |" in text
     assert "the process died" in text
     assert "| `WorkerTaps._stage` | 12.3 | 1 |" in hooks(tmp_path)
+
+
+def test_a_round_is_split_at_its_first_step_the_end_of_its_prompts_and_its_last_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ticks = [10.0, *(10.5, 11.0), *(11.0, 12.0), *(12.0, 13.0), *(13.0, 13.25), *(13.25, 13.5), 14.5]
+    now = iter(ticks)  # the start, five steps, the end
+    monkeypatch.setattr(drivers.time, "perf_counter", lambda: next(now))
+    steps = drivers.Steps(lambda: None)
+    seconds, _ = drivers.clocked(lambda: [steps() for _ in range(5)], steps)
+    assert seconds == 4.5
+    assert steps.phases() == {"coming": 500.0, "prompts": 2500.0, "decoding": 500.0, "going": 1000.0, "step": 250.0}

@@ -55,8 +55,8 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
 
 @pytest.fixture
 def engine(request: pytest.FixtureRequest, start: Start) -> Iterator[SyncEngine]:
-    """An engine with nothing special. One of vLLM, which takes seconds to start, is used again if the last test has left
-    it as it was."""
+    """An engine with nothing special. One of vLLM, which takes seconds to start, is used again if the last test of the
+    file has left it as it was."""
     if request.node.callspec.params["start"] != "vllm":
         yield start()
         return

@@ -109,6 +109,7 @@ def test_steering_only_what_is_generated_is_refused_when_no_generated_token_has_
         (Prompt([5, -1]), 10, "prompt", "token id -1 does not exist; tiny has ids 0–99"),
         (Prompt(["a"]), 10, "prompt", "token id 'a' does not exist"),  # type: ignore[list-item]
         (Prompt([1.5]), 10, "prompt", "token id 1.5 does not exist"),  # type: ignore[list-item]
+        (Prompt([5, 1 << 70]), 10, "prompt", f"token id {1 << 70} does not exist"),
         (
             Prompt([5] * 32),
             1,

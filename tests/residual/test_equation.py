@@ -168,6 +168,16 @@ def test_masked_entries_leave_rows_with_inf_and_nan_as_they_are(poison: float, n
 
 
 @pytest.mark.parametrize("poison", POISON)
+def test_a_plain_addition_is_the_same_whatever_the_row_holds(poison: float):
+    h, v = numbers(1, HIDDEN, seed=17), unit(HIDDEN, seed=18)
+    h[0, 5] = poison
+    add = Add(vector="v", scale=2.0).coefficients()
+    assert torch.equal(change(h, *tables([(v, add)]), entries(1, (1, 1, 0)), GATES)[0], 2 * v)
+    finite = np.arange(HIDDEN) != 5  # inf − inf is nothing to compare
+    assert np.allclose(change_float64(h[0].numpy(), [(v.numpy(), add, 1.0)])[finite], 2 * v.numpy()[finite])
+
+
+@pytest.mark.parametrize("poison", POISON)
 def test_a_poisoned_row_never_reaches_its_neighbours(poison: float):
     h = numbers(3, HIDDEN, seed=15)
     made = tables([(unit(HIDDEN, seed=16), Ablate(vector="v").coefficients())])
