@@ -257,7 +257,7 @@ def test_every_index_row_says_what_an_oracle_says(
 
 def test_decoding_requests_cost_no_python_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a batch decodes, its steps are array operations: nobody is looked up by name."""
-    books, pool = Books(TOKENS, COLUMNS), Pool()
+    books, pool = Books(TOKENS, COLUMNS, page=16), Pool()
     for i in range(20):
         books.askers[str(i)] = asker(str(i), EVERYWHERE, (EVERYWHERE,))
         step(books, pool, (str(i), 0, 3))
