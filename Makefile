@@ -24,7 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: help setup setup-vllm setup-vllm-oldest demo test test-vllm test-vllm-oldest test-fast check acceptance bench \
-  bench-peers serve clean
+  bench-peers bench-store serve clean
 .DEFAULT_GOAL := help
 
 help:
@@ -88,7 +88,7 @@ test: setup ## all tests, on transformers and on vLLM
 	@$(MAKE) --no-print-directory test-vllm test-vllm-oldest
 
 test-vllm: setup-vllm ## the engines' and the server's tests on vLLM's CPU build
-	@$(VLLM)/bin/pytest -n 2 tests/engines tests/serving/test_openai.py tests/serving/test_steerscope.py -k vllm
+	@$(VLLM)/bin/pytest -n 2 tests/engines tests/corpus tests/serving/test_openai.py tests/serving/test_steerscope.py -k vllm
 
 test-vllm-oldest: setup-vllm-oldest ## what every engine promises, and the silent wrongs, on the oldest vLLM
 	@$(OLDEST)/bin/pytest -n 2 -m "not slow" tests/engines/test_contract.py tests/engines/vllm -k "vllm and not kernel"
@@ -111,8 +111,11 @@ bench: setup setup-vllm ## both engines against bare generate and stock vLLM on 
 bench-peers: setup ## the transformers engine against other libraries, each in an environment of its own (slow)
 	@$(BIN)/steerscope bench peers --output bench/results/hf.json && $(BIN)/python -m steerscope.bench.tables
 
+bench-store: setup ## a store of a million rows against the bare disk (needs 9 GB)
+	@$(BIN)/python -m steerscope.bench.store --output bench/results/store.json && $(BIN)/python -m steerscope.bench.tables
+
 serve: setup ## the OpenAI-compatible server and its page at http://127.0.0.1:8000, on the small model
 	@$(BIN)/steerscope serve smollm2-135m $(SERVE_OPTIONS)
 
 clean: ## remove what make made
-	rm -rf $(VENV) $(VLLM) $(OLDEST) demo-report bench-report .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(OLDEST) demo-report bench-report bench-store .pytest_cache .ruff_cache

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from steerscope.capture.rows import Rows, load_rows
+    from steerscope.capture.store import ActivationStore
     from steerscope.client import AsyncClient, Client
     from steerscope.engines.generation import EndEvent, Generation, RuleEvent, TokenEvent, TokenPrompt
     from steerscope.engines.load import load, load_engine
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "Ablate": "specs.steering",
+    "ActivationStore": "capture.store",
     "Add": "specs.steering",
     "AsyncClient": "client",
     "Cap": "specs.steering",
@@ -71,6 +73,7 @@ _WHERE = {
 
 __all__ = [
     "Ablate",
+    "ActivationStore",
     "Add",
     "AsyncClient",
     "Cap",

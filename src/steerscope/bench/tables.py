@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+from steerscope.bench.scale import scale, store
 from steerscope.bench.suite import markdown
 
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -342,7 +343,8 @@ def _machine(machine: dict) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu, "versions": versions, "suite": suite,
-    "speed": speed, "phases": phases, "hooks": hooks, "lenses": lenses, "served": served,
+    "speed": speed, "phases": phases, "hooks": hooks, "lenses": lenses, "served": served, "store": store,
+    "scale": scale,
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 import steerscope as ss
 from steerscope.cli.bench import app as bench
+from steerscope.cli.capture import app as capture
 from steerscope.cli.chat import chat
 from steerscope.cli.doctor import doctor
 from steerscope.cli.generate import generate
@@ -41,6 +42,7 @@ app.command()(chat)
 app.command()(serve)
 app.add_typer(vectors, name="vectors")
 app.add_typer(lens, name="lens")
+app.add_typer(capture, name="capture")
 add_watching(lens)
 app.add_typer(bench, name="bench")
 app.command()(doctor)

@@ -1,0 +1,226 @@
+"""Corpora of rows on disk.
+
+    DIR/store.json                what every shard holds, and the job that makes them
+    DIR/rows/00000000.safetensors rows [rows, keys, hidden], bfloat16 unless asked otherwise
+    DIR/index/00000000.parquet    one line per row: shard, row, document, position, token_id, n, message, role
+    DIR/documents/….parquet       one line per document: id, file, line, first_row, rows, error, labels
+    DIR/commits/00000000.json     the shard's checksums; without it the shard does not exist
+    DIR/manifest.json             all commits and one checksum, when the last shard is there
+
+`ActivationStore` reads it with the rows mapped into memory: opening costs nothing, and a row is read when it is used.
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from steerscope.capture.rows import Rows
+from steerscope.capture.shards import (
+    HEADER,
+    Commit,
+    StoreInfo,
+    checksum,
+    commit_path,
+    digest,
+    documents_path,
+    index_path,
+    rows_path,
+)
+from steerscope.files import atomic_path, reading
+from steerscope.residual.rows import Labels
+from steerscope.residual.table import Key
+from steerscope.specs.errors import BadFile, InvalidRequest, Problem
+
+if TYPE_CHECKING:
+    from steerscope.capture.batches import Part, ShuffledRows
+
+_PARTS = ("rows", "index", "documents", "commits")
+
+
+def create(folder: Path, info: StoreInfo) -> None:
+    for part in _PARTS:
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    with atomic_path(folder / "store.json") as temporary:
+        temporary.write_text(info.to_json() + "\n", encoding="utf-8")
+
+
+def read_info(folder: Path) -> StoreInfo:
+    with reading(folder / "store.json", "description of a store"):
+        return StoreInfo.from_json((folder / "store.json").read_bytes())
+
+
+def present(folder: Path) -> list[int]:
+    """The shards that are there, in order."""
+    return sorted(int(path.stem) for path in (folder / "commits").glob("[0-9]*.json"))
+
+
+def committed(folder: Path, known: Mapping[int, Commit] | None = None) -> list[Commit]:
+    """Their commits, of which `known` ones need not be read again."""
+    return [(known or {}).get(shard) or _read_commit(commit_path(folder, shard)) for shard in present(folder)]
+
+
+def _read_commit(path: Path) -> Commit:
+    with reading(path, "commit of a shard"):
+        return Commit.from_json(path.read_bytes())
+
+
+def finish(folder: Path, info: StoreInfo) -> str | None:
+    """Write the manifest if all shards are there; the checksum of the store."""
+    commits = committed(folder)
+    if [c.shard for c in commits] != list(range(info.shards)):
+        return None
+    whole = {"checksum": checksum(commits), "shards": [c.model_dump() for c in commits]}
+    with atomic_path(folder / "manifest.json") as temporary:
+        temporary.write_text(json.dumps(whole) + "\n", encoding="utf-8")
+    return checksum(commits)
+
+
+class ActivationStore:
+    """A corpus of rows, read where it lies. One that is still being written shows the shards committed so far."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.info = read_info(self.folder)
+        manifest = self.folder / "manifest.json"
+        self.complete = manifest.is_file()
+        if self.complete:
+            with reading(manifest, "manifest of a store"):
+                found = json.loads(manifest.read_text(encoding="utf-8"))
+                self.commits = [Commit.parse(one) for one in found["shards"]]
+        else:
+            self.commits = committed(self.folder)
+        self.checksum = checksum(self.commits)
+        self._place = {commit.shard: i for i, commit in enumerate(self.commits)}
+
+    def __len__(self) -> int:
+        return sum(commit.rows for commit in self.commits)
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        return self.info.keys
+
+    def shard(self, number: int) -> Tensor:
+        """The rows [rows, keys, hidden] of one shard, mapped."""
+        path, commit = rows_path(self.folder, number), self.commits[self._place[number]]
+        with reading(path, "shard of rows"):
+            with safe_open(path, framework="pt") as file:
+                rows = file.get_tensor("rows")
+            if rows.shape != (commit.rows, len(self.keys), self.info.hidden) or rows.dtype != self.info.torch_dtype:
+                raise BadFile(f"{path} holds {rows.dtype} {list(rows.shape)}, its commit says {commit.rows} rows")
+        return rows
+
+    def index(self, where: ds.Expression | None = None, columns: list[str] | None = None) -> pa.Table:
+        """Lines of the index, e.g. `store.index(pc.field("token_id") == 13)`; `take` gives their rows."""
+        return self._table("index", where, columns)
+
+    def documents(self, where: ds.Expression | None = None, columns: list[str] | None = None) -> pa.Table:
+        return self._table("documents", where, columns)
+
+    def bad(self) -> pa.Table:
+        """The documents that could not be read: file, line and error."""
+        return self.documents(ds.field("error").is_valid(), ["file", "line", "id", "error"])
+
+    def take(self, lines: pa.Table, layer: int | None = None, site: str | None = None) -> Tensor:
+        """Rows of lines of the index, in their order: [lines, keys, hidden], or [lines, hidden] of one layer."""
+        key, shards, rows = self.column(layer, site), lines["shard"].to_numpy(), lines["row"].to_numpy()
+        shape = (len(lines), len(self.keys), self.info.hidden) if key is None else (len(lines), self.info.hidden)
+        out = torch.empty(shape, dtype=self.info.torch_dtype)
+        for number in np.unique(shards):
+            places = np.flatnonzero(shards == number)
+            mapped = self.shard(int(number))
+            out[torch.from_numpy(places)] = (mapped if key is None else mapped[:, key])[torch.from_numpy(rows[places])]
+        return out
+
+    def document(self, number: int) -> Rows:
+        """The rows of one document, mapped, with their labels."""
+        found = self.documents(ds.field("document") == number).to_pylist()
+        if not found:
+            raise InvalidRequest([Problem("document", f"{number} is not in the store", "see documents()")])
+        line = found[0]
+        if line["error"] is not None:
+            where = f"{line['file']}:{line['line']}"
+            raise InvalidRequest([Problem("document", f"{number} has no rows: {line['error']}", f"mend {where}")])
+        first, stop = line["first_row"], line["first_row"] + line["rows"]
+        rows = self.shard(line["shard"])[first:stop]
+        path = index_path(self.folder, line["shard"])
+        lines = ds.dataset(path).to_table(filter=(ds.field("row") >= first) & (ds.field("row") < stop))
+        labels = _labels(str(line["id"] or number), lines)
+        return Rows({key: rows[:, i] for i, key in enumerate(self.keys)}, labels, self.info.model)
+
+    def batches(
+        self,
+        size: int,
+        layer: int | None = None,
+        site: str | None = None,
+        *,
+        part: "Part" = "all",
+        test: float = 0.1,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+    ) -> "ShuffledRows":
+        """Every row once, shuffled, as a torch IterableDataset of tensors [size, hidden] ([size, keys, hidden] for all
+        layers). `part` keeps the documents of `train` or `test` apart; `rank` of `world` gets its share."""
+        from steerscope.capture.batches import ShuffledRows
+
+        return ShuffledRows(self, size, self.column(layer, site), part, test, seed, rank, world)
+
+    def verify(self) -> list[str]:
+        """Read everything again; what is not as it was written, one line each."""
+        wrong = []
+        for commit in self.commits:
+            for path, skip, known in (
+                (rows_path(self.folder, commit.shard), HEADER, commit.rows_xxh3),
+                (index_path(self.folder, commit.shard), 0, commit.index_xxh3),
+                (documents_path(self.folder, commit.shard), 0, commit.documents_xxh3),
+            ):
+                if not path.is_file():
+                    wrong.append(f"{path} is missing")
+                elif digest(path, skip) != known:
+                    wrong.append(f"{path} has changed since it was written")
+        return wrong
+
+    def column(self, layer: int | None, site: str | None) -> int | None:
+        """Which of a row's keys; None for all of them."""
+        if layer is None and site is None:
+            return 0 if len(self.keys) == 1 else None
+        found = [i for i, (at, name) in enumerate(self.keys) if layer in (at, None) and site in (name, None)]
+        if len(found) != 1:
+            what = f"{len(found)} of the store's {len(self.keys)} keys are at layer {layer}, site {site}"
+            raise InvalidRequest([Problem("layer", what, f"name one of {', '.join(f'{a} {b}' for a, b in self.keys)}")])
+        return found[0]
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 (a store is small and lives long)
+    def row_documents(self, number: int) -> np.ndarray:
+        """The document of every row of a shard."""
+        lines = ds.dataset(documents_path(self.folder, number)).to_table(columns=["document", "rows"])
+        return np.repeat(lines["document"].to_numpy(), lines["rows"].to_numpy())
+
+    def _table(self, part: str, where: ds.Expression | None, columns: list[str] | None) -> pa.Table:
+        path = {"index": index_path, "documents": documents_path}[part]
+        files = [str(path(self.folder, commit.shard)) for commit in self.commits]
+        if not files:
+            raise BadFile(f"{self.folder} holds no shard yet: run the capture first")
+        return ds.dataset(files).to_table(filter=where, columns=columns)
+
+    def __repr__(self) -> str:
+        state = "" if self.complete else f", {len(self.commits)} of {self.info.shards} shards"
+        return f"ActivationStore({self.folder}, {len(self):,} rows of {self.info.model}{state})"
+
+
+def _labels(request: str, lines: pa.Table) -> Labels:
+    messages, names = lines["message"].to_pylist(), lines["role"].to_pylist()
+    roles: dict[int, str] = {m: role for m, role in zip(messages, names, strict=True) if m is not None}
+    message = np.array([-1 if m is None else m for m in messages], np.int32)
+    known = tuple(roles.get(i, "") for i in range(max(roles, default=-1) + 1))
+    position, token = lines["position"].to_numpy().astype(np.int64), lines["token_id"].to_numpy().astype(np.int64)
+    return Labels(request, position, token, np.zeros(len(lines), bool), message, known)

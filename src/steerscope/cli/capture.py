@@ -1,0 +1,148 @@
+"""`steerscope capture`: rows of a whole corpus, on disk."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+import steerscope as ss
+from steerscope.cli import options as o
+
+if TYPE_CHECKING:
+    from steerscope.corpus.run import Status
+
+app = typer.Typer(no_args_is_help=True, help="Capture the rows of a corpus, and look at what was captured.")
+
+
+@app.command()
+def run(
+    data: Annotated[list[Path], typer.Option(help=".jsonl or .parquet with text, messages or token_ids; repeatable.")],
+    out: Annotated[Path, typer.Option(help="The folder of the store.")],
+    layers: Annotated[str, typer.Option(help="12, 10-14, 4,8 or all.")],
+    model: Annotated[str, typer.Option(help="smollm2-135m, a model directory, or a hub id.")] = "smollm2-135m",
+    sites: Annotated[str, typer.Option(help="With commas.")] = "resid_post",
+    tokens: Annotated[str, typer.Option(help="Which tokens, e.g. role=assistant, or !positions=[0].")] = "all",
+    reduce: Annotated[Literal["mean", "last"] | None, typer.Option(help="Keep one row per document.")] = None,
+    rows: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Type of stored rows.")] = "bfloat16",
+    max_tokens: Annotated[int | None, typer.Option(help="Cut longer documents; default: they are reported.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Documents read together; default 32, with vLLM 256.")] = None,
+    shard_documents: Annotated[int | None, typer.Option(help="Lines per shard; default: about 256 MiB.")] = None,
+    workers: Annotated[int, typer.Option(help="Processes, one per GPU; with --ray: actors.")] = 1,
+    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster: auto, ray://…, local.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in OUT.")] = False,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    engine_name: o.EngineName = "hf",
+) -> None:
+    """Read every document once and write its rows. What was interrupted goes on with --resume."""
+    from steerscope.corpus.job import Job, alone, begin
+    from steerscope.corpus.run import status
+
+    asked = {"layers": layers, "sites": sites.split(","), "tokens": tokens, "reduce": reduce}
+    batch = batch or (256 if engine_name == "vllm" else 32)
+    given = {"batch": batch, "max_tokens": max_tokens, "shard_documents": shard_documents, "dtype": dtype}
+    capture, job, _ = o.together(
+        lambda: ss.Capture.parse(asked),
+        lambda: Job.parse({"model": model, "engine": engine_name, **given}),
+        lambda: _check_workers(workers, ray, device),
+    )
+    with alone(out):
+        begin(out, data, job, capture, rows, resume)
+        try:
+            with _Meter() as meter:
+                _run(out, workers, ray, device, meter)
+        except BaseException:
+            now = status(out)
+            o.note(f"{now.shards} of {now.of} shards ({now.rows:,} rows) are in {out}; go on with --resume")
+            raise
+    _summary(out)
+
+
+def _check_workers(workers: int, ray: str | None, device: str | None) -> None:
+    if workers < 1:
+        raise o.mistake("--workers", f"is {workers}", "give at least 1")
+    if device is not None and (ray is not None or workers > 1):
+        raise o.mistake("--device", "every worker takes a GPU of its own", "leave it out, or set CUDA_VISIBLE_DEVICES")
+
+
+def _run(out: Path, workers: int, ray: str | None, device: str | None, meter: "_Meter") -> None:
+    from steerscope.corpus.run import run_here, run_workers
+
+    if ray is not None:
+        from steerscope.corpus.cluster import run_on_ray
+
+        run_on_ray(out, ray, workers, meter)
+    elif workers > 1:
+        run_workers(out, workers, meter)
+    else:
+        run_here(out, meter, device)
+
+
+@app.command()
+def show(
+    store: Annotated[Path, typer.Argument(help="A folder that capture run wrote.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare checksums.")] = False,
+) -> None:
+    """What a store holds, and which documents could not be read."""
+    from steerscope.capture.store import ActivationStore
+    from steerscope.specs.errors import Problem
+
+    _summary(store)
+    wrong = ActivationStore(store).verify() if verify else []
+    if wrong:
+        remedy = "remove its commit, and read it again with --resume"
+        raise ss.InvalidRequest([Problem("", line, remedy) for line in wrong])
+    if verify:
+        typer.echo("all checksums hold")
+
+
+def _summary(folder: Path) -> None:
+    from steerscope.capture.budget import human
+    from steerscope.capture.store import ActivationStore
+
+    store = ActivationStore(folder)
+    info, commits = store.info, store.commits
+    bad, cut = sum(c.bad for c in commits), sum(c.cut for c in commits)
+    facts = {
+        "model": info.model,
+        "keys": ", ".join(f"{layer} {site}" for layer, site in info.keys),
+        "tokens": f"{info.capture.tokens}{f', {info.capture.reduce}' if info.capture.reduce else ''}",
+        "shards": f"{len(commits)} of {info.shards}",
+        "documents": f"{sum(c.documents for c in commits):,}, {bad:,} of them bad, {cut:,} cut",
+        "rows": f"{len(store):,} × {len(info.keys)} × {info.hidden} {info.dtype}, {human(len(store) * info.row_bytes)}",
+        "checksum": store.checksum,
+    }
+    o.table((str(folder), ""), facts.items())
+    if bad:
+        lines = store.bad().slice(0, 10).to_pylist()
+        o.table(("bad document", "why"), ((f"{line['file']}:{line['line']}", line["error"]) for line in lines))
+        if bad > len(lines):
+            o.note(f"and {bad - len(lines):,} more: documents/*.parquet, where error is not null")
+
+
+class _Meter:
+    """A bar with rows and bytes per second of this run, and the time that is left."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = BarColumn(), MofNCompleteColumn(), TextColumn("shards {task.fields[rate]}"), TimeRemainingColumn()
+        self._bar = Progress(*columns, console=Console(stderr=True))
+        self._task = self._bar.add_task("", total=None, rate="")
+        self._first: Status | None = None
+        self._began = time.monotonic()
+
+    def __call__(self, now: "Status") -> None:
+        first = self._first = self._first or now
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        rate = f"{(now.rows - first.rows) / seconds:,.0f} rows/s {(now.bytes - first.bytes) / seconds / 1e9:.3f} GB/s"
+        self._bar.update(self._task, total=now.of, completed=now.shards, rate=f"{rate}, {now.bad} bad")
+
+    def __enter__(self) -> "_Meter":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()

@@ -1,0 +1,1 @@
+"""Corpora: many documents through engines, their rows on disk, each exactly once."""

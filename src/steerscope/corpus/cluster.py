@@ -1,0 +1,81 @@
+"""A capture job on a Ray cluster: Ray Data hands shard numbers to actors, each with an engine of its own.
+
+Only numbers and commits travel through Ray; rows go from each actor straight to the folder, which all machines must
+share. An actor gets its next shard when it has written the last one, so a slow disk slows the engines and fills no
+memory. Ray Data starts an actor that dies again, as often as it takes, and has its shard read again; until then the
+shard has no commit, so every row is there exactly once.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from steerscope.capture.shards import Commit
+from steerscope.capture.store import finish, read_info
+from steerscope.corpus.job import missing
+from steerscope.corpus.reader import ShardReader, open_engine
+from steerscope.corpus.run import Progress, status
+from steerscope.specs.errors import InvalidRequest, Problem, RequestFailed, SteerscopeError
+
+
+class ShardActor:
+    """One engine in one process of the cluster."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.reader = Path(folder), None
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
+        try:
+            if self.reader is None:
+                self.reader = ShardReader(open_engine(read_info(self.folder)), self.folder)
+            (commit,) = self.reader.read(int(shard) for shard in batch["id"])
+            return {"commit": [commit.to_json()], "error": [""]}
+        except SteerscopeError as error:  # a full disk, say: told to the driver, not tried again
+            return {"commit": [""], "error": [str(error)]}
+
+
+def run_on_ray(folder: Path, address: str, workers: int, progress: Progress | None = None) -> str | None:
+    """`address` as `ray.init` takes it: `auto`, `ray://host:10001`, or `local` for a cluster on this machine."""
+    try:
+        import ray
+        import ray.data
+    except ImportError:
+        raise InvalidRequest([Problem("ray", "Ray is not installed", "pip install 'steerscope[ray]'")]) from None
+    info, folder = read_info(folder), folder.resolve()
+    left = missing(folder, info)
+    if left:
+        started = not ray.is_initialized()
+        if started:
+            cpus = workers if address == "local" else None
+            ray.init(address=address, num_cpus=cpus, log_to_driver=False, logging_level=logging.WARNING)
+        try:
+            _run(left, folder, workers, progress)
+        finally:
+            if started:
+                ray.shutdown()
+    return finish(folder, info)
+
+
+def _run(left: list[int], folder: Path, workers: int, progress: Progress | None) -> None:
+    import ray
+    import ray.data
+
+    info, now = read_info(folder), status(folder)
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    gpus = 1 if ray.cluster_resources().get("GPU") else 0
+    shards = ray.data.from_items([{"id": shard} for shard in left], override_num_blocks=len(left))
+    commits = shards.map_batches(
+        ShardActor,
+        fn_constructor_args=(str(folder),),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=2),
+        num_gpus=gpus,
+        num_cpus=1,
+    )
+    tell = progress or (lambda _: None)
+    tell(now)
+    for line in commits.iter_rows():
+        if line["error"]:
+            raise RequestFailed(line["error"])
+        now = now.plus([Commit.from_json(line["commit"])], info)
+        tell(now)

@@ -1,0 +1,178 @@
+"""One engine and the shards it reads.
+
+Documents of a shard go through the engine in groups that depend on the shard alone, one group at a time, so that a
+shard that is read again, by whichever worker, has the same bits on the same kind of machine. Texts of like length go
+together within a window of documents whose rows fit in memory, and are written in the order of the corpus. A document
+that cannot be read is written down with the reason, and the others go on.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors.torch import load_file, save_file
+
+from steerscope.capture.rows import Rows
+from steerscope.capture.shards import Commit, StoreInfo, stacked
+from steerscope.capture.store import read_info
+from steerscope.capture.writing import Piece, write_shards
+from steerscope.corpus.job import corpus_of, job_of
+from steerscope.corpus.source import Document
+from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import Generation, TokenPrompt
+from steerscope.engines.load import LoadOptions, load
+from steerscope.engines.plan import Prompt
+from steerscope.files import atomic_path, reading
+from steerscope.specs.capture import Capture
+from steerscope.specs.errors import BadFile, CapacityExceeded, InvalidRequest, RequestFailed
+from steerscope.specs.sampling import Sampling
+
+_READ_ONLY = Sampling(max_tokens=1)
+_WINDOW_BYTES = 512 << 20
+_PROBE = "The quick brown fox jumps over the lazy dog, and then it rains."
+
+
+class _Read(NamedTuple):
+    """A document that has become a prompt."""
+
+    document: Document
+    prompt: Prompt
+
+
+def open_engine(info: StoreInfo, device: str | None = None) -> SyncEngine:
+    """The engine of a job; vLLM taps only what is asked for."""
+    job = job_of(info)
+    options: LoadOptions = {"engine": job.engine, "dtype": job.dtype, "device": device, "max_batch": job.batch}
+    if job.engine == "vllm":
+        taps = {"layers": sorted({layer for layer, _ in info.keys}), "sites": info.capture.sites, "steer": False}
+        options["taps"] = taps
+    return load(job.model, **options)
+
+
+class ShardReader:
+    def __init__(self, engine: SyncEngine, folder: Path) -> None:
+        self.engine, self.folder, self.info = engine, folder, read_info(folder)
+        self.job = job_of(self.info)
+        self.corpus = corpus_of(self.job)
+        check_probe(engine, folder, self.info)
+
+    def read(self, shards: Iterable[int]) -> Iterator[Commit]:
+        """Read shards and write them; each is told when it is on disk."""
+        return write_shards(self.folder, self.info, ((shard, self._read(shard)) for shard in shards))
+
+    def _read(self, shard: int) -> Iterator[list[Piece]]:
+        for window in self._windows(self.corpus.documents(shard)):
+            yield self._read_window(window)
+
+    def _windows(self, documents: Iterator[Document]) -> Iterator[list[_Read | Document]]:
+        """Neighbouring documents whose rows fit in memory together; those that are bad have none."""
+        window: list[_Read | Document] = []
+        held = 0
+        for document in documents:
+            one = self._prompt(document)
+            rows = 0 if isinstance(one, Document) else 1 if self.info.capture.reduce else len(one.prompt.token_ids)
+            size = rows * len(self.info.keys) * self.info.hidden * 4  # an engine may hold them in float32
+            if window and held + size > _WINDOW_BYTES:
+                yield window
+                window, held = [], 0
+            window.append(one)
+            held += size
+        yield window
+
+    def _prompt(self, document: Document) -> _Read | Document:
+        content, most = document.content, self.job.max_tokens
+        if content is None:
+            return document
+        try:
+            prompt = self._tokens(content)
+        except Exception as error:  # tokenizers and templates raise all sorts, and it is about this document alone
+            named = "" if isinstance(error, InvalidRequest) else f"{type(error).__name__}: "
+            return document.failed(f"{named}{error}")
+        whole = len(prompt.token_ids)
+        kept = min(whole, most or whole)
+        spans = prompt.messages and tuple(s for s in prompt.messages if (s.whole or s.content)[1] <= kept)
+        entry = replace(document.entry, tokens=kept, cut=whole - kept)
+        return _Read(replace(document, entry=entry), replace(prompt, token_ids=prompt.token_ids[:kept], messages=spans))
+
+    def _tokens(self, content: str | list[Any]) -> Prompt:
+        if isinstance(content, str):
+            return self.engine.aio.tokenize(content)
+        if isinstance(content[0], dict):
+            ends = isinstance(content[-1], dict) and content[-1].get("role") == "assistant"
+            return self.engine.aio.render(content, continue_final_message=ends)
+        return self.engine.aio.tokenize(TokenPrompt(content))
+
+    def _read_window(self, window: Sequence[_Read | Document]) -> list[Piece]:
+        reads = sorted((one for one in window if isinstance(one, _Read)), key=lambda one: len(one.prompt.token_ids))
+        found: dict[int, Rows | str] = {}
+        for start in range(0, len(reads), self.job.batch):
+            group = reads[start : start + self.job.batch]
+            outcomes = self._read_group([one.prompt for one in group])
+            found |= {one.document.entry.document: got for one, got in zip(group, outcomes, strict=True)}
+        pieces = []
+        for one in window:
+            document = one.document if isinstance(one, _Read) else one
+            got = found.get(document.entry.document)
+            if isinstance(got, Rows):
+                pieces.append(self._piece(document, got))
+            else:
+                pieces.append(Piece((document.failed(got) if got else document).entry))
+        return pieces
+
+    def _piece(self, document: Document, rows: Rows) -> Piece:
+        kept = {key: tensor.to("cpu", self.info.torch_dtype) for key, tensor in rows.tensors.items()}
+        tensor = stacked(kept, self.info.keys)
+        if self.info.capture.reduce is None:
+            return Piece(document.entry, tensor, rows.labels)
+        return Piece(document.entry, tensor, rows.labels.take(np.array([rows.n - 1])), rows.n)
+
+    def _read_group(self, prompts: list[Prompt]) -> list[Rows | str]:
+        """The rows of each prompt, or why there are none."""
+        try:
+            return [done if isinstance(done, str) else _rows(done) for done in self._generate(prompts)]
+        except InvalidRequest as error:  # those that cannot be honoured are named; the others are read without them
+            named = {
+                int(m[1]): m[2] for p in error.problems if (m := re.match(r"prompts\[(\d+)\]\.?(.*)", str(p), re.S))
+            }
+            if not named:
+                raise
+        rest = iter(self._read_group(kept) if (kept := [p for i, p in enumerate(prompts) if i not in named]) else ())
+        return [named[i] if i in named else next(rest) for i in range(len(prompts))]
+
+    def _generate(self, prompts: list[Prompt]) -> Sequence[Generation | str]:
+        try:
+            return self.engine.generate(prompts, _READ_ONLY, capture=self.info.capture)
+        except RequestFailed as error:
+            if self.engine.aio.closed or (len(prompts) > 1 and not any(error.completed)):
+                raise  # not a document's fault
+            return [done or str(error) for done in error.completed] if len(prompts) > 1 else [str(error)]
+        except CapacityExceeded as error:
+            if len(prompts) > 1:  # together they are too large; alone each is judged for itself
+                return [one for prompt in prompts for one in self._generate([prompt])]
+            return [str(error)]
+
+
+def _rows(generation: Generation) -> Rows:
+    rows = generation.rows
+    if generation.capture is not None:
+        generation.capture.close()  # gives the room back; the rows stay valid
+    return rows
+
+
+def check_probe(engine: SyncEngine, folder: Path, info: StoreInfo) -> None:
+    """Another checkpoint under the same name has other rows, and one store must hold those of one model."""
+    asked = Capture.parse({"layers": [k for k, _ in info.keys], "sites": info.capture.sites, "reduce": "mean"})
+    rows = engine.generate(_PROBE, _READ_ONLY, capture=asked).rows
+    found, path = stacked(dict(rows.tensors), info.keys).float(), folder / "probe.safetensors"
+    if not path.is_file():
+        with atomic_path(path) as temporary:
+            save_file({"rows": found}, temporary)
+        return
+    with reading(path, "probe of a store"):
+        known = load_file(path)["rows"]
+    near = known.shape == found.shape and (known - found).norm() <= 0.05 * found.norm()
+    if not near:
+        raise BadFile(f"{folder} holds rows of another model that is called {info.model}, too: choose another folder")

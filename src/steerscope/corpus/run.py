@@ -1,0 +1,126 @@
+"""A capture job on one machine: in this process, or in one process per GPU.
+
+Worker w of N reads shards w, w+N, …, each with an engine and files of its own; nothing but the folder is shared. A
+worker that dies is started again and goes on with the first of its shards that is not there.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from steerscope.capture.shards import Commit, StoreInfo
+from steerscope.capture.store import committed, finish, read_info
+from steerscope.corpus.job import missing
+from steerscope.corpus.reader import ShardReader, open_engine
+from steerscope.engines.facade import SyncEngine
+from steerscope.specs.errors import BadFile, RequestFailed
+
+_RESTARTS = 3  # of a worker that has committed nothing since it was started
+_POLL_S = 0.5
+REFUSED = 3  # a worker's exit code for what a new start would not mend
+
+
+class Status(NamedTuple):
+    """How far a run is."""
+
+    of: int
+    shards: int = 0
+    rows: int = 0
+    documents: int = 0
+    bad: int = 0
+    bytes: int = 0
+
+    def plus(self, commits: Iterable[Commit], info: StoreInfo) -> "Status":
+        commits = list(commits)
+        rows, documents, bad = (sum(getattr(c, name) for c in commits) for name in ("rows", "documents", "bad"))
+        size = self.bytes + rows * info.row_bytes
+        counts = self.shards + len(commits), self.rows + rows, self.documents + documents, self.bad + bad
+        return Status(self.of, *counts, size)
+
+
+Progress = Callable[[Status], None]
+
+
+def status(folder: Path) -> Status:
+    info = read_info(folder)
+    return Status(info.shards).plus(committed(folder), info)
+
+
+def run_here(folder: Path, progress: Progress | None = None, device: str | None = None) -> str | None:
+    """All shards that are missing, in this process."""
+    info = read_info(folder)
+    left = missing(folder, info)
+    if left:
+        with open_engine(info, device) as engine:
+            read_shards(engine, folder, left, progress)
+    return finish(folder, info)
+
+
+def read_shards(engine: SyncEngine, folder: Path, shards: list[int], progress: Progress | None = None) -> None:
+    reader, now = ShardReader(engine, folder), status(folder)
+    tell = progress or (lambda _: None)
+    tell(now)
+    for commit in reader.read(shards):
+        now = now.plus([commit], reader.info)
+        tell(now)
+
+
+def run_workers(folder: Path, workers: int, progress: Progress | None = None) -> str | None:
+    """The same in several processes, one GPU each where there are GPUs."""
+    info = read_info(folder)
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    starts = dict.fromkeys(range(workers), 0)
+    known: dict[int, Commit] = {}
+    tell = progress or (lambda _: None)
+    try:
+        while left := missing(folder, info):
+            commits = committed(folder, known)
+            if len(commits) > len(known) or not running:
+                known, starts = {c.shard: c for c in commits}, {w: min(count, 1) for w, count in starts.items()}
+                tell(Status(info.shards).plus(commits, info))
+            for worker in {shard % workers for shard in left}:
+                process = running.get(worker)
+                if process is None or process.poll() is not None:
+                    _judge(folder, worker, process, starts[worker])
+                    running[worker] = _start(folder, worker, workers)
+                    starts[worker] += 1
+            time.sleep(_POLL_S)
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+    tell(status(folder))
+    return finish(folder, info)
+
+
+def _start(folder: Path, worker: int, workers: int) -> "subprocess.Popen[bytes]":
+    import torch
+
+    gpus = torch.cuda.device_count()
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(i) for i in range(gpus)]
+    env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": names[worker % gpus]} if gpus else {})}
+    command = [sys.executable, "-m", "steerscope.corpus.worker", str(folder), str(worker), str(workers)]
+    with _log(folder, worker).open("ab") as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+
+
+def _judge(folder: Path, worker: int, process: "subprocess.Popen[bytes] | None", starts: int) -> None:
+    """Whether a worker that has ended may be started again."""
+    if process is None:
+        return
+    last = _log(folder, worker).read_text(errors="replace").strip().splitlines()[-1:]
+    why = last[0] if last else f"exit code {process.returncode}"
+    if process.returncode == REFUSED:
+        raise BadFile(why)
+    if process.returncode > 0 or starts > _RESTARTS:
+        raise RequestFailed(f"worker {worker} ended with code {process.returncode}: {why} (see {_log(folder, worker)})")
+
+
+def _log(folder: Path, worker: int) -> Path:
+    return folder / f"worker-{worker}.log"
