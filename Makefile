@@ -99,8 +99,9 @@ test-fast: setup ## without the real model and the slow ones (< 2 min)
 check: setup ## ruff and pyright
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
 
-acceptance: setup ## the claims on real models; writes bench/results/acceptance.json
+acceptance: setup ## the claims on real models; writes bench/results/acceptance.json and personas.json
 	@$(BIN)/python -m steerscope.bench.acceptance --output bench/results/acceptance.json && $(BIN)/python -m steerscope.bench.tables
+	@$(BIN)/python -m steerscope.bench.personas --output bench/results/personas.json
 
 bench: setup setup-vllm ## both engines against bare generate and stock vLLM on the CPU (< 10 min); report in bench-report/
 	@$(BIN)/python -m steerscope.bench.hf --rounds 3 --output bench/results/hf.json

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steerscope.cli import options as o
+from steerscope.cli.progress import Steps
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
     from steerscope.lenses import Pack
 
 app = typer.Typer(no_args_is_help=True, help="Train lenses and look at packs of them.")
@@ -45,8 +44,8 @@ def fit(
         lambda: load_concepts(concepts),
         lambda: LensSettings.parse({**given, "layers": _layers(layer), "fit": asked}),
     )
-    with o.open_engine(model, device, dtype, engine_name) as engine, _bar() as bar:
-        done = fit_pack(engine, known, out, settings, work=work, progress=_Steps(bar))
+    with o.open_engine(model, device, dtype, engine_name) as engine, Steps() as steps:
+        done = fit_pack(engine, known, out, settings, work=work, progress=steps)
     o.table(("", ""), [(name, value) for name, value in _facts(done.pack)])
     typer.echo(f"{out}: {done.pack}")
 
@@ -106,23 +105,3 @@ def _tree(pack: "Pack", deepest: int | None) -> object:
         label = escape(concept.name) + (f" [dim]{measured}[/dim]" if measured else "")
         places[i] = (places[trail[0]] if trail else root).add(label)
     return root
-
-
-def _bar() -> "Bar":
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=Console(stderr=True))
-
-
-class _Steps:
-    """One bar for each thing that is being done."""
-
-    def __init__(self, bar: "Bar") -> None:
-        self._bar, self._tasks = bar, {}
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if what not in self._tasks:
-            self._tasks[what] = self._bar.add_task(what, total=total)
-        self._bar.update(self._tasks[what], completed=done)

@@ -18,6 +18,7 @@ from steerscope.cli.generate import generate
 from steerscope.cli.lens import app as lens
 from steerscope.cli.lens_watch import register as add_watching
 from steerscope.cli.options import mistakes_of
+from steerscope.cli.personas import app as personas
 from steerscope.cli.serve import serve
 from steerscope.cli.vectors import app as vectors
 
@@ -41,6 +42,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(serve)
 app.add_typer(vectors, name="vectors")
+app.add_typer(personas, name="personas")
 app.add_typer(lens, name="lens")
 app.add_typer(capture, name="capture")
 add_watching(lens)

@@ -1,0 +1,1 @@
+"""Personas: role and trait definitions in, steering vectors, an axis and caps out."""

@@ -1,0 +1,94 @@
+"""The axis along which roles differ most, and caps that keep a model from moving along it.
+
+The axis is the first principal component of the mean rows of roles, layer by layer, at length 1, turned so that the
+default lies on its positive side; `contrast_axis` is the simpler mean of the default minus the mean of the roles, with
+its own length. A cap keeps the projection of every row at a floor or below a ceiling, which is a percentile of the
+projections of answers that were seen.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from steerscope.extraction.personas.folder import write_pt
+from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.steering import LayersLike, Steering, parse_layers
+from steerscope.vectors.vector import Json, SteeringVector
+
+FEWEST_ROLES = 3  # the first component of two is only the line between them
+
+
+def principal_axis(roles: Tensor, default: Tensor, model: str | None = None) -> SteeringVector:
+    """From role means [roles, layers, hidden] and the default's [layers, hidden]."""
+    if len(roles) < FEWEST_ROLES:
+        what = f"an axis of {len(roles)} roles says nothing"
+        raise InvalidRequest([Problem("roles", what, f"give at least {FEWEST_ROLES}")])
+    centre = roles.double().mean(0)
+    spread = (roles.double() - centre).transpose(0, 1)  # [layers, roles, hidden]
+    _, sizes, directions = torch.linalg.svd(spread, full_matrices=False)
+    first, explained = directions[:, 0], sizes[:, 0] ** 2 / (sizes**2).sum(-1)
+    side = torch.sign(((default.double() - centre) * first).sum(-1, keepdim=True))
+    first = first * torch.where(side == 0, 1.0, side)
+    about: dict[str, Json] = {
+        "name": "axis",
+        "roles": len(roles),
+        "explained": [round(float(share), 4) for share in explained],
+    }
+    return SteeringVector(
+        dict(enumerate(first.float())), model=model, method="first PC of role means", provenance=about
+    )
+
+
+def contrast_axis(roles: Tensor, default: Tensor, model: str | None = None) -> SteeringVector:
+    """The default's mean minus the mean of the roles' means."""
+    found = default.double() - roles.double().mean(0)
+    about: dict[str, Json] = {"name": "axis-contrast", "roles": len(roles)}
+    return SteeringVector(dict(enumerate(found.float())), model=model, method="default - roles", provenance=about)
+
+
+def thresholds(vector: SteeringVector, rows: Tensor, percentile: float) -> dict[int, float]:
+    """The percentile of the projections of rows [n, layers, hidden] on the vector's unit directions, at each layer."""
+    if not 0 <= percentile <= 100:
+        raise InvalidRequest([Problem("percentile", f"is {percentile:g}", "choose 0 to 100")])
+    layers = vector.layers or range(rows.shape[1])
+    return {k: float(np.percentile(vector.projection(rows[:, k], k).numpy(), percentile)) for k in layers}
+
+
+def floor(vector: SteeringVector, limits: Mapping[int, float], tokens: str = "all") -> Steering:
+    """Keep projections from falling below the limits: a cap for each layer, in order."""
+    return Steering.of(*(vector.at(k).cap(min=limit, layers=k, tokens=tokens) for k, limit in limits.items()))
+
+
+def write_capping(
+    path: Path, vector: SteeringVector, experiments: Mapping[str, Mapping[int, float]], name: str = "axis"
+) -> None:
+    """The same as a `capping_config.pt`. Its caps are upper bounds, so the vector is turned round: what must not fall
+    below the floor along v must not rise above minus the floor along -v."""
+    layers = sorted({layer for floors in experiments.values() for layer in floors})
+    turned = -vector.at(layers).normalised()
+    data = {
+        "vectors": {f"layer_{k}/{name}": {"vector": turned[k].clone(), "layer": k} for k in layers},
+        "experiments": [
+            {"id": id, "interventions": [{"vector": f"layer_{k}/{name}", "cap": -x} for k, x in floors.items()]}
+            for id, floors in experiments.items()
+        ],
+    }
+    write_pt(path, data)
+
+
+def cap_layers(layers: LayersLike | None, count: int) -> tuple[int, ...]:
+    """Of a model with so many layers; unless somebody chooses, from 70 to 85 percent of the depth."""
+    first = min(round(0.7 * count), count - 1)
+    try:
+        wanted = range(first, max(round(0.85 * count), first + 1)) if layers is None else parse_layers(layers)
+    except ValueError as error:
+        what, _, remedy = str(error).partition("; ")
+        raise InvalidRequest([Problem("layers", what, remedy)]) from None
+    chosen = tuple(range(count)) if wanted == "all" else tuple(wanted)
+    if chosen[-1] >= count:
+        what = f"layer {chosen[-1]} is out of range"
+        raise InvalidRequest([Problem("layers", what, f"the model has layers 0–{count - 1}")])
+    return chosen

@@ -1,0 +1,182 @@
+"""Judges: the word counter's scale, and a real HTTP server in place of a model behind an endpoint."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from extraction.personas.conftest import role
+from steerscope.extraction.personas.definitions import Persona
+from steerscope.extraction.personas.judges import (
+    REFUSAL,
+    EndpointJudge,
+    Judged,
+    KeywordJudge,
+    Score,
+    parse_score,
+    prompt_for,
+)
+from steerscope.specs.errors import InvalidRequest, SteerscopeError
+
+PIRATE = Persona.parse(
+    {"name": "pirate", "instruction": [{"pos": "p"}], "keywords": {"pos": ["ship", "gold", "the sea"]}}
+)
+CALM = Persona.parse(
+    {"name": "calm", "instruction": [{"pos": "p", "neg": "n"}], "keywords": {"pos": ["calm", "rest"], "neg": ["rush"]}}
+)
+Reply = Callable[[int, dict], tuple[int, object]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("I'm sorry, but I can't do that.", 0),
+        ("I can't answer this.", 0),
+        ("I like tea.", 1),
+        ("My SHIP is fast.", 2),
+        ("shipping is slow", 2),
+        ("a flagship", 1),  # a keyword counts where a word begins
+        ("My ship, my ship, my ship", 2),  # different words count
+        ("The ship is full of gold.", 3),
+        ("I can't rest: the sea calls, and gold!", 3),
+        ("As an AI I know of ships and gold.", 2),
+    ],
+)
+def test_words_give_a_role_0_to_3(answer: str, score: int) -> None:
+    assert KeywordJudge()(PIRATE, [Judged("?", answer)]) == [score]
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("A table.", 50.0),
+        ("So calm.", 83.3),
+        ("calm, resting", 90.0),
+        ("Rush, rush!", 16.7),
+        ("calm and rushed", 50.0),
+        ("I am unable to say.", REFUSAL),
+    ],
+)
+def test_words_give_a_trait_0_to_100(answer: str, score: Score) -> None:
+    assert KeywordJudge()(CALM, [Judged("?", answer)]) == [score]
+
+
+def test_who_has_no_keywords_is_told_before_anything_is_generated() -> None:
+    plain = Persona.parse({"name": "plain", "instruction": [{"pos": "p"}]})
+    half = CALM.model_copy(update={"name": "half", "keywords": PIRATE.keywords})
+    assert [problem.field for problem in KeywordJudge().check([PIRATE, plain, CALM, half])] == ["plain", "half"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "highest", "score"),
+    [
+        ("3", 3, 3),
+        ("Score: 2.", 3, 2),
+        ("**1**", 3, 1),
+        ("2/3", 3, 2),
+        ("REFUSAL", 100, REFUSAL),
+        ("refusal", 3, 0),
+        ("On a scale of 100000 it is 70", 100, 70),
+        ("87.5", 100, 87.5),
+        ("-5", 100, None),
+        ("no idea", 3, None),
+        ("", 3, None),
+        ("7", 3, None),
+        ("gpt4", 100, None),
+    ],
+)
+def test_the_first_number_on_the_scale_is_the_score(reply: str, highest: int, score: Score | None) -> None:
+    assert parse_score(reply, highest) == score
+
+
+def test_an_answer_cannot_write_into_the_judges_prompt() -> None:
+    persona = PIRATE.model_copy(update={"eval_prompt": "Q {question} A {answer} {question.__class__}"})
+    one = Judged("who {answer}?", "{question} {name}")
+    assert prompt_for(persona, one) == "Q who {answer}? A {question} {name} {question.__class__}"
+
+
+@contextmanager
+def endpoint(reply: Reply) -> Iterator[tuple[str, list[dict]]]:
+    """`reply` is given the number of the request and its body."""
+    seen: list[dict] = []
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                seen.append({"path": self.path, "key": self.headers.get("Authorization"), **body})
+                status, content = reply(len(seen), body)
+            data = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", seen
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def says(text: str) -> dict:
+    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+def test_each_answer_is_judged_once_and_scores_come_in_order() -> None:
+    def reply(_: int, body: dict) -> tuple[int, object]:
+        return 200, says(f"I give {body['messages'][0]['content'].split('score-')[1][0]}")
+
+    with endpoint(reply) as (url, seen):
+        judge = EndpointJudge(url + "/", "some-model", "key", at_once=3)
+        answers = [Judged("Who?", f"score-{i % 5}") for i in range(11)]
+        assert judge(PIRATE, answers) == [i % 5 if i % 5 < 4 else None for i in range(11)]
+    assert len(seen) == 11
+    assert {(one["path"], one["key"], one["model"]) for one in seen} == {
+        ("/v1/chat/completions", "Bearer key", "some-model")
+    }
+    assert "pirate" in seen[0]["messages"][0]["content"]
+    assert "key" not in repr(judge).replace("api_key", "")
+
+
+def test_a_busy_endpoint_is_asked_again() -> None:
+    with endpoint(lambda n, _: (200, says("2")) if n > 2 else ((429, {}) if n == 1 else (503, {}))) as (url, seen):
+        assert EndpointJudge(url, "m", pause_s=0.01)(PIRATE, [Judged("?", "a")]) == [2]
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize(("status", "asked"), [(401, 1), (500, 3)])
+def test_an_endpoint_that_will_not_judge_ends_the_judging_with_its_reason(status: int, asked: int) -> None:
+    with (
+        endpoint(lambda *_: (status, {"error": "no such key"})) as (url, seen),
+        pytest.raises(SteerscopeError, match=f"m at {url} answers {status}: .*no such key.*--resume"),
+    ):
+        EndpointJudge(url, "m", tries=3, pause_s=0.01)(PIRATE, [Judged("?", "a")])
+    assert len(seen) == asked
+
+
+def test_an_endpoint_that_is_not_there_is_told() -> None:
+    with pytest.raises(SteerscopeError, match="cannot be reached"):
+        EndpointJudge("http://127.0.0.1:9/v1", "m", tries=2, pause_s=0.01)(PIRATE, [Judged("?", "a")])
+
+
+def test_an_answer_that_is_no_completion_is_no_judgement() -> None:
+    with endpoint(lambda *_: (200, ["odd"])) as (url, _):
+        assert EndpointJudge(url, "m")(PIRATE, [Judged("?", "a")]) == [None]
+
+
+def test_wrong_settings_are_told_together() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        EndpointJudge("ftp://x", "")
+    assert [problem.field for problem in caught.value.problems] == ["judge", "judge model"]
+    blind = role("blind", "x").model_copy(update={"eval_prompt": "Was it good?"})
+    assert EndpointJudge("http://x", "m").check([blind])[0].field == "blind.eval_prompt"
