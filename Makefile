@@ -99,9 +99,13 @@ test-fast: setup ## without the real model and the slow ones (< 2 min)
 check: setup ## ruff and pyright
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
 
-acceptance: setup ## the claims on real models; writes bench/results/acceptance.json and personas.json
-	@$(BIN)/python -m steerscope.bench.acceptance --output bench/results/acceptance.json && $(BIN)/python -m steerscope.bench.tables
+acceptance: setup setup-vllm ## the claims on real models; writes bench/results/*.json and the figures of the docs
+	@$(BIN)/python -m steerscope.bench.acceptance --output bench/results/acceptance.json
 	@$(BIN)/python -m steerscope.bench.personas --output bench/results/personas.json
+	@$(BIN)/python -m steerscope.bench.vector_study --out bench/results/vector_study.json
+	@$(BIN)/python -m steerscope.bench.extraction_peers --out bench/results/extraction_peers.json
+	@VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m steerscope.bench.precision --out bench/results/precision.json
+	@$(BIN)/python -m steerscope.bench.tables
 
 bench: setup setup-vllm ## both engines against bare generate and stock vLLM on the CPU (< 10 min); report in bench-report/
 	@$(BIN)/python -m steerscope.bench.hf --rounds 3 --output bench/results/hf.json

@@ -139,7 +139,7 @@ def test_compare_gives_the_cosine_of_each_pair_at_each_common_layer(done: Done) 
     assert cells(done("compare", "a.safetensors", "b.safetensors")) == [["1", "+0.9600"], ["2", "+0.0000"]]
     three = done("compare", "a.safetensors", "b.safetensors", "c.safetensors")
     assert "a.safetensors · c.safetensors" in three
-    assert cells(three) == [["2", "+0.0000", "+0.7071", "+0.7071"]]
+    assert cells(three) == [["1", "+0.9600", "—", "—"], ["2", "+0.0000", "+0.7071", "+0.7071"]]
 
 
 @pytest.mark.usefixtures("folder")
@@ -148,7 +148,8 @@ def test_compare_as_json_is_a_symmetric_matrix_per_layer(done: Done) -> None:
     assert found["files"] == ["a.safetensors", "b.safetensors", "c.safetensors"]
     half = math.sqrt(0.5)
     expected = [[1, 0, half], [0, 1, half], [half, half, 1]]
-    assert list(found["cosine"]) == ["2"]
+    assert list(found["cosine"]) == ["1", "2"]
+    assert found["cosine"]["1"][2] == [None, None, None]
     assert found["cosine"]["2"] == [pytest.approx(row) for row in expected]
 
 
@@ -164,7 +165,7 @@ def test_compare_refuses_what_cannot_be_compared(refused: Refused) -> None:
     save_vector(vector({7: [1.0, 1.0]}, site="mlp_out"), "far.safetensors")
     save_vector(vector({1: [1.0, 1.0, 1.0]}), "wide.safetensors")
     assert "give at least two" in refused("vectors", "compare", "a.safetensors")[0]
-    assert "no layer in common" in refused("vectors", "compare", "a.safetensors", "far.safetensors")[0]
+    assert "a layer in common" in refused("vectors", "compare", "a.safetensors", "far.safetensors")[0]
     assert len(refused("vectors", "compare", "a.safetensors", "wide.safetensors")) == 2  # size and site
     assert refused("vectors", "compare", "a.safetensors", "gone.safetensors") == ["gone.safetensors does not exist"]
 
@@ -240,3 +241,50 @@ def test_arith_names_sets_and_layers_that_do_not_fit(refused: Refused) -> None:
     assert refused("vectors", "arith", "out.safetensors", "a", "--set", "a=gone.pt") == ["gone.pt does not exist"]
     sets = ("--set", "a=a.safetensors", "--set", "c=c.safetensors")
     assert "layers" in refused("vectors", "arith", "out.safetensors", "a+c", *sets)[0]
+
+
+# --- extract, and folders compared
+
+
+def contrast(path: Path) -> Path:
+    words = ["dog", "week", "work", "beach", "fox", "time"]
+    lines = [{"positive": f"The {word} had a wonderful time", "negative": f"Then the {word} rained"} for word in words]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_extract_writes_a_vector_that_steers_as_it_says(done: Done, cli: Cli, model: str, tmp_path: Path) -> None:
+    data, out = contrast(tmp_path / "pairs.jsonl"), tmp_path / "pairs.safetensors"
+    text = done("extract", model, data, out, "--layers", "1-3", "--strategy", "centred_pca", "--tokens", "all")
+    assert [row[0] for row in cells(text)] == ["1", "2", "3"]
+    vector = load_vector(out)
+    assert (vector.layers, vector.method, vector.provenance["name"]) == ((1, 2, 3), "centred_pca", "pairs")
+    (steer,) = [line.split()[2].rstrip(",") for line in text.splitlines() if line.startswith("try --steer ")]
+    assert steer.startswith(f"{out}@")
+    assert cli("generate", model, "The lazy dog", "--steer", steer, "--max-tokens", 2).exit_code == 0
+
+
+def test_extract_as_json_tells_the_quality_of_each_layer(done: Done, model: str, tmp_path: Path) -> None:
+    data, out = contrast(tmp_path / "pairs.jsonl"), tmp_path / "pairs.safetensors"
+    told = json.loads(done("extract", model, data, out, "--heldout", data, "--json"))
+    assert told["file"] == str(out)
+    assert [one["layer"] for one in told["quality"]] == [0, 1, 2, 3]
+    assert load_vector(out).provenance["recommended"]["layer"] == told["layer"]  # type: ignore[call-overload,index]
+
+
+def test_compare_takes_folders_and_writes_a_page_and_tables(done: Done, tmp_path: Path) -> None:
+    (tmp_path / "vectors").mkdir()
+    for i in range(5):
+        save_vector(vector({1: [1.0, i]}), tmp_path / "vectors" / f"v{i}.safetensors")
+    rows = cells(done("compare", tmp_path / "vectors", "--out", tmp_path / "report"))
+    assert len(rows) == 5
+    assert all(row[i + 1] == "+1.0000" for i, row in enumerate(rows))
+    names = {path.name for path in (tmp_path / "report").iterdir()}
+    assert names == {"index.html", "cosine.parquet", "vectors.parquet"}
+
+
+def test_extract_refuses_with_every_mistake_at_once(refused: Refused, model: str, tmp_path: Path) -> None:
+    lines = refused("vectors", "extract", model, "gone.jsonl", "x.safetensors", "--strategy", "magic", "--tokens", "x")
+    assert len(lines) == 3
+    assert lines[0] == "gone.jsonl: is no file and no shipped set; sets are calm_angry, happy_sad, hot_cold"
+    assert not (tmp_path / "x.safetensors").exists()

@@ -16,6 +16,7 @@ from steerscope.extraction import (
     sentence_rows,
     sentences,
 )
+from steerscope.extraction.data import shipped_sets
 from steerscope.specs.errors import InvalidRequest
 
 PAIRS = [
@@ -106,12 +107,12 @@ def test_no_pairs_are_refused(engine: SyncEngine) -> None:
 
 
 def test_a_sentence_shorter_than_the_tokens_asked_for_is_refused_by_name(engine: SyncEngine) -> None:
-    with pytest.raises(InvalidRequest, match=r"texts\[1\]: 'a' has 1 tokens; it needs 3, or lower last_tokens"):
+    with pytest.raises(InvalidRequest, match=r"texts\[1\]: has 1 tokens, 3 are needed; ask for fewer last tokens"):
         sentence_rows(engine, ["How was your week at work?", "a"])
 
 
 def test_a_token_count_below_one_is_refused(engine: SyncEngine) -> None:
-    with pytest.raises(InvalidRequest, match="last_tokens: is 0; choose 1 or more"):
+    with pytest.raises(InvalidRequest, match="the last 0 are asked for; choose 1 or more"):
         mean_difference(engine, PAIRS, last_tokens=0)
 
 
@@ -144,10 +145,11 @@ def test_a_pair_without_contrast_is_refused(positive: str, negative: str, messag
         ContrastPair(positive, negative)
 
 
-def test_the_shipped_set_is_complete_and_its_held_out_part_is_apart() -> None:
-    data = load_contrast_set("happy_sad")
+@pytest.mark.parametrize("name", shipped_sets())
+def test_a_shipped_set_is_complete_and_its_held_out_part_is_apart(name: str) -> None:
+    data = load_contrast_set(name)
     extraction, heldout = sentences(data.extraction), sentences(data.heldout)
-    assert (data.name, data.positive, data.negative) == ("happy_sad", "happy", "sad")
+    assert data.name == f"{data.positive}_{data.negative}" == name
     assert len(data.extraction) >= 12
     assert len(data.heldout) >= 8
     assert len({*extraction, *heldout}) == len(extraction) + len(heldout)
@@ -155,5 +157,7 @@ def test_the_shipped_set_is_complete_and_its_held_out_part_is_apart() -> None:
 
 
 def test_an_unknown_set_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidRequest, match="there is no contrast set 'angry'; choose from happy_sad"):
+    with pytest.raises(
+        InvalidRequest, match="there is no contrast set 'angry'; choose from calm_angry, happy_sad, hot_cold"
+    ):
         load_contrast_set("angry")

@@ -19,7 +19,7 @@ from serving.browser import Screen, chromium_path, screen, served
 from steerscope.engines.base import Engine
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.load import load_engine
-from steerscope.extraction.contrast import load_contrast_set, mean_difference, row_norms, sentence_rows, sentences
+from steerscope.extraction import load_contrast_set, mean_difference, row_norms, sentence_rows, sentences
 from steerscope.lenses.probes import from_probes
 from steerscope.serving.settings import Settings
 from steerscope.vectors import files

@@ -21,7 +21,7 @@ from steerscope.demo.run import STEPS, measure
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.load import load
-from steerscope.extraction.contrast import load_contrast_set, mean_difference, sentences
+from steerscope.extraction import load_contrast_set, mean_difference, sentences
 from steerscope.specs import Add, Capture, Sampling, Steering
 
 MODEL = "smollm2-135m"

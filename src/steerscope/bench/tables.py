@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+from steerscope.bench import vector_tables
 from steerscope.bench.scale import scale, store
 from steerscope.bench.suite import markdown
 
@@ -344,7 +345,8 @@ def _machine(machine: dict) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu, "versions": versions, "suite": suite,
     "speed": speed, "phases": phases, "hooks": hooks, "lenses": lenses, "served": served, "store": store,
-    "scale": scale,
+    "scale": scale, "vectors": vector_tables.study, "vector_answers": vector_tables.answers,
+    "extraction_peers": vector_tables.peers, "precision": vector_tables.precision,
 }  # fmt: skip
 
 
@@ -355,6 +357,7 @@ def refresh(text: str, results: Path) -> str:
 
 def main() -> None:
     results = Path("bench/results")
+    Path("docs/vectors.svg").write_text(vector_tables.plot(results), encoding="utf-8")
     for page in [Path("README.md"), *sorted(Path("docs").glob("*.md"))]:
         page.write_text(refresh(page.read_text(encoding="utf-8"), results), encoding="utf-8")
 

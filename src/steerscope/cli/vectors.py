@@ -1,20 +1,29 @@
-"""`steerscope vectors`: look at vector files, convert, compare and combine them."""
+"""`steerscope vectors`: make vectors of contrast data; look at vector files, convert, compare and combine them."""
 
 import ast
 import json
+import math
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import steerscope as ss
 from steerscope.cli import options as o
+from steerscope.specs.steering import Site
 
-app = typer.Typer(no_args_is_help=True, help="Show, convert, compare and combine steering vectors.")
+if TYPE_CHECKING:
+    import numpy as np
+
+    from steerscope.extraction import Examples
+
+app = typer.Typer(no_args_is_help=True, help="Make steering vectors; show, convert, compare and combine them.")
+_MOST_PAIRED = 4  # more vectors are shown as one matrix
 
 PersonaKey = Annotated[str | None, typer.Option(help="Of a persona file: a key, or a difference: pos_3-default_1.")]
 PersonaDefault = Annotated[Path | None, typer.Option(help="The default_vectors.pt that goes with a persona file.")]
@@ -54,6 +63,62 @@ def _layer(layer: int | None) -> str:
 
 
 @app.command()
+def extract(
+    model: o.Model,
+    data: Annotated[str, typer.Argument(help="A shipped set (happy_sad, calm_angry, hot_cold) or a .jsonl file.")],
+    out: Annotated[Path, typer.Argument(help="Where the vector goes: .safetensors or .gguf.")],
+    heldout: Annotated[Path | None, typer.Option(help="A .jsonl file to measure on; default: folds.")] = None,
+    strategy: Annotated[
+        str, typer.Option(help="mean_difference, paired_pca, centred_pca, logistic_probe or whitened.")
+    ] = "mean_difference",
+    tokens: Annotated[str, typer.Option(help="last, last=3, all, response, marker=TEXT or position=-2.")] = "last=3",
+    layers: Annotated[str, typer.Option(help="12, 10-14, 4,8 or all.")] = "all",
+    site: Annotated[Site, typer.Option(help="Where rows are read.")] = "resid_post",
+    as_json: o.AsJson = False,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    engine_name: o.EngineName = "hf",
+) -> None:
+    """Make a vector of contrast data and tell how good it is at each layer."""
+    from steerscope.extraction import extract as run
+    from steerscope.extraction import load_examples
+    from steerscope.extraction.reading import parse_choice
+    from steerscope.extraction.strategies import strategy as strategy_of
+
+    (examples, apart), other, *_ = o.together(
+        lambda: _examples(data),
+        lambda: load_examples(heldout) if heldout else None,
+        lambda: strategy_of(strategy),
+        lambda: parse_choice(tokens),
+    )
+    with o.open_engine(model, device, dtype, engine_name) as engine:
+        asked = {"strategy": strategy, "tokens": tokens, "layers": layers, "name": Path(data).stem}
+        found = run(engine, examples, heldout=other or apart, site=site, **asked)
+    ss.save_vector(found.vector, out)
+    if as_json:
+        told = {"file": str(out), "layer": found.layer, "scale": found.scale}
+        typer.echo(json.dumps({**told, "quality": [asdict(one) for one in found.quality]}))
+        return
+    head = ("layer", "AUROC", "effect", "halves", "shuffled", "random")
+    o.table(head, ((str(one.layer), *(f"{x:.3f}" for x in astuple(one)[1:])) for one in found.quality))
+    typer.echo(f"{out}: {found.vector}")
+    typer.echo(f"try --steer {out}@{found.layer}:{found.scale:.3g}, and :-{found.scale:.3g} for the opposite")
+
+
+def _examples(data: str) -> "tuple[Examples, Examples | None]":
+    """Of a shipped set, which has a held-out part, or of a file."""
+    from steerscope.extraction import Examples, load_contrast_set, load_examples
+    from steerscope.extraction.data import shipped_sets
+
+    if data in shipped_sets():
+        found = load_contrast_set(data)
+        return Examples.of_pairs(found.extraction), Examples.of_pairs(found.heldout)
+    if not Path(data).is_file():
+        raise o.mistake(data, "is no file and no shipped set", f"sets are {', '.join(shipped_sets())}")
+    return load_examples(data), None
+
+
+@app.command()
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A vector in any known format.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help=".safetensors, or .gguf for llama.cpp.")],
@@ -69,25 +134,52 @@ def convert(
 
 
 @app.command()
-def compare(paths: Annotated[list[Path], typer.Argument(metavar="A B [C…]")], as_json: o.AsJson = False) -> None:
-    """Cosines of two or more vectors, at every layer that all of them have."""
-    if len(paths) < 2:
-        raise o.mistake("compare", "one vector has nothing to be compared with", "give at least two")
-    vectors = [ss.load_vector(path) for path in paths]
-    own = [set(vector.layers) for vector in vectors if vector.layers is not None]
-    layers = sorted(set.intersection(*own)) if own else None  # None: all are shared
-    if layers == []:
-        raise o.mistake("compare", "the vectors have no layer in common", "see their layers with vectors show")
-    cut = [vector.at(layers) if layers else vector for vector in vectors]
-    cosines = {(i, j): cut[i].cosine(cut[j]) for i in range(len(cut)) for j in range(len(cut))}
+def compare(
+    paths: Annotated[list[Path], typer.Argument(metavar="A B… | DIR…", help="Vectors, or folders of them.")],
+    out: Annotated[Path | None, typer.Option(help="A folder for index.html and the numbers as Parquet.")] = None,
+    as_json: o.AsJson = False,
+) -> None:
+    """Cosines of vectors at every layer that two of them have; with --out norms, clusters and a page, too."""
+    from steerscope.analysis import compare as c
+
+    files = c.vector_files(paths)
+    found = c.compare([str(file) for file in files], o.together(*(partial(ss.load_vector, file) for file in files)))
+    if out:
+        from steerscope.analysis.compare_page import comparison_page
+        from steerscope.files import atomic_path
+
+        out.mkdir(parents=True, exist_ok=True)
+        with atomic_path(out / "index.html") as page:
+            page.write_text(comparison_page(found), encoding="utf-8")
+        written = [out / "index.html", *c.save_tables(found, out)]
+        o.note(f"written: {', '.join(map(str, written))}")
     if as_json:
-        size = range(len(paths))
-        matrices = {_layer(k): [[cosines[i, j][k] for j in size] for i in size] for k in cut[0].directions}
-        typer.echo(json.dumps({"files": [str(path) for path in paths], "cosine": matrices}))
+        matrices = {_layer(k): _plain(matrix) for k, matrix in zip(found.layers, found.cosine, strict=True)}
+        typer.echo(json.dumps({"files": found.names, "cosine": matrices, "clusters": found.clusters}))
         return
-    pairs = list(combinations(range(len(paths)), 2))
-    rows = ((_layer(k), *(f"{cosines[pair][k]:+.4f}" for pair in pairs)) for k in cut[0].directions)
-    o.table(("layer", *(f"{paths[i]} · {paths[j]}" for i, j in pairs)), rows)
+    if len(files) > _MOST_PAIRED:
+        mean, order = found.mean, found.order
+        o.table(("mean cosine", *map(str, range(len(order)))), _matrix(found.names, mean, order))
+        return
+    pairs = list(combinations(range(len(files)), 2))
+    rows = (
+        (_layer(k), *(_signed(cosine[pair]) for pair in pairs))
+        for k, cosine in zip(found.layers, found.cosine, strict=True)
+    )
+    o.table(("layer", *(f"{files[i]} · {files[j]}" for i, j in pairs)), rows)
+
+
+def _matrix(names: Sequence[str], mean: "np.ndarray", order: Sequence[int]) -> Iterator[tuple[str, ...]]:
+    for number, i in enumerate(order):
+        yield f"{number}  {names[i]}", *(_signed(mean[i, j]) for j in order)
+
+
+def _signed(cosine: float) -> str:
+    return "—" if math.isnan(cosine) else f"{cosine:+.4f}"
+
+
+def _plain(matrix: "np.ndarray") -> list[list[float | None]]:
+    return [[None if math.isnan(x) else x for x in row] for row in matrix.tolist()]
 
 
 @app.command(context_settings={"ignore_unknown_options": True})  # so that an expression may start with a minus

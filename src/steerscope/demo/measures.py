@@ -6,6 +6,7 @@ The statistics come from `TEST_PROMPTS`, on which nothing was chosen.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from sklearn.metrics import roc_auc_score
@@ -16,7 +17,7 @@ from steerscope.demo.results import Control
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Generation
 from steerscope.engines.hf import HFEngine
-from steerscope.extraction.contrast import ContrastSet, mean_difference, row_norms, sentence_rows, sentences
+from steerscope.extraction import ContrastSet, mean_difference, row_norms, sentence_rows, sentences
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import SteerscopeError
 from steerscope.specs.sampling import Sampling
@@ -142,26 +143,48 @@ def perplexity(nats: Sequence[Tensor]) -> float:
 
 
 def log_odds(subject: Subject, steer: Sequence[Add | None]) -> list[float]:
-    """log p(positive words) − log p(negative words) as the next word, mean over the test prompts, per steering."""
-    model, last = subject.hf.model, subject.engine.facts.layers - 1
-    done = subject.engine.generate(
-        TEST_PROMPTS * len(steer),
-        Sampling(max_tokens=1),
-        steer=[spec for spec in steer for _ in TEST_PROMPTS],
-        capture=Capture(layers=(last,), tokens="last_prompt"),
-    )
-    rows = torch.cat([generation.rows[last] for generation in done]).to(model.device)
-    norm, unembed = model.base_model.get_submodule("norm"), model.get_submodule("lm_head")  # Llama's names
-    with torch.no_grad():
-        logits = unembed(norm(rows)).float()
-    positive, negative = (logits[:, _first_ids(subject, words)] for words in (POSITIVE_WORDS, NEGATIVE_WORDS))
-    odds = positive.logsumexp(-1) - negative.logsumexp(-1)
+    """`word_odds` of happy against sad words on the test prompts."""
+    return word_odds(subject.hf, TEST_PROMPTS, POSITIVE_WORDS, NEGATIVE_WORDS, steer)
+
+
+def word_odds(
+    engine: HFEngine,
+    prompts: Sequence[str],
+    positive: Sequence[str],
+    negative: Sequence[str],
+    steer: Sequence[Add | None],
+) -> list[float]:
+    """log p(positive words) − log p(negative words) as the next word, mean over the prompts, per steering."""
+    rows = torch.cat(last_rows(engine, prompts, steer, "last_prompt"))
+    scores = logits(engine, rows)
+    for_side, against = (scores[:, _first_ids(engine, words)] for words in (positive, negative))
+    odds = for_side.logsumexp(-1) - against.logsumexp(-1)
     return odds.view(len(steer), -1).mean(1).tolist()
 
 
-def _first_ids(subject: Subject, words: Sequence[str]) -> list[int]:
-    encode = subject.hf.tokenizer.encode
-    return [encode(f" {word}", add_special_tokens=False)[0] for word in words]
+def last_rows(
+    engine: HFEngine, prompts: Sequence[str], steer: Sequence[Add | None], tokens: Literal["all", "last_prompt"]
+) -> list[Tensor]:
+    """Rows of the last layer, for every prompt under the first steering, then under the second, …"""
+    last = engine.facts.layers - 1
+    done = engine.sync.generate(
+        [*prompts] * len(steer),
+        Sampling(max_tokens=1),
+        steer=[spec for spec in steer for _ in prompts],
+        capture=Capture(layers=(last,), tokens=tokens),
+    )
+    return [generation.rows[last] for generation in done]
+
+
+def logits(engine: HFEngine, rows: Tensor) -> Tensor:
+    model = engine.model
+    norm, unembed = model.base_model.get_submodule("norm"), model.get_submodule("lm_head")  # Llama's names
+    with torch.no_grad():
+        return unembed(norm(rows.to(model.device))).float()
+
+
+def _first_ids(engine: HFEngine, words: Sequence[str]) -> list[int]:
+    return [engine.tokenizer.encode(f" {word}", add_special_tokens=False)[0] for word in words]
 
 
 def random_pushes(subject: Subject) -> list[SteeringVector]:

@@ -8,10 +8,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from steerscope.demo.results import HeatMap, LensMap, Results
-from steerscope.lenses.report import GRID, INK, styled
+from steerscope.lenses.report import DIVERGING, GRID, INK, styled
 
 POSITIVE, NEGATIVE, NEUTRAL = "#c2560c", "#2468a8", "#6b7280"
-DIVERGING = [[0.0, "#17497c"], [0.25, "#6ea3d4"], [0.5, "#ffffff"], [0.75, "#f0a35e"], [1.0, "#a94606"]]
 _BAND = "rgba(31,36,48,0.06)"
 
 

@@ -31,7 +31,7 @@ from steerscope.demo.results import Answer, Dose, HeatMap, Plane, Point, Results
 from steerscope.demo.watching import CONCEPTS, fit_small_pack, watch
 from steerscope.engines.generation import Generation
 from steerscope.engines.load import load
-from steerscope.extraction.contrast import load_contrast_set, sentence_rows, sentences
+from steerscope.extraction import load_contrast_set, sentence_rows, sentences
 from steerscope.files import atomic_path
 from steerscope.specs.capture import Capture
 from steerscope.specs.steering import Steering

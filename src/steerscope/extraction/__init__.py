@@ -1,19 +1,28 @@
 """Contrast data in, steering vectors out."""
 
-from steerscope.extraction.contrast import (
+from steerscope.extraction.contrast import mean_difference, row_norms, sentence_rows
+from steerscope.extraction.data import (
     ContrastPair,
     ContrastSet,
+    DatasetEntry,
+    Examples,
     load_contrast_set,
-    mean_difference,
-    row_norms,
-    sentence_rows,
+    load_examples,
     sentences,
 )
+from steerscope.extraction.extract import Extraction, extract
+from steerscope.extraction.quality import LayerQuality
 
 __all__ = [
     "ContrastPair",
     "ContrastSet",
+    "DatasetEntry",
+    "Examples",
+    "Extraction",
+    "LayerQuality",
+    "extract",
     "load_contrast_set",
+    "load_examples",
     "mean_difference",
     "row_norms",
     "sentence_rows",

@@ -3,7 +3,7 @@
 The page is one file with plotly.js inside. Everything that a model or a user wrote is escaped on its way in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from string import Template
 
@@ -18,6 +18,7 @@ from steerscope.lenses.readings import Firing, Readings
 _CONFIG: dict[str, object] = {"displayModeBar": False, "responsive": True, "scrollZoom": False}
 INK, GRID = "#1f2430", "#e6e8ec"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+DIVERGING = [[0.0, "#17497c"], [0.25, "#6ea3d4"], [0.5, "#ffffff"], [0.75, "#f0a35e"], [1.0, "#a94606"]]
 _HEAT = [[0.0, "#ffffff"], [0.5, "#f0a35e"], [1.0, "#a94606"]]
 _MOST_SHOWN = 24  # concepts in the heat map
 _MOST_CURVES = 8
@@ -35,14 +36,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { text-align: left; padding: 2px 18px 2px 0; }
 </style><script>$plotlyjs</script></head><body><main>
 <h1>$title</h1><p>$about</p>
-<section><h2>Text</h2><p class="text">$text</p></section>
-<section><h2>Concepts over tokens</h2><p>How strongly each concept shows in the row of each token. White: not among the
-top $top_k of that row. The line is where the prompt ends.</p><div class="wide"><div style="min-width:${width}px">$heat
-</div></div></section>
-<section><h2>Tree</h2><p>Concepts that were read, under their parents. Size and colour: mean over all rows.</p>$tree
-</section>
-<section><h2>What the scores mean</h2><p>$curves_about</p>$curves</section>
-<section><h2>Rules</h2>$firings</section>
+$sections
 </main></body></html>
 """)
 
@@ -56,22 +50,36 @@ def html_report(
     about = (
         f"{len(readings)} rows of {model}, read by {len(pack)} lenses of {pack.info.name} at layer {pack.info.layer}"
     )
-    return _PAGE.substitute(
-        title=escape(f"What lenses read in {model}"),
-        about=escape(about + "."),
-        ink=INK,
-        font=FONT,
-        plotlyjs=get_plotlyjs(),
-        text=f"{_plain(texts[:prompt_length])}<b>{_plain(texts[prompt_length:])}</b>",
-        top_k=readings.values.shape[1],
-        width=max(700, 19 * len(readings)),
-        heat=_div(heat_figure(readings, texts, best, prompt_length), "plot-heat"),
-        tree=_div(tree_figure(readings), "plot-tree"),
-        curves=_div(curve_figure(readings, best[:_MOST_CURVES]), "plot-curves") if calibrated else "",
-        curves_about="From what a lens says alone to the score that is shown, for the strongest concepts."
+    width = max(700, 19 * len(readings))
+    heat = div(heat_figure(readings, texts, best, prompt_length), "plot-heat")
+    curves_about = (
+        "From what a lens says alone to the score that is shown, for the strongest concepts."
         if calibrated
-        else "This pack has no calibration: the scores are what each lens says alone.",
-        firings=_firings(firings, texts),
+        else "This pack has no calibration: the scores are what each lens says alone."
+    )
+    curves = div(curve_figure(readings, best[:_MOST_CURVES]), "plot-curves") if calibrated else ""
+    over = f"""<p>How strongly each concept shows in the row of each token. White: not among the top
+{readings.values.shape[1]} of that row. The line is where the prompt ends.</p>"""
+    tree = "<p>Concepts that were read, under their parents. Size and colour: mean over all rows.</p>"
+    text = f"{_plain(texts[:prompt_length])}<b>{_plain(texts[prompt_length:])}</b>"
+    return page(
+        f"What lenses read in {model}",
+        about + ".",
+        {
+            "Text": f'<p class="text">{text}</p>',
+            "Concepts over tokens": over + f'<div class="wide"><div style="min-width:{width}px">{heat}</div></div>',
+            "Tree": tree + div(tree_figure(readings), "plot-tree"),
+            "What the scores mean": f"<p>{curves_about}</p>{curves}",
+            "Rules": _firings(firings, texts),
+        },
+    )
+
+
+def page(title: str, about: str, sections: Mapping[str, str]) -> str:
+    """One file with plotly.js inside; `sections` maps headings to HTML that is already escaped."""
+    parts = [f"<section><h2>{escape(heading)}</h2>{body}</section>" for heading, body in sections.items()]
+    return _PAGE.substitute(
+        title=escape(title), about=escape(about), ink=INK, font=FONT, plotlyjs=get_plotlyjs(), sections="\n".join(parts)
     )
 
 
@@ -79,7 +87,7 @@ def _plain(texts: Sequence[str]) -> str:
     return escape("".join(texts))
 
 
-def _div(figure: go.Figure, name: str) -> str:
+def div(figure: go.Figure, name: str) -> str:
     return figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=_CONFIG)
 
 

@@ -1,0 +1,1 @@
+"""Looking at vectors together: statistics and pages."""

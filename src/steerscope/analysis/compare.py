@@ -1,0 +1,177 @@
+"""Many vectors side by side: cosines and norms per layer, clusters, and whether learned ones agree with averaged ones.
+
+A vector takes part at the layers it has; one that is the same on every layer takes part at all of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from sklearn.cluster import AgglomerativeClustering
+
+from steerscope.files import atomic_path
+from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.vectors.files import SUFFIXES
+from steerscope.vectors.vector import SteeringVector
+
+LEARNED = ("learned", "chatspace")  # methods that follow a gradient; all others average rows
+TOGETHER = 0.5  # two clusters become one where their vectors have at least this mean cosine
+_CHATSPACE = "steering_vector.pt"
+_NO_VECTORS = ("default_vectors.pt", "capping_config.pt")  # what lies beside vectors in the folders of prior systems
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """A learned vector and the averaged one of the same name; `rank` 1: none of the averaged ones is nearer to it."""
+
+    learned: str
+    averaged: str
+    layer: int | None
+    cosine: float
+    rank: int
+    of: int
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    names: tuple[str, ...]
+    methods: tuple[str | None, ...]
+    layers: tuple[int | None, ...]  # those that at least two vectors have; None: all vectors are shared
+    cosine: np.ndarray  # [layers, vectors, vectors]; NaN where a vector lacks the layer
+    norms: np.ndarray  # [layers, vectors], likewise
+    clusters: tuple[int, ...]  # number of each vector's cluster
+    order: tuple[int, ...]  # of vectors, such that near ones stand together
+    agreement: tuple[Agreement, ...]
+
+    @property
+    def mean(self) -> np.ndarray:
+        """[vectors, vectors]: mean cosine over the layers both have, NaN where there is none."""
+        return _mean(self.cosine)
+
+
+def vector_files(paths: Sequence[Path]) -> list[Path]:
+    """The files themselves, and all vector files below folders."""
+    found: list[Path] = []
+    for path in paths:
+        if not path.is_dir() or (path / _CHATSPACE).is_file():
+            found.append(path)
+            continue
+        below = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES]
+        files = [file.parent if file.name == _CHATSPACE else file for file in below if file.name not in _NO_VECTORS]
+        if not files:
+            remedy = f"known are {', '.join(SUFFIXES)} and chatspace folders"
+            raise InvalidRequest([Problem(str(path), "holds no vector files", remedy)])
+        found += files
+    return found
+
+
+def compare(names: Sequence[str], vectors: Sequence[SteeringVector]) -> Comparison:
+    """The last part of a name, without its suffix, says what a vector is of."""
+    layers = _layers(names, vectors)
+    norms = np.array([[np.linalg.norm(_row(vector, layer)) for vector in vectors] for layer in layers])
+    cosine = np.stack([_cosines(vectors, layer) for layer in layers])
+    order, clusters = _cluster(_mean(cosine))
+    methods = tuple(vector.method for vector in vectors)
+    agreement = _agreement(names, methods, layers, cosine)
+    return Comparison(tuple(names), methods, layers, cosine, norms, clusters, order, agreement)
+
+
+def save_tables(found: Comparison, folder: Path) -> list[Path]:
+    """`cosine.parquet` (a, b, layer, cosine) and `vectors.parquet` (name, method, cluster, layer, norm)."""
+    pairs = [(i, j, k) for k in range(len(found.layers)) for i in range(len(found.names)) for j in range(i)]
+    whole = [(i, j, k) for i, j, k in pairs if not np.isnan(found.cosine[k, i, j])]
+    cosine = {
+        "a": [found.names[j] for _, j, _ in whole],
+        "b": [found.names[i] for i, _, _ in whole],
+        "layer": pa.array([found.layers[k] for *_, k in whole], pa.int32()),
+        "cosine": [float(found.cosine[k, i, j]) for i, j, k in whole],
+    }
+    there = [
+        (i, k) for i in range(len(found.names)) for k in range(len(found.layers)) if not np.isnan(found.norms[k, i])
+    ]
+    norms = {
+        "name": [found.names[i] for i, _ in there],
+        "method": pa.array([found.methods[i] for i, _ in there], pa.string()),
+        "cluster": [found.clusters[i] for i, _ in there],
+        "layer": pa.array([found.layers[k] for _, k in there], pa.int32()),
+        "norm": [float(found.norms[k, i]) for i, k in there],
+    }
+    paths = []
+    for name, columns in (("cosine", cosine), ("vectors", norms)):
+        paths.append(folder / f"{name}.parquet")
+        with atomic_path(paths[-1]) as temporary:
+            pq.write_table(pa.table(columns), temporary)
+    return paths
+
+
+def _layers(names: Sequence[str], vectors: Sequence[SteeringVector]) -> tuple[int | None, ...]:
+    problems = []
+    if len(vectors) < 2:
+        problems.append(Problem("compare", "one vector has nothing to be compared with", "give at least two"))
+    for field in ("hidden", "site"):
+        found = {getattr(vector, field): name for name, vector in zip(names, vectors, strict=True)}
+        if len(found) > 1:
+            what = ", ".join(f"{value} ({name})" for value, name in found.items())
+            problems.append(Problem(field, f"differs: {what}", f"compare vectors of one {field}"))
+    if problems:
+        raise InvalidRequest(problems)
+    own = [layer for vector in vectors for layer in vector.layers or ()]
+    shared = sum(vector.layers is None for vector in vectors)
+    if not own:
+        return (None,)
+    common = tuple(sorted(layer for layer in set(own) if own.count(layer) + shared > 1))
+    if not common:
+        what = "no two vectors have a layer in common"
+        raise InvalidRequest([Problem("compare", what, "see their layers with vectors show")])
+    return common
+
+
+def _cosines(vectors: Sequence[SteeringVector], layer: int | None) -> np.ndarray:
+    rows = np.stack([_row(vector, layer) for vector in vectors])
+    lengths = np.linalg.norm(rows, axis=1)
+    return (rows @ rows.T) / np.where(lengths == 0, 1.0, lengths)[:, None] / np.where(lengths == 0, 1.0, lengths)
+
+
+def _row(vector: SteeringVector, layer: int | None) -> np.ndarray:
+    """The direction at a layer, NaN where there is none."""
+    key = None if None in vector.directions else layer
+    found = vector.directions.get(key)
+    return np.full(vector.hidden, np.nan) if found is None else found.double().numpy()
+
+
+def _mean(cosine: np.ndarray) -> np.ndarray:
+    known = ~np.isnan(cosine)
+    total = np.where(known, cosine, 0.0).sum(0)
+    return np.where(known.any(0), total / np.maximum(known.sum(0), 1), np.nan)
+
+
+def _cluster(mean: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Order of the vectors along the tree of clusters, and the cluster of each, numbered from 0 in that order."""
+    distance = 1 - np.where(np.isnan(mean), 0.0, mean)
+    options = {"n_clusters": None, "distance_threshold": 1 - TOGETHER}
+    tree = AgglomerativeClustering(metric="precomputed", linkage="average").set_params(**options).fit(distance)
+    members = [[i] for i in range(len(mean))]
+    for a, b in tree.children_:
+        members.append(members[a] + members[b])
+    order = tuple(members[-1])
+    numbers = {label: i for i, label in enumerate(dict.fromkeys(tree.labels_[i] for i in order))}
+    return order, tuple(numbers[label] for label in tree.labels_)
+
+
+def _agreement(
+    names: Sequence[str], methods: Sequence[str | None], layers: Sequence[int | None], cosine: np.ndarray
+) -> tuple[Agreement, ...]:
+    averaged = [i for i, method in enumerate(methods) if method not in LEARNED]
+    found = []
+    for i in (i for i, method in enumerate(methods) if method in LEARNED):
+        for j in (j for j in averaged if Path(names[j]).stem == Path(names[i]).stem):
+            for k, layer in enumerate(layers):
+                near = cosine[k, i, averaged][~np.isnan(cosine[k, i, averaged])]
+                own = cosine[k, i, j]
+                if not np.isnan(own):
+                    rank = 1 + int((near > own).sum())
+                    found.append(Agreement(names[i], names[j], layer, float(own), rank, len(near)))
+    return tuple(found)

@@ -1,0 +1,169 @@
+"""Contrast data: pairs that differ in a trait, or examples with a label; each example is a text or a chat.
+
+Sets that ship with steerscope are JSON files in `data/`, with pairs kept apart for testing. Files of users are JSONL,
+one example a line:
+
+    {"positive": "I love it.", "negative": "I hate it."}                       a pair
+    {"text": "I love it.", "label": "positive"}                                a labelled text
+    {"messages": [{"role": "user", "content": "…"}, …], "label": "negative"}   a labelled chat
+
+`positive` and `negative` of a pair may be lists of messages too.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from steerscope.files import reading
+from steerscope.specs.chat import Chat, parse_chat
+from steerscope.specs.errors import InvalidRequest, Problem
+
+Text = str | Chat  # plain text, or messages for the model's chat template
+_LABELS = {"positive": True, "negative": False}
+_FEWEST = 4  # of either label: both halves of what is left when some are held out need one
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetEntry:
+    """Two texts or chats that differ in the trait and as little else as possible."""
+
+    positive: Text
+    negative: Text
+
+    def __post_init__(self) -> None:
+        problems = [problem for name in _LABELS for problem in _check(getattr(self, name), name)]
+        if not problems and self.positive == self.negative:
+            problems.append(Problem("negative", f"both sentences are {self.positive!r}", "they must differ"))
+        if problems:
+            raise InvalidRequest(problems)
+
+
+@dataclass(frozen=True, slots=True)
+class ContrastPair(DatasetEntry):
+    """A pair of plain sentences."""
+
+    positive: str
+    negative: str
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Texts with their labels; `pairs` numbers the pair of each where they came in pairs."""
+
+    texts: tuple[Text, ...]
+    positive: tuple[bool, ...]
+    pairs: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        counts = {name: self.positive.count(label) for name, label in _LABELS.items()}
+        problems = [
+            Problem("examples", f"{count} are {name}", f"give at least {_FEWEST} of them")
+            for name, count in counts.items()
+            if count < _FEWEST
+        ]
+        if problems:
+            raise InvalidRequest(problems)
+
+    @classmethod
+    def of_pairs(cls, entries: Sequence[DatasetEntry]) -> "Examples":
+        """All positive examples, then all negative ones."""
+        texts = [entry.positive for entry in entries] + [entry.negative for entry in entries]
+        numbers, n = tuple(range(len(entries))), len(entries)
+        return cls(tuple(texts), (True,) * n + (False,) * n, numbers * 2)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class ContrastSet:
+    """Pairs for making a vector, and pairs kept apart for testing it; `positive` and `negative` name the two sides."""
+
+    name: str
+    positive: str
+    negative: str
+    extraction: tuple[ContrastPair, ...]
+    heldout: tuple[ContrastPair, ...]
+
+
+def shipped_sets() -> list[str]:
+    folder = resources.files("steerscope.extraction") / "data"
+    return sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json"))
+
+
+def load_contrast_set(name: str = "happy_sad") -> ContrastSet:
+    """A set that ships with steerscope."""
+    known = shipped_sets()
+    if name not in known:
+        raise InvalidRequest([Problem("name", f"there is no contrast set {name!r}", f"choose from {', '.join(known)}")])
+    file = resources.files("steerscope.extraction") / "data" / f"{name}.json"
+    data = json.loads(file.read_text(encoding="utf-8"))
+    extraction, heldout = (tuple(ContrastPair(**pair) for pair in data[part]) for part in ("extraction", "heldout"))
+    return ContrastSet(name, data["positive"], data["negative"], extraction, heldout)
+
+
+def sentences(pairs: Sequence[ContrastPair]) -> list[str]:
+    """All positive sentences, then all negative ones."""
+    return [pair.positive for pair in pairs] + [pair.negative for pair in pairs]
+
+
+def load_examples(path: str | Path) -> Examples:
+    """A user's JSONL file; every bad line is named."""
+    with reading(path, "file of examples"):
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    pairs: list[DatasetEntry] = []
+    labelled: list[tuple[Text, bool]] = []
+    problems: list[Problem] = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                one = _entry(line)
+            except InvalidRequest as error:
+                problems += [problem.under(f"{path}:{number}") for problem in error.problems]
+                continue
+            pairs += [one] if isinstance(one, DatasetEntry) else []
+            labelled += [one] if isinstance(one, tuple) else []
+    if pairs and labelled:
+        what = f"{len(pairs)} pairs and {len(labelled)} labelled examples are mixed"
+        problems.append(Problem(str(path), what, "put them into two files"))
+    if problems:
+        raise InvalidRequest(problems)
+    try:
+        if pairs:
+            return Examples.of_pairs(pairs)
+        return Examples(tuple(text for text, _ in labelled), tuple(label for _, label in labelled))
+    except InvalidRequest as error:
+        raise InvalidRequest([problem.under(str(path)) for problem in error.problems]) from None
+
+
+def _entry(line: str) -> DatasetEntry | tuple[Text, bool]:
+    forms = 'write {"positive": …, "negative": …} or {"text" or "messages": …, "label": "positive" or "negative"}'
+    try:
+        data = json.loads(line)
+    except ValueError as error:
+        raise InvalidRequest([Problem("", f"is not JSON ({error})", forms)]) from None
+    keys = set(data) if isinstance(data, dict) else set()
+    if keys == {"positive", "negative"}:
+        return DatasetEntry(**data)
+    if keys not in ({"text", "label"}, {"messages", "label"}):
+        found = f"has {', '.join(sorted(keys)) or 'no fields'}"
+        raise InvalidRequest([Problem("", found, forms)])
+    field = "text" if "text" in data else "messages"
+    problems = _check(data[field], field)
+    if not isinstance(data["label"], str) or data["label"] not in _LABELS:
+        problems.append(Problem("label", f"is {data['label']!r}", "write positive or negative"))
+    if problems:
+        raise InvalidRequest(problems)
+    return data[field], _LABELS[data["label"]]
+
+
+def _check(text: object, name: str) -> list[Problem]:
+    if isinstance(text, str):
+        return [] if text.strip() else [Problem(name, "the sentence is empty", "write one")]
+    try:
+        parse_chat(text)  # type: ignore[arg-type]
+    except InvalidRequest as error:
+        return [problem.under(name) for problem in error.problems]
+    return []
