@@ -4,7 +4,6 @@ import copy
 import gc
 import importlib.util
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 import tiny
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.vllm.starting import has_bf16
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 ENGINES = ("hf", *(("vllm",) if HAS_VLLM else ()))
@@ -131,11 +131,6 @@ def _scratch() -> Path:
 
 
 _folder: tempfile.TemporaryDirectory[str] | None = None
-
-
-def has_bf16() -> bool:
-    """vLLM's CPU kernels for ARM use its bf16 instructions without looking whether they are there."""
-    return platform.machine() != "aarch64" or "bf16" in Path("/proc/cpuinfo").read_text()
 
 
 def start_vllm(folder: Path, name: str, options: dict[str, object]) -> SyncEngine:

@@ -9,6 +9,7 @@ from plotly.offline import get_plotlyjs
 
 from steerscope.demo import plots
 from steerscope.demo.results import Answer, Results
+from steerscope.lenses.report import DIVERGING
 
 _CONFIG: dict[str, object] = {"displayModeBar": False, "responsive": True, "scrollZoom": False}
 
@@ -181,7 +182,7 @@ def _texts(results: Results) -> dict[str, str]:
         ),
         "seconds": f"{results.seconds:.0f}",
         "heat_limit": f"{plots.heat_limit(results):.2f}",
-        "gradient": ", ".join(f"{ink} {stop:.0%}" for stop, ink in plots.DIVERGING),
+        "gradient": ", ".join(f"{ink} {stop:.0%}" for stop, ink in DIVERGING),
     }
     ops = "".join(
         f'<li><b style="color:{plots.colour(results, name)}">{escape(_name(name))}</b>'

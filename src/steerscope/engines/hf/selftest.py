@@ -88,7 +88,7 @@ def _watch(taps: Taps, key: Key, place: dict[Key, Tensor]) -> torch.utils.hooks.
 
 def _batching(model: PreTrainedModel, layers: int) -> None:
     # Ordinary tokens: the first ids are special, and in bfloat16 SmolLM2's rows of those round ten times as coarsely.
-    a, b, c, last = (model.get_input_embeddings().num_embeddings // part for part in (2, 3, 5, 7))
+    a, b, c, last = (len(model.get_input_embeddings().weight) // part for part in (2, 3, 5, 7))  # type: ignore[arg-type]
     device, texts = model.device, ([a, b, c], [b])
     padded = torch.tensor([[a, b, c], [a, a, b]], device=device)
     mask = torch.tensor([[True] * 3, [False, False, True]], device=device)

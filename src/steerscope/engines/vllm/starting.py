@@ -1,5 +1,6 @@
 """What is looked up once, when a vLLM engine starts: its tokenizer, how its forward runs, what ends a text."""
 
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,18 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, ValidationError):
         return "; ".join(found["msg"] for found in error.errors(include_url=False, include_context=False))
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def has_bf16() -> bool:
+    """vLLM's CPU kernels for ARM use its bf16 instructions without looking whether they are there."""
+    return platform.machine() != "aarch64" or "bf16" in Path("/proc/cpuinfo").read_text()
+
+
+def usable_dtype() -> str | None:
+    """Where nobody names one; None: the model's own."""
+    from vllm.platforms import current_platform
+
+    return "float32" if current_platform.is_cpu() and not has_bf16() else None
 
 
 def mode_of(config: Any) -> str:
