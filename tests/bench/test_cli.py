@@ -11,6 +11,8 @@ from steerscope.bench import drivers
 from steerscope.cli.main import app
 from steerscope.engines.facade import SyncEngine
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--model", "tiny", "--batch", "2", "--prefill", "6", "--decode", "4", "--iterations", "3"]
 
 

@@ -129,6 +129,8 @@ def test_what_a_job_cannot_do_is_refused_with_every_problem(client: Client, serv
     body = {"prompt": ["a", "b"], "n": 2, "echo": True}
     problems = httpx.post(f"{server.url}/v1/jobs", json=body).json()["error"]["problems"]
     assert {problem["param"] for problem in problems} == {"n", "prompt", "echo"}
+    empty = httpx.post(f"{server.url}/v1/jobs", json={"prompt": [], "max_tokens": 3, "n": 2}).json()["error"]
+    assert {problem["param"] for problem in empty["problems"]} == {"n", "prompt"}
     with pytest.raises(InvalidRequest, match="layer 99"):
         client.start_job(CHAT, steer=Add(vector=[1.0] * 64, layers=99))
 

@@ -22,6 +22,8 @@ from steerscope.engines.hf import HFEngine
 from steerscope.serving.logs import JsonLines, Pretty
 from steerscope.specs.errors import ModelNotFound
 
+pytestmark = pytest.mark.slow
+
 LONG = {"prompt": "one two", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 SHORT = {**LONG, "max_tokens": 3}
 

@@ -25,6 +25,8 @@ from steerscope.serving.settings import Settings
 from steerscope.vectors import files
 from steerscope.vectors.vector import SteeringVector
 
+pytestmark = pytest.mark.slow
+
 HIDDEN = 64
 VALUES = "[...document.querySelectorAll('.answer .t')].map(t => Number(t.style.getPropertyValue('--v')))"
 # What the browser itself says was done to the tokens, beside the page's own count.

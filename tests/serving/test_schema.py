@@ -11,6 +11,8 @@ from schemathesis.config import GenerationConfig, ProjectConfig, ProjectsConfig,
 from serving.live import Live, live, tiny_engine
 from steerscope.serving.app import create_app
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = 40
 
 

@@ -9,13 +9,12 @@ from dataclasses import asdict, astuple, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 import steerscope as ss
 from steerscope.cli import options as o
-from steerscope.specs.steering import Site
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,7 +72,10 @@ def extract(
     ] = "mean_difference",
     tokens: Annotated[str, typer.Option(help="last, last=3, all, response, marker=TEXT or position=-2.")] = "last=3",
     layers: Annotated[str, typer.Option(help="12, 10-14, 4,8 or all.")] = "all",
-    site: Annotated[Site, typer.Option(help="Where rows are read.")] = "resid_post",
+    site: Annotated[
+        Literal["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"],
+        typer.Option(help="Where rows are read."),
+    ] = "resid_post",
     as_json: o.AsJson = False,
     device: o.Device = None,
     dtype: o.Dtype = None,

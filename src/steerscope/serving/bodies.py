@@ -109,7 +109,7 @@ class Body(Spec):
         body: Self | None = None
         try:
             body = cls.parse(data)
-            problems += body._misfits()
+            problems += body.misfits()
         except InvalidRequest as error:
             problems += error.problems
         known = {problem.field.partition("[")[0] for problem in problems}
@@ -123,7 +123,7 @@ class Body(Spec):
             raise InvalidRequest(problems)
         return body
 
-    def _misfits(self) -> list[Problem]:
+    def misfits(self) -> list[Problem]:
         """Fields that do not go together."""
         if self.stream_options is not None and not self.stream:
             return [Problem("stream_options", "nothing is streamed", "set stream, or leave it out")]
@@ -225,8 +225,8 @@ class ChatBody(Body):
     reasoning_effort: NoEffort = None
     verbosity: NoEffort = None
 
-    def _misfits(self) -> list[Problem]:
-        problems = super()._misfits()
+    def misfits(self) -> list[Problem]:
+        problems = super().misfits()
         if self.top_logprobs and not self.logprobs:
             problems.append(Problem("top_logprobs", "needs logprobs", "set logprobs to true"))
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
@@ -249,8 +249,8 @@ class CompletionBody(Body):
     best_of: int | None = None
     suffix: Annotated[Any, only((None, ""), "leave it out: text is only written at the end")] = None
 
-    def _misfits(self) -> list[Problem]:
-        problems = super()._misfits()
+    def misfits(self) -> list[Problem]:
+        problems = super().misfits()
         if self.best_of not in (None, self.n or 1):
             problems.append(Problem("best_of", f"{self.best_of} cannot be honoured", "leave it out, and use n"))
         if self.echo and self.logprobs is not None:

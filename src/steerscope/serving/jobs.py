@@ -211,7 +211,7 @@ async def start(request: Request) -> Response:
     """The body of a chat (`messages`) or of a completion (`prompt`), for one answer."""
     given = await json_body(request)
     body = ChatBody.parse(given) if "messages" in given else CompletionBody.parse(given)
-    problems = []
+    problems = body.misfits()
     if (body.n or 1) > 1:
         problems.append(Problem("n", "a job has one answer", "start several jobs"))
     if isinstance(body, CompletionBody) and len(body.prompts) > 1:
