@@ -58,10 +58,9 @@ def precision(results: Path) -> str:
         if "error" in cell:
             lines.append(f"| {name} | — ({cell['error']}) | | |")
             continue
-        cosines, lengths = cell["cosine"], cell["length"]
-        least, middle = min(cosines), sorted(cosines)[len(cosines) // 2]
+        off, lengths = [abs(1 - cosine) for cosine in cell["cosine"]], cell["length"]
         lines.append(
-            f"| {name} | {abs(1 - least):.0e}, {cosines.index(least)} | {abs(1 - middle):.0e} "
+            f"| {name} | {max(off):.0e}, {off.index(max(off))} | {sorted(off)[len(off) // 2]:.0e} "
             f"| ×{min(lengths):.4f} – ×{max(lengths):.4f} |"
         )
     return "\n".join(lines)
