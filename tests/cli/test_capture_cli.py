@@ -51,9 +51,8 @@ def test_run_resume_and_show(cli: Cli, model: str, data: Path, tmp_path: Path, r
 
 def test_all_mistakes_are_told_together(refused: Refused, model: str, data: Path, tmp_path: Path) -> None:
     command = ["capture", "run", "--model", model, "--data", data, "--out", tmp_path / "store"]
-    lines = refused(*command, "--layers", "x", "--batch", -1, "--workers", 0)
-    assert len(lines) == 3
-    assert [line.split(":")[0] for line in lines] == ["layers", "batch", "--workers"]
+    lines = refused(*command, "--layers", "x", "--batch", -1, "--workers", 0, "--data", tmp_path / "none.jsonl")
+    assert [line.split(":")[0] for line in lines] == ["layers", "batch", "--workers", "data"]
     assert refused(*command, "--layers", "9") == ["layers: layer 9 does not exist; the model has layers 0–3"]
     assert refused(*command, "--layers", "1", "--workers", 2, "--device", "cpu") == [
         "--device: every worker takes a GPU of its own; leave it out, or set CUDA_VISIBLE_DEVICES"

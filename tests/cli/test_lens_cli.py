@@ -69,6 +69,8 @@ def test_all_mistakes_are_told_together(refused: Refused, model: str, tmp_path: 
     assert told[0].startswith("line 1: is not JSON")
     assert told[1].startswith("fit.epochs: ")
     assert "name some" in refused("lens", "fit", "--model", model, "--layer", "all", "--out", tmp_path / "x")[0]
+    (line,) = refused("lens", "fit", "--model", model, "--layer", "x", "--out", tmp_path / "x")
+    assert line.startswith("--layer: 'x' is not a layer; write 12")
 
 
 def test_show_refuses_what_is_no_pack(refused: Refused, tmp_path: Path) -> None:

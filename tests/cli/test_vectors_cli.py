@@ -288,3 +288,10 @@ def test_extract_refuses_with_every_mistake_at_once(refused: Refused, model: str
     assert len(lines) == 3
     assert lines[0] == "gone.jsonl: is no file and no shipped set; sets are calm_angry, happy_sad, hot_cold"
     assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_mistakes_in_what_to_extract_are_told_together(refused: Refused, model: str, tmp_path: Path) -> None:
+    asked = ["--layers", "9-1", "--tokens", "none", "--strategy", "magic"]
+    lines = refused("vectors", "extract", model, "no_such_set", tmp_path / "v.safetensors", *asked)
+    assert len(lines) == 4
+    assert lines[3] == "layers: layer range '9-1' runs backwards; write '1-9'"

@@ -38,14 +38,16 @@ def run(
     """Read every document once and write its rows. What was interrupted goes on with --resume."""
     from steerscope.corpus.job import Job, alone, begin
     from steerscope.corpus.run import status
+    from steerscope.corpus.source import check_paths
 
     asked = {"layers": layers, "sites": sites.split(","), "tokens": tokens, "reduce": reduce}
     batch = batch or (256 if engine_name == "vllm" else 32)
     given = {"batch": batch, "max_tokens": max_tokens, "shard_documents": shard_documents, "dtype": dtype}
-    capture, job, _ = o.together(
+    capture, job, *_ = o.together(
         lambda: ss.Capture.parse(asked),
         lambda: Job.parse({"model": model, "engine": engine_name, **given}),
         lambda: _check_workers(workers, ray, device),
+        lambda: check_paths(data),
     )
     with alone(out):
         begin(out, data, job, capture, rows, resume)

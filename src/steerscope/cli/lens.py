@@ -66,9 +66,9 @@ def show(
 
 
 def _layers(text: str) -> list[int]:
-    from steerscope.specs.steering import parse_layers
+    from steerscope.specs.steering import checked_layers
 
-    layers = parse_layers(text)
+    layers = checked_layers(text, "--layer")
     if layers == "all":
         raise o.mistake("--layer", "all is too many to keep rows of", "name some: 8-16, or 8,12,16")
     return list(layers)

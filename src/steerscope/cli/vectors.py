@@ -86,12 +86,14 @@ def extract(
     from steerscope.extraction import load_examples
     from steerscope.extraction.reading import parse_choice
     from steerscope.extraction.strategies import strategy as strategy_of
+    from steerscope.specs.steering import checked_layers
 
     (examples, apart), other, *_ = o.together(
         lambda: _examples(data),
         lambda: load_examples(heldout) if heldout else None,
         lambda: strategy_of(strategy),
         lambda: parse_choice(tokens),
+        lambda: checked_layers(layers),
     )
     with o.open_engine(model, device, dtype, engine_name) as engine:
         asked = {"strategy": strategy, "tokens": tokens, "layers": layers, "name": Path(data).stem}

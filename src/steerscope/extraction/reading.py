@@ -19,7 +19,7 @@ from steerscope.specs.capture import Capture
 from steerscope.specs.chat import parse_chat
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling
-from steerscope.specs.steering import LayersLike, Site, parse_layers
+from steerscope.specs.steering import LayersLike, Site, checked_layers
 
 _READ_ONLY = Sampling(max_tokens=1)  # p prompt tokens and 1 generated one: p rows, all of them of the prompt
 _AT_ONCE = 256  # examples: their rows are held at the same time
@@ -141,7 +141,7 @@ def captured(engine: SyncEngine, prompts: list[Prompt], capture: Capture | Seque
 
 
 def layer_numbers(engine: SyncEngine, layers: LayersLike) -> tuple[int, ...]:
-    wanted = parse_layers(layers)
+    wanted = checked_layers(layers)
     return tuple(range(engine.facts.layers)) if wanted == "all" else wanted
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol, Self, 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from steerscope.specs.base import Spec
+from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -53,6 +54,15 @@ def parse_layers(value: object) -> tuple[int, ...] | Literal["all"]:
     if min(layers) < 0:
         raise ValueError(f"layer {min(layers)} is negative; layers count from 0")
     return tuple(sorted(layers))
+
+
+def checked_layers(value: object, field: str = "layers") -> tuple[int, ...] | Literal["all"]:
+    """The same where no field of a spec says what is wrong."""
+    try:
+        return parse_layers(value)
+    except ValueError as error:
+        what, _, remedy = str(error).partition("; ")
+        raise InvalidRequest([Problem(field, what, remedy)]) from None
 
 
 # Fields take what users write and hold the normal form. Type checkers are shown the former.

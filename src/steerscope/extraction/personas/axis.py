@@ -15,7 +15,7 @@ from torch import Tensor
 
 from steerscope.extraction.personas.folder import write_pt
 from steerscope.specs.errors import InvalidRequest, Problem
-from steerscope.specs.steering import LayersLike, Steering, parse_layers
+from steerscope.specs.steering import LayersLike, Steering, checked_layers
 from steerscope.vectors.vector import Json, SteeringVector
 
 FEWEST_ROLES = 3  # the first component of two is only the line between them
@@ -83,7 +83,7 @@ def cap_layers(layers: LayersLike | None, count: int) -> tuple[int, ...]:
     """Of a model with so many layers; unless somebody chooses, from 70 to 85 percent of the depth."""
     first = min(round(0.7 * count), count - 1)
     try:
-        wanted = range(first, max(round(0.85 * count), first + 1)) if layers is None else parse_layers(layers)
+        wanted = range(first, max(round(0.85 * count), first + 1)) if layers is None else checked_layers(layers)
     except ValueError as error:
         what, _, remedy = str(error).partition("; ")
         raise InvalidRequest([Problem("layers", what, remedy)]) from None
