@@ -277,10 +277,9 @@ class Engine(Scopes, ABC):
                 jobs.append(job)
                 self._jobs.setdefault(plan.request_id, []).append(job)
         try:
-            size = sum(self._row_bytes(job.plan) for job in jobs)
-            pool = await self.budget.reserve(size, "this capture") if size else None
-            for job in jobs:
-                need = self._row_bytes(job.plan) if pool else 0
+            needs = [self._row_bytes(job.plan) for job in jobs]
+            pool = await self.budget.reserve(sum(needs), "this capture") if any(needs) else None
+            for job, need in zip(jobs, needs, strict=True):
                 job.held = pool.split(need) if pool and need else None
             self._submit(jobs)
         except BaseException:  # closed, refused, or the caller was cancelled while it waited
