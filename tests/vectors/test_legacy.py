@@ -309,6 +309,16 @@ def test_a_trait_is_pos_neg_50_and_needs_no_default(tmp_path: Path):
     assert values(load_persona(path, "pos_default")) == [3.0] * 3
 
 
+def test_what_was_not_judged_is_taken_as_a_whole(tmp_path: Path):
+    write(tmp_path / "default_vectors.pt", DEFAULTS)
+    for data, key, value in (
+        ({"pos_1": block(2.0), "pos_all": block(5.0)}, "pos_all-default_1", 1.0),
+        ({"pos_neg": block(3.0), "pos_default": block(7.0), "pos_70": block(9.0)}, "pos_neg", 3.0),
+    ):
+        vector = load(write(tmp_path / "one.pt", data))
+        assert (values(vector), vector.provenance["key"]) == ([value] * 3, key)
+
+
 def test_keys_and_differences_can_be_chosen_and_the_own_file_goes_first(tmp_path: Path):
     write(tmp_path / "default_vectors.pt", DEFAULTS)
     path = write(tmp_path / "pirate.pt", role())

@@ -55,7 +55,9 @@ def run(
     top_p: o.TopP = 0.9,
     seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Answers that are asked for, and kept, together.")] = 32,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on in a folder that holds a run.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on in a folder that holds a run; it only grows.")
+    ] = False,
     cap_layers: CapLayers = None,
     percentiles: Percentiles = "1,25,50,75",
     device: o.Device = None,

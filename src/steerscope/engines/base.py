@@ -53,6 +53,7 @@ from steerscope.specs.steering import Ablate, Add, Cap, Steering
 from steerscope.specs.watch import Watch
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
     from steerscope.engines.facade import SyncEngine
@@ -63,6 +64,7 @@ class Engine(Scopes, ABC):
 
     tokenizer: "PreTrainedTokenizerBase"
     capture_ttl: float
+    dtype: "torch.dtype"  # of the activations
 
     def __init__(self, budget: ByteBudget) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ def paired_pca() -> Strategy:
 
     def run(rows: Tensor, positive: Tensor, pairs: Tensor | None) -> Tensor:
         differences = _differences(rows.double(), positive, pairs)
-        return _towards(_first_axis(differences - differences.mean(0)), rows, positive)
+        return towards(first_axis(differences - differences.mean(0)), rows, positive)
 
     return run
 
@@ -45,7 +45,7 @@ def centred_pca() -> Strategy:
     steering-vectors), or on the middle of the two classes where there are no pairs."""
 
     def run(rows: Tensor, positive: Tensor, pairs: Tensor | None) -> Tensor:
-        return _towards(_first_axis(_centred(rows.double(), positive, pairs)), rows, positive)
+        return towards(first_axis(_centred(rows.double(), positive, pairs)), rows, positive)
 
     return run
 
@@ -126,12 +126,12 @@ def _centred(rows: Tensor, positive: Tensor, pairs: Tensor | None) -> Tensor:
     return torch.where(positive[:, None, None], half[place], -half[place])
 
 
-def _first_axis(rows: Tensor) -> Tensor:
+def first_axis(rows: Tensor) -> Tensor:
     """The first right singular vector of every layer, [layers, hidden]."""
     return torch.linalg.svd(rows.transpose(0, 1), full_matrices=False).Vh[:, 0]
 
 
-def _towards(axes: Tensor, rows: Tensor, positive: Tensor) -> Tensor:
+def towards(axes: Tensor, rows: Tensor, positive: Tensor) -> Tensor:
     """With the sign that makes positive rows project higher."""
     ahead = (_gap(rows.double(), positive) * axes).sum(-1, keepdim=True)
     return _unit(torch.where(ahead < 0, -axes, axes))

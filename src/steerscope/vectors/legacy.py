@@ -19,7 +19,12 @@ from steerscope.specs.steering import Cap, Steering, VectorData
 from steerscope.vectors.vector import Json, SteeringVector
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-ROLE_DEFAULT, TRAIT_DEFAULT = "pos_3-default_1", "pos_neg_50"
+DEFAULT_KEYS = (
+    "pos_neg_50",
+    "pos_neg",
+    "pos_3-default_1",
+    "pos_all-default_1",
+)  # of traits and roles; the first there
 _VECTOR_FILE, _CONFIG_FILE, _DEFAULTS_FILE = "steering_vector.pt", "steering_config.json", "default_vectors.pt"
 
 
@@ -137,15 +142,17 @@ def load_persona(path: str | Path, key: str | None = None, default: str | Path |
     """A role or trait file: a dictionary of [layers, hidden] tensors.
 
     `key` is one of its keys or a difference of two, "pos_3-default_1". Without a key a trait gives `pos_neg_50` and a
-    role `pos_3-default_1`. Keys the file lacks, and all that start with "default", come from the file `default`; if
-    none is given, from the `default_vectors.pt` beside the file or one folder up, if there is one.
+    role `pos_3-default_1`, or where they are not there `pos_neg` and `pos_all-default_1`. Keys the file lacks, and all
+    that start with "default", come from the file `default`; if none is given, from the `default_vectors.pt` beside the
+    file or one folder up, if there is one.
     """
     path = Path(path)
     own = _blocks(read_pt(path))
     if key is None:
-        key = TRAIT_DEFAULT if TRAIT_DEFAULT in own else ROLE_DEFAULT if "pos_3" in own else None
+        key = next((one for one in DEFAULT_KEYS if one.partition("-")[0] in own), None)
     if key is None:
-        raise BadFile(f"{path} is neither a role (pos_3) nor a trait ({TRAIT_DEFAULT}); choose a key of {_list(own)}")
+        wanted = "neither a role (pos_3, pos_all) nor a trait (pos_neg_50, pos_neg)"
+        raise BadFile(f"{path} is {wanted}; choose a key of {_list(own)}")
     parts = [key] if key in own else [part.strip() for part in key.split("-")]
     near = (folder / _DEFAULTS_FILE for folder in (path.parent, path.absolute().parent.parent))
     source = Path(default) if default else next((file for file in near if file.is_file()), None)

@@ -48,6 +48,13 @@ def test_the_axis_is_the_direction_that_was_put_there_and_points_to_the_default(
     assert all(isinstance(share, float) and 0.9 < share <= 1 for share in explained)
 
 
+def test_roles_that_are_all_alike_have_an_axis_that_explains_nothing() -> None:
+    alike = torch.randn(LAYERS, HIDDEN).expand(4, -1, -1)
+    axis = principal_axis(alike, torch.randn(LAYERS, HIDDEN))
+    assert axis.provenance["explained"] == [0.0] * LAYERS
+    assert all(torch.isfinite(axis[layer]).all() for layer in range(LAYERS))
+
+
 def test_the_contrast_axis_is_the_default_minus_the_mean_of_the_roles() -> None:
     roles, default, _ = planted()
     axis = contrast_axis(roles, default)

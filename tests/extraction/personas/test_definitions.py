@@ -84,6 +84,12 @@ def test_every_name_and_file_that_is_wrong_is_told(tmp_path: Path) -> None:
         assert text in found
 
 
+def test_a_line_separator_inside_a_question_ends_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_bytes('{"question": "Who\u2028are you?"}\r\n{"question": "Why\x85?"}\n'.encode())
+    assert load_questions(path) == ["Who\u2028are you?", "Why\x85?"]
+
+
 def test_lines_without_a_question_are_told_by_number(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text('{"question": "Who?"}\nno json\n{"question": " "}\n[1]\n{"q": "x"}\n', encoding="utf-8")

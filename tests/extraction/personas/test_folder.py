@@ -33,8 +33,20 @@ def test_lines_that_are_none_of_ours_or_come_twice_are_dropped(tmp_path: Path, l
     Ledger(path).append(records(2))
     whole = path.read_bytes()
     path.write_bytes(whole + line)
-    assert list(Ledger(path).records.values()) == records(2)
-    assert path.read_bytes() == whole
+    ledger = Ledger(path)
+    assert list(ledger.records.values()) == records(2)
+    assert path.read_bytes() == whole + line  # who only reads changes nothing
+    ledger.append(records(3)[2:])
+    ledger.append(records(4)[3:])
+    assert path.read_bytes().startswith(whole)
+    assert list(Ledger(path).records.values()) == records(4)
+    assert path.read_bytes().count(b"\n") == 4
+
+
+def test_reading_what_is_not_there_makes_no_folder(tmp_path: Path) -> None:
+    assert Ledger(tmp_path / "a" / "b.jsonl").records == {}
+    Shards(tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_shard_gives_its_rows_back_in_any_order(tmp_path: Path) -> None:

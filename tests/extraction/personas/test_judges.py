@@ -14,7 +14,9 @@ from steerscope.extraction.personas.judges import (
     REFUSAL,
     EndpointJudge,
     Judged,
+    JudgingFailed,
     KeywordJudge,
+    NoScore,
     Score,
     parse_score,
     prompt_for,
@@ -27,6 +29,7 @@ PIRATE = Persona.parse(
 CALM = Persona.parse(
     {"name": "calm", "instruction": [{"pos": "p", "neg": "n"}], "keywords": {"pos": ["calm", "rest"], "neg": ["rush"]}}
 )
+NO_SCORE = NoScore("its reply holds no score")
 Reply = Callable[[int, dict], tuple[int, object]]
 
 
@@ -86,6 +89,19 @@ def test_who_has_no_keywords_is_told_before_anything_is_generated() -> None:
         ("", 3, None),
         ("7", 3, None),
         ("gpt4", 100, None),
+        ("0 to 3: 2", 3, 2),
+        ("On the scale from 0 to 100 it is 70.", 100, 70),
+        ("0–3: 1", 3, 1),
+        ("Out of 3, I give 2", 3, 2),
+        ("a score of 3", 3, 3),
+        ("2 out of 3", 3, 2),
+        ("0", 3, 0),
+        ("This is not a refusal: 85", 100, 85),
+        ("No refusal. 2", 3, 2),
+        ("It isn't a REFUSAL; 3", 3, 3),
+        ("Refusal: no. Score: 2", 3, 2),
+        ("I do not know, REFUSAL", 100, REFUSAL),
+        ("REFUSAL: no answer is given", 100, REFUSAL),
     ],
 )
 def test_the_first_number_on_the_scale_is_the_score(reply: str, highest: int, score: Score | None) -> None:
@@ -139,7 +155,7 @@ def test_each_answer_is_judged_once_and_scores_come_in_order() -> None:
     with endpoint(reply) as (url, seen):
         judge = EndpointJudge(url + "/", "some-model", "key", at_once=3)
         answers = [Judged("Who?", f"score-{i % 5}") for i in range(11)]
-        assert judge(PIRATE, answers) == [i % 5 if i % 5 < 4 else None for i in range(11)]
+        assert judge(PIRATE, answers) == [i % 5 if i % 5 < 4 else NO_SCORE for i in range(11)]
     assert len(seen) == 11
     assert {(one["path"], one["key"], one["model"]) for one in seen} == {
         ("/v1/chat/completions", "Bearer key", "some-model")
@@ -164,6 +180,31 @@ def test_an_endpoint_that_will_not_judge_ends_the_judging_with_its_reason(status
     assert len(seen) == asked
 
 
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_prompt_that_is_refused_has_no_score_and_the_others_have(status: int) -> None:
+    def reply(_: int, body: dict) -> tuple[int, object]:
+        return (status, {"error": "too long"}) if "long" in body["messages"][0]["content"] else (200, says("2"))
+
+    answers = [Judged("?", text) for text in ("a", "long", "b")]
+    with endpoint(reply) as (url, seen):
+        first, refused, last = EndpointJudge(url, "m", tries=3)(PIRATE, answers)
+    assert (first, last, len(seen)) == (2, 2, 3)
+    assert isinstance(refused, NoScore)
+    assert refused.reason == f'the judge answers {status}: {{"error": "too long"}}'
+
+
+def test_what_was_said_before_the_endpoint_went_away_comes_with_the_failure() -> None:
+    with (
+        endpoint(lambda n, _: (200, says("3")) if n < 4 else (403, {})) as (url, seen),
+        pytest.raises(JudgingFailed, match="answers 403") as caught,
+    ):
+        EndpointJudge(url, "m", at_once=1)(PIRATE, [Judged("?", str(i)) for i in range(50)])
+    assert list(caught.value.scores[:3]) == [3, 3, 3]
+    assert len(caught.value.scores) == 50
+    assert all(isinstance(score, NoScore) for score in caught.value.scores[3:])
+    assert len(seen) < 10  # and the rest was not asked for
+
+
 def test_an_endpoint_that_is_not_there_is_told() -> None:
     with pytest.raises(SteerscopeError, match="cannot be reached"):
         EndpointJudge("http://127.0.0.1:9/v1", "m", tries=2, pause_s=0.01)(PIRATE, [Judged("?", "a")])
@@ -171,7 +212,13 @@ def test_an_endpoint_that_is_not_there_is_told() -> None:
 
 def test_an_answer_that_is_no_completion_is_no_judgement() -> None:
     with endpoint(lambda *_: (200, ["odd"])) as (url, _):
-        assert EndpointJudge(url, "m")(PIRATE, [Judged("?", "a")]) == [None]
+        assert EndpointJudge(url, "m")(PIRATE, [Judged("?", "a")]) == [NO_SCORE]
+
+
+@pytest.mark.parametrize("url", ["http://host:port/v1", "http://[::1/v1", "http://", "http:///v1", "http://a\x00b"])
+def test_an_address_that_cannot_be_one_is_told_at_once(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not an address; write it like http"):
+        EndpointJudge(url, "m")
 
 
 def test_wrong_settings_are_told_together() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from steerscope.extraction.personas.folder import write_pt
+from steerscope.extraction.strategies import first_axis, towards
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.steering import LayersLike, Steering, checked_layers
 from steerscope.vectors.vector import Json, SteeringVector
@@ -26,20 +27,17 @@ def principal_axis(roles: Tensor, default: Tensor, model: str | None = None) -> 
     if len(roles) < FEWEST_ROLES:
         what = f"an axis of {len(roles)} roles says nothing"
         raise InvalidRequest([Problem("roles", what, f"give at least {FEWEST_ROLES}")])
-    centre = roles.double().mean(0)
-    spread = (roles.double() - centre).transpose(0, 1)  # [layers, roles, hidden]
-    _, sizes, directions = torch.linalg.svd(spread, full_matrices=False)
-    first, explained = directions[:, 0], sizes[:, 0] ** 2 / (sizes**2).sum(-1)
-    side = torch.sign(((default.double() - centre) * first).sum(-1, keepdim=True))
-    first = first * torch.where(side == 0, 1.0, side)
+    spread = roles.double() - roles.double().mean(0)
+    everybody, is_default = torch.cat([roles, default[None]]), torch.arange(len(roles) + 1) == len(roles)
+    first = towards(first_axis(spread), everybody, is_default)
+    along, whole = (spread * first).sum(-1).square().sum(0), spread.square().sum((0, 2))
+    explained = along / whole.clamp_min(1e-30)  # 0 where all roles are alike
     about: dict[str, Json] = {
         "name": "axis",
         "roles": len(roles),
         "explained": [round(float(share), 4) for share in explained],
     }
-    return SteeringVector(
-        dict(enumerate(first.float())), model=model, method="first PC of role means", provenance=about
-    )
+    return SteeringVector(dict(enumerate(first)), model=model, method="first PC of role means", provenance=about)
 
 
 def contrast_axis(roles: Tensor, default: Tensor, model: str | None = None) -> SteeringVector:

@@ -1,5 +1,6 @@
 """Files from what a run has gathered; no model is needed, and everything here may be made again at any time."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,8 +30,9 @@ from steerscope.vectors.files import load, save
 from steerscope.vectors.vector import SteeringVector
 
 PERCENTILES = (1.0, 25.0, 50.0, 75.0)
-TRUSTED = 5  # answers or pairs; where fewer were judged so, all are taken instead
+TRUSTED = 5  # answers or pairs; a key of those that were judged so is left out where they are fewer
 _ROLE_CHOICE, _TRAIT_CHOICE = ("pos_3", "pos_all"), ("pos_neg_50", "pos_neg")
+_OF_ALL = ("pos_all", "pos_neg", "pos_default")  # need no judge
 Summary = dict[str, Any]
 
 
@@ -44,32 +46,72 @@ def build(out: Path, *, layers: LayersLike | None = None, percentiles: Sequence[
         raise InvalidRequest([Problem(str(out), "holds no answer of the default", "go on with personas run --resume")])
     for name in ("vectors/roles", "vectors/traits", "steering"):
         (out / name).mkdir(parents=True, exist_ok=True)
-    ground = default.means.double().mean(0).float()
+    ground = _ground(default)
     counts = {"answers": len(default.means)}
     write_pt(out / "vectors" / "default_vectors.pt", {"activations": {"default_1": ground}, "metadata": counts})
     personas: Summary = {run.default.name: {"kind": "default", **counts}}
     means: dict[str, Tensor] = {}
     for persona in run.personas:
         answers = gather(run, folder, persona)
-        keys = role_keys(answers) if persona.kind == "roles" else trait_keys(answers, len(run.default.instructions))
-        write_pt(
-            out / "vectors" / persona.kind / f"{persona.name}.pt", {key: value for key, (value, _) in keys.items()}
-        )
+        keys = _keys(run, persona, answers)
         personas[persona.name] = _persona_summary(persona, answers, keys)
+        if keys:
+            tensors = {key: value for key, (value, _) in keys.items()}
+            write_pt(out / "vectors" / persona.kind / f"{persona.name}.pt", tensors)
         chosen = _choose(persona, keys)
         if chosen is None:
             continue
+        name, difference = chosen, keys[chosen][0]
         if persona.kind == "roles":
-            means[persona.name] = keys[chosen][0]
-        difference = keys[chosen][0] - (ground if persona.kind == "roles" else 0)
-        name = f"{chosen}-default_1" if persona.kind == "roles" else chosen
+            name, own = f"{chosen}-default_1", _ground(default, run.questions(persona))
+            if not torch.equal(own, ground):
+                name = f"{chosen}-default of the same questions"
+            means[persona.name] = difference + (ground - own)  # as if it had been asked what all were asked
+            difference = difference - own
         _save_contrast(out, run, persona, difference, name, keys[chosen][1])
         personas[persona.name]["steering"] = name
     summary: Summary = {"personas": personas}
     if len(means) >= FEWEST_ROLES:
         summary["axis"] = _axis(out, run, means, default.means, ground, chosen_layers, percentiles)
+    summary["files"] = _files(summary, percentiles)
+    _remove_stale(out, summary["files"])
     write_json(out / "summary.json", summary)
     return summary
+
+
+def _ground(default: Answers, questions: Sequence[str] | None = None) -> Tensor:
+    """The mean of the default's answers to some questions; of all where it has answered none of them."""
+    some = [i for i, one in enumerate(default.asked) if questions is None or one.question in questions]
+    rows = default.means[torch.tensor(some)] if some else default.means
+    return rows.double().mean(0).float()
+
+
+def _keys(run: PersonaRun, persona: Persona, answers: Answers) -> Keys:
+    keys = role_keys(answers) if persona.kind == "roles" else trait_keys(answers, len(run.default.instructions))
+    return {key: found for key, found in keys.items() if key in _OF_ALL or found[1] >= TRUSTED}
+
+
+def _files(summary: Summary, percentiles: Sequence[float]) -> list[str]:
+    found = ["vectors/default_vectors.pt"]
+    for name, one in summary["personas"].items():
+        found += [f"vectors/{one['kind']}/{name}.pt"] if one.get("keys") else []
+        found += [f"steering/{name}.safetensors"] if "steering" in one else []
+    if "axis" in summary:
+        found += [f"steering/{name}" for name in ("axis.safetensors", "axis-contrast.safetensors", "capping_config.pt")]
+        found += [f"steering/cap-p{percentile:g}.json" for percentile in percentiles]
+    return sorted(found)
+
+
+def _remove_stale(out: Path, written: Sequence[str]) -> None:
+    """Files of the last time that were not written this time; what others put there is left alone."""
+    try:
+        before = json.loads((out / "summary.json").read_bytes())["files"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    for path in [*(out / "vectors").rglob("*"), *(out / "steering").iterdir()]:
+        name = path.relative_to(out).as_posix()
+        if name in before and name not in written:
+            path.unlink()
 
 
 def gather(run: PersonaRun, folder: Folder, persona: Persona) -> Answers:
@@ -82,16 +124,14 @@ def gather(run: PersonaRun, folder: Folder, persona: Persona) -> Answers:
     found: list[Rollout] = [one for one in asked if given.get(one.id, {}).get("shard")]
     assert run.model is not None
     rows = folder.shards.read([given[one.id] for one in found]) if found else torch.empty(0, run.model.layers, 0)
-    judged = [scores.get(score_id(run.judge or "", one, text_of(given[one.id])), {}).get("score") for one in found]
-    return Answers(found, rows, judged)
+    ids = [score_id(run.judge or "", persona, one, text_of(given[one.id])) for one in found]
+    return Answers(found, rows, [scores.get(id, {}).get("score") for id in ids])
 
 
 def _choose(persona: Persona, keys: Keys) -> str | None:
     """The key that stands for a persona: the well judged answers where there are enough of them."""
     best, every = _ROLE_CHOICE if persona.kind == "roles" else _TRAIT_CHOICE
-    if best in keys and keys[best][1] >= TRUSTED:
-        return best
-    return every if every in keys else None
+    return next((key for key in (best, every) if key in keys), None)
 
 
 def _persona_summary(persona: Persona, answers: Answers, keys: Keys) -> Summary:
@@ -135,8 +175,6 @@ def _axis(
     contrast = contrast_axis(roles, ground, run.model.name)
     _save(axis, out / "steering" / "axis.safetensors")
     _save(contrast, out / "steering" / "axis-contrast.safetensors")
-    for stale in (out / "steering").glob("cap-p*.json"):
-        stale.unlink()
     experiments = {}
     for percentile in percentiles:
         limits = thresholds(axis.at(list(chosen)), default_rows, percentile)

@@ -110,7 +110,7 @@ def load_questions(path: Path | None = None) -> list[str]:
     """Each question once, in the order of the file."""
     source, problems, found = path or _SHIPPED / "questions.jsonl", [], []
     with reading(str(source), "file of questions"):
-        lines = source.read_text(encoding="utf-8").splitlines()
+        lines = source.read_text(encoding="utf-8").split("\n")  # JSON may hold U+2028
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -1,7 +1,8 @@
 """The folder of a run, written so that a killed run goes on where it stopped and nothing is done twice.
 
 A `Ledger` is a JSONL file with an `id` per line, read back into a dictionary; lines are added in whole batches, and
-what a crash tore off is dropped when it is opened again. Activations lie in shards named by the hash of their bytes.
+what a crash tore off is passed over, and cut off before the next lines are added: reading changes nothing, so that one
+may look at a run that goes on. Activations lie in shards named by the hash of their bytes.
 A batch writes its shard first and then its lines, so a line always finds its row, and a shard that is damaged takes its
 lines with it: those answers count as not given.
 """
@@ -44,7 +45,6 @@ def write_pt(path: Path, data: object) -> None:
 class Ledger:
     def __init__(self, path: Path, holds: Callable[[Record], bool] = lambda _: True) -> None:
         """`holds` says of a record whether what it speaks of is still there."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self.records = path, dict[str, Record]()
         raw = path.read_bytes() if path.is_file() else b""
         kept = []
@@ -53,12 +53,16 @@ class Ledger:
             if record is not None and record["id"] not in self.records and holds(record):
                 self.records[record["id"]] = record
                 kept.append(line)
-        if b"".join(kept) != raw:
-            with atomic_path(path) as temporary:
-                temporary.write_bytes(b"".join(kept))
+        whole = b"".join(kept)
+        self._whole = None if whole == raw else whole
 
     def append(self, records: Sequence[Record]) -> None:
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._whole is not None:
+            with atomic_path(self._path) as temporary:
+                temporary.write_bytes(self._whole)
+            self._whole = None
         try:
             with self._path.open("ab") as file:
                 file.write(text.encode())
@@ -81,13 +85,13 @@ class Shards:
     """Activations [n, layers, hidden], float32, a file for each batch."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._whole: dict[str, bool] = {}
 
     def write(self, persona: str, means: Tensor) -> str:
         data = safetensors.torch.save({"means": means.contiguous()})
         name = f"{persona}-{hashlib.sha256(data).hexdigest()[:24]}.safetensors"
+        self._folder.mkdir(parents=True, exist_ok=True)
         with atomic_path(self._folder / name) as temporary:
             temporary.write_bytes(data)
         self._whole[name] = True

@@ -3,13 +3,13 @@
 A judge is a callable with a name; the name is kept with its scores, so that another judge's are not taken for its own.
 `KeywordJudge` counts words, needs nothing, and is as good as its lists: it sees what an answer speaks of, not whether
 it is well played. `EndpointJudge` asks a model behind any OpenAI-compatible server. A refusal to answer is 0 for a role
-and REFUSAL for a trait, as in the public sets; None says that no judgement could be had.
+and REFUSAL for a trait, as in the public sets; `NoScore` says why no judgement could be had.
 """
 
 import re
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -28,6 +28,19 @@ _IS_AI = re.compile(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class NoScore:
+    reason: str
+
+
+class JudgingFailed(SteerscopeError):
+    """A judge that cannot go on; `scores` holds what it had said of the same answers, in order."""
+
+    def __init__(self, message: str, scores: "Sequence[Score | NoScore]") -> None:
+        super().__init__(message)
+        self.scores = scores
+
+
 class Judged(NamedTuple):
     question: str
     answer: str
@@ -41,7 +54,7 @@ class Judge(Protocol):
         """What keeps it from judging these, told before anything is generated."""
         ...
 
-    def __call__(self, persona: Persona, answers: Sequence[Judged]) -> list[Score | None]: ...
+    def __call__(self, persona: Persona, answers: Sequence[Judged]) -> Sequence[Score | NoScore]: ...
 
 
 # --- words
@@ -49,10 +62,11 @@ class Judge(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeywordJudge:
-    """A role: 0 refuses, 1 has none of the words, 2 has one or calls itself an AI, 3 has two or more.
+    """A role: without any of its words 0 if it refuses, else 1; with one of them 2; with more 3, but 2 if it calls
+    itself an AI.
 
-    A trait: 50 + 50 (p - n) / (p + n + 1/2) with p and n the numbers of different words of either list. A keyword
-    counts where a word begins with it.
+    A trait: 50 + 50 (p - n) / (p + n + 1/2) with p and n the numbers of different words of either list; REFUSAL if it
+    refuses without any of them. A keyword counts where a word begins with it.
     """
 
     name: str = "keyword"
@@ -65,7 +79,7 @@ class KeywordJudge:
             if not one.keywords.pos or (one.kind == "traits" and not one.keywords.neg)
         ]
 
-    def __call__(self, persona: Persona, answers: Sequence[Judged]) -> list[Score | None]:
+    def __call__(self, persona: Persona, answers: Sequence[Judged]) -> list[Score]:
         return [self._score(persona, one.answer) for one in answers]
 
     def _score(self, persona: Persona, answer: str) -> Score:
@@ -108,7 +122,7 @@ class EndpointJudge:
 
     def __post_init__(self) -> None:
         problems = []
-        if not self.url.startswith(("http://", "https://")):
+        if not _is_address(self.url):
             what = f"{self.url!r} is not an address"
             problems.append(Problem("judge", what, "write it like http://127.0.0.1:8000/v1, or keyword, or none"))
         if not self.model:
@@ -125,14 +139,26 @@ class EndpointJudge:
         asked = [one for one in personas if one.eval_prompt is not None and "{answer}" not in one.eval_prompt]
         return [Problem(f"{one.name}.eval_prompt", "does not show the answer", remedy) for one in asked]
 
-    def __call__(self, persona: Persona, answers: Sequence[Judged]) -> list[Score | None]:
+    def __call__(self, persona: Persona, answers: Sequence[Judged]) -> list[Score | NoScore]:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         prompts = [prompt_for(persona, one) for one in answers]
         with httpx.Client(headers=headers, timeout=120.0) as client, ThreadPoolExecutor(self.at_once) as pool:
-            replies = list(pool.map(lambda prompt: self._ask(client, prompt), prompts))
-        return [parse_score(reply, 3 if persona.kind == "roles" else 100) for reply in replies]
+            asked = [pool.submit(self._ask, client, prompt) for prompt in prompts]
+            try:
+                wait(asked, return_when=FIRST_EXCEPTION)
+            finally:
+                pool.shutdown(cancel_futures=True)  # those that are under way are waited for
+        failures = [None if one.cancelled() else one.exception() for one in asked]
+        highest = 3 if persona.kind == "roles" else 100
+        scores: list[Score | NoScore] = [
+            NoScore("was not judged") if one.cancelled() or failure else _judgement(one.result(), highest)
+            for one, failure in zip(asked, failures, strict=True)
+        ]
+        if failure := next(filter(None, failures), None):
+            raise JudgingFailed(str(failure), scores) from failure
+        return scores
 
-    def _ask(self, client: httpx.Client, prompt: str) -> str:
+    def _ask(self, client: httpx.Client, prompt: str) -> str | NoScore:
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": prompt}],
@@ -150,6 +176,8 @@ class EndpointJudge:
                 if response.status_code == 200:
                     return _content(response)
                 found = f"answers {response.status_code}: {response.text[:200]}"
+                if response.status_code in _REFUSED:
+                    return NoScore(f"the judge {found}")
                 if response.status_code not in (408, 409, 429) and response.status_code < 500:
                     break
                 after = response.headers.get("retry-after", "")
@@ -159,6 +187,21 @@ class EndpointJudge:
         raise SteerscopeError(
             f"the judge {self.name} {found}; mend that and go on with --resume, what was judged is kept"
         )
+
+
+_REFUSED = (400, 413, 422)  # this prompt, too long for example; others may do
+
+
+def _is_address(url: str) -> bool:
+    try:
+        return url.startswith(("http://", "https://")) and bool(httpx.URL(url).host)
+    except httpx.InvalidURL:
+        return False
+
+
+def _judgement(reply: str | NoScore, highest: int) -> Score | NoScore:
+    score = reply if isinstance(reply, NoScore) else parse_score(reply, highest)
+    return NoScore("its reply holds no score") if score is None else score
 
 
 def _content(response: httpx.Response) -> str:
@@ -175,9 +218,18 @@ def prompt_for(persona: Persona, one: Judged) -> str:
     return re.sub(r"\{(question|answer|name)\}", lambda match: values[match[1]], template)
 
 
+_NO_REFUSAL = re.compile(
+    r"\b(?:no|non|not|cannot|without|\w+n['’]t)\b[^.,;:\n]{0,20}?\brefusal\b"
+    r"|\brefusal\s*[:=?]\s*(?:no|false)\b(?!\s+[a-z])",
+    re.I,
+)
+
+
 def parse_score(reply: str, highest: int) -> Score | None:
-    """The first number that is on the scale."""
-    if REFUSAL in reply.upper():
+    """The first number that is on the scale; what is said about the scale itself does not count."""
+    if REFUSAL in _NO_REFUSAL.sub("", reply).upper():
         return REFUSAL if highest == 100 else 0
+    scale = rf"\b[01]\s*(?:to|through|and|-|–)\s*{highest}\b|\b(?:out|scale) of {highest}\b"
+    reply = re.sub(scale, " ", reply, flags=re.I)
     numbers = (float(number) for number in re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w%]|\.\d)", reply))
     return next((number for number in numbers if number <= highest), None)

@@ -3,7 +3,7 @@
 What each key holds is as in the files they already have: a role's are means over the answers with that score; a trait's
 are differences of means over pairs of answers to the same question, `_50` over those pairs whose scores differ by more
 than 50, and means of its pos answers with scores from 70, and from 40 to below 70. A key that no answer would stand
-behind is left out: a vector of zeros would pass for a measurement.
+behind is left out: a vector of zeros would pass for a measurement. (`build` leaves out those of too few, too.)
 """
 
 from collections.abc import Mapping, Sequence

@@ -95,7 +95,8 @@ def answer_all(
 ) -> Iterator[tuple[int, str | None]]:
     """Answer what the ledger lacks; yields after each batch how many were asked, and why one failed, if any did.
 
-    A failed one is left out of the ledger: the next run tries it again.
+    One that failed, or that the engine refuses (too long for the model), is left out of the ledger: the others go on,
+    and the next run tries it again.
     """
     system = takes_system(engine)
     missing = [one for one in wanted if one.id not in ledger.records]
@@ -103,15 +104,26 @@ def answer_all(
         part = missing[start : start + batch]
         chats = [conversation(one, system) for one in part]
         samplings = [Sampling.parse({**settings.model_dump(), "seed": _seed(settings.seed, one)}) for one in part]
-        reason = None
-        try:
-            done: Sequence[Generation | None] = engine.chat(chats, samplings, capture=_MEAN)
-        except RequestFailed as error:
-            done, reason = error.completed, str(error)
-            if not any(done):
-                raise
+        done, reason = _ask(engine, chats, samplings)
         _commit(part, chats, done, ledger, shards)
         yield len(part), reason
+
+
+def _ask(
+    engine: SyncEngine, chats: Sequence[list[Message]], samplings: Sequence[Sampling]
+) -> tuple[list[Generation | None], str | None]:
+    """A refusal holds for the whole call, so the half that is to blame is looked for."""
+    try:
+        return list(engine.chat(chats, list(samplings), capture=_MEAN)), None
+    except RequestFailed as error:
+        return list(error.completed) or [None] * len(chats), str(error)
+    except InvalidRequest as error:
+        if len(chats) == 1:
+            return [None], f"{chats[0][-1].content[:60]!r}: {error}"
+    half = len(chats) // 2
+    first, why = _ask(engine, chats[:half], samplings[:half])
+    second, why_too = _ask(engine, chats[half:], samplings[half:])
+    return first + second, "\n".join(filter(None, (why, why_too))) or None
 
 
 def conversation(one: Rollout, system: bool) -> list[Message]:

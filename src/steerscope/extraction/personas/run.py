@@ -5,21 +5,21 @@
     OUT/scores/NAME.jsonl      what the judge said
     OUT/vectors/roles/NAME.pt, OUT/vectors/traits/NAME.pt, OUT/vectors/default_vectors.pt
     OUT/steering/NAME.safetensors, axis.safetensors, axis-contrast.safetensors, capping_config.pt
-    OUT/summary.json           how many answers stand behind each
+    OUT/summary.json           how many answers stand behind each, and which files were made
 
 Answers and scores are only ever added; everything below them is made anew from them, without the model.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field
 
 from steerscope.engines.facade import SyncEngine
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.personas.folder import Ledger, Shards, digest, write_json
-from steerscope.extraction.personas.judges import Judge, Judged
+from steerscope.extraction.personas.judges import Judge, Judged, JudgingFailed, NoScore
 from steerscope.extraction.personas.rollouts import (
     Progress,
     Rollout,
@@ -31,9 +31,10 @@ from steerscope.extraction.personas.rollouts import (
 )
 from steerscope.files import reading
 from steerscope.specs.base import Spec
-from steerscope.specs.errors import BadFile, InvalidRequest, Problem
+from steerscope.specs.errors import BadFile, InvalidRequest, Problem, RequestFailed
 
 _JUDGED_AT_ONCE = 64
+_RESERVED = ("axis", "axis-contrast", "default_vectors")
 
 
 class ModelFacts(Spec):
@@ -41,6 +42,13 @@ class ModelFacts(Spec):
     layers: int
     hidden: int
     vocab: int
+    engine: str | None = None  # None in older runs, which did not say
+    dtype: str | None = None
+
+    def same(self, other: "ModelFacts") -> bool:
+        """As far as both say."""
+        mine, theirs = self.model_dump(exclude_none=True), other.model_dump(exclude_none=True)
+        return all(mine[name] == theirs[name] for name in mine.keys() & theirs.keys())
 
 
 class PersonaRun(Spec):
@@ -73,6 +81,17 @@ class PersonaRun(Spec):
             return own
         questions = set(self.questions(persona))
         return own + [one for one in self.asked(self.default) if one.question in questions]
+
+    def joined(self, before: "PersonaRun") -> Self:
+        """With all that an earlier run asked: a run only ever grows. New definitions take the place of old ones."""
+        personas = {one.name: one for one in before.personas} | {one.name: one for one in self.personas}
+        return self.model_copy(
+            update={
+                "personas": tuple(personas.values()),
+                "shared": tuple(dict.fromkeys(before.shared + self.shared)),
+                "ask": self.ask if self.ask == before.ask else "both",
+            }
+        )
 
     @property
     def everybody(self) -> tuple[Persona, ...]:
@@ -112,7 +131,7 @@ def generate(
 ) -> tuple[PersonaRun, list[str]]:
     """Answer what is not answered yet and judge what is not judged yet; what failed is told and tried by the next."""
     run = _begin(engine, run, out, judge, resume)
-    folder, failures = Folder(out), []
+    folder, failures, answered = Folder(out), list[str](), 0
     total, done = sum(len(run.asked(one)) for one in run.everybody), 0
     for persona in run.everybody:
         wanted, ledger = run.asked(persona), folder.answers(persona)
@@ -122,52 +141,81 @@ def generate(
             done += count
             failures += [f"{persona.name}: {reason}"] if reason else []
             progress("answers", done, total)
+        answered += len(ledger.records)
+        if failures and not answered:  # the default, without which there are no vectors, comes first
+            raise RequestFailed(failures[0])
     if judge is not None:
-        judge_answers(run, out, judge, progress)
+        failures += judge_answers(run, out, judge, progress)
     return run, failures
 
 
-def judge_answers(run: PersonaRun, out: Path, judge: Judge, progress: Progress = silent) -> None:
-    folder, done = Folder(out), 0
+def judge_answers(run: PersonaRun, out: Path, judge: Judge, progress: Progress = silent) -> list[str]:
+    """Judge what is not judged yet; tells which personas have answers that got no score."""
+    folder, done, unjudged = Folder(out), 0, list[str]()
     total = sum(len(run.judged(one)) for one in run.personas)
     given = {id: text_of(record) for one in run.everybody for id, record in folder.answers(one).records.items()}
     for persona in run.personas:
         ledger, wanted = folder.scores(persona), run.judged(persona)
-        texts = [(score_id(judge.name, one, given[one.id]), one, given[one.id]) for one in wanted if one.id in given]
+        texts = [
+            (score_id(judge.name, persona, one, given[one.id]), one, given[one.id]) for one in wanted if one.id in given
+        ]
         missing = [each for each in texts if each[0] not in ledger.records]
         done += len(wanted) - len(missing)
+        reasons: list[str] = []
         for start in range(0, len(missing), _JUDGED_AT_ONCE):
             part = missing[start : start + _JUDGED_AT_ONCE]
-            scores = judge(persona, [Judged(one.question, text) for _, one, text in part])
+            failure = None
+            try:
+                scores = judge(persona, [Judged(one.question, text) for _, one, text in part])
+            except JudgingFailed as error:
+                scores, failure = error.scores, error
             ledger.append(
                 [
                     {"id": id, "key": one.key, "question": one.question, "score": score, "judge": judge.name}
                     for (id, one, _), score in zip(part, scores, strict=True)
-                    if score is not None
+                    if not isinstance(score, NoScore)
                 ]
             )
+            if failure is not None:
+                raise failure
+            reasons += [score.reason for score in scores if isinstance(score, NoScore)]
             done += len(part)
             progress("scores", done, total)
+        if reasons:
+            unjudged.append(f"{persona.name}: {len(reasons)} of {len(texts)} answers have no score: {reasons[0]}")
+    return unjudged
 
 
-def score_id(judge: str, one: Rollout, text: str) -> str:
-    return digest(judge, one.id, text)
+def score_id(judge: str, persona: Persona, one: Rollout, text: str) -> str:
+    """Of a judgement: who judged what, and by which measure."""
+    return digest(judge, persona.keywords.model_dump(), persona.eval_prompt, one.id, text)
 
 
 def _begin(engine: SyncEngine, run: PersonaRun, out: Path, judge: Judge | None, resume: bool) -> PersonaRun:
     """Check everything before the first answer, and say in the folder what it is going to hold."""
     facts = engine.facts
-    model = ModelFacts(name=facts.name, layers=facts.layers, hidden=facts.hidden, vocab=facts.vocab)
+    model = ModelFacts(
+        name=facts.name,
+        layers=facts.layers,
+        hidden=facts.hidden,
+        vocab=facts.vocab,
+        engine=type(engine.aio).__name__,
+        dtype=str(engine.aio.dtype).removeprefix("torch."),
+    )
     run = run.model_copy(update={"model": model, "judge": judge.name if judge else None})
-    problems = _problems(run) + (judge.check(run.personas) if judge else [])
+    problems = _problems(run)
     if (out / "run.json").is_file():
         before = load_run(out)
+        run = run.joined(before)
         if not resume:
             problems.append(Problem(str(out), "holds a run already", "go on with --resume, or choose another folder"))
-        for name, old, new in (("model", before.model, run.model), ("sampling", before.rollouts, run.rollouts)):
-            if old != new:
+        same = before.model is None or before.model.same(model), before.rollouts == run.rollouts
+        whats = ("model", before.model, model), ("sampling", before.rollouts, run.rollouts)
+        for fits, (name, old, new) in zip(same, whats, strict=True):
+            if not fits:
                 what = f"its answers were given with another {name} ({old}), not with {new}"
                 problems.append(Problem(str(out), what, "keep to it, or choose another folder"))
+    problems += judge.check(run.personas) if judge else []
     if problems:
         raise InvalidRequest(problems)
     out.mkdir(parents=True, exist_ok=True)
@@ -179,6 +227,11 @@ def _problems(run: PersonaRun) -> list[Problem]:
     names = [one.name for one in run.personas]
     twice: Sequence[str] = sorted({name for name in names if names.count(name) > 1})
     problems = [Problem("personas", f"{name} is there twice", "names are files: rename one") for name in twice]
+    problems += [
+        Problem("personas", f"{name} is the name of another file of a run", "rename it")
+        for name in names
+        if name.lower() in _RESERVED
+    ]
     if run.default.name in names:
         problems.append(Problem("personas", f"{run.default.name} is what all are compared with", "leave it out"))
     unasked = [one.name for one in run.personas if not run.questions(one)]
