@@ -1,6 +1,7 @@
 """Many vectors side by side: numbers against plain loops, tables read back, and the page."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,13 +76,14 @@ def test_near_vectors_share_a_cluster_and_stand_together() -> None:
 
 
 def test_a_learned_vector_is_held_against_the_averaged_one_of_its_name() -> None:
-    (one,) = compare(some()).agreement
+    one, *probe = compare(some()).agreement
     assert (one.learned, one.averaged, one.layer) == ("learned/happy.safetensors", "averaged/happy.safetensors", 1)
     assert one.cosine > 0.9
-    assert (one.rank, one.of) == (1, 3)
+    assert (one.rank, one.of) == (1, 2)
+    assert [(other.learned, other.layer) for other in probe] == [("probe/angry.safetensors", k) for k in (0, 1)]
     turned = {**some(), "averaged/happy.safetensors": -vector(1, "mean_difference")}
-    (far,) = compare(turned).agreement
-    assert (far.rank, far.of) == (3, 3)
+    far = compare(turned).agreement[0]
+    assert (far.rank, far.of) == (2, 2)
 
 
 def test_a_shared_vector_takes_part_at_all_layers_and_a_zero_one_is_like_none() -> None:
@@ -127,7 +129,8 @@ def test_folders_are_searched_and_what_is_no_vector_is_left_out(tmp_path: Path) 
         (tmp_path / name).write_bytes(b"")
     found = vector_files([tmp_path, tmp_path / "b.safetensors"])
     wanted = ["b.safetensors", "deep/a.gguf", "deep/chat", "b.safetensors"]
-    assert [str(path.relative_to(tmp_path)) for path in found] == wanted
+    assert [str(path.relative_to(tmp_path)) for path, _ in found] == wanted
+    assert [named for _, named in found] == [False, False, False, True]
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidRequest, match="empty: holds no vector files"):
         vector_files([tmp_path / "empty"])
@@ -137,7 +140,16 @@ def test_the_page_shows_all_parts_and_escapes_names() -> None:
     text = comparison_page(compare({**some(), "averaged/<b>x.safetensors": vector(5, "mean_difference")}))
     assert "<b>x" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert "&lt;b&gt;x" in text
-    for part in ("plot-heat", "plot-norms", "Clusters", "1 of 4", "layer 2"):
+    for part in ("plot-heat", "plot-norms", "Clusters", "1 of 3", "layer 2"):
         assert part in text
     plain = comparison_page(compare({"a": vector(1, layers=None), "b": vector(2, layers=None)}))
     assert "No learned vector has an averaged one of the same name beside it." in plain
+
+
+def test_the_page_takes_any_path_as_a_name_and_calls_a_shared_layer_so() -> None:
+    both = {".": vector(1, layers=None), "../x.v1": replace(vector(1, layers=None), method="learned")}
+    assert "x.v1" in comparison_page(compare(both))
+    shared = replace(vector(1, layers=None), method="learned")
+    text = comparison_page(compare({"a/happy": vector(1, layers=None), "b/happy": shared}))
+    assert "<td>shared</td>" in text
+    assert "None" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import Result
 
 from steerscope import SteeringVector, load_vector, save_vector
@@ -281,6 +282,25 @@ def test_compare_takes_folders_and_writes_a_page_and_tables(done: Done, tmp_path
     assert all(row[i + 1] == "+1.0000" for i, row in enumerate(rows))
     names = {path.name for path in (tmp_path / "report").iterdir()}
     assert names == {"index.html", "cosine.parquet", "vectors.parquet"}
+
+
+def test_compare_leaves_out_what_it_finds_that_is_no_vector_and_refuses_it_where_named(
+    cli: Cli, refused: Refused, tmp_path: Path
+) -> None:
+    (tmp_path / "activations").mkdir()
+    for i in range(2):
+        save_vector(vector({1: [1.0, i]}), tmp_path / f"v{i}.safetensors")
+        save_file({"means": torch.zeros(2, 3, 4)}, tmp_path / "activations" / f"{i}.safetensors")
+    found = cli("vectors", "compare", tmp_path, "--json")
+    assert found.exit_code == 0
+    assert json.loads(found.stdout)["files"] == [str(tmp_path / f"v{i}.safetensors") for i in range(2)]
+    assert "left out" in found.stderr
+    assert "and 1 more" in found.stderr
+    (line,) = refused("vectors", "compare", tmp_path, tmp_path / "activations" / "0.safetensors")
+    assert "holds a tensor of shape [2, 3, 4]" in line
+    none = cli("vectors", "compare", tmp_path / "activations")
+    assert none.exit_code == 2
+    assert "error: compare: there are 0 vectors; give at least two" in none.stderr
 
 
 def test_extract_refuses_with_every_mistake_at_once(refused: Refused, model: str, tmp_path: Path) -> None:

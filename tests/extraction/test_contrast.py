@@ -10,6 +10,9 @@ from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
 from steerscope.extraction import (
     ContrastPair,
+    DatasetEntry,
+    Examples,
+    extract,
     load_contrast_set,
     mean_difference,
     row_norms,
@@ -127,9 +130,17 @@ def test_texts_that_are_no_list_are_refused(engine: SyncEngine, texts: list[str]
         row_norms(engine, texts)
 
 
-def test_norms_of_a_text_without_a_second_token_are_refused_by_its_number(engine: SyncEngine) -> None:
-    with pytest.raises(InvalidRequest, match=r"prompts\[1\].*selects no row of this request"):
-        row_norms(engine, ["How was your week?", "a"])
+def test_norms_leave_out_texts_of_one_token_unless_there_are_no_others(engine: SyncEngine) -> None:
+    assert row_norms(engine, ["How was your week?", "a"]) == row_norms(engine, ["How was your week?"])
+    wanted = torch.stack([reference_rows(text)[:, 0] for text in "ab"]).norm(dim=-1).mean(0)
+    assert list(row_norms(engine, ["a", "b"]).values()) == pytest.approx(wanted.tolist(), rel=1e-5)
+
+
+def test_it_is_the_same_arithmetic_as_that_of_the_strategy(engine: SyncEngine) -> None:
+    entries = [DatasetEntry(pair.positive, pair.negative) for pair in [*PAIRS, PAIRS[0]]]
+    found = mean_difference(engine, [*PAIRS, PAIRS[0]])
+    other = extract(engine, Examples.of_pairs(entries)).vector
+    assert all(torch.equal(found[layer], other[layer]) for layer in range(4))
 
 
 @pytest.mark.parametrize(

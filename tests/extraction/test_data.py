@@ -63,6 +63,26 @@ def test_too_few_examples_are_refused_for_each_side(tmp_path: Path) -> None:
         Examples.of_pairs([DatasetEntry("yes", "no")] * 3)
 
 
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85"])
+def test_a_line_ends_where_json_lines_end_and_nowhere_else(tmp_path: Path, mark: str) -> None:
+    pairs = [{"positive": f"yes{mark}{i}", "negative": f"no {i}"} for i in range(4)]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes("\r\n".join(json.dumps(pair, ensure_ascii=False) for pair in pairs).encode())
+    assert load_examples(path).texts[:4] == tuple(pair["positive"] for pair in pairs)
+
+
+def test_examples_that_do_not_fit_together_are_refused() -> None:
+    texts, labels = tuple("abcdefgh"), (True,) * 4 + (False,) * 4
+    with pytest.raises(InvalidRequest, match="there are 7 texts, 8 positive; give one of each for every example"):
+        Examples(texts[:7], labels)
+    with pytest.raises(InvalidRequest, match="there are 8 texts, 8 positive, 2 pairs"):
+        Examples(texts, labels, (0, 1))
+    with pytest.raises(InvalidRequest) as caught:
+        Examples(texts, labels, (0, 1, 2, 2, 0, 1, 3, 3))
+    assert [problem.field for problem in caught.value.problems] == ["pairs[2]", "pairs[3]"]
+    assert "is not one example of either label; give one positive and one negative" in str(caught.value)
+
+
 def test_a_file_that_is_not_there_or_not_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
     for name in ("gone.jsonl", "bytes.jsonl"):

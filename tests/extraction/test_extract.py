@@ -1,6 +1,8 @@
 """From examples to a vector with its quality, a layer and a scale, on real engines."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,12 +10,14 @@ import torch
 import tiny
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
-from steerscope.extraction import DatasetEntry, Examples, LayerQuality, extract, row_norms
+from steerscope.engines.load import load
+from steerscope.extraction import DatasetEntry, Examples, LayerQuality, extract, load_contrast_set, row_norms
 from steerscope.extraction.extract import recommended
 from steerscope.extraction.reading import last, read_rows
 from steerscope.extraction.strategies import STRATEGIES, strategy
 from steerscope.specs.errors import InvalidRequest
 
+RESULTS = Path(__file__).parent.parent.parent / "bench" / "results"
 WORDS = ["dog", "week", "work", "beach", "fox", "time", "range", "Fuchs"]
 PAIRS = [
     DatasetEntry(f"The quick brown {word} had a wonderful time", f"And then the lazy {word} rained at work")
@@ -63,6 +67,70 @@ def test_held_out_examples_measure_and_do_not_make_the_vector(engine: SyncEngine
         torch.testing.assert_close(measured.vector.directions[layer], direction, atol=1e-5, rtol=1e-4)
     assert all(one.auroc < 0.1 for one in measured.quality)
     assert max(one.auroc for one in alone.quality) > 0.9
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_other_held_out_examples_never_change_the_layer_or_the_scale(engine: SyncEngine, labelled: bool) -> None:
+    given = Examples(EXAMPLES.texts, EXAMPLES.positive) if labelled else EXAMPLES
+    alone = extract(engine, given)
+    words = Examples.of_pairs([DatasetEntry(f"{word} " * 9, f"A {word}, and") for word in WORDS[:5]])
+    turned = Examples(EXAMPLES.texts, tuple(not label for label in EXAMPLES.positive))
+    for heldout in (words, turned):
+        found = extract(engine, given, heldout=heldout)
+        assert (found.layer, found.scale) == (alone.layer, alone.scale)
+        told = next(one.auroc for one in found.quality if one.layer == found.layer)
+        assert found.vector.provenance["recommended"] == {"layer": found.layer, "scale": found.scale, "auroc": told}
+
+
+def test_the_held_out_quality_does_not_choose_the_layer(engine: SyncEngine) -> None:
+    found = [extract(engine, EXAMPLES, heldout=_random_labels(seed)) for seed in range(3)]
+    assert len({one.layer for one in found}) == 1
+    assert len({recommended(one.quality).layer for one in found}) > 1
+
+
+def _random_labels(seed: int) -> Examples:
+    order = torch.randperm(len(EXAMPLES), generator=torch.Generator().manual_seed(seed))
+    return Examples(EXAMPLES.texts, tuple((order % 2 == 0).tolist()))
+
+
+@pytest.mark.smollm
+def test_a_shipped_set_gives_the_layer_and_scale_of_the_docs() -> None:
+    data = load_contrast_set("happy_sad")
+    with load("smollm2-135m", max_batch=32) as smollm:
+        apart = Examples.of_pairs(data.heldout)
+        found = extract(smollm, Examples.of_pairs(data.extraction), heldout=apart)
+    told = json.loads((RESULTS / "vector_study.json").read_text())["sets"]["happy_sad"]
+    assert found.layer == told["layer"]
+    assert found.scale == pytest.approx(told["scale"], rel=1e-3)
+
+
+@pytest.mark.parametrize("count", [4, 5, 6, 7])
+def test_a_few_pairs_are_enough_for_every_measure(engine: SyncEngine, count: int) -> None:
+    found = extract(engine, Examples.of_pairs(PAIRS[:count]))
+    assert all(abs(one.effect) < 1000 for one in found.quality)
+    assert any(one.effect for one in found.quality)
+
+
+def test_one_token_examples_have_a_vector_and_a_scale(engine: SyncEngine) -> None:
+    words = [DatasetEntry(a, b) for a, b in zip("aceg", "bdfh", strict=True)]
+    assert len(tiny.tokenizer()("a")["input_ids"]) == 1
+    found = extract(engine, Examples.of_pairs(words), tokens="last")
+    assert found.scale > 0
+    some = extract(engine, Examples.of_pairs([*words, *PAIRS]), tokens="last")
+    longer = [text for text in Examples.of_pairs([*words, *PAIRS]).texts if len(str(text)) > 1]
+    norm = row_norms(engine, longer, layers=some.layer)[some.layer]
+    assert some.scale * float(some.vector[some.layer].norm()) == pytest.approx(norm / 4, rel=1e-4)
+
+
+def test_every_bad_example_is_named_by_its_pair_and_side_or_its_number(engine: SyncEngine) -> None:
+    short = [*PAIRS[:5], DatasetEntry(str(PAIRS[5].positive), "a")]
+    apart = Examples(("a", *EXAMPLES.texts), (True, *EXAMPLES.positive))
+    for tokens in ("last=3", "position=2"):  # refused before the engine is asked, and by the engine
+        with pytest.raises(InvalidRequest) as caught:
+            extract(engine, Examples.of_pairs(short), heldout=apart, tokens=tokens)
+        own, other = (problem.field for problem in caught.value.problems)
+        assert own.startswith("pairs[5].negative")
+        assert other.startswith("heldout.examples[0]")
 
 
 def test_chats_are_read_by_their_responses(engine: SyncEngine) -> None:

@@ -78,4 +78,52 @@ def test_folds_hold_every_row_out_once_and_keep_pairs_together() -> None:
 
 def test_few_examples_of_one_label_are_spread_over_all_folds() -> None:
     positive = torch.tensor([True] * 30 + [False] * 4)
-    assert all((~positive[test]).sum() == 1 for _, test in folds(positive, None))
+    assert [int((~positive[test]).sum()) for _, test in folds(positive, None)] == [2, 2]
+
+
+@pytest.mark.parametrize(("count", "parts"), [(4, 2), (5, 2), (6, 3), (7, 3), (8, 4), (9, 4)])
+def test_every_part_that_is_measured_has_two_of_either_label(count: int, parts: int) -> None:
+    positive, pairs = torch.arange(2 * count) < count, torch.arange(count).repeat(2)
+    for given in (pairs, None):
+        splits = folds(positive, given)
+        assert len(splits) == parts
+        assert all(positive[test].sum() >= 2 <= (~positive[test]).sum() for _, test in splits)
+
+
+@pytest.mark.parametrize("count", [4, 6])
+def test_the_effect_of_few_pairs_is_about_that_of_many(count: int) -> None:
+    rows, positive, pairs = made((4.0,))
+    (many,) = measure(rows, positive, pairs, strategy("mean_difference"), (0,), folds(positive, pairs))
+    few = pairs < count
+    rows, positive, pairs = rows[few], positive[few], pairs[few]
+    (found,) = measure(rows, positive, pairs, strategy("mean_difference"), (0,), folds(positive, pairs))
+    assert many.effect / 4 < found.effect < many.effect * 4
+
+
+def test_sides_that_do_not_vary_have_no_effect_size() -> None:
+    positive = torch.arange(12) < 6
+    rows = torch.where(positive[:, None, None], torch.full((8,), 0.1), torch.full((8,), 0.3))
+    (found,) = measure(rows, positive, None, strategy("mean_difference"), (0,), folds(positive, None))
+    assert (found.auroc, found.effect) == (1, 0)
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_nothing_of_a_trait_is_left_in_shuffled_labels_of_an_odd_number(paired: bool) -> None:
+    """Without noise, any part of the trait that is left would tell the sides apart perfectly."""
+    generator = torch.Generator().manual_seed(2)
+    positive, pairs = torch.arange(30) < 15, torch.arange(15).repeat(2)
+    common = 0.01 * torch.randn(15, 1, 32, generator=generator).repeat(2, 1, 1)
+    rows = common + torch.where(positive, 1.0, -1.0)[:, None, None] * torch.ones(32)
+    seen: list[torch.Tensor] = []
+
+    def keeping(rows: torch.Tensor, positive: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
+        seen.append(strategy("mean_difference")(rows, positive, pairs))
+        return seen[-1]
+
+    fit = torch.cat([torch.arange(0, 13), torch.arange(15, 28)])
+    test = torch.tensor([13, 14, 28, 29])
+    measure(rows, positive, pairs if paired else None, keeping, (0,), [(fit, test)])
+    real, shuffled = seen[0], seen[3:]
+    assert len(shuffled) == 5
+    for one in shuffled:
+        assert float((one * real).sum() / real.square().sum()) == pytest.approx(0, abs=0.01)

@@ -115,6 +115,12 @@ def test_every_example_that_does_not_fit_is_named(engine: SyncEngine) -> None:
         read_rows(engine, [TEXT, "a lazy dog"], parse_choice("marker=beach"))
 
 
+def test_an_example_that_the_engine_refuses_is_named_by_its_own_number(engine: SyncEngine) -> None:
+    texts = [f"{i} lazy dogs" for i in range(299)] + ["a"]
+    with pytest.raises(InvalidRequest, match=r"^texts\[299\]\.[^ ]*: position 2 is never computed"):
+        read_rows(engine, texts, parse_choice("position=2"), layers=[1])
+
+
 @pytest.mark.parametrize(
     "text", ["first", "last=", "last=x", "last=0", "position", "position=x", "marker=", "all=1", ""]
 )

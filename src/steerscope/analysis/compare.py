@@ -13,11 +13,12 @@ import pyarrow.parquet as pq
 from sklearn.cluster import AgglomerativeClustering
 
 from steerscope.files import atomic_path
-from steerscope.specs.errors import InvalidRequest, Problem
-from steerscope.vectors.files import SUFFIXES
+from steerscope.specs.errors import BadFile, InvalidRequest, Problem
+from steerscope.vectors.files import SUFFIXES, load
 from steerscope.vectors.vector import SteeringVector
 
-LEARNED = ("learned", "chatspace")  # methods that follow a gradient; all others average rows
+# Methods that fit weights to a loss. All others, means and principal components, count as averaged.
+LEARNED = ("learned", "chatspace", "logistic_probe")
 TOGETHER = 0.5  # two clusters become one where their vectors have at least this mean cosine
 _CHATSPACE = "steering_vector.pt"
 _NO_VECTORS = ("default_vectors.pt", "capping_config.pt")  # what lies beside vectors in the folders of prior systems
@@ -52,20 +53,30 @@ class Comparison:
         return _mean(self.cosine)
 
 
-def vector_files(paths: Sequence[Path]) -> list[Path]:
-    """The files themselves, and all vector files below folders."""
-    found: list[Path] = []
+def vector_files(paths: Sequence[Path]) -> list[tuple[Path, bool]]:
+    """The files themselves, and all that may be vector files below folders; whether each was named itself."""
+    found: list[tuple[Path, bool]] = []
     for path in paths:
         if not path.is_dir() or (path / _CHATSPACE).is_file():
-            found.append(path)
+            found.append((path, True))
             continue
         below = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES]
         files = [file.parent if file.name == _CHATSPACE else file for file in below if file.name not in _NO_VECTORS]
         if not files:
             remedy = f"known are {', '.join(SUFFIXES)} and chatspace folders"
             raise InvalidRequest([Problem(str(path), "holds no vector files", remedy)])
-        found += files
+        found += [(file, False) for file in files]
     return found
+
+
+def load_found(path: Path, named: bool) -> SteeringVector | BadFile:
+    """A vector. Folders hold other tensors, too: a file that nobody named may be none, which is told and not raised."""
+    try:
+        return load(path)
+    except BadFile as error:
+        if named:
+            raise
+        return error
 
 
 def compare(names: Sequence[str], vectors: Sequence[SteeringVector]) -> Comparison:
@@ -110,7 +121,7 @@ def save_tables(found: Comparison, folder: Path) -> list[Path]:
 def _layers(names: Sequence[str], vectors: Sequence[SteeringVector]) -> tuple[int | None, ...]:
     problems = []
     if len(vectors) < 2:
-        problems.append(Problem("compare", "one vector has nothing to be compared with", "give at least two"))
+        problems.append(Problem("compare", f"there are {len(vectors)} vectors", "give at least two"))
     for field in ("hidden", "site"):
         found = {getattr(vector, field): name for name, vector in zip(names, vectors, strict=True)}
         if len(found) > 1:

@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 
 from steerscope.analysis.compare import TOGETHER, Comparison
 from steerscope.lenses.report import DIVERGING, GRID, div, page, styled
+from steerscope.vectors.files import SUFFIXES
 
 
 def comparison_page(found: Comparison) -> str:
@@ -30,12 +31,13 @@ def comparison_page(found: Comparison) -> str:
 
 def _short(names: tuple[str, ...]) -> list[str]:
     """Names without the folder that all share and without suffixes, as long as they stay apart."""
-    parts = [Path(name).with_suffix("").parts for name in names]
+    paths = [Path(name) for name in names]
+    parts = [(path.with_suffix("") if path.suffix.lower() in SUFFIXES else path).parts for path in paths]
     common = 0
     while all(len(part) > common + 1 for part in parts) and len({part[common] for part in parts}) == 1:
         common += 1
     short = ["/".join(part[common:]) for part in parts]
-    return [escape(name) for name in (short if len(set(short)) == len(names) else names)]
+    return [escape(name) for name in (short if all(short) and len(set(short)) == len(names) else names)]
 
 
 def heat_figure(found: Comparison, names: list[str]) -> go.Figure:
@@ -108,7 +110,8 @@ def _agree(found: Comparison, names: list[str]) -> str:
     short = dict(zip(found.names, names, strict=True))
     head = "".join(f"<th>{name}</th>" for name in ("learned", "averaged", "layer", "cosine", "rank"))
     lines = [
-        f"<tr><td>{short[one.learned]}</td><td>{short[one.averaged]}</td><td>{one.layer}</td>"
+        f"<tr><td>{short[one.learned]}</td><td>{short[one.averaged]}</td>"
+        f"<td>{'shared' if one.layer is None else one.layer}</td>"
         f"<td>{one.cosine:+.4f}</td><td>{one.rank} of {one.of}</td></tr>"
         for one in found.agreement
     ]

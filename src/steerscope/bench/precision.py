@@ -21,6 +21,7 @@ from steerscope.bench.hf import commit, machine
 from steerscope.bench.peers.run import call, error_line
 from steerscope.engines.load import load
 from steerscope.extraction import load_contrast_set, mean_difference
+from steerscope.specs.errors import SteerscopeError
 from steerscope.vectors import files
 
 MODEL, SET = "smollm2-135m", "happy_sad"
@@ -52,7 +53,9 @@ def compare(folder: Path, errors: dict[str, str]) -> dict[str, dict]:
     """Cosine with the first cell's vector at each layer, and how much longer each is."""
     names = [f"{engine} {dtype}" for engine, dtype in CELLS]
     vectors = {name: files.load(_file(folder, *name.split())) for name in names if name not in errors}
-    first = next(iter(vectors.values()))
+    if names[0] in errors:
+        raise SteerscopeError(f"there is nothing to compare with: {names[0]} failed: {errors[names[0]]}")
+    first = vectors[names[0]]
     norms = first.norms()
     return {
         name: {
@@ -69,7 +72,7 @@ def _file(folder: Path, engine: str, dtype: str) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="required, but for --cell")
     parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"))
     parser.add_argument("--seconds", type=float, default=600.0, help="the longest a cell may take")
     parser.add_argument("--cell", nargs=3, metavar=("ENGINE", "DTYPE", "FILE"), help="one vector, in this process")
@@ -77,6 +80,8 @@ def main() -> None:
     if args.cell:
         engine, dtype, path = args.cell
         return extract(engine, dtype, Path(path))
+    if args.out is None:
+        parser.error("--out is required")
     console = Console(stderr=True)
     errors: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:

@@ -33,8 +33,7 @@ def study(engine: HFEngine, name: str) -> dict[str, object]:
     """One set: quality from its sentences, effect and cost on the test prompts."""
     data, asked = load_contrast_set(name), DATA[name]
     pairs, heldout = Examples.of_pairs(data.extraction), Examples.of_pairs(data.heldout)
-    found = extract(engine.sync, pairs, name=name)
-    quality = extract(engine.sync, pairs, heldout=heldout).quality
+    found = extract(engine.sync, pairs, heldout=heldout, name=name)
     signed = [_push(found, sign * part) for part in PARTS for sign in (1, -1)]
     chance = [push for direction in _random(found) for push in (direction.add(1), direction.add(-1))]
     odds = word_odds(engine, asked["prompts"], asked["positive"], asked["negative"], [None, *signed, *chance])
@@ -44,8 +43,8 @@ def study(engine: HFEngine, name: str) -> dict[str, object]:
     return {
         "layer": found.layer,
         "scale": found.scale,
-        "auroc": next(one.auroc for one in quality if one.layer == found.layer),
-        "quality": [[one.layer, one.auroc, one.effect, one.halves, one.shuffled, one.random] for one in quality],
+        "auroc": next(one.auroc for one in found.quality if one.layer == found.layer),
+        "quality": [[one.layer, one.auroc, one.effect, one.halves, one.shuffled, one.random] for one in found.quality],
         "parts": PARTS,
         "gaps": gaps,
         "random_gaps": random,

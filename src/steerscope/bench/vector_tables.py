@@ -19,7 +19,7 @@ def study(results: Path) -> str:
         worst = max(map(abs, one["random_gaps"]))
         lines.append(
             f"| {name} | {one['layer']}, {one['scale']:.2f} | {one['auroc']:.2f} | {one['gaps'][-1]:+.1f} nats "
-            f"| {len(one['random_gaps'])}, none beyond ±{worst:.1f} | {one['z']:.1f} "
+            f"| {len(one['random_gaps'])}, largest ±{worst:.1f} | {one['z']:.1f} "
             f"| ×{one['perplexity_ratio'][-1]:.2f} |"
         )
     return "\n".join(lines)

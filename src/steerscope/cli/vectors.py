@@ -66,7 +66,9 @@ def extract(
     model: o.Model,
     data: Annotated[str, typer.Argument(help="A shipped set (happy_sad, calm_angry, hot_cold) or a .jsonl file.")],
     out: Annotated[Path, typer.Argument(help="Where the vector goes: .safetensors or .gguf.")],
-    heldout: Annotated[Path | None, typer.Option(help="A .jsonl file to measure on; default: folds.")] = None,
+    heldout: Annotated[
+        Path | None, typer.Option(help="A .jsonl file to measure on; default: a shipped set's own, or folds.")
+    ] = None,
     strategy: Annotated[
         str, typer.Option(help="mean_difference, paired_pca, centred_pca, logistic_probe or whitened.")
     ] = "mean_difference",
@@ -146,8 +148,15 @@ def compare(
     """Cosines of vectors at every layer that two of them have; with --out norms, clusters and a page, too."""
     from steerscope.analysis import compare as c
 
-    files = c.vector_files(paths)
-    found = c.compare([str(file) for file in files], o.together(*(partial(ss.load_vector, file) for file in files)))
+    asked = c.vector_files(paths)
+    loaded = o.together(*(partial(c.load_found, file, named) for file, named in asked))
+    left_out = [str(vector) for vector in loaded if isinstance(vector, ss.SteerscopeError)]
+    if left_out:
+        more = f", and {len(left_out) - 1} more files" if len(left_out) > 1 else ""
+        o.note(f"left out, as no vector was found in it: {left_out[0]}{more}")
+    vectors = {i: vector for i, vector in enumerate(loaded) if isinstance(vector, ss.SteeringVector)}
+    files = [asked[i][0] for i in vectors]
+    found = c.compare([str(file) for file in files], list(vectors.values()))
     if out:
         from steerscope.analysis.compare_page import comparison_page
         from steerscope.files import atomic_path

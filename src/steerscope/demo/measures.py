@@ -19,7 +19,7 @@ from steerscope.engines.generation import Generation
 from steerscope.engines.hf import HFEngine
 from steerscope.extraction import ContrastSet, mean_difference, row_norms, sentence_rows, sentences
 from steerscope.specs.capture import Capture
-from steerscope.specs.errors import SteerscopeError
+from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Add, Steering
 from steerscope.vectors.vector import SteeringVector
@@ -157,7 +157,7 @@ def word_odds(
     """log p(positive words) − log p(negative words) as the next word, mean over the prompts, per steering."""
     rows = torch.cat(last_rows(engine, prompts, steer, "last_prompt"))
     scores = logits(engine, rows)
-    for_side, against = (scores[:, _first_ids(engine, words)] for words in (positive, negative))
+    for_side, against = (scores[:, _word_ids(engine, words)] for words in (positive, negative))
     odds = for_side.logsumexp(-1) - against.logsumexp(-1)
     return odds.view(len(steer), -1).mean(1).tolist()
 
@@ -183,8 +183,17 @@ def logits(engine: HFEngine, rows: Tensor) -> Tensor:
         return unembed(norm(rows.to(model.device))).float()
 
 
-def _first_ids(engine: HFEngine, words: Sequence[str]) -> list[int]:
-    return [engine.tokenizer.encode(f" {word}", add_special_tokens=False)[0] for word in words]
+def _word_ids(engine: HFEngine, words: Sequence[str]) -> list[int]:
+    """The token of each word. Words of several tokens are refused: the first one alone is another word's, too."""
+    ids = [engine.tokenizer.encode(f" {word}", add_special_tokens=False) for word in words]
+    problems = [
+        Problem("words", f"{word!r} is {len(found)} tokens", "choose words of one token")
+        for word, found in zip(words, ids, strict=True)
+        if len(found) != 1
+    ]
+    if problems:
+        raise InvalidRequest(problems)
+    return [found[0] for found in ids]
 
 
 def random_pushes(subject: Subject) -> list[SteeringVector]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from steerscope.engines.facade import SyncEngine
+from steerscope.extraction import strategies
 from steerscope.extraction.data import ContrastPair, Text, sentences
 from steerscope.extraction.reading import as_prompt, captured, last, layer_numbers, read_rows
 from steerscope.specs.capture import Capture
@@ -30,9 +31,9 @@ def mean_difference(
     if not pairs:
         raise InvalidRequest([Problem("pairs", "there are none", "give at least one ContrastPair")])
     rows = sentence_rows(engine, sentences(pairs), layers=layers, last_tokens=last_tokens)
-    positive, negative = rows[: len(pairs)].mean(0), rows[len(pairs) :].mean(0)
+    direction = strategies.mean_difference()(rows, torch.arange(len(rows)) < len(pairs), None)
     return SteeringVector(
-        dict(zip(layer_numbers(engine, layers), positive - negative, strict=True)),
+        dict(zip(layer_numbers(engine, layers), direction, strict=True)),
         model=engine.facts.name,
         method="mean_difference",
         provenance={
@@ -55,11 +56,13 @@ def sentence_rows(
 def row_norms(
     engine: SyncEngine, texts: Sequence[Text], *, layers: LayersLike = "all", site: Site = "resid_post"
 ) -> dict[int, float]:
-    """Mean length of the rows at each layer, without first tokens (see `all_tokens`)."""
+    """Mean length of the rows at each layer, without first tokens (see `all_tokens`) where there are others."""
     if isinstance(texts, str) or not texts:
         raise InvalidRequest([Problem("texts", "no list of texts was given", "give at least one, in a list")])
     prompts = [as_prompt(engine, text) for text in texts]
-    rows = captured(engine, prompts, Capture.parse({"layers": layers, "sites": site, "tokens": "positions=[1:]"}))
+    longer = [prompt for prompt in prompts if len(prompt.token_ids) > 1]
+    tokens = "positions=[1:]" if longer else "positions=[0:]"
+    rows = captured(engine, longer or prompts, Capture.parse({"layers": layers, "sites": site, "tokens": tokens}))
     return {
         layer: float(torch.cat([row[layer] for row in rows]).float().norm(dim=-1).mean())
         for layer in layer_numbers(engine, layers)

@@ -57,11 +57,25 @@ class Examples:
     pairs: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        sizes = {"texts": len(self.texts), "positive": len(self.positive)}
+        sizes |= {} if self.pairs is None else {"pairs": len(self.pairs)}
+        if len(set(sizes.values())) > 1:
+            what = f"there are {', '.join(f'{size} {name}' for name, size in sizes.items())}"
+            raise InvalidRequest([Problem("examples", what, "give one of each for every example")])
         counts = {name: self.positive.count(label) for name, label in _LABELS.items()}
         problems = [
             Problem("examples", f"{count} are {name}", f"give at least {_FEWEST} of them")
             for name, count in counts.items()
             if count < _FEWEST
+        ]
+        sides: dict[int, list[bool]] = {}
+        for number, label in zip(self.pairs or (), self.positive, strict=False):
+            sides.setdefault(number, []).append(label)
+        remedy = "give one positive and one negative example"
+        problems += [
+            Problem(f"pairs[{number}]", "is not one example of either label", remedy)
+            for number, labels in sides.items()
+            if sorted(labels) != [False, True]
         ]
         if problems:
             raise InvalidRequest(problems)
@@ -75,6 +89,12 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def name(self, index: int) -> str:
+        """How errors call an example: by its number, or by its pair and side."""
+        if self.pairs is None:
+            return f"examples[{index}]"
+        return f"pairs[{self.pairs[index]}].{'positive' if self.positive[index] else 'negative'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +132,7 @@ def sentences(pairs: Sequence[ContrastPair]) -> list[str]:
 def load_examples(path: str | Path) -> Examples:
     """A user's JSONL file; every bad line is named."""
     with reading(path, "file of examples"):
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may hold U+2028
     pairs: list[DatasetEntry] = []
     labelled: list[tuple[Text, bool]] = []
     problems: list[Problem] = []

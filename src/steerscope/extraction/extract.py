@@ -1,7 +1,8 @@
 """Contrast data to a steering vector, with its quality at every layer and a layer and scale to begin with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,27 +43,30 @@ def extract(
     site: Site = "resid_post",
     name: str | None = None,
 ) -> Extraction:
-    """One pass over all examples and layers. Quality is measured on `heldout`, or over folds where there is none.
+    """One pass over the examples at all layers. Quality is measured on `heldout`, or over folds where there is none.
 
+    Layer and scale are chosen from `examples` alone, over folds, so `heldout` measures what it had no part in.
     Recommended is, of the layers whose AUROC is near the best (with few examples many reach it), that with the largest
     effect, and a scale that adds a quarter of a mean row's length there; docs/vectors.md tells what that does.
     """
     run, choice, numbers = strategy_of(strategy), parse_choice(tokens), layer_numbers(engine, layers)
-    texts = [*examples.texts, *(heldout.texts if heldout else ())]
-    rows = read_rows(engine, texts, choice, layers=layers, site=site)
-    positive = torch.tensor([*examples.positive, *(heldout.positive if heldout else ())])
-    pairs = _pairs(examples, len(texts))
-    n = len(examples)
-    made = run(rows[:n], positive[:n], None if pairs is None else pairs[:n])
-    splits = heldout_split(n, len(texts) - n) if heldout else folds(positive, pairs)
-    quality = measure(rows, positive, pairs, run, numbers, splits)
-    best = recommended(quality)
+    read = partial(read_rows, engine, tokens=choice, layers=layers, site=site)
+    rows = _rows({"": examples} | ({"heldout": heldout} if heldout else {}), read)
+    positive = torch.tensor(examples.positive)
+    pairs = None if examples.pairs is None else torch.tensor(examples.pairs)
+    made = run(rows[0], positive, pairs)
+    quality = measure(rows[0], positive, pairs, run, numbers, folds(positive, pairs))
+    best, n = recommended(quality), len(examples)
+    if heldout:
+        labels, split = torch.tensor([*examples.positive, *heldout.positive]), heldout_split(n, len(heldout))
+        quality = measure(torch.cat(rows), labels, pairs, run, numbers, split)
     length = float(made[numbers.index(best.layer)].norm())
     if not length:
         what = f"the direction at layer {best.layer} is zero"
         raise InvalidRequest([Problem("examples", what, "the chosen tokens must differ between the two sides")])
-    scale = PART_OF_NORM * row_norms(engine, texts[:_NORM_TEXTS], layers=best.layer, site=site)[best.layer] / length
-    found: dict[str, Json] = {"layer": best.layer, "scale": scale, "auroc": best.auroc}
+    norms = row_norms(engine, examples.texts[:_NORM_TEXTS], layers=best.layer, site=site)
+    scale = PART_OF_NORM * norms[best.layer] / length
+    found: dict[str, Json] = {"layer": best.layer, "scale": scale, "auroc": quality[numbers.index(best.layer)].auroc}
     origin: dict[str, Json] = {"name": name or strategy, "data": name, "examples": n, "tokens": tokens}
     vector = SteeringVector(
         dict(zip(numbers, made, strict=True)),
@@ -80,8 +84,15 @@ def recommended(quality: Sequence[LayerQuality]) -> LayerQuality:
     return max((one for one in quality if one.auroc >= most - NEAR_BEST), key=lambda one: one.effect)
 
 
-def _pairs(examples: Examples, total: int) -> Tensor | None:
-    """Numbers of pairs; examples that only measure get numbers of their own, which no strategy sees."""
-    if examples.pairs is None:
-        return None
-    return torch.tensor([*examples.pairs, *range(total, 2 * total - len(examples))])
+def _rows(parts: Mapping[str, Examples], read: Callable[..., Tensor]) -> list[Tensor]:
+    """Rows of each part, read by itself so that no other part moves them, or one error that names every bad example."""
+    found: list[Tensor] = []
+    problems: list[Problem] = []
+    for name, part in parts.items():
+        try:
+            found.append(read(part.texts, name=part.name))
+        except InvalidRequest as error:
+            problems += [problem.under(name) for problem in error.problems]
+    if problems:
+        raise InvalidRequest(problems)
+    return found

@@ -1,7 +1,7 @@
 """How good a direction is at each layer, measured on rows it was not made from, beside what chance gives.
 
-The rows are split: held-out examples where there are some, otherwise four folds that keep pairs together. On every
-split the strategy is run on one part and its direction measured on the other. Two controls go the same way: the
+The rows are split: held-out examples where there are some, otherwise up to four folds that keep pairs together. On
+every split the strategy is run on one part and its direction measured on the other. Two controls go the same way: the
 strategy on shuffled labels, and random directions (AUROC does not depend on length, so theirs is that of any norm).
 """
 
@@ -38,7 +38,8 @@ def heldout_split(fit: int, test: int) -> list[Split]:
 
 
 def folds(positive: Tensor, pairs: Tensor | None, seed: int = 0) -> list[Split]:
-    """Splits in which pairs stay together, or, without pairs, both labels are everywhere."""
+    """Splits in which pairs stay together, or, without pairs, both labels are everywhere. Every part that is measured
+    has two of either label: one has no spread."""
     generator = torch.Generator().manual_seed(seed)
     group = torch.empty(len(positive), dtype=torch.long)
     if pairs is not None:
@@ -48,7 +49,8 @@ def folds(positive: Tensor, pairs: Tensor | None, seed: int = 0) -> list[Split]:
         for label in (True, False):
             members = (positive == label).nonzero()[:, 0]
             group[members] = torch.randperm(len(members), generator=generator)
-    fold = group % min(FOLDS, int(positive.sum()), int((~positive).sum()))
+    fewer = min(int(positive.sum()), int((~positive).sum()))
+    fold = group % max(2, min(FOLDS, fewer // 2))
     return [((fold != i).nonzero()[:, 0], (fold == i).nonzero()[:, 0]) for i in fold.unique()]
 
 
@@ -84,7 +86,7 @@ def _of_split(
             aurocs(made),
             _effect((rows[test] * torch.nn.functional.normalize(made, dim=-1)).sum(-1), positive[test]),
             _halves(direction, fit, positive, pairs),
-            by_chance(lambda: direction(fit, _shuffled(positive, pairs, fit, generator))),
+            by_chance(lambda: direction(*_shuffled(positive, pairs, fit, generator))),
             by_chance(lambda: torch.randn(made.shape, generator=generator)),
         ],
         dim=1,
@@ -92,9 +94,11 @@ def _of_split(
 
 
 def _effect(scores: Tensor, positive: Tensor) -> Tensor:
+    """0 where neither side varies by more than rounding: nothing can be told in standard deviations there."""
     a, b = scores[positive].double(), scores[~positive].double()
     spread = ((a.var(0, correction=0) * len(a) + b.var(0, correction=0) * len(b)) / max(1, len(a) + len(b) - 2)).sqrt()
-    return ((a.mean(0) - b.mean(0)) / spread.clamp_min(1e-12)).float()
+    varies = spread > 1e-6 * scores.abs().amax(0)
+    return torch.where(varies, (a.mean(0) - b.mean(0)) / spread, 0.0).float()
 
 
 def _halves(
@@ -109,13 +113,14 @@ def _halves(
     return torch.nn.functional.cosine_similarity(one, other, dim=-1)
 
 
-def _shuffled(positive: Tensor, pairs: Tensor | None, fit: Tensor, generator: torch.Generator) -> Tensor:
-    """Labels exchanged for half of the pairs, or of either side where there are no pairs: exactly half, so that nothing
-    of the trait is left on average."""
-    changed = positive.clone()
+def _shuffled(positive: Tensor, pairs: Tensor | None, fit: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Rows to fit, and labels exchanged for half of their pairs, or of either side where there are no pairs: exactly
+    half, so that nothing of the trait is left on average. Of an odd number one is left out."""
+    changed, kept = positive.clone(), []
     sides = [fit] if pairs is not None else [fit[positive[fit]], fit[~positive[fit]]]
     for side in sides:
         group = torch.arange(len(side)) if pairs is None else pairs[side].unique(return_inverse=True)[1]
-        turned = torch.randperm(int(group.max()) + 1, generator=generator) % 2 == 1
-        changed[side] ^= turned[group]
-    return changed
+        order = torch.randperm(int(group.max()) + 1, generator=generator)
+        changed[side] ^= (order % 2 == 1)[group]
+        kept.append(side[(order < max(1, len(order) // 2 * 2))[group]])
+    return torch.cat(kept), changed

@@ -5,7 +5,8 @@ model runs, so an example leaves one float32 row per layer, however long it is.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -116,18 +117,34 @@ def read_rows(
     *,
     layers: LayersLike = "all",
     site: Site = "resid_post",
+    name: Callable[[int], str] = "texts[{}]".format,
 ) -> Tensor:
-    """[texts, layers, hidden], float32: the mean row of each example's chosen tokens."""
+    """[texts, layers, hidden], float32: the mean row of each example's chosen tokens; `name` is for errors."""
     if isinstance(texts, str) or not texts:
         raise InvalidRequest([Problem("texts", "no list of texts was given", "give at least one, in a list")])
-    prompts, selectors = _prompts(engine, texts, tokens)
+    prompts, selectors = _prompts(engine, texts, tokens, name)
     found: list[Tensor] = []
     for i in range(0, len(prompts), _AT_ONCE):
         wanted = {"layers": layers, "sites": site, "reduce": "mean"}
         captures = [Capture.parse({**wanted, "tokens": selector}) for selector in selectors[i : i + _AT_ONCE]]
-        rows = captured(engine, prompts[i : i + _AT_ONCE], captures)
+        with _naming(name, i):
+            rows = captured(engine, prompts[i : i + _AT_ONCE], captures)
         found += [torch.stack([one[layer] for layer in one.layers]).cpu() for one in rows]
     return torch.stack(found)
+
+
+@contextmanager
+def _naming(name: Callable[[int], str], first: int) -> Iterator[None]:
+    """The engine counts the prompts of a call: its problems are told of the texts they belong to."""
+    try:
+        yield
+    except InvalidRequest as error:
+        problems: list[Problem] = []
+        for problem in error.problems:
+            found = re.fullmatch(r"prompts\[(\d+)\]\.?(.*)", problem.field)
+            inner = Problem(found[2], problem.what, problem.remedy) if found else problem
+            problems.append(inner.under(name(first + int(found[1]))) if found else inner)
+        raise InvalidRequest(problems) from None
 
 
 def captured(engine: SyncEngine, prompts: list[Prompt], capture: Capture | Sequence[Capture]) -> list[Rows]:
@@ -145,7 +162,9 @@ def layer_numbers(engine: SyncEngine, layers: LayersLike) -> tuple[int, ...]:
     return tuple(range(engine.facts.layers)) if wanted == "all" else wanted
 
 
-def _prompts(engine: SyncEngine, texts: Sequence[Text], tokens: TokenChoice) -> tuple[list[Prompt], list[str]]:
+def _prompts(
+    engine: SyncEngine, texts: Sequence[Text], tokens: TokenChoice, name: Callable[[int], str]
+) -> tuple[list[Prompt], list[str]]:
     """Prompts and selectors of all texts, or one error that names every bad text."""
     prompts, selectors, problems = [], [], []
     tokenizer = engine.aio.tokenizer
@@ -158,7 +177,7 @@ def _prompts(engine: SyncEngine, texts: Sequence[Text], tokens: TokenChoice) -> 
             prompts.append(as_prompt(engine, text))
             selectors.append(tokens(Sample(prompts[-1], decode)))
         except InvalidRequest as error:
-            problems += [problem.under(f"texts[{i}]") for problem in error.problems]
+            problems += [problem.under(name(i)) for problem in error.problems]
     if problems:
         raise InvalidRequest(problems)
     return prompts, selectors
