@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from capture import stores
+from steerscope.capture import writing
 from steerscope.capture.shards import StoreInfo, writing_shard
 from steerscope.capture.store import ActivationStore, committed, create, finish
 from steerscope.capture.writing import Piece, write_shards
@@ -94,6 +96,21 @@ def test_verify_finds_what_was_changed_and_what_is_gone(tmp_path: Path) -> None:
     assert "index/00000002.parquet is missing" in gone
 
 
+def test_verify_reads_headers_too(tmp_path: Path) -> None:
+    stores.make(tmp_path)
+    path = tmp_path / "rows" / "00000001.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"BF16"', b'"F16" '))
+    (told,) = ActivationStore(tmp_path).verify()
+    assert "00000001.safetensors holds torch.float16" in told
+
+
+def test_a_shard_that_is_written_again_loses_its_commit_before_its_files_change(tmp_path: Path) -> None:
+    stores.make(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    assert _killed_at(tmp_path, 1, before=True)
+    assert [commit.shard for commit in committed(tmp_path)] == [1, 2]
+
+
 def test_a_truncated_shard_is_refused_by_name(tmp_path: Path) -> None:
     stores.make(tmp_path)
     path = tmp_path / "rows" / "00000000.safetensors"
@@ -169,6 +186,29 @@ def test_a_shard_whose_rows_cannot_be_made_leaves_nothing(tmp_path: Path) -> Non
     assert not [*tmp_path.glob("*/.steerscope-*")]
     assert finish(tmp_path, stores.info()) is None
     assert not ActivationStore(tmp_path).complete
+
+
+def test_an_interrupt_at_the_end_of_a_shard_stops_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create(tmp_path, stores.info())
+    real, told = writing._put, []
+
+    def interrupted(pieces, item, future):  # type: ignore[no-untyped-def]
+        if item is None:
+            raise KeyboardInterrupt
+        real(pieces, item, future)
+
+    def run() -> None:
+        try:
+            list(write_shards(tmp_path, stores.info(), [(0, stores.pieces(0))]))
+        except KeyboardInterrupt:
+            told.append("interrupted")
+
+    monkeypatch.setattr(writing, "_put", interrupted)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert told == ["interrupted"]
+    assert not committed(tmp_path)
 
 
 def test_a_disk_that_is_full_stops_the_writing_and_leaves_what_was_whole(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from typer.testing import Result
 
 from steerscope.capture.store import ActivationStore
+from steerscope.cli.capture import _Meter
+from steerscope.corpus.run import Status
 
 Cli = Callable[..., Result]
 Refused = Callable[..., list[str]]
@@ -57,6 +60,28 @@ def test_all_mistakes_are_told_together(refused: Refused, model: str, data: Path
     assert refused(*command, "--layers", "1", "--workers", 2, "--device", "cpu") == [
         "--device: every worker takes a GPU of its own; leave it out, or set CUDA_VISIBLE_DEVICES"
     ]
+
+
+def test_a_run_that_does_not_end_with_a_whole_store_is_told(cli: Cli, model: str, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "store"
+    command = ["capture", "run", "--model", model, "--data", data, "--layers", "2", "--out", out]
+    assert cli(*command).exit_code == 0
+    (out / "commits" / "00000007.json").write_bytes((out / "commits" / "00000000.json").read_bytes())
+    done = cli(*command, "--resume")
+    assert done.exit_code == 2
+    assert "commits of" in done.stderr
+
+
+def test_speed_and_time_left_are_those_of_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    meter = _Meter(elsewhere=True)
+    task = meter._bar.tasks[0]
+    meter._bar.get_time = task._get_time = time.monotonic
+    for clock[0], shards in ((0.0, 0), (500.0, 1), (600.0, 2)):
+        meter(Status(4, shards, rows=shards * 1000))
+    assert task.fields["rate"].startswith("10 rows/s")
+    assert task.time_remaining == 200
 
 
 def test_a_run_that_fails_says_how_far_it_came(cli: Cli, model: str, data: Path, tmp_path: Path) -> None:

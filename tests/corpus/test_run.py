@@ -1,8 +1,12 @@
 """A capture job on one machine: every good document's rows, every bad one's reason, and each exactly once whatever
 happens to the process."""
 
+import datetime
+import errno
+import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,16 +15,23 @@ import time
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import save
 
 import tiny
 from corpus import conftest
-from steerscope.capture.store import ActivationStore, committed
+from steerscope.capture.store import ActivationStore, committed, read_info
+from steerscope.corpus import run
 from steerscope.corpus.job import Job, alone, begin, missing
+from steerscope.corpus.reader import ShardReader, check_probe, open_engine, probe
 from steerscope.corpus.run import run_here, run_workers
+from steerscope.engines.hf import HFEngine
+from steerscope.engines.load import load
 from steerscope.specs import Capture, InvalidRequest
-from steerscope.specs.errors import BadFile
+from steerscope.specs.errors import BadFile, RequestFailed
 
 CAPTURE = Capture(layers="1,3", sites=("resid_post", "mlp_out"))
 
@@ -135,12 +146,12 @@ def test_a_run_goes_on_with_what_is_missing_and_ends_the_same(
     folder = tmp_path / "s"
     start(folder, model, corpus)
     run_here(folder)
-    (folder / "manifest.json").unlink()
     for shard in (2, 5):
         (folder / "commits" / f"{shard:08}.json").unlink()
     kept = (folder / "rows" / "00000001.safetensors").stat().st_mtime_ns
     start(folder, model, corpus, resume=True)
     assert missing(folder, ActivationStore(folder).info) == [2, 5]
+    assert not ActivationStore(folder).complete
     assert run_here(folder) == local.checksum
     assert (folder / "rows" / "00000001.safetensors").stat().st_mtime_ns == kept  # nothing is done twice
 
@@ -179,6 +190,103 @@ def test_another_model_under_the_same_name_is_refused(tmp_path: Path, corpus: Pa
         run_here(folder)
 
 
+def test_a_probe_that_finds_no_room_is_told_and_another_type_or_chat_template_is_refused(
+    tmp_path: Path, model: str, corpus: Path
+) -> None:
+    start(tmp_path / "s", model, corpus)
+    info = read_info(tmp_path / "s")
+    with open_engine(info) as engine:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # stands for a disk that is full
+        try:
+            with pytest.raises(BadFile, match=r"cannot write .*probe\.safetensors"):
+                check_probe(engine, tmp_path / "s", info)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        check_probe(engine, tmp_path / "s", info)
+        engine.aio.tokenizer.chat_template = "{{ messages }}"
+        with pytest.raises(BadFile, match="made with chat template"):
+            check_probe(engine, tmp_path / "s", info)
+    with (
+        load(model, dtype="bfloat16") as engine,
+        pytest.raises(BadFile, match="type float32, this engine has bfloat16"),
+    ):
+        check_probe(engine, tmp_path / "s", info)
+
+
+def test_a_probe_tells_a_model_of_which_one_layer_was_changed(tmp_path: Path, model: str, corpus: Path) -> None:
+    start(tmp_path / "s", model, corpus)
+    info = read_info(tmp_path / "s")
+    with open_engine(info) as engine:
+        check_probe(engine, tmp_path / "s", info)
+        found, facts = probe(engine, info)
+        at = found.norm(dim=-1).argmin()  # the site whose rows are small beside all others
+        found[at] *= 1.1
+        (tmp_path / "s" / "probe.safetensors").write_bytes(save({"rows": found}, facts))
+        with pytest.raises(BadFile, match="rows of another model"):
+            check_probe(engine, tmp_path / "s", info)
+
+
+def test_a_document_the_engine_fails_on_is_bad_and_an_engine_that_fails_on_all_ends_the_run(
+    tmp_path: Path, model: str
+) -> None:
+    texts = [" ".join(conftest.WORDS[:n]) for n in (9, 5, 8, 6)]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    start(tmp_path / "s", model, tmp_path / "c.jsonl", batch=1, shard_documents=2)
+    with open_engine(read_info(tmp_path / "s")) as engine:
+        reader, wanted = ShardReader(engine, tmp_path / "s"), len(engine.aio.tokenize(texts[1]).token_ids)
+        broken: list[bool] = []
+
+        def fail(_module: object, given: tuple[torch.Tensor, ...]) -> None:
+            if broken or given[0].shape[-2] == wanted:
+                raise RuntimeError("the device is gone")
+
+        assert isinstance(engine.aio, HFEngine)
+        engine.aio.model.get_submodule("model.layers.0.mlp").register_forward_pre_hook(fail)
+        (commit,) = reader.read([0])
+        assert (commit.documents, commit.bad) == (2, 1)
+        broken.append(True)
+        with pytest.raises(RequestFailed, match="the device is gone"):
+            list(reader.read([1]))
+    assert [commit.shard for commit in committed(tmp_path / "s")] == [0]
+
+
+def test_a_folder_that_was_killed_before_its_description_was_there_can_be_used(
+    tmp_path: Path, model: str, corpus: Path
+) -> None:
+    folder = tmp_path / "s"
+    (folder / "rows").mkdir(parents=True)
+    leftover = folder / ".steerscope-0123456789abcdef.json"
+    leftover.touch()
+    with alone(folder):
+        start(folder, model, corpus, resume=True)
+    assert (folder / "store.json").is_file()
+    assert not leftover.exists()
+    (tmp_path / "t" / "rows").mkdir(parents=True)
+    (tmp_path / "t" / "rows" / "mine").touch()
+    with pytest.raises(InvalidRequest, match="t is not empty"):
+        start(tmp_path / "t", model, corpus)
+
+
+def test_a_model_of_another_shape_under_the_same_name_leaves_the_description(tmp_path: Path, corpus: Path) -> None:
+    name = tmp_path / "model"
+    tiny.model().save_pretrained(name)
+    tiny.tokenizer().save_pretrained(name)
+    start(tmp_path / "s", str(name), corpus, Capture(layers="all"))
+    before = (tmp_path / "s" / "store.json").read_bytes()
+    config = json.loads((name / "config.json").read_text())
+    (name / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "layer_types": None}))
+    with pytest.raises(InvalidRequest, match="model: has 3 keys of 64 numbers, had 4 of 64"):
+        start(tmp_path / "s", str(name), corpus, Capture(layers="all"), resume=True)
+    assert (tmp_path / "s" / "store.json").read_bytes() == before
+
+
+def test_dates_in_messages_do_not_stop_a_guess_of_sizes(tmp_path: Path, model: str) -> None:
+    chat = [{"role": "user", "content": "a", "when": datetime.datetime(2026, 1, 2)}]
+    pq.write_table(pa.table({"messages": [chat]}), tmp_path / "c.parquet")
+    start(tmp_path / "s", model, tmp_path / "c.parquet", shard_documents=None)
+
+
 def test_what_no_document_can_have_is_refused_before_any_is_read(tmp_path: Path, corpus: Path) -> None:
     tiny.model("gpt_neox").save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
@@ -193,6 +301,38 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_a_folder_that_cannot_be_locked_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.raises(BadFile, match="cannot lock .*No locks available"), alone(tmp_path / "s"):
+        pass
+
+
+def test_a_worker_whose_parent_was_gone_before_it_began_ends(tmp_path: Path, model: str, corpus: Path) -> None:
+    start(tmp_path / "s", model, corpus)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    command = [sys.executable, "-m", "steerscope.corpus.worker", str(tmp_path / "s"), "0", "1", str(gone.pid)]
+    done = subprocess.run(command, start_new_session=True, capture_output=True, check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert missing(tmp_path / "s", read_info(tmp_path / "s"))
+
+
+def test_a_lock_is_held_as_long_as_a_worker_lives(tmp_path: Path) -> None:
+    with alone(tmp_path / "s") as lock:
+        worker = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
+    try:
+        with pytest.raises(BadFile, match="another run is writing"), alone(tmp_path / "s"):
+            pass
+    finally:
+        worker.kill()
+        worker.wait()
+    with alone(tmp_path / "s"):
+        pass
+
+
 @pytest.mark.slow
 def test_killed_at_twenty_random_moments_it_ends_with_the_same_checksum(
     tmp_path: Path, model: str, corpus: Path
@@ -200,8 +340,8 @@ def test_killed_at_twenty_random_moments_it_ends_with_the_same_checksum(
     command = ["capture", "run", "--model", model, "--data", str(corpus), "--layers", "1,3"]
     command += ["--sites", "resid_post,mlp_out", "--batch", "4", "--shard-documents", "3"]
     script = Path(__file__).with_name("kill_script.py")
-    run = [sys.executable, str(script), str(tmp_path), "20", "7", *command]
-    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=280)
+    arguments = [sys.executable, str(script), str(tmp_path), "20", "7", *command]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert len(found["kills"]) == 20
@@ -235,6 +375,37 @@ def test_a_worker_that_is_killed_is_started_again_and_nothing_changes(
     assert run_workers(folder, 2) == local.checksum
     killer.join()
     assert killed
+
+
+def test_a_worker_that_only_dies_is_given_up_though_others_go_on(
+    tmp_path: Path, model: str, corpus: Path, local: ActivationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 0 commits its shards one by one; worker 1 dies at once, each time."""
+    start(tmp_path / "s", model, corpus)
+    copying = f"for s in 0 2 4 6 8; do sleep 0.2; cp {local.folder}/commits/0000000$s.json commits/; done; sleep 60"
+    started: list[int] = []
+
+    def fake(folder: Path, worker: int, *_: object) -> "subprocess.Popen[bytes]":
+        started.append(worker)
+        (folder / f"worker-{worker}.log").touch()
+        script = "kill -9 $$" if worker else copying
+        return subprocess.Popen(["sh", "-c", script], cwd=folder, start_new_session=True)
+
+    monkeypatch.setattr(run, "_start", fake)
+    monkeypatch.setattr(run, "_POLL_S", 0.1)
+    with pytest.raises(RequestFailed, match="worker 1 ended with code -9"):
+        run_workers(tmp_path / "s", 2)
+    assert (started.count(0), started.count(1)) == (1, 4)
+
+
+def test_the_processes_a_worker_started_end_with_it() -> None:
+    worker = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!"], stdout=subprocess.PIPE, start_new_session=True)
+    assert worker.stdout is not None
+    child = psutil.Process(int(worker.stdout.readline()))
+    run._end(worker)
+    psutil.wait_procs([child], timeout=30)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    worker.stdout.close()
 
 
 @pytest.mark.slow

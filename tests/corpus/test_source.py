@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -53,6 +54,63 @@ def test_parquet_is_read_by_row_groups_and_missing_values_are_not_there(tmp_path
     assert [document.content for document in found] == texts
     assert found[5].entry.labels == {"lang": "en"}
     assert found[4].entry.error == "has no content; give one of text, messages, token_ids"
+
+
+def test_a_parquet_file_is_decoded_once_though_its_shards_are_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.parquet"
+    texts = [f"text {i}" for i in range(3000)]
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=2900)
+    whole, decoded, real = Corpus((scan(path, 7),), 7), [], pq.ParquetFile.iter_batches
+
+    def counting(*given, **named):  # type: ignore[no-untyped-def]
+        for batch in real(*given, **named):
+            decoded.append(len(batch))
+            yield batch
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counting)
+    found = [document.content for shard in range(whole.shards) for document in whole.documents(shard)]
+    assert found == texts
+    assert sum(decoded) == 3000
+    assert max(decoded) < 300  # a row group may not fit in memory
+    shards = [420, 3, 414, 0, 428]
+    found = [document.content for shard in shards for document in whole.documents(shard)]
+    assert found == [text for shard in shards for text in texts[shard * 7 : shard * 7 + 7]]
+
+
+def test_fields_that_a_struct_only_has_for_others_are_not_given(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "x"}]
+    pq.write_table(pa.table({"messages": [chat]}), tmp_path / "c.parquet")
+    (found,) = Corpus((scan(tmp_path / "c.parquet", 7),), 7).documents(0)
+    assert found.content == chat
+
+
+def test_a_link_is_read_as_what_it_is_called(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "blob")
+    (tmp_path / "c.parquet").symlink_to("blob")
+    found = Corpus((scan(tmp_path / "c.parquet", 7),), 7).documents(0)
+    assert [document.content for document in found] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "shard", "told"),
+    [
+        (lambda data: data[:-15], 4, "1 lines are where 2 were"),
+        (lambda data: data[:10], 4, "0 lines are where 2 were"),
+        (lambda data: data[:10], 2, "its lines have other lengths"),
+        (lambda data: data.replace(b"t1", b"t"), 0, "its lines have other lengths"),
+        (None, 1, "No such file"),
+    ],
+)
+def test_a_file_that_changed_since_it_was_scanned_is_told(tmp_path: Path, edit: Any, shard: int, told: str) -> None:
+    path = tmp_path / "c.jsonl"
+    data = b"".join(json.dumps({"text": f"t{i}"}).encode() + b"\n" for i in range(10))
+    path.write_bytes(data)
+    whole = Corpus((scan(path, 2),), 2)
+    path.write_bytes(edit(data)) if edit else path.unlink()
+    with pytest.raises(BadFile, match=rf"c\.jsonl .*{told}"):
+        list(whole.documents(shard))
 
 
 def test_several_files_are_one_corpus(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def scale(results: Path) -> str:
         f"{TOKENS / 1e9:.0f} billion tokens in documents of {DOCUMENT:,}; {LAYERS} layers × {HIDDEN}, bfloat16. "
         f"GPU hours from requests of {work['prefill']} prompt and {work['decode']} generated tokens, {work['batch']} "
         f"at a time, on one {data['hardware']['gpu']} ({work['model']}, vLLM {data['versions']['vllm']}); reading "
-        "documents generates nothing, so they are an upper bound.",
+        "documents generates nothing, which takes less. Writing rows to disk is not in them.",
     ]
     return "\n".join(lines)
 

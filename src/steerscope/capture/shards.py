@@ -132,6 +132,7 @@ def writing_shard(folder: Path, info: StoreInfo, shard: int) -> Iterator[ShardWr
         writer = ShardWriter(info, shard, file)
         yield writer
         found = writer.finish()
+        commit_path(folder, shard).unlink(missing_ok=True)  # that of a shard that is written again
     writer.index.write(index_path(folder, shard), documents_path(folder, shard))
     writer.commit = Commit(
         shard=shard,

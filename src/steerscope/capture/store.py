@@ -7,7 +7,7 @@
     DIR/commits/00000000.json     the shard's checksums; without it the shard does not exist
     DIR/manifest.json             all commits and one checksum, when the last shard is there
 
-`ActivationStore` reads it with the rows mapped into memory: opening costs nothing, and a row is read when it is used.
+`ActivationStore` maps the rows into memory: opening reads the commits, and a row is read when it is used.
 """
 
 import functools
@@ -43,11 +43,11 @@ from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 if TYPE_CHECKING:
     from steerscope.capture.batches import Part, ShuffledRows
 
-_PARTS = ("rows", "index", "documents", "commits")
+PARTS = ("rows", "index", "documents", "commits")
 
 
 def create(folder: Path, info: StoreInfo) -> None:
-    for part in _PARTS:
+    for part in PARTS:
         (folder / part).mkdir(parents=True, exist_ok=True)
     with atomic_path(folder / "store.json") as temporary:
         temporary.write_text(info.to_json() + "\n", encoding="utf-8")
@@ -65,12 +65,15 @@ def present(folder: Path) -> list[int]:
 
 def committed(folder: Path, known: Mapping[int, Commit] | None = None) -> list[Commit]:
     """Their commits, of which `known` ones need not be read again."""
-    return [(known or {}).get(shard) or _read_commit(commit_path(folder, shard)) for shard in present(folder)]
+    found = ((known or {}).get(shard) or read_commit(folder, shard) for shard in present(folder))
+    return [commit for commit in found if commit is not None]
 
 
-def _read_commit(path: Path) -> Commit:
+def read_commit(folder: Path, shard: int) -> Commit | None:
+    """That of one shard; None while it is not there."""
+    path = commit_path(folder, shard)
     with reading(path, "commit of a shard"):
-        return Commit.from_json(path.read_bytes())
+        return Commit.from_json(path.read_bytes()) if path.is_file() else None
 
 
 def finish(folder: Path, info: StoreInfo) -> str | None:
@@ -187,7 +190,16 @@ class ActivationStore:
                     wrong.append(f"{path} is missing")
                 elif digest(path, skip) != known:
                     wrong.append(f"{path} has changed since it was written")
+                elif skip:  # the header is not in the checksum
+                    wrong += self._header(commit.shard)
         return wrong
+
+    def _header(self, number: int) -> list[str]:
+        try:
+            self.shard(number)
+        except BadFile as error:
+            return [str(error)]
+        return []
 
     def column(self, layer: int | None, site: str | None) -> int | None:
         """Which of a row's keys; None for all of them."""

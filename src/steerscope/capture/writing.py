@@ -44,10 +44,10 @@ def write_shards(
             try:
                 for some in made:
                     _put(pieces, some, running[-1])
+                _put(pieces, None, running[-1])
             except BaseException as error:
                 _put(pieces, error, running[-1])
                 raise
-            _put(pieces, None, running[-1])
             while len(running) > 1:
                 yield running.popleft().result()
         while running:

@@ -1,5 +1,6 @@
 """`steerscope capture`: rows of a whole corpus, on disk."""
 
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -39,6 +40,7 @@ def run(
     from steerscope.corpus.job import Job, alone, begin
     from steerscope.corpus.run import status
     from steerscope.corpus.source import check_paths
+    from steerscope.specs.errors import BadFile
 
     asked = {"layers": layers, "sites": sites.split(","), "tokens": tokens, "reduce": reduce}
     batch = batch or (256 if engine_name == "vllm" else 32)
@@ -49,11 +51,13 @@ def run(
         lambda: _check_workers(workers, ray, device),
         lambda: check_paths(data),
     )
-    with alone(out):
+    with alone(out) as lock:
         begin(out, data, job, capture, rows, resume)
         try:
-            with _Meter() as meter:
-                _run(out, workers, ray, device, meter)
+            with _Meter(elsewhere=workers > 1 or ray is not None) as meter:
+                whole = _run(out, workers, ray, device, meter, lock)
+            if whole is None:
+                raise BadFile(f"the run has ended, and commits of {out} are missing or not of this corpus")
         except BaseException:
             now = status(out)
             o.note(f"{now.shards} of {now.of} shards ({now.rows:,} rows) are in {out}; go on with --resume")
@@ -68,17 +72,16 @@ def _check_workers(workers: int, ray: str | None, device: str | None) -> None:
         raise o.mistake("--device", "every worker takes a GPU of its own", "leave it out, or set CUDA_VISIBLE_DEVICES")
 
 
-def _run(out: Path, workers: int, ray: str | None, device: str | None, meter: "_Meter") -> None:
+def _run(out: Path, workers: int, ray: str | None, device: str | None, meter: "_Meter", lock: int) -> str | None:
     from steerscope.corpus.run import run_here, run_workers
 
     if ray is not None:
         from steerscope.corpus.cluster import run_on_ray
 
-        run_on_ray(out, ray, workers, meter)
-    elif workers > 1:
-        run_workers(out, workers, meter)
-    else:
-        run_here(out, meter, device)
+        return run_on_ray(out, ray, workers, meter)
+    if workers > 1:
+        return run_workers(out, workers, meter, lock)
+    return run_here(out, meter, device)
 
 
 @app.command()
@@ -124,20 +127,28 @@ def _summary(folder: Path) -> None:
 
 
 class _Meter:
-    """A bar with rows and bytes per second of this run, and the time that is left."""
+    """A bar with rows and bytes per second of this run, and the time that is left.
 
-    def __init__(self) -> None:
+    Loading a model is not counted: an engine here is ready when it first tells; those of workers are `elsewhere` and
+    have been ready for one shard when the first is there."""
+
+    def __init__(self, elsewhere: bool) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = BarColumn(), MofNCompleteColumn(), TextColumn("shards {task.fields[rate]}"), TimeRemainingColumn()
-        self._bar = Progress(*columns, console=Console(stderr=True))
+        # rich forgets what is older than half a minute, and a shard may take longer than that
+        self._bar = Progress(*columns, console=Console(stderr=True), speed_estimate_period=math.inf)
         self._task = self._bar.add_task("", total=None, rate="")
         self._first: Status | None = None
-        self._began = time.monotonic()
+        self._began, self._wait = 0.0, elsewhere
 
     def __call__(self, now: "Status") -> None:
-        first = self._first = self._first or now
+        first = self._first
+        if first is None or (self._wait and now.shards > first.shards):
+            self._wait = self._wait and first is None
+            first, self._began = now, time.monotonic()
+            self._first = first
         seconds = max(time.monotonic() - self._began, 1e-9)
         rate = f"{(now.rows - first.rows) / seconds:,.0f} rows/s {(now.bytes - first.bytes) / seconds / 1e9:.3f} GB/s"
         self._bar.update(self._task, total=now.of, completed=now.shards, rate=f"{rate}, {now.bad} bad")

@@ -2,8 +2,8 @@
 
 Only numbers and commits travel through Ray; rows go from each actor straight to the folder, which all machines must
 share. An actor gets its next shard when it has written the last one, so a slow disk slows the engines and fills no
-memory. Ray Data starts an actor that dies again, as often as it takes, and has its shard read again; until then the
-shard has no commit, so every row is there exactly once.
+memory. Ray Data starts an actor that dies again and has its shard read again, three times at most. A shard that was
+committed before its actor died is not read again, so every row is there exactly once.
 """
 
 import logging
@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from steerscope.capture.shards import Commit
-from steerscope.capture.store import finish, read_info
+from steerscope.capture.store import finish, read_commit, read_info
 from steerscope.corpus.job import missing
 from steerscope.corpus.reader import ShardReader, open_engine
 from steerscope.corpus.run import Progress, status
 from steerscope.specs.errors import InvalidRequest, Problem, RequestFailed, SteerscopeError
+
+_RETRIES = 3  # of a shard whose actor died
 
 
 class ShardActor:
@@ -25,10 +27,13 @@ class ShardActor:
         self.folder, self.reader = Path(folder), None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
+        (shard,) = map(int, batch["id"])
         try:
-            if self.reader is None:
-                self.reader = ShardReader(open_engine(read_info(self.folder)), self.folder)
-            (commit,) = self.reader.read(int(shard) for shard in batch["id"])
+            commit = read_commit(self.folder, shard)  # there when an actor died after it had written it
+            if commit is None:
+                if self.reader is None:
+                    self.reader = ShardReader(open_engine(read_info(self.folder)), self.folder)
+                (commit,) = self.reader.read([shard])
             return {"commit": [commit.to_json()], "error": [""]}
         except SteerscopeError as error:  # a full disk, say: told to the driver, not tried again
             return {"commit": [""], "error": [str(error)]}
@@ -59,6 +64,7 @@ def run_on_ray(folder: Path, address: str, workers: int, progress: Progress | No
 def _run(left: list[int], folder: Path, workers: int, progress: Progress | None) -> None:
     import ray
     import ray.data
+    from ray.exceptions import RayError
 
     info, now = read_info(folder), status(folder)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
@@ -71,11 +77,16 @@ def _run(left: list[int], folder: Path, workers: int, progress: Progress | None)
         compute=ray.data.ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=2),
         num_gpus=gpus,
         num_cpus=1,
+        max_task_retries=_RETRIES,
     )
     tell = progress or (lambda _: None)
     tell(now)
-    for line in commits.iter_rows():
-        if line["error"]:
-            raise RequestFailed(line["error"])
-        now = now.plus([Commit.from_json(line["commit"])], info)
-        tell(now)
+    try:
+        for line in commits.iter_rows():
+            if line["error"]:
+                raise RequestFailed(line["error"])
+            now = now.plus([Commit.from_json(line["commit"])], info)
+            tell(now)
+    except RayError as error:
+        why = f"an actor died {_RETRIES + 1} times over the same shard: {str(error).strip().splitlines()[0]}"
+        raise RequestFailed(why) from error

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from steerscope.capture.shards import RowType, StoreInfo
-from steerscope.capture.store import create, present, read_info
+from steerscope.capture.store import PARTS, create, present, read_info
 from steerscope.corpus.source import Corpus, Document, SourceFile, check_paths, preview, scan
 from steerscope.models import resolve
 from steerscope.specs.base import Spec
@@ -56,7 +56,7 @@ def begin(folder: Path, data: Sequence[Path], job: Job, capture: Capture, dtype:
     if known is not None and not resume:
         what = f"{folder} already holds a capture"
         raise InvalidRequest([Problem("out", what, "add --resume to go on with it, or choose another folder")])
-    if known is None and any(path.name != ".lock" for path in folder.glob("*")):
+    if known is None and any(map(_foreign, folder.glob("*"))):
         raise InvalidRequest([Problem("out", f"{folder} is not empty", "choose another folder")])
     layers, hidden = _sizes(job.model)
     keys = _keys(capture, layers)
@@ -71,7 +71,14 @@ def begin(folder: Path, data: Sequence[Path], job: Job, capture: Capture, dtype:
     if known is not None:
         _compare(known, info)
     create(folder, info)  # again: the files may have moved
+    if missing(folder, info):  # a manifest is about a store that is whole
+        (folder / "manifest.json").unlink(missing_ok=True)
     return info
+
+
+def _foreign(path: Path) -> bool:
+    """Not what a run leaves that was killed before it described its store."""
+    return not path.name.startswith(".") and (path.name not in PARTS or not path.is_dir() or any(path.iterdir()))
 
 
 def missing(folder: Path, info: StoreInfo) -> list[int]:
@@ -80,22 +87,30 @@ def missing(folder: Path, info: StoreInfo) -> list[int]:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """One run at a time in a folder; what a killed one left half-written is removed."""
+def alone(folder: Path) -> Iterator[int]:
+    """One run at a time in a folder; what a killed one left half-written is removed.
+
+    The lock is held until every process that has the yielded descriptor has ended."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise BadFile(f"another run is writing to {folder}: wait for it, or stop it") from None
+        except OSError as error:
+            raise BadFile(
+                f"cannot lock {folder}/.lock: {error.strerror}: choose a folder that can be locked"
+            ) from error
         _clean(folder)
-        yield
+        yield lock.fileno()
         _clean(folder)
 
 
 def _clean(folder: Path) -> None:
-    for leftover in folder.glob("*/.steerscope-*"):
-        leftover.unlink(missing_ok=True)
+    if (folder / "store.json").is_file():  # in another folder they may be somebody else's
+        for part in ("", *PARTS):
+            for leftover in (folder / part).glob(".steerscope-*"):
+                leftover.unlink(missing_ok=True)
 
 
 def _sizes(model: str) -> tuple[int, int]:
@@ -133,8 +148,9 @@ def shard_size(document_bytes: int) -> int:
 
 def _length(document: Document) -> int:
     content = document.content
-    whole = len(content) if isinstance(content, list) and isinstance(content[0], int) else len(json.dumps(content)) // 4
-    return whole + 1
+    if isinstance(content, list) and isinstance(content[0], int):
+        return len(content) + 1
+    return len(json.dumps(content, default=str)) // 4 + 1  # Parquet has dates and bytes, too
 
 
 def _compare(known: StoreInfo, now: StoreInfo) -> None:
@@ -144,6 +160,9 @@ def _compare(known: StoreInfo, now: StoreInfo) -> None:
         for (name, theirs), (_, mine) in zip(_facts(known), _facts(now), strict=True)
         if theirs != mine
     ]
+    if not problems and (known.hidden, known.keys) != (now.hidden, now.keys):
+        what = f"has {len(now.keys)} keys of {now.hidden} numbers, had {len(known.keys)} of {known.hidden}"
+        problems = [Problem("model", what, "give the same one, or choose another folder")]
     if problems:
         raise InvalidRequest(problems)
 

@@ -6,6 +6,7 @@ together within a window of documents whose rows fit in memory, and are written 
 that cannot be read is written down with the reason, and the others go on.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors.torch import load_file, save_file
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
 
 from steerscope.capture.rows import Rows
 from steerscope.capture.shards import Commit, StoreInfo, stacked
@@ -32,6 +36,7 @@ from steerscope.specs.sampling import Sampling
 
 _READ_ONLY = Sampling(max_tokens=1)
 _WINDOW_BYTES = 512 << 20
+_ELSE = "give it as before, or choose another folder"
 _PROBE = "The quick brown fox jumps over the lazy dog, and then it rains."
 
 
@@ -148,10 +153,12 @@ class ShardReader:
         except RequestFailed as error:
             if self.engine.aio.closed or (len(prompts) > 1 and not any(error.completed)):
                 raise  # not a document's fault
+            probe(self.engine, self.info)  # raises when the engine, and no document, is what fails
             return [done or str(error) for done in error.completed] if len(prompts) > 1 else [str(error)]
         except CapacityExceeded as error:
             if len(prompts) > 1:  # together they are too large; alone each is judged for itself
                 return [one for prompt in prompts for one in self._generate([prompt])]
+            probe(self.engine, self.info)
             return [str(error)]
 
 
@@ -162,17 +169,30 @@ def _rows(generation: Generation) -> Rows:
     return rows
 
 
+def probe(engine: SyncEngine, info: StoreInfo) -> tuple[Tensor, dict[str, str]]:
+    """Mean rows [keys, hidden] of a sentence every model can read, and what else decides the rows of a document.
+
+    The first token is left out: its rows are much larger than all others and alike in many models."""
+    asked = {"layers": [layer for layer, _ in info.keys], "sites": info.capture.sites, "tokens": "!positions=[0]"}
+    rows = _rows(engine.generate(_PROBE, _READ_ONLY, capture=Capture.parse(asked)))
+    found = stacked(dict(rows.tensors), info.keys)
+    template = json.dumps(getattr(engine.aio.tokenizer, "chat_template", None), default=str).encode()
+    facts = {"type": str(found.dtype).removeprefix("torch."), "chat template": xxhash.xxh3_128_hexdigest(template)}
+    return found.float().mean(0).cpu(), facts
+
+
 def check_probe(engine: SyncEngine, folder: Path, info: StoreInfo) -> None:
     """Another checkpoint under the same name has other rows, and one store must hold those of one model."""
-    asked = Capture.parse({"layers": [k for k, _ in info.keys], "sites": info.capture.sites, "reduce": "mean"})
-    rows = engine.generate(_PROBE, _READ_ONLY, capture=asked).rows
-    found, path = stacked(dict(rows.tensors), info.keys).float(), folder / "probe.safetensors"
+    (found, facts), path = probe(engine, info), folder / "probe.safetensors"
     if not path.is_file():
         with atomic_path(path) as temporary:
-            save_file({"rows": found}, temporary)
+            temporary.write_bytes(save({"rows": found.contiguous()}, facts))
         return
-    with reading(path, "probe of a store"):
-        known = load_file(path)["rows"]
-    near = known.shape == found.shape and (known - found).norm() <= 0.05 * found.norm()
+    with reading(path, "probe of a store"), safe_open(path, framework="pt") as file:
+        known, before = file.get_tensor("rows"), file.metadata() or {}
+    for name, value in facts.items():
+        if before.get(name) != value:
+            raise BadFile(f"{folder} holds rows made with {name} {before.get(name)}, this engine has {value}: {_ELSE}")
+    near = known.shape == found.shape and ((known - found).norm(dim=-1) <= 0.05 * found.norm(dim=-1)).all()
     if not near:
         raise BadFile(f"{folder} holds rows of another model that is called {info.model}, too: choose another folder")

@@ -5,10 +5,12 @@ worker that dies is started again and goes on with the first of its shards that 
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ from steerscope.specs.errors import BadFile, RequestFailed
 
 _RESTARTS = 3  # of a worker that has committed nothing since it was started
 _POLL_S = 0.5
+_CLOSING_S = 30.0  # an engine's time to close
 REFUSED = 3  # a worker's exit code for what a new start would not mend
 
 
@@ -69,8 +72,8 @@ def read_shards(engine: SyncEngine, folder: Path, shards: list[int], progress: P
         tell(now)
 
 
-def run_workers(folder: Path, workers: int, progress: Progress | None = None) -> str | None:
-    """The same in several processes, one GPU each where there are GPUs."""
+def run_workers(folder: Path, workers: int, progress: Progress | None = None, lock: int | None = None) -> str | None:
+    """The same in several processes, one GPU each where there are GPUs; they hold the folder's lock, too."""
     info = read_info(folder)
     running: dict[int, subprocess.Popen[bytes]] = {}
     starts = dict.fromkeys(range(workers), 0)
@@ -80,40 +83,58 @@ def run_workers(folder: Path, workers: int, progress: Progress | None = None) ->
         while left := missing(folder, info):
             commits = committed(folder, known)
             if len(commits) > len(known) or not running:
-                known, starts = {c.shard: c for c in commits}, {w: min(count, 1) for w, count in starts.items()}
+                for shard in {c.shard for c in commits} - set(known):
+                    starts[shard % workers] = min(starts[shard % workers], 1)
+                known = {c.shard: c for c in commits}
                 tell(Status(info.shards).plus(commits, info))
             for worker in {shard % workers for shard in left}:
                 process = running.get(worker)
                 if process is None or process.poll() is not None:
-                    _judge(folder, worker, process, starts[worker])
-                    running[worker] = _start(folder, worker, workers)
+                    if process is not None:
+                        _end(process)
+                        _judge(folder, worker, process, starts[worker])
+                    running[worker] = _start(folder, worker, workers, lock)
                     starts[worker] += 1
             time.sleep(_POLL_S)
+        for process in running.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_CLOSING_S)
     finally:
         for process in running.values():
             process.terminate()
         for process in running.values():
-            process.wait()
+            _end(process)
     tell(status(folder))
     return finish(folder, info)
 
 
-def _start(folder: Path, worker: int, workers: int) -> "subprocess.Popen[bytes]":
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """With everything that its engine has started."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_CLOSING_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _start(folder: Path, worker: int, workers: int, lock: int | None) -> "subprocess.Popen[bytes]":
     import torch
 
     gpus = torch.cuda.device_count()
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given else [str(i) for i in range(gpus)]
     env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": names[worker % gpus]} if gpus else {})}
-    command = [sys.executable, "-m", "steerscope.corpus.worker", str(folder), str(worker), str(workers)]
+    numbers = map(str, (worker, workers, os.getpid()))
+    command = [sys.executable, "-m", "steerscope.corpus.worker", str(folder), *numbers]
+    held = () if lock is None else (lock,)
     with _log(folder, worker).open("ab") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, pass_fds=held, start_new_session=True
+        )
 
 
-def _judge(folder: Path, worker: int, process: "subprocess.Popen[bytes] | None", starts: int) -> None:
+def _judge(folder: Path, worker: int, process: "subprocess.Popen[bytes]", starts: int) -> None:
     """Whether a worker that has ended may be started again."""
-    if process is None:
-        return
     last = _log(folder, worker).read_text(errors="replace").strip().splitlines()[-1:]
     why = last[0] if last else f"exit code {process.returncode}"
     if process.returncode == REFUSED:

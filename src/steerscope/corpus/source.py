@@ -6,11 +6,16 @@ numbers of lines alone, so that the same file always gives the same shards.
 """
 
 import json
+import os
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 from pydantic import Field
@@ -19,11 +24,12 @@ from steerscope.capture.index import DocumentEntry
 from steerscope.capture.shards import digest
 from steerscope.files import reading
 from steerscope.specs.base import Spec
-from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 
 CONTENT = {"text": (str, None), "messages": (list, dict), "token_ids": (list, int)}  # and what is in the list
 _WANTED = {"text": "a text", "messages": "a list of objects", "token_ids": "a list of integers"}
 _PIECE = 1 << 24
+_ROWS = 256  # of a Parquet file that are decoded together
 
 
 class SourceFile(Spec):
@@ -62,10 +68,11 @@ def check_paths(paths: Iterable[Path]) -> None:
 
 def scan(path: Path, shard_documents: int) -> SourceFile:
     """Count lines, note where shards begin, and take the checksum, in one pass."""
+    place = os.path.abspath(path)  # links stay: what they lead to, in a cache say, may have no suffix
     with reading(path, "corpus"):
         if path.suffix == ".parquet":
             lines = pq.ParquetFile(path).metadata.num_rows
-            return SourceFile(path=str(path.resolve()), digest=digest(path), lines=lines)
+            return SourceFile(path=place, digest=digest(path), lines=lines)
         found, lines, offsets, at = xxhash.xxh3_128(), 0, [0], 0
         last = b"\n"
         with path.open("rb") as file:
@@ -80,12 +87,13 @@ def scan(path: Path, shard_documents: int) -> SourceFile:
     if last != b"\n":
         lines += 1
     shards = -(-lines // shard_documents)
-    return SourceFile(path=str(path.resolve()), digest=found.hexdigest(), lines=lines, offsets=tuple(offsets[:shards]))
+    return SourceFile(path=place, digest=found.hexdigest(), lines=lines, offsets=tuple(offsets[:shards]))
 
 
 def preview(path: Path, count: int) -> Iterator[Document]:
     """The first documents of a file."""
-    yield from _documents(SourceFile(path=str(path), digest="", lines=count, offsets=(0,)), 0, count, 0)
+    file = SourceFile(path=str(path), digest="", lines=count, offsets=(0,))
+    yield from _documents(file, _lines(file, 0, count), 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,42 +115,96 @@ class Corpus:
         for file in self.files:
             count = -(-file.lines // self.shard_documents)
             if shard < count:
-                yield from _documents(file, shard, self.shard_documents, before)
+                first = shard * self.shard_documents
+                lines = _lines(file, shard, self.shard_documents)
+                wanted = min(file.lines - first, self.shard_documents)
+                yield from _documents(file, _counted(file, lines, wanted), first, before)
                 return
             shard, before = shard - count, before + file.lines
 
 
-def _documents(file: SourceFile, shard: int, size: int, before: int) -> Iterator[Document]:
-    first, stop = shard * size, min(file.lines, (shard + 1) * size)
-    lines = _parquet(Path(file.path), first, stop) if file.path.endswith(".parquet") else _jsonl(file, shard, size)
+def _documents(file: SourceFile, lines: Iterator["_Line | None"], first: int, before: int) -> Iterator[Document]:
     for i, line in enumerate(lines, first):
         if line is not None:
             yield _document(line, DocumentEntry(document=before + i, file=file.path, line=i + 1))
 
 
+_Line = bytes | Mapping[str, Any]
+
+
+def _lines(file: SourceFile, shard: int, size: int) -> Iterator[_Line | None]:
+    with reading(file.path, "corpus"):
+        if file.path.endswith(".parquet"):
+            yield from _parquet(file.path, shard * size, min(file.lines, (shard + 1) * size))
+        else:
+            yield from _jsonl(file, shard, size)
+
+
+def _counted(file: SourceFile, lines: Iterator[_Line | None], wanted: int) -> Iterator[_Line | None]:
+    """A file that was cut or edited since its lines were counted has others under the same numbers."""
+    count = 0
+    for line in lines:
+        count += 1
+        yield line
+    if count != wanted:
+        raise _changed(file, f"{count} lines are where {wanted} were")
+
+
+def _changed(file: SourceFile, how: str) -> BadFile:
+    return BadFile(f"{file.path} has changed since the run began ({how}): put it back, or capture it into a new folder")
+
+
 def _jsonl(file: SourceFile, shard: int, size: int) -> Iterator[bytes | None]:
     with open(file.path, "rb") as opened:
         opened.seek(file.offsets[shard])
-        for line, _ in zip(opened, range(size), strict=False):
+        for line in islice(opened, size):
             yield line if line.strip() else None
+        if file.offsets[shard + 1 : shard + 2] not in ((), (opened.tell(),)):
+            raise _changed(file, "its lines have other lengths")
 
 
-def _parquet(path: Path, first: int, stop: int) -> Iterator[Mapping[str, Any]]:
-    """Only the row groups that hold lines of the shard are read."""
-    with reading(path, "corpus"):
-        file, begin = pq.ParquetFile(path), 0
-        for group in range(file.num_row_groups):
-            end = begin + file.metadata.row_group(group).num_rows
-            if begin < stop and end > first:
-                cut = max(first - begin, 0)
-                yield from file.read_row_group(group).slice(cut, min(stop, end) - begin - cut).to_pylist()
-            begin = end
+def _parquet(path: str, first: int, stop: int) -> Iterator[Mapping[str, Any]]:
+    found = os.stat(path)
+    rows = _opened(path, (found.st_ino, found.st_mtime_ns, found.st_size))
+    while first < stop and (some := rows.after(first, stop)):
+        yield from some
+        first += len(some)
+
+
+class _ParquetRows:
+    """Rows by number. Going forward, as a run does, every row is decoded once, and few are held."""
+
+    def __init__(self, path: str) -> None:
+        self.file = pq.ParquetFile(path)
+        groups = (self.file.metadata.row_group(group).num_rows for group in range(self.file.num_row_groups))
+        self.begins = [*accumulate(groups, initial=0)]  # of each row group; the last is the end
+        self.at, self.held = 0, pa.table({})  # rows from `at` on
+        self.batches: Iterator[Any] = iter(())
+
+    def after(self, first: int, stop: int) -> list[dict[str, Any]]:
+        """Some rows from `first` on; none at the end."""
+        group = bisect_right(self.begins, first) - 1
+        if group >= self.file.num_row_groups:
+            return []
+        held = self.held.num_rows
+        if not held or first < self.at or self.at + held < self.begins[group]:
+            self.at, self.held = self.begins[group], pa.table({})
+            self.batches = self.file.iter_batches(_ROWS, row_groups=[*range(group, self.file.num_row_groups)])
+        while self.at + self.held.num_rows <= first:
+            self.at, self.held = self.at + self.held.num_rows, next(self.batches)
+        return self.held.slice(first - self.at, stop - first).to_pylist()
+
+
+@lru_cache(maxsize=1)
+def _opened(path: str, version: tuple[int, ...]) -> _ParquetRows:
+    del version  # a file that was replaced is opened again
+    return _ParquetRows(path)
 
 
 def _document(line: bytes | Mapping[str, Any], entry: DocumentEntry) -> Document:
     bad = Document(entry, None)
     try:
-        found = json.loads(line) if isinstance(line, bytes) else {k: v for k, v in line.items() if v is not None}
+        found = json.loads(line) if isinstance(line, bytes) else _given(line)
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
         return bad.failed(f"not JSON: {error}")
     if not isinstance(found, dict):
@@ -157,3 +219,10 @@ def _document(line: bytes | Mapping[str, Any], entry: DocumentEntry) -> Document
     if not content or type(content) is not kind or (kind is list and any(type(item) is not part for item in content)):
         return bad.failed(f"{given[0]} is empty, or not {_WANTED[given[0]]}")
     return replace(bad, content=content)
+
+
+def _given(value: Any) -> Any:
+    """An Arrow struct has all fields of its type; those that are null were not given."""
+    if isinstance(value, Mapping):
+        return {key: _given(item) for key, item in value.items() if item is not None}
+    return [_given(item) for item in value] if isinstance(value, list) else value

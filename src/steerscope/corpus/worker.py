@@ -1,6 +1,7 @@
-"""One worker of a capture job: `python -m steerscope.corpus.worker DIR WORKER WORKERS`."""
+"""One worker of a capture job: `python -m steerscope.corpus.worker DIR WORKER WORKERS PARENT`."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -13,8 +14,8 @@ from steerscope.corpus.run import REFUSED, read_shards
 from steerscope.specs.errors import SteerscopeError
 
 
-def main(folder: Path, worker: int, workers: int) -> int:
-    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+def main(folder: Path, worker: int, workers: int, parent: int) -> int:
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
     info = read_info(folder)
     try:
         with open_engine(info) as engine:
@@ -26,11 +27,13 @@ def main(folder: Path, worker: int, workers: int) -> int:
 
 
 def _follow(parent: int) -> None:
-    """Nobody waits for a worker whose parent was killed."""
+    """Nobody waits for a worker whose parent was killed, perhaps before the worker had begun."""
     while os.getppid() == parent:
         time.sleep(0.5)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # and what its engine has started
     os._exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:5])))
