@@ -16,6 +16,8 @@ from steerscope import SteeringVector, save_vector
 from steerscope.client import Client
 from steerscope.specs import Capture, Sampling
 
+pytestmark = pytest.mark.slow
+
 KEY = "open sesame"
 CHAT = {"messages": [{"role": "user", "content": "The quick brown fox"}], "max_tokens": 8, "temperature": 0}
 LONG = {**CHAT, "max_tokens": 200, "ignore_eos": True, "stream": True}

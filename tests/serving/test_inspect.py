@@ -10,6 +10,8 @@ from serving.live import Live, live
 from steerscope.client import Client
 from steerscope.specs import InvalidRequest, Sampling, Steering
 
+pytestmark = pytest.mark.slow
+
 inspect_ai = pytest.importorskip("inspect_ai")
 STEER = [{"op": "add", "vector": [1.0] + [0.0] * 63, "scale": 40.0, "layers": 1}]
 

@@ -22,6 +22,8 @@ from steerscope.engines.generation import Generation
 from steerscope.specs import Ablate, Add, Capture, Sampling, Steering, Watch
 from steerscope.specs.watch import flag, when
 
+pytestmark = pytest.mark.slow
+
 COUNT = 64
 TOKENS = 6
 TOPICS = ("rain", "bread", "a long war", "the sea", "my sister", "mathematics", "a red door", "winter")

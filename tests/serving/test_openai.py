@@ -89,6 +89,7 @@ class TestWhole:
         assert [max(top.values()) for top in old.top_logprobs] == old.token_logprobs
 
 
+@pytest.mark.slow
 class TestStreams:
     def test_a_chat_begins_with_its_role_and_ends_with_its_reason_and_usage(self, live: Live) -> None:
         whole = live.openai.chat.completions.create(messages=CHAT, **GREEDY)
