@@ -93,7 +93,7 @@ test-vllm: setup-vllm ## the engines' and the server's tests on vLLM's CPU build
 test-vllm-oldest: setup-vllm-oldest ## what every engine promises, and the silent wrongs, on the oldest vLLM
 	@$(OLDEST)/bin/pytest -n 2 -m "not slow" tests/engines/test_contract.py tests/engines/vllm -k "vllm and not kernel"
 
-test-fast: setup ## without the real model and the slow ones (< 2 min)
+test-fast: setup ## without the real model and the slow ones (two to three minutes)
 	@$(BIN)/pytest -n 2 -m "not slow and not smollm"
 
 check: setup ## ruff and pyright
