@@ -5,6 +5,7 @@ import contextlib
 import sys
 import types
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,27 @@ def test_rows_arrive_then_the_count_then_the_worker_leaves(regions):
     assert pool.take(64) is not None  # the cells came back
     delivery.leave(asker)
     assert region.counters[LEFT] == 1
+
+
+def test_a_mean_is_written_at_the_end_and_rows_that_come_later_hurt_nobody(regions):
+    first, second, pool = allocate(regions), allocate(regions), host_pool()
+    delivery, askers = deliver(regions, pool), [asking(first, "a"), asking(second, "b")]
+    for asker in askers:
+        asker.wire = replace(asker.wire, capture=replace(asker.wire.capture, reduce="mean", hold=1))
+        delivery.meet(asker)
+        delivery.expect(asker)
+    cell = pool.take(6)
+    pool.cells[cell : cell + 6] = torch.arange(6.0).unsqueeze(1)
+    delivery.bring_out([Slice(one, 0, 3, cell + 3 * i, 3, 3) for i, one in enumerate(askers)])
+    delivery.complete([["a", 2, first.offset, False]])  # the third row was one step too many
+    assert (first.counters[ROWS], first.counters[LEFT]) == (2, 1)
+    assert torch.equal(first.tensor((HIDDEN,), torch.float32), torch.full((HIDDEN,), 0.5))
+    late = pool.take(2)
+    delivery.bring_out([Slice(askers[0], 3, 4, late, 4, 1), Slice(askers[1], 3, 4, late + 1, 4, 1)])
+    delivery.complete([["b", 4, second.offset, False]])
+    assert second.counters[ROWS] == 4
+    assert second.failure is None
+    assert pool.take(64) == 0  # every cell came back
 
 
 def test_a_withdrawn_request_is_never_met(regions):

@@ -196,3 +196,12 @@ def test_a_soak_of_five_hundred_random_requests_has_no_wrong_or_lost_row(tmp_pat
     assert found["worst_row"] < 1e-4
     early, late = found["rss_mib"][len(found["rss_mib"]) // 3], found["rss_mib"][-1]
     assert late - early < 48, f"memory grew from {early} to {late} MiB"
+
+
+@pytest.mark.parametrize(("has", "found"), [(True, None), (False, "float32")])
+def test_a_processor_without_bf16_is_not_given_bf16(monkeypatch: pytest.MonkeyPatch, has: bool, found: str | None):
+    pytest.importorskip("vllm")
+    from steerscope.engines.vllm import starting
+
+    monkeypatch.setattr(starting, "has_bf16", lambda: has)
+    assert starting.usable_dtype() == found

@@ -82,11 +82,12 @@ class Delivery:
     def bring_out(self, parts: list[Slice]) -> None:
         reduced: list[tuple[Any, Slice]] = []
         for part in parts:
-            capture = part.asker.wire.capture
-            if part.asker.failed is not None or part.start == part.stop or capture is None:
+            capture, held = part.asker.wire.capture, self.reducing.get(part.asker.wire.name)
+            over = capture is not None and capture.reduce and held is None  # its result has been written
+            if part.asker.failed is not None or part.start == part.stop or capture is None or over:
                 self.pool.give(part.cell, part.size)
-            elif capture.reduce:
-                reduced.append((self.reducing[part.asker.wire.name][1], part))
+            elif held is not None:
+                reduced.append((held[1], part))
             else:
                 try:
                     self._send(part, capture)

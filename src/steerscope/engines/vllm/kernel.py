@@ -40,13 +40,9 @@ def _steered(
         if number != 0:
             v = tl.load(vectors + slot * hidden + at, mask=inside, other=0.0)
             five = coefficients + number * 5
-            c = tl.load(five)
-            s = tl.load(five + 1)
-            m = tl.load(five + 2)
-            lo = tl.load(five + 3)
-            hi = tl.load(five + 4)
-            switch = tl.load(mine + ENTRIES + 2 + 3 * k)
-            gate = tl.load(gates + switch)
+            c, s, m = tl.load(five), tl.load(five + 1), tl.load(five + 2)
+            lo, hi = tl.load(five + 3), tl.load(five + 4)
+            gate = tl.load(gates + tl.load(mine + ENTRIES + 2 + 3 * k))
             if (gate != 0) & ((c != 0) | (s != 0) | (m != 0)):
                 p = 0.0
                 if (s != 0) | (m != 0):  # a sum over all threads, which plain additions do without
