@@ -269,12 +269,8 @@ class Engine(Scopes, ABC):
             outbox = self._outboxes[loop] = Outbox(loop)
         jobs: list[Job] = []
         for plan in plans:
-            seed = plan.sampling.seed if plan.sampling.seed is not None else secrets.randbits(48)
-            for choice in range(plan.sampling.n):
-                single = plan.sampling.model_copy(update={"seed": (seed + choice) % (1 << 63), "n": 1})
-                job = Job(
-                    replace(plan, choice=choice, sampling=single), lambda _: None, stream, None, noticed=self._noticed
-                )
+            for single in _choices(plan):
+                job = Job(single, lambda _: None, stream, None, noticed=self._noticed)
                 job.report = functools.partial(outbox.put, inbox, job)
                 jobs.append(job)
                 self._jobs.setdefault(plan.request_id, []).append(job)
@@ -292,12 +288,14 @@ class Engine(Scopes, ABC):
             raise
         return jobs, inbox
 
-    def _finish(self, jobs: Sequence[Job], inbox: Inbox | None = None) -> None:
-        """Whatever happened: unfinished jobs are cancelled, rows nobody took are given back, and the names are free."""
+    def _finish(self, jobs: Sequence[Job], inbox: Inbox | None = None, ended: bool = False) -> None:
+        """Whatever happened: unfinished jobs (none, if they have `ended`) are cancelled, rows nobody took are given
+        back, and the names are free."""
         for job in jobs:
-            job.abandoned = True
-            job.cancel()
             self._jobs.pop(job.plan.request_id, None)
+            if not ended:
+                job.abandoned = True
+                job.cancel()
         for _, outcome in inbox.rest() if inbox is not None else ():
             discard(outcome)
 
@@ -326,7 +324,7 @@ class Engine(Scopes, ABC):
                     elif isinstance(outcome, RequestFailed):
                         failure = failure or outcome
         finally:
-            self._finish(jobs, inbox)
+            self._finish(jobs, inbox, ended=not left)
         complete = {plan.request_id: len(choices[plan.request_id]) == plan.sampling.n for plan in plans}
         done = [_generation(p, choices[p.request_id]) if complete[p.request_id] else None for p in plans]
         if failure is not None:
@@ -378,9 +376,21 @@ class Engine(Scopes, ABC):
                 if failure is not None:
                     raise failure
         finally:
-            self._finish(jobs, inbox)
+            self._finish(jobs, inbox, ended=told)
             for choice in () if told else choices:
                 discard(choice)
+
+
+def _choices(plan: Plan) -> list[Plan]:
+    """One for each of its n texts, with a seed of its own; a greedy text needs none."""
+    sampling = plan.sampling
+    if sampling.n == 1 and (sampling.seed is not None or sampling.greedy):
+        return [plan]
+    seed = sampling.seed if sampling.seed is not None else secrets.randbits(48)
+    return [
+        replace(plan, choice=i, sampling=sampling.model_copy(update={"seed": (seed + i) % (1 << 63), "n": 1}))
+        for i in range(sampling.n)
+    ]
 
 
 def _generation(plan: Plan, choices: list[Choice]) -> Generation:

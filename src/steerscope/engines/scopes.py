@@ -14,6 +14,8 @@ from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Add, Steering, Vector, VectorData
 
+_NOTHING = Steering()
+
 
 class Scopes:
     facts: Facts
@@ -21,7 +23,7 @@ class Scopes:
     def __init__(self) -> None:
         self._vectors: dict[str, VectorData] = {}
         self._packs: dict[str, Registered] = {}
-        self._default = Steering()
+        self._default = _NOTHING
         self._scope: contextvars.ContextVar[Steering | None] = contextvars.ContextVar("steering", default=None)
 
     @property
@@ -113,5 +115,5 @@ class Scopes:
 
 def as_steering(steer: SteerLike | None) -> Steering:
     if steer is None:
-        return Steering()
+        return _NOTHING
     return steer if isinstance(steer, Steering) else Steering(ops=(steer,))

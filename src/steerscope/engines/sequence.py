@@ -46,6 +46,11 @@ class RunningText(ABC):
     def generated(self) -> list[int]:
         return self.history[self.prompt_length :]
 
+    @property
+    def count(self) -> int:
+        """How many tokens were generated."""
+        return len(self.history) - self.prompt_length
+
     def started(self) -> None:
         self._admitted = time.perf_counter()
 
@@ -61,11 +66,11 @@ class RunningText(ABC):
         if not self._eos.isdisjoint(tokens):
             tokens = tokens[: 1 + next(i for i, token in enumerate(tokens) if token in self._eos)]
         kept = self.notes.kept if self.notes else None
-        if kept is not None and len(self.generated) + len(tokens) >= kept:
-            self.history += tokens[: max(0, kept - len(self.generated))]
+        if kept is not None and self.count + len(tokens) >= kept:
+            self.history += tokens[: max(0, kept - self.count)]
             return "rule"
         self.history += tokens
-        if len(self.history) - self.prompt_length >= self.plan.sampling.max_tokens:
+        if self.count >= self.plan.sampling.max_tokens:
             return "stop" if tokens and tokens[-1] in self._eos else "length"
         return "stop" if tokens and tokens[-1] in self._eos else None
 
@@ -74,7 +79,7 @@ class RunningText(ABC):
         self.history.append(token)
         if logprobs is not None:
             self._logprobs.append(logprobs)
-        count = len(self.history) - self.prompt_length
+        count = self.count
         if count == 1:
             self._first = time.perf_counter()
         reason: FinishReason | None = None

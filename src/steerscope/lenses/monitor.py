@@ -78,7 +78,7 @@ class SeenOnHost(NamedTuple):
     on: np.ndarray | None
     off: np.ndarray | None
 
-    def note(self, notes: Notes, start: int, positions: Sequence[int]) -> None:
+    def note(self, notes: Notes, start: int, positions: Sequence[int] | np.ndarray) -> None:
         """Rows from `start` on are these positions of one request."""
         stop = start + len(positions)
         notes.add(positions, self.values[start:stop], self.indices[start:stop])
@@ -88,7 +88,7 @@ class SeenOnHost(NamedTuple):
         for i in changed.tolist():
             at = start + i
             on, off = np.flatnonzero(self.on[at]).tolist(), np.flatnonzero(self.off[at]).tolist()
-            notes.fire(positions[i], on, off, self.scores[at])
+            notes.fire(int(positions[i]), on, off, self.scores[at])
 
 
 class Monitor:

@@ -122,7 +122,7 @@ class Notes:
         self.stopped, self._firings, self._parts = None, [], []
         self._next = self._told = self._fired = 0
 
-    def add(self, positions: Sequence[int], values: np.ndarray, indices: np.ndarray) -> None:
+    def add(self, positions: Sequence[int] | np.ndarray, values: np.ndarray, indices: np.ndarray) -> None:
         """Readings [n, k] of ascending positions; those that were there before are passed over."""
         at = np.asarray(positions)
         fresh = int((at < self._next).sum())
@@ -164,10 +164,14 @@ class Notes:
         if not parts:
             nothing = np.zeros(0, np.int64)
             return Readings(self.pack, nothing, nothing, np.zeros((0, 0), np.float32), np.zeros((0, 0), np.int64))
-        at, values, indices = (np.concatenate(column) for column in zip(*parts, strict=True))
-        kept = slice(None) if rows is None else at < rows
-        at = at[kept]
-        return Readings(self.pack, at, np.asarray(history, np.int64)[at], values[kept], indices[kept])
+        joined = parts[0] if len(parts) == 1 else (np.concatenate(column) for column in zip(*parts, strict=True))
+        at, values, indices = joined
+        if rows is not None and at[-1] >= rows:
+            kept = int(np.searchsorted(at, rows))
+            at, values, indices = at[:kept], values[:kept], indices[:kept]
+        first, last = (int(at[0]), int(at[-1])) if len(at) else (0, -1)
+        tokens = np.array(history[first : last + 1], np.int64)  # a list of all of them takes long to convert
+        return Readings(self.pack, at, tokens[at - first], values, indices)
 
     def __iter__(self) -> Iterator[Firing]:
         return iter(self._firings)

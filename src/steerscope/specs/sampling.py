@@ -37,6 +37,11 @@ class Sampling(Spec):
     n: int = Field(default=1, ge=1, le=128)
     logprobs: int | None = Field(default=None, ge=0, le=20)  # tell each token's, and those of so many best ones
 
+    @property
+    def greedy(self) -> bool:
+        """Dividing by a lower temperature would overflow float32."""
+        return self.temperature < 1e-6
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if any(not text for text in self.stop):

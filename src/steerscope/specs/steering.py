@@ -256,4 +256,6 @@ class Steering(Spec):
 
     def then(self, later: "Steering") -> "Steering":
         """This steering followed by another; a reset in the later one drops this one."""
-        return later if later.reset else Steering(ops=(*self.ops, *later.ops), reset=self.reset)
+        if later.reset or not (self.ops or self.reset):
+            return later
+        return Steering(ops=(*self.ops, *later.ops), reset=self.reset) if later.ops else self

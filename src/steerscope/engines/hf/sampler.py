@@ -26,7 +26,7 @@ class Chooser:
 
     @classmethod
     def of(cls, sampling: Sampling, history: list[int], device: torch.device) -> "Chooser":
-        if sampling.temperature < 1e-6:  # dividing by less would overflow float32
+        if sampling.greedy:
             return cls(sampling, None, history, len(history))
         generator = torch.Generator(device=device)
         generator.manual_seed(sampling.seed or 0)

@@ -365,7 +365,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         if one.claim is not None:
             self._ended.append(one.key)
         self._counts["finished"] += 1
-        self._counts["tokens"] += len(one.generated)
+        self._counts["tokens"] += one.count
         one.end(reason)
 
     def _failed(self, one: Running, error: Exception) -> None:

@@ -65,7 +65,7 @@ class Running(RunningText):
 
     def params(self) -> "SamplingParams":
         s = self.plan.sampling
-        greedy = s.temperature < 1e-6
+        greedy = s.greedy
         found = self.engine.sampling_params(
             max_tokens=s.max_tokens,
             temperature=0.0 if greedy else s.temperature,
@@ -121,7 +121,7 @@ class Running(RunningText):
     def catch_up(self, state: Any) -> None:
         """It ends before vLLM would tell: what it has sampled is in vLLM's own books."""
         if self.late and state is not None:
-            self.accept_all(list(state.detokenizer.output_token_ids)[len(self.generated) :])
+            self.accept_all(list(state.detokenizer.output_token_ids)[self.count :])
 
     def _note(self, rows: int) -> bool:
         """Take over what was read of the first rows; whether all of it was there. Of later ones, which may be there,
@@ -135,7 +135,7 @@ class Running(RunningText):
         stop = min(claim.read, wanted)
         if stop > self._noted:
             positions = selected(watch.positions, rows)[self._noted : stop]
-            claim.readings(self._noted, stop).note(self.notes, 0, positions.tolist())
+            claim.readings(self._noted, stop).note(self.notes, 0, positions)
             self._noted = stop
         return stop == wanted
 
@@ -161,15 +161,15 @@ class Running(RunningText):
     @property
     def computed(self) -> int:
         """p + g − 1 rows, and none of what was never started."""
-        return len(self.history) - 1 if self.generated else 0
+        return len(self.history) - 1 if self.count else 0
 
     def incomplete(self) -> bool:
         """The workers have to be asked for the rows, or for what became of them."""
         if self.claim is None or self.claim.region is None:
             return False
-        if not self.generated or self.failure is not None:  # it may be in the very step that runs now
+        if not self.count or self.failure is not None:  # it may be in the very step that runs now
             return True
-        if self.plan.columns and len(self.generated) <= _LATE:  # the last steps' faults may not have been looked at
+        if self.plan.columns and self.count <= _LATE:  # the last steps' faults may not have been looked at
             return True
         if self.plan.watch and self.claim.read < self.plan.watch.positions.count(self.computed):
             return True
