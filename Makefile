@@ -87,11 +87,16 @@ test: setup ## all tests, on transformers and on vLLM
 	@$(BIN)/pytest -n 2
 	@$(MAKE) --no-print-directory test-vllm test-vllm-oldest
 
+# Of our own code around vLLM, without any of vLLM's: make test has run these already.
+WITHOUT_VLLM := $(foreach name,delivery graphs step tap versions,--ignore=tests/engines/vllm/test_$(name).py)
+
 test-vllm: setup-vllm ## the engines' and the server's tests on vLLM's CPU build
-	@$(VLLM)/bin/pytest -n 2 tests/engines tests/corpus tests/serving/test_openai.py tests/serving/test_steerscope.py -k vllm
+	@$(VLLM)/bin/pytest -n 2 $(WITHOUT_VLLM) tests/engines tests/corpus tests/serving/test_openai.py \
+	  tests/serving/test_steerscope.py tests/serving/test_vllm_killed.py tests/serving/test_vllm_routes.py -k vllm
 
 test-vllm-oldest: setup-vllm-oldest ## what every engine promises, and the silent wrongs, on the oldest vLLM
-	@$(OLDEST)/bin/pytest -n 2 -m "not slow" tests/engines/test_contract.py tests/engines/vllm -k "vllm and not kernel"
+	@$(OLDEST)/bin/pytest -n 2 -m "not slow" $(WITHOUT_VLLM) tests/engines/test_contract.py tests/engines/vllm \
+	  -k "vllm and not kernel"
 
 test-fast: setup ## without the real model and the slow ones (two to three minutes)
 	@$(BIN)/pytest -n 2 -m "not slow and not smollm"

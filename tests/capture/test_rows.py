@@ -270,6 +270,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_old_file_whole_and_nothing_half_written(tmp_path: Path):
     """The limit on file size makes the kernel refuse the write in the middle, as a full disk does."""
     path = tmp_path / "rows"

@@ -50,6 +50,7 @@ def test_what_one_side_writes_the_other_reads_without_a_copy(arena: Arena) -> No
     assert tensor[0, 0] == -1, "it is the same memory"
 
 
+@pytest.mark.slow
 def test_another_process_sees_the_same_bytes_and_the_file_needs_no_name_any_more(arena: Arena) -> None:
     region = Regions(arena).allocate(256)
     assert region is not None

@@ -29,6 +29,7 @@ def test_building_the_whole_app_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module() -> None:
     done = python("-m", "steerscope.cli.main", "--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"steerscope {__version__}\n", "")

@@ -310,6 +310,7 @@ def test_a_folder_that_cannot_be_locked_is_told_as_that(tmp_path: Path, monkeypa
         pass
 
 
+@pytest.mark.slow
 def test_a_worker_whose_parent_was_gone_before_it_began_ends(tmp_path: Path, model: str, corpus: Path) -> None:
     start(tmp_path / "s", model, corpus)
     gone = subprocess.Popen([sys.executable, "-c", ""])

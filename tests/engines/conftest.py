@@ -1,6 +1,7 @@
 """Engines for the contract suite. Each test that takes `engine` or `start` runs on every engine that is installed."""
 
 import copy
+import functools
 import gc
 import importlib.util
 import os
@@ -14,8 +15,10 @@ from transformers import PreTrainedModel
 
 import tiny
 from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.vllm.starting import has_bf16
+from steerscope.specs import Sampling
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 ENGINES = ("hf", *(("vllm",) if HAS_VLLM else ()))
@@ -23,20 +26,25 @@ ENGINES = ("hf", *(("vllm",) if HAS_VLLM else ()))
 ON_VLLM = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3")
 MODEL_OPTIONS = ("layers", "seed", "max_position_embeddings", "attn_logit_softcapping")
 Start = Callable[..., SyncEngine]
+CLEAN = ("running", "waiting", "failed", "slots_in_use", "capture_bytes", "worker_askers")  # all zero
 
 
 @pytest.fixture(params=ENGINES)
 def start(request: pytest.FixtureRequest) -> Iterator[Start]:
-    """Starts an engine on a tiny model; all are closed when the test ends."""
+    """Starts an engine on a tiny model; all are closed when the test ends. One of vLLM takes seconds to start: if a
+    test had only one and leaves it as it was, the next gets the same if it asks for the same."""
     running: list[SyncEngine] = []
+    asked: list[str] = []
 
     def begin(architecture: str = "llama", tokenizer: str = "bytes", **options: object) -> SyncEngine:
+        asked.append(repr((architecture, tokenizer, sorted(options.items()))))
         model_options = {k: options.pop(k) for k in MODEL_OPTIONS if k in options}
         eos = options.pop("eos", None)
         if request.param == "vllm":
             if architecture not in ON_VLLM:
                 pytest.skip(f"vLLM runs {architecture} through its transformers backend")
-            engine = start_vllm(saved(architecture, tokenizer, eos, model_options), architecture, options)
+            engine = _kept.pop(asked[-1], None) if len(asked) == 1 else None
+            engine = engine or start_vllm(saved(architecture, tokenizer, eos, model_options), architecture, options)
         else:
             model = tiny.model(architecture, **model_options)  # type: ignore[arg-type]
             if dtype := options.pop("dtype", None):
@@ -49,32 +57,25 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
         return engine
 
     yield begin
+    if request.param == "vllm" and len(running) == 1 and _clean(running[0]):
+        _kept[asked[0]] = running.pop()
     for engine in running:
         engine.close()
 
 
 @pytest.fixture
-def engine(request: pytest.FixtureRequest, start: Start) -> Iterator[SyncEngine]:
-    """An engine with nothing special. One of vLLM, which takes seconds to start, is used again if the last test of the
-    file has left it as it was."""
-    if request.node.callspec.params["start"] != "vllm":
-        yield start()
-        return
-    global _shared
-    if _shared is None:
-        _shared = start_vllm(saved("llama", "bytes", None, {}), "llama", {})
-    yield _shared
-    if not _clean(_shared):
-        close_shared()
+def engine(start: Start) -> SyncEngine:
+    """An engine with nothing special."""
+    return start()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _until_the_end_of_a_file() -> Iterator[None]:
     yield
-    close_shared()
+    close_kept()
 
 
-_shared: SyncEngine | None = None
+_kept: dict[str, SyncEngine] = {}  # at most one, by what was asked for
 
 
 def _clean(engine: SyncEngine) -> bool:
@@ -82,16 +83,15 @@ def _clean(engine: SyncEngine) -> bool:
     if aio.closed or aio._vectors or aio._packs or aio.surrounding().ops:
         return False
     gc.collect()
+    engine.generate(TokenPrompt([20]), Sampling(max_tokens=1))  # the workers hear of an end with the next step
     found = engine.stats()
-    return not any(found[name] for name in ("running", "waiting", "slots_in_use", "capture_bytes", "worker_askers"))
+    return not any(found[name] for name in CLEAN)
 
 
-def close_shared() -> None:
+def close_kept() -> None:
     """Before another one starts: a process has room for one engine of vLLM."""
-    global _shared
-    if _shared is not None:
-        _shared.close()
-        _shared = None
+    while _kept:
+        _kept.popitem()[1].close()
 
 
 # --- vLLM
@@ -133,10 +133,23 @@ def _scratch() -> Path:
 _folder: tempfile.TemporaryDirectory[str] | None = None
 
 
+@functools.cache
+def _settle_heap() -> None:
+    """What is imported is no garbage. vLLM looks for garbage several times in the life of an engine, and at its end
+    takes back what it had told the collector to pass over: most of the time that an engine takes here."""
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_model_runner  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+
+
 def start_vllm(folder: Path, name: str, options: dict[str, object]) -> SyncEngine:
-    close_shared()
+    close_kept()
     for variable, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
+    _settle_heap()
     from steerscope.engines.vllm.engine import VLLMEngine
     from steerscope.engines.vllm.settings import Settings
     from steerscope.specs.steering import SITES
@@ -153,6 +166,7 @@ def start_vllm(folder: Path, name: str, options: dict[str, object]) -> SyncEngin
         "capture_budget": 64 << 20,
         "max_num_batched_tokens": 512,
         "kv_cache_memory_bytes": 32 << 20,
+        "num_gpu_blocks_override": 512,  # the bytes are not heeded on a CPU: it would fill a gigabyte with zeros
         "block_size": 32,
     }
     made = VLLMEngine(folder, name=name, settings=Settings.parse(settings), **{**defaults, **options})  # type: ignore[arg-type]

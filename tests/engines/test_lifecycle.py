@@ -190,6 +190,7 @@ def test_closing_tells_everybody_who_waits(start: Start) -> None:
         engine.generate(PROMPT, SHORT)
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_in_the_middle_of_a_request_ends_cleanly(tmp_path: Path) -> None:
     tiny.model().save_pretrained(tmp_path / "m")
     tiny.tokenizer().save_pretrained(tmp_path / "m")

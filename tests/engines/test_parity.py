@@ -26,52 +26,51 @@ def unit(vector: np.ndarray) -> np.ndarray:
     return (vector / np.linalg.norm(vector.astype(np.float64))).astype(np.float32)
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_rows_of_all_sites_and_layers_equal_the_reference_with_exact_counts(start: Start, architecture: str) -> None:
-    engine = start(architecture)
-    model = tiny.model(architecture)
-    reference = Reference(model)
-    sites = sites_of(architecture)
-    for done in engine.generate(PROMPTS, LENGTHS, capture=Capture(sites=sites)):
-        fed = [*done.prompt_token_ids, *done.token_ids[:-1]]
-        rows = done.rows
-        assert rows.n == len(done.prompt_token_ids) + len(done.token_ids) - 1
-        assert set(rows) == {(layer, site) for layer in range(4) for site in sites}
-        _, wanted = reference.run(fed)
-        for key, tensor in rows.items():
-            assert tensor.shape == (len(fed), 64)
-            assert distance(tensor, wanted[key]) < TOLERANCE, key
-        tokens, gaps = reference.greedy(done.prompt_token_ids, 9)
-        assert same_until_tie(done.token_ids, tokens, gaps)
-        assert list(rows.labels.token_id) == fed
-        assert list(rows.labels.position) == list(range(len(fed)))
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES, scope="class")  # one after the other, each once
+class TestEveryArchitecture:
+    def test_rows_of_all_sites_and_layers_equal_the_reference_with_exact_counts(
+        self, start: Start, architecture: str
+    ) -> None:
+        engine = start(architecture)
+        model = tiny.model(architecture)
+        reference = Reference(model)
+        sites = sites_of(architecture)
+        for done in engine.generate(PROMPTS, LENGTHS, capture=Capture(sites=sites)):
+            fed = [*done.prompt_token_ids, *done.token_ids[:-1]]
+            rows = done.rows
+            assert rows.n == len(done.prompt_token_ids) + len(done.token_ids) - 1
+            assert set(rows) == {(layer, site) for layer in range(4) for site in sites}
+            _, wanted = reference.run(fed)
+            for key, tensor in rows.items():
+                assert tensor.shape == (len(fed), 64)
+                assert distance(tensor, wanted[key]) < TOLERANCE, key
+            tokens, gaps = reference.greedy(done.prompt_token_ids, 9)
+            assert same_until_tie(done.token_ids, tokens, gaps)
+            assert list(rows.labels.token_id) == fed
+            assert list(rows.labels.position) == list(range(len(fed)))
 
+    def test_resid_post_equals_transformers_hidden_states_and_the_last_layer_does_through_the_final_norm(
+        self, start: Start, architecture: str
+    ) -> None:
+        engine, model = start(architecture), tiny.model(architecture)
+        done = engine.generate(PROMPTS[1], LENGTHS, capture=Capture())
+        fed = torch.tensor([[*done.prompt_token_ids, *done.token_ids[:-1]]])
+        with torch.no_grad():
+            hidden = model(fed, output_hidden_states=True).hidden_states
+            final = Reference(model).norm(done.rows[3].unsqueeze(0))
+        for layer in range(3):
+            assert distance(done.rows[layer], hidden[layer + 1][0]) < TOLERANCE
+        assert distance(final[0], hidden[4][0]) < TOLERANCE
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_resid_post_equals_transformers_hidden_states_and_the_last_layer_does_through_the_final_norm(
-    start: Start, architecture: str
-) -> None:
-    engine, model = start(architecture), tiny.model(architecture)
-    done = engine.generate(PROMPTS[1], LENGTHS, capture=Capture())
-    fed = torch.tensor([[*done.prompt_token_ids, *done.token_ids[:-1]]])
-    with torch.no_grad():
-        hidden = model(fed, output_hidden_states=True).hidden_states
-        final = Reference(model).norm(done.rows[3].unsqueeze(0))
-    for layer in range(3):
-        assert distance(done.rows[layer], hidden[layer + 1][0]) < TOLERANCE
-    assert distance(final[0], hidden[4][0]) < TOLERANCE
-
-
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_what_attention_and_mlp_add_is_what_the_stream_gains(start: Start, architecture: str) -> None:
-    rows = start(architecture).generate(PROMPTS[1], LENGTHS, capture=Capture(sites=sites_of(architecture))).rows
-    for layer in range(4):
-        before, after = rows[layer, "resid_pre"], rows[layer, "resid_post"]
-        assert distance(before + rows[layer, "attn_out"] + rows[layer, "mlp_out"], after) < TOLERANCE
-        if (layer, "resid_mid") in rows:
-            assert distance(before + rows[layer, "attn_out"], rows[layer, "resid_mid"]) < TOLERANCE
-        if layer:
-            assert torch.equal(before, rows[layer - 1, "resid_post"])
+    def test_what_attention_and_mlp_add_is_what_the_stream_gains(self, start: Start, architecture: str) -> None:
+        rows = start(architecture).generate(PROMPTS[1], LENGTHS, capture=Capture(sites=sites_of(architecture))).rows
+        for layer in range(4):
+            before, after = rows[layer, "resid_pre"], rows[layer, "resid_post"]
+            assert distance(before + rows[layer, "attn_out"] + rows[layer, "mlp_out"], after) < TOLERANCE
+            if (layer, "resid_mid") in rows:
+                assert distance(before + rows[layer, "attn_out"], rows[layer, "resid_mid"]) < TOLERANCE
+            if layer:
+                assert torch.equal(before, rows[layer - 1, "resid_post"])
 
 
 def test_soft_capped_attention_is_as_exact_as_the_engine_makes_it(start: Start, request: pytest.FixtureRequest) -> None:

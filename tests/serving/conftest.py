@@ -73,9 +73,9 @@ def make_engine(engine: str, kind: str = "bytes") -> Engine:
     return hf_engine(kind)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`joy` has layers 1 and 2, `calm` is shared by all."""
+    """`joy` has layers 1 and 2, `calm` is shared by all. Uploads go there too."""
     folder = tmp_path_factory.mktemp("vectors")
     generator = torch.Generator().manual_seed(1)
     joy = SteeringVector({layer: torch.randn(64, generator=generator) for layer in (1, 2)}, model=NAME)

@@ -201,6 +201,26 @@ class TestFailing:
         assert live.http.post("/v1/completions", json=SHORT).json()["choices"][0]["text"] == wanted
         assert list(live.serving.vectors) == ["calm", "joy", "mine"]
 
+    def test_three_starts_are_tried_and_then_the_server_ends(self, serve: Serve) -> None:
+        outcomes: list[Exception | None] = [None, ValueError("no memory yet"), None, ValueError("still none")]
+
+        def start() -> HFEngine:
+            if (error := outcomes.pop(0)) is not None:
+                raise error
+            return hf_engine()
+
+        live = serve(start).ready()
+        engine = live.serving.engine
+        engine._stop()
+        refused = live.http.post("/v1/completions", json=SHORT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+        live.until(lambda: live.serving.ready)
+        assert live.http.post("/v1/completions", json=SHORT).status_code == 200
+        live.serving.engine._stop()
+        live.until(lambda: not live._thread.is_alive())
+        assert outcomes == []
+        assert "cannot be started again" in str(live.serving.failure)
+
     def test_an_engine_that_cannot_be_started_again_ends_the_server(self, serve: Serve) -> None:
         live = serve(hf_engine()).ready()
         live.serving.engine._stop()

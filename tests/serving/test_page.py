@@ -22,6 +22,7 @@ from steerscope.engines.load import load_engine
 from steerscope.extraction import load_contrast_set, mean_difference, row_norms, sentence_rows, sentences
 from steerscope.lenses.probes import from_probes
 from steerscope.serving.settings import Settings
+from steerscope.specs.watch import flag, when
 from steerscope.vectors import files
 from steerscope.vectors.vector import SteeringVector
 
@@ -132,6 +133,57 @@ def test_a_tint_follows_the_chosen_concept_or_vector(page: Screen) -> None:
     page.settle()
     tones = set(page.js("[...document.querySelectorAll('.answer .t')].map(t => t.style.getPropertyValue('--tone'))"))
     assert {"var(--cool)", "var(--heat)"} <= tones
+
+
+def test_the_message_is_tinted_read_and_pointed_at_like_an_answer(page: Screen) -> None:
+    page.say("How was your week at work?")
+    said, answer = page.run()["said"], page.run()
+    assert page.page.locator(".said").inner_text() == "How was your week at work?"
+    spans = page.page.locator(".said .t")
+    assert spans.count() == len(said["tokens"]) == len([top for top in said["top"] if top])
+    tints = page.js(VALUES.replace(".answer", ".said"))
+    assert tints == pytest.approx([top[1] for top in said["top"]], abs=0.021)  # by the leading concept
+    assert said["prompt"] + len(said["tokens"]) < answer["prompt"], "the template's own text lies between"
+    i = next(i for i, text in enumerate(said["tokens"]) if text.strip().isalpha())
+    spans.nth(i).hover()
+    card, concepts = page.page.locator("#card"), page.js("steerscope.state.concepts")
+    assert concepts[said["top"][i][0]]["name"] in card.inner_text()
+    assert card.locator(".spark").count() == 2
+    page.page.locator(".said .tokens").focus()
+    for key in ("Home", "ArrowRight", "Enter"):
+        page.page.keyboard.press(key)
+    assert page.js("steerscope.state.pinned.i") == 1
+    assert "your message" in page.page.locator("#tab-token").inner_text()
+    assert page.page.locator("#tab-token .found li").count() == len(said["top"][1]) // 2
+    page.page.click("#tint input")
+    page.page.keyboard.type("north")
+    page.page.keyboard.press("Enter")
+    page.settle()
+    told = "[...document.querySelectorAll('.said .t')].map(t => t.style.getPropertyValue('--tone'))"
+    projected = page.js(told)
+    assert "var(--cool)" in projected or "var(--heat)" in projected
+    page.page.wait_for_timeout(300)
+    page.page.reload()
+    page.page.wait_for_selector('#status[data-state="ready"]')
+    page.settle()
+    assert page.js(told) == projected
+    kept = page.js("import('./ui/js/exporting.js').then((found) => found.conversation())")
+    message = kept["turns"][0]["answers"][0]["message"]
+    assert [token["id"] for token in message["tokens"]] == said["ids"]
+    assert [len(token["top"]) for token in message["tokens"]] == [len(top) // 2 for top in said["top"]]
+    assert len(message["projections"]["north"]["0"]) == len(said["tokens"])
+    page.shot("message")
+
+
+def test_with_rules_only_the_answer_is_read(page: Screen) -> None:
+    page.js("steerscope.settings.rules = []")
+    page.say("Hello")
+    assert page.sent[-1]["steerscope"]["watch"]["tokens"] == "generated | message=0"
+    page.js(f"steerscope.settings.rules = [{when('c0.0', above=0.0).then(flag('any')).to_json()}]")
+    page.again()
+    assert page.sent[-1]["steerscope"]["watch"]["tokens"] == "generated"
+    assert page.run()["said"]["top"] == []
+    assert page.run()["firings"][0]["position"] >= page.run()["prompt"]
 
 
 def test_a_slider_changes_the_next_answer(page: Screen) -> None:
@@ -308,9 +360,10 @@ def test_two_thousand_tokens_cost_the_document_each_token_once(page: Screen) -> 
     page.say("Hello")
     work, changes = page.js("({ ...steerscope.work })"), page.js("window.changes")
     assert len(page.run()["tokens"]) == 2000
-    assert changes == {"added": 2000, "removed": 0, "styled": 2 * (work["tints"] - before["tints"])}
-    assert work["spans"] - before["spans"] == 2000
-    assert work["tints"] - before["tints"] <= 2000
+    tokens = 2000 + len(page.run()["said"]["tokens"])  # the message has some too
+    assert changes == {"added": tokens, "removed": 0, "styled": 2 * (work["tints"] - before["tints"])}
+    assert work["spans"] - before["spans"] == tokens
+    assert work["tints"] - before["tints"] <= tokens
     # A frame draws at most the columns in sight, so the heat map's work is frames times a constant.
     sight = page.js("Math.ceil(document.querySelector('.lane').clientWidth / steerscope.settings.column) + 1")
     frames = work["frames"] - before["frames"]

@@ -226,6 +226,43 @@ class TestProjections:
             assert refused.json()["error"]["param"] == "steerscope.project"
 
 
+class TestPrompts:
+    CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "How was 你好 🎉 your week?"})
+    ASKED = {"prompt": "message=1", "project": "joy", "watch": {"pack": "moods", "tokens": "generated | message=1"}}
+
+    def test_a_message_is_told_token_by_token_with_readings_and_projections(self, live: Live, vectors: Path) -> None:
+        body = {"messages": self.CHAT, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        asked = self.ASKED
+        whole = live.http.post("/v1/chat/completions", json={**body, "steerscope": asked}).json()
+        found = whole["choices"][0]["steerscope"]
+        assert "".join(token["t"] for token in found["prompt"]) == self.CHAT[1]["content"]
+        rows = live.serving.engine.sync.chat(self.CHAT, GREEDY, capture=Capture(tokens="message=1")).rows
+        places = list(rows.labels.position)
+        assert [token["position"] for token in found["prompt"]] == places
+        assert [token["id"] for token in found["prompt"]] == list(rows.labels.token_id)
+        assert [one["position"] for one in found["readings"] if one["token_index"] is None] == places
+        wanted = load_vector(vectors / "joy.safetensors").projection(rows[2], 2).tolist()
+        assert found["prompt_projections"]["joy"]["2"] == pytest.approx(wanted, abs=1e-3)
+        assert len(found["projections"]["joy"]["2"]) == 4
+        streamed = {"messages": self.CHAT, "n": 2, "stream": True, "max_tokens": 4, "steerscope": asked}
+        with live.http.stream("POST", "/v1/chat/completions", json=streamed) as response:
+            chunks = [json.loads(x[6:]) for x in response.iter_lines() if x and x != "data: [DONE]"]
+        told = [c["choices"][0]["index"] for c in chunks if c.get("steerscope", {}).get("prompt") == found["prompt"]]
+        assert sorted(told) == [0, 1], "once for each choice"
+
+    def test_other_tokens_are_chosen_as_everywhere_and_mistakes_told(self, live: Live) -> None:
+        told = ask(live, {"prompt": "positions=[0, -1]"})["steerscope"]["prompt"]
+        ids = live.serving.engine.tokenize(PROMPT).token_ids
+        assert [(token["position"], token["id"]) for token in told] == [(0, ids[0]), (len(ids) - 1, ids[-1])]
+        assert ask(live, {"prompt": "generated"})["steerscope"]["prompt"] == []
+        for asked in ({"prompt": "message=0"}, {"prompt": "nonsense"}, {"prompt": 3}):
+            refused = live.http.post("/v1/completions", json={**BODY, "steerscope": asked})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "steerscope.prompt")
+        few = {"prompt": "all", "project": "joy", "capture": {"layers": "all", "tokens": "generated"}}
+        assert live.http.post("/v1/completions", json={**BODY, "steerscope": few}).status_code == 400
+        assert live.http.get("/v1/capabilities").json()["messages"] is True
+
+
 class TestVectors:
     def test_a_vector_is_uploaded_swapped_listed_and_deleted_on_a_running_server(
         self, live: Live, tmp_path: Path

@@ -5,7 +5,7 @@ here is validated again, and no object is built per token.
 """
 
 import json
-import secrets
+import random
 import time
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted
@@ -25,7 +25,7 @@ class Writer:
 
     def __init__(self, chat: bool, model: str, include_usage: bool, name: str | None = None) -> None:
         self.chat = chat
-        self.id = name or f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.id = name or f"{'chatcmpl' if chat else 'cmpl'}-{random.getrandbits(96):024x}"
         kind = "chat.completion" if chat else "text_completion"
         about = f'"created":{int(time.time())},"model":{quoted(model)}'
         self._whole = f'{{"id":"{self.id}","object":"{kind}",{about},"choices":['

@@ -26,6 +26,7 @@ from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Add, Steering
+from steerscope.specs.tokens import Tokens
 from steerscope.specs.watch import Rule, Watch
 
 MOST_LOGPROBS = 20
@@ -50,13 +51,15 @@ else:
 
 
 class Asked(Spec):
-    """What a request asks of steerscope. `project` names vectors on which each generated token's rows are projected."""
+    """What a request asks of steerscope. `project` names vectors on which each generated token's rows are projected;
+    `prompt` selects tokens of the prompt that are told too, and projected."""
 
     steer: Steer | None = None
     capture: Capture | None = None
     watch: Watch | None = None
     rules: tuple[Rule, ...] = ()
     project: Names = ()
+    prompt: Tokens | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

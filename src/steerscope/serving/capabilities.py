@@ -1,14 +1,24 @@
 """What this server's model, engine and limits allow, so that a client need not find out by being refused."""
 
+import contextlib
+
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 import steerscope
+from steerscope.engines.base import Engine
 from steerscope.serving.access import serving_of
 from steerscope.serving.bodies import MOST_LOGPROBS, MOST_PROMPTS
+from steerscope.specs.errors import SteerscopeError
 from steerscope.specs.steering import SITES
 
 router = APIRouter()
+
+
+def _spans(engine: Engine) -> bool:
+    with contextlib.suppress(SteerscopeError):
+        return engine.render([{"role": "user", "content": "Hello"}]).messages is not None
+    return False
 
 
 @router.get("/v1/capabilities")
@@ -27,6 +37,7 @@ async def capabilities(request: Request) -> Response:
             "vocab": facts.vocab,
             "context": facts.context,
             "chat": bool(getattr(engine.tokenizer, "chat_template", None)),
+            "messages": _spans(engine),  # tokens can be chosen by message and role
             "sites": [site for site in SITES if site not in facts.refused_sites],
             "refused_sites": dict(facts.refused_sites),
             "tapped": None if tapped is None else [list(key) for key in tapped],

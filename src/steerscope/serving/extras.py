@@ -58,8 +58,9 @@ def firing_text(firing: Firing) -> str:
 class Extras:
     """What one choice has to tell, piece by piece or at its end."""
 
-    def __init__(self, prompt_length: int, whole: bool) -> None:
+    def __init__(self, prompt_length: int, whole: bool, prompt: str | None = None) -> None:
         self._prompt_length = prompt_length
+        self._prompt = prompt  # tokens of it, to be told first
         self._whole = whole  # nothing is told before the end
         self._tokens: list[str] = []
         self._readings: list[str] = []
@@ -92,6 +93,8 @@ class Extras:
         rest = f',"readings":[{",".join(self._readings)}]' if self._readings else ""
         if self._rules:
             rest += f',"rules":[{",".join(self._rules)}]'
+        if self._prompt is not None:
+            rest, self._prompt = f'{rest},"prompt":[{self._prompt}]', None
         found = f'{{"tokens":[{",".join(self._tokens)}]{rest}}}'
         self._tokens, self._readings, self._rules = [], [], []
         return found

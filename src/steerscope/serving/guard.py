@@ -1,14 +1,14 @@
 """Before every route: a request id, who may come in, how much they may send, and one line in the log.
 
-It is plain ASGI: a chunk of a stream passes through one call.
+It is plain ASGI, and chunks of a stream pass by it.
 """
 
 import asyncio
 import contextlib
 import hmac
 import logging
+import random
 import re
-import secrets
 import time
 from urllib.parse import urlsplit
 
@@ -39,9 +39,12 @@ class Guard:
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         given = headers.get(b"x-request-id", "")
-        request_id = given if _ID.fullmatch(given) else secrets.token_hex(8)
+        request_id = (
+            given if _ID.fullmatch(given) else f"{random.getrandbits(64):016x}"
+        )  # a name, not a secret: no system call
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
+        state["send"] = send  # for chunks of a stream, which need nothing of what lies between here and there
         began, status = time.perf_counter(), 0
 
         async def sending(message: Message) -> None:

@@ -128,7 +128,9 @@ class Job:
     def _start(self) -> None:
         self._told = time.perf_counter()
         about = {"job_id": self.id, "model": self._running.serving.model_name, "prompt_tokens": self._prompt_length}
-        self._tell("started", {**about, "queued_ms": _ms(self._told - self._made)})
+        prompt = self._running.prompt_told(0)
+        more = {} if prompt is None else {"prompt": json.loads(f"[{prompt}]")}
+        self._tell("started", {**about, "queued_ms": _ms(self._told - self._made), **more})
 
     def _end(self, choice: Choice | None, more: Mapping[str, object] | None = None) -> None:
         if self.tokens:

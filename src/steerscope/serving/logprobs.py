@@ -24,16 +24,16 @@ class TokenTexts:
 
     def __init__(self, engine: Engine) -> None:
         self._tokenizer = engine.tokenizer
-        self._decoder = Decoder(engine.tokenizer)  # type: ignore[arg-type]
+        self.decoder = Decoder(engine.tokenizer)  # type: ignore[arg-type]
         self.of = lru_cache(maxsize=65536)(self._of)
 
     def _of(self, token: int) -> tuple[str, list[int] | None]:
         name = self._tokenizer.convert_ids_to_tokens(token) or ""  # a model may have more ids than its tokenizer
         assert isinstance(name, str)
-        if token in self._decoder.byte_ids:
+        if token in self.decoder.byte_ids:
             byte = int(name[1:-1], 16)
             return (chr(byte) if byte < 128 else "\ufffd"), [byte]
-        text = self._decoder.single(token)
+        text = self.decoder.single(token)
         if not text:  # a special token: its name is all there is to show
             return name, None
         if "\ufffd" not in text:

@@ -1,4 +1,4 @@
-"""Projections of generated tokens on vectors: rows are captured on the way, projected at the end, and given back."""
+"""Projections of tokens on vectors: rows are captured on the way, projected at the end, and given back."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,13 +16,17 @@ _TOKENS = "last_prompt | generated"  # never empty, whatever is generated
 class Projecting:
     """What a request wants its tokens projected on."""
 
-    def __init__(self, names: Sequence[str], known: Mapping[str, SteeringVector], facts: Facts) -> None:
+    def __init__(
+        self, names: Sequence[str], known: Mapping[str, SteeringVector], facts: Facts, prompt: str | None = None
+    ) -> None:
         missing = [name for name in names if name not in known]
         if missing:
             has = ", ".join(list(known)[:20]) or "none"
             what = f"no vector is named {', '.join(map(repr, missing))}"
             raise InvalidRequest([Problem("steerscope.project", what, f"upload it; known: {has}")])
         self.vectors = {name: known[name] for name in names}
+        self._tokens = _TOKENS if prompt is None else f"({prompt}) & prompt | {_TOKENS}"
+        self._prompt = prompt is not None
         every = tuple(range(facts.layers))
         self.layers = {name: every if v.layers is None else v.layers for name, v in self.vectors.items()}
 
@@ -31,18 +35,20 @@ class Projecting:
         layers = sorted({layer for layers in self.layers.values() for layer in layers})
         sites: list[Site] = list(dict.fromkeys(vector.site for vector in self.vectors.values()))
         if own is None:
-            return Capture(layers=layers, sites=sites, tokens=_TOKENS)
+            return Capture(layers=layers, sites=sites, tokens=self._tokens)
         asked = parse_layers(own.layers)
-        whole = own.tokens in ("all", "generated", _TOKENS) and own.reduce is None and not own.before_steering
+        enough = ("all", self._tokens) if self._prompt else ("all", "generated", _TOKENS)
+        whole = own.tokens in enough and own.reduce is None and not own.before_steering
         if not whole or not set(sites) <= set(own.sites) or (asked != "all" and not set(layers) <= set(asked)):
-            what = f"needs layers {', '.join(map(str, layers))} of {', '.join(sites)} at all generated tokens"
+            tokens = "tokens" if self._prompt else "generated tokens"
+            what = f"needs layers {', '.join(map(str, layers))} of {', '.join(sites)} at all {tokens}"
             remedy = "widen steerscope.capture to hold them, without reduce and before_steering, or leave one out"
             raise InvalidRequest([Problem("steerscope.project", what, remedy)])
         return own
 
-    def of(self, rows: Rows, prompt_length: int, count: int) -> Projections:
-        """By vector and layer, one number per generated token; None for the last, which has no row."""
-        index = (rows.labels.position - prompt_length).tolist()
+    def of(self, rows: Rows, first: int, count: int) -> Projections:
+        """By vector and layer, one number per token from position `first` on; None for one that has no row."""
+        index = (rows.labels.position - first).tolist()
         found: Projections = {}
         for name, vector in self.vectors.items():
             found[name] = {}

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, MutableMapping, Sequence
 
+from steerscope.capture.rows import Rows
 from steerscope.engines.generation import Choice, EndEvent, Event, Generation, RuleEvent, TokenEvent, TokenLogprobs
 from steerscope.engines.plan import Prompt
 from steerscope.serving.answers import Writer
@@ -11,9 +12,11 @@ from steerscope.serving.bodies import Asked, Body, CompletionBody
 from steerscope.serving.errors import ApiError
 from steerscope.serving.extras import Extras
 from steerscope.serving.merging import merged, of_prompt, of_prompts
-from steerscope.serving.projecting import Projecting
+from steerscope.serving.projecting import Projecting, Projections
+from steerscope.serving.prompts import chosen, told
 from steerscope.serving.state import Serving
 from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.tokens import Interval
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat goes on to the end of the context
 _NO_LIMIT = 2048  # for a model that does not say how long its context is
@@ -39,6 +42,7 @@ class Running:
         self.n = self.samplings[0].n
         self.on_start: Callable[[], None] = lambda: None  # called when its turn has come
         self.projecting: Projecting | None = None
+        self.chosen: list[list[Interval]] = []  # of each prompt, the tokens that are told
         self.streams = self._plan(self.asked or Asked()) if body.stream or self.asked is not None else []
         self.tally = serving.metrics.tally()
         self._extras: dict[int, Extras] = {}
@@ -56,8 +60,10 @@ class Running:
         pause = self.serving.pause if self.body.stream else None
         try:
             if asked.project:
-                self.projecting = Projecting(asked.project, self.serving.vectors, self.engine.facts)
+                self.projecting = Projecting(asked.project, self.serving.vectors, self.engine.facts, asked.prompt)
                 capture = self.projecting.capture(asked.capture)
+            if asked.prompt is not None:
+                self.chosen = [chosen(asked.prompt, prompt) for prompt in self.prompts]
         except InvalidRequest as error:
             problems += error.problems
         for i, (prompt, sampling) in enumerate(zip(self.prompts, self.samplings, strict=True)):
@@ -195,9 +201,14 @@ class Running:
     def _extra(self, i: int, index: int) -> Extras:
         found = self._extras.get(index)
         if found is None:
-            whole = not self.body.stream
-            found = self._extras[index] = Extras(len(self.prompts[i].token_ids), whole)
+            length, whole = len(self.prompts[i].token_ids), not self.body.stream
+            found = self._extras[index] = Extras(length, whole, self.prompt_told(i))
         return found
+
+    def prompt_told(self, i: int) -> str | None:
+        """The tokens of a prompt that are to be told, as JSON; None: nobody asked."""
+        texts = self.serving.texts
+        return told(texts.decoder, self.prompts[i], self.chosen[i]) if self.chosen and texts is not None else None
 
     async def _ended(self, i: int, choice: Choice) -> str:
         """How a choice ended, with its projections and its rows."""
@@ -208,13 +219,25 @@ class Running:
         more: dict[str, object] = {}
         handle = choice.capture
         if handle is not None and self.projecting is not None:
-            rows, p = handle.fetch(), len(self.prompts[i].token_ids)
-            more["projections"] = await asyncio.to_thread(self.projecting.of, rows, p, len(choice.token_ids))
+            more |= await asyncio.to_thread(self._projected, handle.fetch(), i, len(choice.token_ids))
         if handle is not None and self.asked is not None and self.asked.capture is not None:
             more["captures"] = self.serving.captures.keep(handle).about()
         elif handle is not None:
             handle.close()
         return more
+
+    def _projected(self, rows: Rows, i: int, count: int) -> dict[str, Projections]:
+        assert self.projecting is not None
+        p = len(self.prompts[i].token_ids)
+        found = {"projections": self.projecting.of(rows, p, count)}
+        if self.chosen:
+            places = [at for start, stop in self.chosen[i] for at in range(start, stop)]
+            every = self.projecting.of(rows, 0, p)
+            found["prompt_projections"] = {
+                name: {layer: [values[at] for at in places] for layer, values in layers.items()}
+                for name, layers in every.items()
+            }
+        return found
 
     def _end(self, generation: Generation) -> None:
         if any(choice.finish_reason == "cancelled" for choice in generation.choices):

@@ -82,6 +82,7 @@ class EventStream(_Watched):
                 (b"x-accel-buffering", b"no"),
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
+            send = scope.get("state", {}).get("send", send)
             await self._send(send, {"type": "http.response.body", "body": first, "more_body": True})
             try:
                 async for chunk in chunks:

@@ -1,7 +1,8 @@
 """Serving: what all requests share, and the life of the engine behind them.
 
 The engine is started in the background, so that a server that is still loading can say so; it is ready once a first
-text has been generated. An engine that dies is started again, if it can be, a few times; then the server ends.
+text has been generated. An engine that dies is started again, if it can be, three times in ten minutes; then the server
+ends, and whoever watches it (systemd) may start it anew.
 """
 
 import asyncio
@@ -34,22 +35,37 @@ class Serving:
     def __init__(self, start: Start | Engine, settings: Settings) -> None:
         self.settings = settings
         self.admission = Admission(settings.max_running, settings.max_waiting)
-        self.vectors = Vectors(settings.max_vectors)
+        folder = None if settings.vectors is None else Path(settings.vectors)
+        self.vectors = Vectors(settings.max_vectors, folder)
         self.captures = Captures(settings.capture_ttl_s)
         self.default = Steering()  # what clients have set for every request
         self.metrics = Metrics(self)
-        self.ready, self.draining = False, False
-        self.stage, self.began = "starting", time.time()
+        self.draining = False
+        self._warm = False  # this engine has generated a first text
+        self._served = False  # or another one had
+        self._stage, self.began = "starting", time.time()
         self.failure: Exception | None = None  # why the server has to end
         self.on_failure: Callable[[], None] = lambda: None
         self._start = None if isinstance(start, Engine) else start
         self._engine = start if isinstance(start, Engine) else None
         self._furnished = False
         self.texts: TokenTexts | None = None  # of single tokens, for log probabilities
-        self._starts: deque[float] = deque()
+        self._ends: deque[float] = deque()  # of engines, lately
         self._life: asyncio.Task[None] | None = None
 
     # --- for requests
+
+    @property
+    def ready(self) -> bool:
+        return self._warm and self._engine is not None and not self._engine.closed
+
+    @property
+    def stage(self) -> str:
+        return "the engine has failed" if self._warm and not self.ready else self._stage
+
+    @stage.setter
+    def stage(self, stage: str) -> None:
+        self._stage = stage
 
     @property
     def engine(self) -> Engine:
@@ -92,7 +108,7 @@ class Serving:
             await self._engine.close()
 
     async def close(self) -> None:
-        self.ready = False
+        self._warm = False
         if self._life is not None:
             self._life.cancel()
             await asyncio.gather(self._life, return_exceptions=True)
@@ -104,22 +120,32 @@ class Serving:
         while True:
             try:
                 await self._begin()
+                await self._run()
             except Exception as error:
-                self._fail(error)
-                return
-            while self._engine is not None and not self._engine.closed:
-                await asyncio.sleep(_LOOK_S)
-                self.captures.sweep()
-            self.ready, self.stage = False, "the engine has failed"
-            log.error("the engine has ended")
+                if not self._served:  # a model that never worked is not mended by trying again
+                    self._fail(error)
+                    return
+                log.error("the engine did not start: %s", error)
+            self.stage, self._warm = "the engine has failed", False
             now = time.monotonic()
-            self._starts.append(now)
-            while self._starts and now - self._starts[0] > _WITHIN_S:
-                self._starts.popleft()
-            if self._start is None or len(self._starts) > _RESTARTS:
+            self._ends.append(now)
+            while now - self._ends[0] > _WITHIN_S:
+                self._ends.popleft()
+            if self._start is None or len(self._ends) > _RESTARTS:
                 self._fail(EngineClosed("the engine has ended and cannot be started again"))
                 return
+            if self._engine is not None:  # what it holds is needed for the next
+                await self._engine.close()
             self.stage, self._engine = "starting again", None
+
+    async def _run(self) -> None:
+        """Until the engine ends."""
+        self.stage, self._warm, self._served = "ready", True, True
+        log.info("ready", extra={"model": self.model_name})
+        while self._engine is not None and not self._engine.closed:
+            await asyncio.sleep(_LOOK_S)
+            self.captures.sweep()
+        log.error("the engine has ended")
 
     async def _begin(self) -> None:
         if self._engine is None and self._start is not None:
@@ -136,15 +162,13 @@ class Serving:
         await engine.generate(TokenPrompt([0] * 8), Sampling(max_tokens=4, ignore_eos=True))
         async for _ in engine.stream(TokenPrompt([0]), Sampling(max_tokens=2, ignore_eos=True)):
             pass
-        self.stage, self.ready = "ready", True
-        log.info("ready", extra={"model": self.model_name})
 
     def _furnish(self, engine: Engine) -> None:
         """Vectors, packs and the default steering: those of the settings at first, those of the last engine later."""
         if self._furnished:
             self.vectors.tell_all(engine)
-        elif self.settings.vectors is not None:
-            self.vectors.read_folder(engine, Path(self.settings.vectors))
+        else:
+            self.vectors.read_folder(engine)
         for folder in self.settings.lenses:
             engine.register_pack(Path(folder).resolve().name, folder, any_model=self.settings.any_model)
         engine.default_steering = self.default

@@ -1,13 +1,15 @@
 """Steering vectors by name: those of a folder to begin with, and those that clients upload.
 
 An upload under a name that exists takes its place for later requests; requests that run keep what they began with.
-Uploads live as long as the server: what is to stay is put into the folder.
+Where the server has a folder, uploads are written into it and deletions take their file away, so that a server that is
+started again knows the same vectors; without one they live as long as the server.
 """
 
 import asyncio
 import logging
 import re
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +22,7 @@ from steerscope.engines.base import Engine
 from steerscope.serving.access import serving_of
 from steerscope.serving.errors import ApiError
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem, SteerscopeError
-from steerscope.vectors.files import SUFFIXES, load
+from steerscope.vectors.files import SUFFIXES, load, save
 from steerscope.vectors.vector import SteeringVector
 
 if TYPE_CHECKING:
@@ -29,13 +31,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("steerscope.serving")
 router = APIRouter()
 _NAME = re.compile(r"\w[\w .+-]{0,99}")
+_NAME_BYTES = 200  # as a file's name, with what is added to it
+_STALE_S = 3600.0
 
 
 class Vectors(Mapping[str, SteeringVector]):
     """What the server knows, and what its engine is told."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, folder: Path | None = None) -> None:
+        self.most, self.folder = most, folder
         self.changing = asyncio.Lock()
         self._known: dict[str, SteeringVector] = {}
 
@@ -59,26 +63,63 @@ class Vectors(Mapping[str, SteeringVector]):
         engine.register(name, vector)
         self._known[name] = vector
 
-    def remove(self, engine: Engine, name: str) -> None:
-        del self._known[name]
-        engine.unregister(name)
+    def keep(self, engine: Engine, name: str, vector: SteeringVector) -> None:
+        """For good: known, and in the folder, or neither."""
+        before = self._known.get(name)
+        self.put(engine, name, vector)
+        if self.folder is None:
+            return
+        try:
+            save(vector, kept := self.folder / f"{name}.safetensors")
+        except BadFile as error:
+            self._forget(engine, name) if before is None else self.put(engine, name, before)
+            raise _unkept(error) from None
+        for path in self._files(name):  # a name has one file; until this one is gone, the new one is read after it
+            if not path.samefile(kept):
+                path.unlink(missing_ok=True)
 
-    def read_folder(self, engine: Engine, folder: Path) -> None:
+    def remove(self, engine: Engine, name: str) -> None:
+        try:
+            for path in self._files(name):
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise _unkept(error) from None
+        self._forget(engine, name)
+
+    def read_folder(self, engine: Engine) -> None:
         """Files that do not fit this model are passed over, and said so."""
-        if not folder.is_dir():
-            raise InvalidRequest([Problem("vectors", f"{folder} is not a folder", "name one that holds vector files")])
-        for path in sorted(folder.iterdir()):
-            if path.suffix.lower() not in SUFFIXES or path.name.startswith("."):
-                continue
+        if self.folder is None:
+            return
+        if not self.folder.is_dir():
+            what = f"{self.folder} is not a folder"
+            raise InvalidRequest([Problem("vectors", what, "name one that holds vector files")])
+        for left in self.folder.glob(".steerscope-*"):  # by a server that was killed while it wrote
+            if time.time() - left.stat().st_mtime > _STALE_S:
+                left.unlink(missing_ok=True)
+        for path in self._files():
             try:
                 self.put(engine, path.stem, load(path))
             except SteerscopeError as error:
                 log.warning("the vector %s is left out: %s", path.name, error)
 
+    def _forget(self, engine: Engine, name: str) -> None:
+        del self._known[name]
+        engine.unregister(name)
+
+    def _files(self, name: str | None = None) -> list[Path]:
+        found = sorted(self.folder.iterdir()) if self.folder is not None else []
+        known = [path for path in found if path.suffix.lower() in SUFFIXES and not path.name.startswith(".")]
+        return known if name is None else [path for path in known if path.stem == name and path.is_file()]
+
     def tell_all(self, engine: Engine) -> None:
         """To an engine that was started again."""
         for name, vector in self._known.items():
             engine.register(name, vector)
+
+
+def _unkept(error: Exception) -> ApiError:
+    log.error("the folder of vectors cannot be written: %s", error)
+    return ApiError(507, "the server's folder of vectors cannot be written; its log says why", "not_kept")
 
 
 def about(name: str, vector: SteeringVector) -> dict[str, object]:
@@ -138,14 +179,14 @@ async def upload(request: Request, name: str | None = None) -> Response:
             name = name or (field if isinstance(field, str) and field else Path(file.filename or "").stem)
     else:
         data = await request.body()
-    if not name or not _NAME.fullmatch(name):
+    if not name or not _NAME.fullmatch(name) or len(name.encode()) > _NAME_BYTES:
         what = "is missing" if not name else f"{name!r:.100} is not a name"
         remedy = "give ?name= with letters, digits, spaces and _.+-, at most 100"
         raise InvalidRequest([Problem("name", what, remedy)])
     async with serving.vectors.changing:
         replaced = name in serving.vectors
         vector = await asyncio.to_thread(_read, data, name)
-        serving.vectors.put(engine, name, vector)
+        await asyncio.to_thread(serving.vectors.keep, engine, name, vector)
     return JSONResponse({**about(name, vector), "replaced": replaced}, 200 if replaced else 201)
 
 

@@ -146,6 +146,7 @@ def per_layer(tapped: bool, noop: bool = False) -> tuple[float, float]:
     return (many[0] - few[0]) / LAYERS, (many[1] - few[1]) / LAYERS
 
 
+@pytest.mark.slow
 def test_nodes_that_a_tap_adds_to_a_layer() -> None:
     (operators, inputs), (bare_operators, bare_inputs) = per_layer(True), per_layer(False)
     assert operators - bare_operators <= OPERATORS

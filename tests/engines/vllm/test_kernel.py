@@ -23,14 +23,15 @@ NAN, INF = float("nan"), float("inf")
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_the_kernel_equals_the_definition_in_tritons_interpreter() -> None:
-    """Runs the tests below."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    root = Path(__file__).parents[3]
+def test_the_kernels_equal_their_definitions_in_tritons_interpreter() -> None:
+    """Runs the tests below, and those of the kernels for readings and reductions."""
+    here, root = Path(__file__), Path(__file__).parents[3]
+    files = [str(here.with_name(f"test_{name}.py")) for name in ("kernel", "readout", "reducing")]
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "6 passed" in done.stdout, done.stdout[-4000:]
+    assert "10 passed" in done.stdout, done.stdout[-4000:]
 
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that the test above starts")

@@ -88,13 +88,6 @@ def layers_of(worker: Verdict) -> set[int]:
     return {layer for layer, _ in worker["taps"]}
 
 
-def test_dynamo(mode: Mode) -> None:
-    verdict = mode("--compile", timeout=300, VLLM_CPU_CI_ENV="1")
-    assert verdict["backend"] == "eager"  # of Dynamo's graph
-    assert verdict["compiled"]["graphs"] > 0
-    assert verdict["compiled"]["breaks"] == 0
-
-
 def test_inductor(mode: Mode) -> None:
     verdict = mode("--compile", timeout=420)
     assert verdict["backend"] == "inductor"
@@ -103,19 +96,13 @@ def test_inductor(mode: Mode) -> None:
     assert verdict["compiled"]["inductor"] > 0
 
 
-def test_an_engine_core_in_another_process(mode: Mode) -> None:
-    """Nothing is handed to the worker but its command: the entry point alone brings the taps there, and rows come back
-    through shared memory."""
+def test_two_engines_beside_each_other(mode: Mode) -> None:
+    """Data parallel by several engines, each with a core process of its own: both serve the same requests under the
+    same names at once, and one goes on when the other is closed. Nothing is handed to the cores but their command: the
+    entry point alone brings the taps there, and rows come back through shared memory."""
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     if "steerscope" not in plugins.names:
         pytest.fail("the entry point is missing: install the package again")
-    verdict = mode(timeout=300, VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    assert verdict["children"] == ["SpawnProcess EngineCore"]
-
-
-def test_two_engines_beside_each_other(mode: Mode) -> None:
-    """Data parallel by several engines, each with a core process of its own: both serve the same requests under the
-    same names at once, and one goes on when the other is closed."""
     verdict = mode("--beside", timeout=420, VLLM_ENABLE_V1_MULTIPROCESSING="1")
     assert verdict["engines"] == 2
     assert verdict["children"] == ["SpawnProcess EngineCore"] * 2

@@ -1,10 +1,6 @@
-"""The kernels that write readings, in Triton's interpreter: in a process of its own, as for the taps."""
+"""The kernels that write readings, in Triton's interpreter: in the process that test_kernel.py starts."""
 
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,20 +9,7 @@ import torch
 from steerscope.lenses.monitor import Seen
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that the test above starts")
-
-
-@needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_readings_are_written_in_tritons_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        command, env=environment, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "2 passed" in done.stdout, done.stdout[-4000:]
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_kernel.py starts")
 
 
 @interpreted

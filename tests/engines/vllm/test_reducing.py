@@ -1,10 +1,6 @@
-"""Reductions of a GPU, in Triton's interpreter, against those in torch: in a process of its own, as for the taps."""
+"""Reductions of a GPU, in Triton's interpreter, against those in torch: in the process that test_kernel.py starts."""
 
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,21 +14,8 @@ from steerscope.specs.errors import RequestFailed
 from steerscope.specs.tokens import EVERYWHERE
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that the test above starts")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_kernel.py starts")
 LENGTH, HIDDEN = 24, 5
-
-
-@needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_reductions_of_a_gpu_in_tritons_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        command, env=environment, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "2 passed" in done.stdout, done.stdout[-4000:]
 
 
 def asker(kind: str, width: int, hold: int) -> Asker:

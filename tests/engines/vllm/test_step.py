@@ -221,6 +221,7 @@ CHOSEN = st.lists(POSITIONS | st.just(EVERYWHERE), min_size=4, max_size=4)
 
 @settings(max_examples=200, deadline=None)
 @given(histories(), CHOSEN, CHOSEN, st.booleans())
+@pytest.mark.slow
 def test_every_index_row_says_what_an_oracle_says(
     history: list[list[tuple[str, int, int]]],
     captured: list[Positions],

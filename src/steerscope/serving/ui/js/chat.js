@@ -135,6 +135,21 @@ function head(turn, run, pair) {
   );
 }
 
+/** The message, token by token once the server has told them; of two answers the first one's readings are shown. */
+function drawSaid({ run, turn }) {
+  const said = run.said;
+  if (!said || turn.runs[0] !== run) return;
+  let made = views.get(said.id);
+  if (!made) {
+    const label = "Your message: arrow keys go through its tokens";
+    const tokens = h("div.tokens", { tabindex: 0, role: "group", "aria-label": label, "data-run": said.id });
+    views.set(said.id, (made = { run: said, turn, tokens, line: null, spans: [], painted: 0 }));
+    append(made);
+    log.querySelector(`[data-turn="${turn.id}"] .said`)?.replaceChildren(tokens);
+  }
+  tintNew(made);
+}
+
 // --- drawing
 
 function draw() {
@@ -147,11 +162,23 @@ function draw() {
 }
 
 function drawRun(made) {
-  const { run, spans } = made;
+  const { run } = made;
   if (run.tokens.length && made.wait) {
     made.wait.remove();
     made.wait = null;
   }
+  append(made);
+  tintNew(made);
+  drawSaid(made);
+  for (; made.marked < run.firings.length; made.marked += 1) mark(made, run.firings[made.marked]);
+  if (run.status === "writing") (made.line ?? made.tokens).append(made.caret);
+  const counts = facts(run);
+  if (made.counts.textContent !== counts) made.counts.textContent = counts;
+  if (made.shownStatus !== run.status) ended(made);
+}
+
+function append(made) {
+  const { run, spans } = made;
   let fresh = null;
   for (let i = spans.length; i < run.tokens.length; i += 1) {
     if (!made.line) {
@@ -172,13 +199,12 @@ function drawRun(made) {
     if (run.tokens[i].endsWith("\n")) made.line = null;
   }
   if (fresh) made.tokens.append(fresh);
+}
+
+function tintNew(made) {
+  const { run, spans } = made;
   const known = settings.tint.kind === "vector" ? run.tokens.length : Math.min(run.top.length, spans.length);
   for (; made.painted < known; made.painted += 1) tint(made, made.painted);
-  for (; made.marked < run.firings.length; made.marked += 1) mark(made, run.firings[made.marked]);
-  if (run.status === "writing") (made.line ?? made.tokens).append(made.caret);
-  const counts = facts(run);
-  if (made.counts.textContent !== counts) made.counts.textContent = counts;
-  if (made.shownStatus !== run.status) ended(made);
 }
 
 function tint(made, i) {

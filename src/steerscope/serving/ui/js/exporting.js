@@ -82,11 +82,9 @@ export function conversation() {
     top?.length
       ? Array.from({ length: top.length / 2 }, (_, j) => ({ id: state.concepts[top[2 * j]].id, score: top[2 * j + 1] }))
       : [];
-  const used = new Set(
-    state.turns.flatMap((turn) =>
-      turn.runs.flatMap((run) => run.top.flatMap((top) => (top ?? []).filter((_, j) => j % 2 === 0))),
-    ),
-  );
+  const read = state.turns.flatMap((turn) => turn.runs.flatMap((run) => [...run.top, ...(run.said?.top ?? [])]));
+  const used = new Set(read.flatMap((top) => (top ?? []).filter((_, j) => j % 2 === 0)));
+  const tokens = (run) => run.tokens.map((text, i) => ({ i, id: run.ids[i], t: text, top: named(run.top[i]) }));
   return {
     format: "steerscope-conversation-1",
     written: new Date().toISOString(),
@@ -118,7 +116,8 @@ export function conversation() {
         error: run.error,
         usage: run.usage,
         prompt_tokens: run.prompt,
-        tokens: run.tokens.map((text, i) => ({ i, id: run.ids[i], t: text, top: named(run.top[i]) })),
+        message: run.said && { position: run.said.prompt, tokens: tokens(run.said), projections: run.said.projections },
+        tokens: tokens(run),
         rules: run.firings,
         projections: run.projections,
         captures: run.capture,

@@ -7,7 +7,8 @@ const LINGER_MS = 120; // the gap between two words is no reason to close the ca
 let card,
   leaving = 0,
   current = null; // {run, i}
-const runOf = (id) => state.turns.flatMap((turn) => turn.runs).find((run) => run.id === id);
+const runOf = (id) =>
+  state.turns.flatMap((turn) => turn.runs.flatMap((run) => [run, run.said])).find((run) => run?.id === id);
 
 export function setUpInspect() {
   card = $("#card");
@@ -156,6 +157,7 @@ export function why(run, i) {
   if (i >= run.tokens.length - 1 && run.status !== "writing" && run.finish)
     return "The last token is never fed back, so it has no row to read.";
   if (!settings.pack && !run.top.length) return "No lens pack was reading this answer.";
+  if (run.message && !run.top.length) return "Where rules act, only the answer is read.";
   return run.status === "writing" ? "Read with the next token." : "No concept stood out here.";
 }
 

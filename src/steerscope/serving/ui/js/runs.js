@@ -21,12 +21,20 @@ function newRun(side, steer) {
     firings: [], // {name, action, at, position, score}
     projections: {}, // vector → layer → one number per token
     prompt: null,
+    said: null, // the message it answers, with tokens, readings and projections like an answer's
     capture: null,
     usage: null,
     began: Date.now(),
     first: null,
     last: null,
   };
+}
+
+/** The message as the model saw it. `prompt` is the position of its first token, as for an answer. */
+function newSaid(run, tokens) {
+  const empty = { side: null, status: "done", finish: null, firings: [], top: [], projections: {} };
+  const own = { id: `${run.id}-said`, message: true, prompt: tokens[0]?.position ?? 0 };
+  return { ...empty, ...own, tokens: tokens.map((one) => one.t), ids: tokens.map((one) => one.id) };
 }
 
 /** Send a message. With `compare` it is answered twice, with the steering and without. */
@@ -63,17 +71,21 @@ function sampling() {
 }
 
 /** What is asked of steerscope besides the text. */
-function extras(run) {
+function extras(run, messages) {
   const extra = {};
+  const message = state.facts?.messages ? `message=${messages.length - 1}` : null;
   // An unsteered answer is also free of what the server steers by default.
   if (run.side === "B") extra.steer = { ops: [], reset: true };
   else if (run.steer.length) extra.steer = run.steer;
   if (settings.pack) {
-    extra.watch = { pack: settings.pack, top_k: settings.topK, tokens: "generated" };
     if (settings.rules.length && run.side !== "B") extra.rules = settings.rules;
+    // Rules act on what is read: with them, only the answer is.
+    const tokens = message && !extra.rules ? `generated | ${message}` : "generated";
+    extra.watch = { pack: settings.pack, top_k: settings.topK, tokens };
   }
   const project = measured();
   if (project.length) extra.project = project;
+  if (message && (extra.watch || extra.project)) extra.prompt = message;
   if (settings.capture) extra.capture = { layers: settings.captureLayers.trim() || "all" };
   return extra;
 }
@@ -83,7 +95,7 @@ async function follow(run, asked) {
   state.running += 1;
   emit("running");
   try {
-    const json = { ...asked, stream: true, stream_options: { include_usage: true }, steerscope: extras(run) };
+    const json = { ...asked, stream: true, stream_options: { include_usage: true }, steerscope: extras(run, asked.messages) };
     if (state.facts?.model) json.model = state.facts.model;
     const answer = await ask("v1/chat/completions", { method: "POST", json, signal: run.abort.signal });
     for await (const chunk of events(answer)) {
@@ -133,16 +145,22 @@ export function absorb(run, chunk) {
     run.first ??= now;
     run.last = now;
   }
+  if (extra.prompt?.length) run.said = newSaid(run, extra.prompt);
   for (const reading of extra.readings ?? []) {
     const at = reading.token_index;
-    if (at === null || at === undefined || at < 0) continue; // a row of the prompt
+    const top = reading.top.flatMap((one) => [concept(one.id, one.name, one.path), one.score]);
+    if (at === null || at === undefined || at < 0) {
+      if (run.said) run.said.top[reading.position - run.said.prompt] = top;
+      continue;
+    }
     run.prompt ??= reading.position - at;
-    run.top[at] = reading.top.flatMap((one) => [concept(one.id, one.name, one.path), one.score]);
+    run.top[at] = top;
   }
   for (const fired of extra.rules ?? []) run.firings.push(firing(run, fired));
   for (const [vector, layers] of Object.entries(extra.projections ?? {})) {
     run.projections[vector] = { ...run.projections[vector], ...layers };
   }
+  if (run.said) Object.assign(run.said.projections, extra.prompt_projections);
   if (extra.captures) run.capture = extra.captures;
   if (choice?.finish_reason) run.finish = extra.finish?.reason ?? choice.finish_reason;
 }

@@ -123,7 +123,8 @@ export async function restoreConversation() {
   const place = found.concepts.map((one) => concept(one.id, one.name, one.path));
   for (const turn of found.turns) {
     for (const run of turn.runs) {
-      run.top = run.top.map((top) => top && top.map((value, i) => (i % 2 ? value : place[value])));
+      for (const one of run.said ? [run, run.said] : [run])
+        one.top = one.top.map((top) => top && top.map((value, i) => (i % 2 ? value : place[value])));
       if (run.status === "waiting" || run.status === "writing") run.status = "stopped";
     }
   }

@@ -33,7 +33,9 @@ export function range() {
   const { name, layer } = settings.tint;
   const values = [];
   for (const turn of state.turns)
-    for (const run of turn.runs) values.push(...(run.projections[name]?.[layer] ?? []).filter(Number.isFinite));
+    for (const run of turn.runs)
+      for (const one of run.said ? [run, run.said] : [run])
+        values.push(...(one.projections[name]?.[layer] ?? []).filter(Number.isFinite));
   values.sort((a, b) => a - b);
   const middle = values[values.length >> 1] ?? 0;
   const far = values.map((value) => Math.abs(value - middle)).sort((a, b) => a - b);

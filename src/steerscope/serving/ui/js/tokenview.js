@@ -44,7 +44,7 @@ function show() {
     ["token", i],
     ["id", run.ids[i] ?? "–"],
     ["position", run.prompt === null ? "–" : run.prompt + i],
-    ["answer", run.side ?? "–"],
+    ["answer", run.message ? "your message" : (run.side ?? "–")],
   ];
   const fired = run.firings.filter((one) => one.at === i);
   const chart = h("div.plot", { role: "img", "aria-label": "Projection by layer" });
