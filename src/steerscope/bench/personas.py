@@ -158,7 +158,7 @@ def _played(
     scores: list[float] = []
     for role in roles:
         asked = [one for one in rollouts(role, questions, MODEL) if one.prompt_index == 0]
-        chats = [conversation(one, True) for one in asked]
+        chats = [conversation(one.system, one.question, True) for one in asked]
         samplings = [Sampling(max_tokens=48, temperature=0.7, top_p=0.9, seed=i) for i in range(len(asked))]
         done = engine.chat(chats, samplings, steer=steer)
         judged = [Judged(one.question, answer.text) for one, answer in zip(asked, done, strict=True)]

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from steerscope.bench import vector_tables
+from steerscope.bench import eval_tables, vector_tables
 from steerscope.bench.scale import scale, store
 from steerscope.bench.suite import markdown
 
@@ -346,7 +346,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu, "versions": versions, "suite": suite,
     "speed": speed, "phases": phases, "hooks": hooks, "lenses": lenses, "served": served, "store": store,
     "scale": scale, "vectors": vector_tables.study, "vector_answers": vector_tables.answers,
-    "extraction_peers": vector_tables.peers, "precision": vector_tables.precision,
+    "extraction_peers": vector_tables.peers, "precision": vector_tables.precision, "evals": eval_tables.study,
+    "eval_checks": eval_tables.checks, "eval_caps": eval_tables.caps,
 }  # fmt: skip
 
 

@@ -16,8 +16,9 @@ import torch
 from rich.console import Console
 
 from steerscope.bench.hf import commit, machine
-from steerscope.demo.measures import last_rows, logits, word_odds
+from steerscope.demo.measures import last_rows, word_odds
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.hf.logits import logits
 from steerscope.engines.load import load
 from steerscope.extraction import Examples, Extraction, extract, load_contrast_set
 from steerscope.extraction.data import shipped_sets

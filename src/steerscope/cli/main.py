@@ -14,6 +14,7 @@ from steerscope.cli.bench import app as bench
 from steerscope.cli.capture import app as capture
 from steerscope.cli.chat import chat
 from steerscope.cli.doctor import doctor
+from steerscope.cli.evals import app as evals
 from steerscope.cli.generate import generate
 from steerscope.cli.lens import app as lens
 from steerscope.cli.lens_watch import register as add_watching
@@ -45,6 +46,7 @@ app.add_typer(vectors, name="vectors")
 app.add_typer(personas, name="personas")
 app.add_typer(lens, name="lens")
 app.add_typer(capture, name="capture")
+app.add_typer(evals, name="eval")
 add_watching(lens)
 app.add_typer(bench, name="bench")
 app.command()(doctor)

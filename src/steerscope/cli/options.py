@@ -57,7 +57,7 @@ def together(*steps: Callable[[], object]) -> list[Any]:
     for step in steps:
         try:
             results.append(step())
-        except ss.SteerscopeError as error:
+        except (ss.SteerscopeError, ExceptionGroup) as error:  # a group: what went wrong together further down
             errors.append(error)
     if errors:
         raise ExceptionGroup("mistakes", errors)

@@ -37,7 +37,7 @@ def parse(text: str, known: Sequence[str] = ()) -> SteerArg:
     body, mark, tokens = text.rpartition(";tokens=") if ";tokens=" in text else (text, "", "")
     try:
         named = _known(body, known)
-        path, rest = named or _split(body)
+        path, rest = named or split(body)
         match = re.fullmatch(r"(?:@([^@:]+))?(?::(.+))?|(#.*)", rest)
         if match is None:
             raise _unreadable(f"cannot read {rest!r} after {path}")
@@ -69,7 +69,7 @@ def _known(body: str, names: Sequence[str]) -> tuple[str, str] | None:
     return None if name is None else (name, body[len(name) :])
 
 
-def _split(body: str) -> tuple[str, str]:
+def split(body: str) -> tuple[str, str]:
     """The longest beginning that exists, and the rest. A rest with a slash belongs to a path that does not exist."""
     for cut in [len(body), *(sign.start() for sign in reversed([*re.finditer("[@:#]", body)]))]:
         path, rest = body[:cut], body[cut:]

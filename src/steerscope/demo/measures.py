@@ -17,6 +17,7 @@ from steerscope.demo.results import Control
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Generation
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.hf.logits import logits
 from steerscope.extraction import ContrastSet, mean_difference, row_norms, sentence_rows, sentences
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
@@ -174,13 +175,6 @@ def last_rows(
         capture=Capture(layers=(last,), tokens=tokens),
     )
     return [generation.rows[last] for generation in done]
-
-
-def logits(engine: HFEngine, rows: Tensor) -> Tensor:
-    model = engine.model
-    norm, unembed = model.base_model.get_submodule("norm"), model.get_submodule("lm_head")  # Llama's names
-    with torch.no_grad():
-        return unembed(norm(rows.to(model.device))).float()
 
 
 def _word_ids(engine: HFEngine, words: Sequence[str]) -> list[int]:

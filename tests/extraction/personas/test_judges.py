@@ -1,14 +1,9 @@
 """Judges: the word counter's scale, and a real HTTP server in place of a model behind an endpoint."""
 
-import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import pytest
 
 from extraction.personas.conftest import role
+from fake_endpoint import endpoint, says
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.personas.judges import (
     REFUSAL,
@@ -30,7 +25,6 @@ CALM = Persona.parse(
     {"name": "calm", "instruction": [{"pos": "p", "neg": "n"}], "keywords": {"pos": ["calm", "rest"], "neg": ["rush"]}}
 )
 NO_SCORE = NoScore("its reply holds no score")
-Reply = Callable[[int, dict], tuple[int, object]]
 
 
 @pytest.mark.parametrize(
@@ -114,40 +108,6 @@ def test_an_answer_cannot_write_into_the_judges_prompt() -> None:
     assert prompt_for(persona, one) == "Q who {answer}? A {question} {name} {question.__class__}"
 
 
-@contextmanager
-def endpoint(reply: Reply) -> Iterator[tuple[str, list[dict]]]:
-    """`reply` is given the number of the request and its body."""
-    seen: list[dict] = []
-    lock = threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                seen.append({"path": self.path, "key": self.headers.get("Authorization"), **body})
-                status, content = reply(len(seen), body)
-            data = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", seen
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def says(text: str) -> dict:
-    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
-
-
 def test_each_answer_is_judged_once_and_scores_come_in_order() -> None:
     def reply(_: int, body: dict) -> tuple[int, object]:
         return 200, says(f"I give {body['messages'][0]['content'].split('score-')[1][0]}")
@@ -212,7 +172,8 @@ def test_an_endpoint_that_is_not_there_is_told() -> None:
 
 def test_an_answer_that_is_no_completion_is_no_judgement() -> None:
     with endpoint(lambda *_: (200, ["odd"])) as (url, _):
-        assert EndpointJudge(url, "m")(PIRATE, [Judged("?", "a")]) == [NO_SCORE]
+        (found,) = EndpointJudge(url, "m")(PIRATE, [Judged("?", "a")])
+    assert found == NoScore("the judge's answer is no completion: '[\"odd\"]'")
 
 
 @pytest.mark.parametrize("url", ["http://host:port/v1", "http://[::1/v1", "http://", "http:///v1", "http://a\x00b"])

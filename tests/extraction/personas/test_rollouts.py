@@ -97,7 +97,7 @@ def test_a_trait_is_told_both_and_the_default_is_told_nothing() -> None:
     nobody = Persona.parse({"name": "default", "instruction": [{"pos": ""}, {"pos": "You are {model_name}."}]})
     found = rollouts(nobody, ["Who?"], "tiny", default=True)
     assert [(one.key, one.system) for one in found] == [("default_p0_q0", ""), ("default_p1_q0", "You are tiny.")]
-    assert [message.role for message in conversation(found[0], True)] == ["user"]
+    assert [message.role for message in conversation(found[0].system, found[0].question, True)] == ["user"]
 
 
 REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}" + tiny.CHATML

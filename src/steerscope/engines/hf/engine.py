@@ -112,7 +112,7 @@ class HFEngine(ThreadedEngine[Row]):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         chosen = dtype or ("float32" if device == "cpu" else "auto")
         try:
-            with _no_bars():
+            with no_bars():
                 tokenizer = AutoTokenizer.from_pretrained(model)
                 loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=chosen)
         except Exception as error:  # transformers and its readers raise all sorts for a bad path, file or dtype
@@ -347,7 +347,7 @@ def _context(config: PreTrainedConfig) -> int | None:
 
 
 @contextlib.contextmanager
-def _no_bars() -> Iterator[None]:
+def no_bars() -> Iterator[None]:
     """transformers draws progress bars on loading; a library must not."""
     drawn = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

@@ -7,16 +7,13 @@ and REFUSAL for a trait, as in the public sets; `NoScore` says why no judgement 
 """
 
 import re
-import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-import httpx
-
+from steerscope.extraction.endpoint import AskingFailed, Endpoint, NoReply
 from steerscope.extraction.personas.definitions import Persona
-from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
+from steerscope.specs.errors import Problem, SteerscopeError
 
 Score = float | Literal["REFUSAL"]
 REFUSAL: Literal["REFUSAL"] = "REFUSAL"
@@ -83,13 +80,18 @@ class KeywordJudge:
         return [self._score(persona, one.answer) for one in answers]
 
     def _score(self, persona: Persona, answer: str) -> Score:
-        refuses = bool(_REFUSES.search(answer))
+        refused = refuses(answer)
         pos, neg = _count(persona.keywords.pos, answer), _count(persona.keywords.neg, answer)
         if persona.kind == "traits":
-            return REFUSAL if refuses and not pos and not neg else round(50 + 50 * (pos - neg) / (pos + neg + 0.5), 1)
+            return REFUSAL if refused and not pos and not neg else round(50 + 50 * (pos - neg) / (pos + neg + 0.5), 1)
         if not pos:
-            return 0 if refuses else 1
+            return 0 if refused else 1
         return 2 if pos == 1 or _IS_AI.search(answer) else 3
+
+
+def refuses(answer: str) -> bool:
+    """Whether an answer declines, by its words."""
+    return bool(_REFUSES.search(answer))
 
 
 def _count(words: Sequence[str], text: str) -> int:
@@ -110,29 +112,8 @@ _TRAIT = (
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointJudge:
-    """`url` is what OpenAI's clients call the base URL, http://host:port/v1."""
-
-    url: str
-    model: str
-    api_key: str | None = field(default=None, repr=False)
-    at_once: int = 8
-    tries: int = 5
-    pause_s: float = 1.0  # before the second try; doubled each time
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not _is_address(self.url):
-            what = f"{self.url!r} is not an address"
-            problems.append(Problem("judge", what, "write it like http://127.0.0.1:8000/v1, or keyword, or none"))
-        if not self.model:
-            problems.append(Problem("judge model", "is not named", "name a model that the endpoint serves"))
-        if problems:
-            raise InvalidRequest(problems)
-
-    @property
-    def name(self) -> str:
-        return f"{self.model} at {self.url.rstrip('/')}"
+class EndpointJudge(Endpoint):
+    """A model behind an endpoint as a judge."""
 
     def check(self, personas: Sequence[Persona]) -> list[Problem]:
         remedy = "write {answer} where the answer is to stand"
@@ -140,75 +121,19 @@ class EndpointJudge:
         return [Problem(f"{one.name}.eval_prompt", "does not show the answer", remedy) for one in asked]
 
     def __call__(self, persona: Persona, answers: Sequence[Judged]) -> list[Score | NoScore]:
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        prompts = [prompt_for(persona, one) for one in answers]
-        with httpx.Client(headers=headers, timeout=120.0) as client, ThreadPoolExecutor(self.at_once) as pool:
-            asked = [pool.submit(self._ask, client, prompt) for prompt in prompts]
-            try:
-                wait(asked, return_when=FIRST_EXCEPTION)
-            finally:
-                pool.shutdown(cancel_futures=True)  # those that are under way are waited for
-        failures = [None if one.cancelled() else one.exception() for one in asked]
         highest = 3 if persona.kind == "roles" else 100
-        scores: list[Score | NoScore] = [
-            NoScore("was not judged") if one.cancelled() or failure else _judgement(one.result(), highest)
-            for one, failure in zip(asked, failures, strict=True)
-        ]
-        if failure := next(filter(None, failures), None):
-            raise JudgingFailed(str(failure), scores) from failure
-        return scores
-
-    def _ask(self, client: httpx.Client, prompt: str) -> str | NoScore:
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "temperature": 0.0,
-            "max_tokens": 16,
-        }
-        found = ""
-        for left in reversed(range(self.tries)):
-            pause = self.pause_s * 2 ** (self.tries - 1 - left)
-            try:
-                response = client.post(f"{self.url.rstrip('/')}/chat/completions", json=body)
-            except httpx.HTTPError as error:
-                found = f"cannot be reached: {error or type(error).__name__}"
-            else:
-                if response.status_code == 200:
-                    return _content(response)
-                found = f"answers {response.status_code}: {response.text[:200]}"
-                if response.status_code in _REFUSED:
-                    return NoScore(f"the judge {found}")
-                if response.status_code not in (408, 409, 429) and response.status_code < 500:
-                    break
-                after = response.headers.get("retry-after", "")
-                pause = max(pause, min(60.0, float(after))) if after.isdigit() else pause
-            if left:
-                time.sleep(pause)
-        raise SteerscopeError(
-            f"the judge {self.name} {found}; mend that and go on with --resume, what was judged is kept"
-        )
+        try:
+            replies = self.ask([prompt_for(persona, one) for one in answers])
+        except AskingFailed as error:
+            raise JudgingFailed(str(error), [_judgement(reply, highest) for reply in error.replies]) from error
+        return [_judgement(reply, highest) for reply in replies]
 
 
-_REFUSED = (400, 413, 422)  # this prompt, too long for example; others may do
-
-
-def _is_address(url: str) -> bool:
-    try:
-        return url.startswith(("http://", "https://")) and bool(httpx.URL(url).host)
-    except httpx.InvalidURL:
-        return False
-
-
-def _judgement(reply: str | NoScore, highest: int) -> Score | NoScore:
-    score = reply if isinstance(reply, NoScore) else parse_score(reply, highest)
+def _judgement(reply: str | NoReply, highest: int) -> Score | NoScore:
+    if isinstance(reply, NoReply):
+        return NoScore(reply.reason)
+    score = parse_score(reply, highest)
     return NoScore("its reply holds no score") if score is None else score
-
-
-def _content(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["choices"][0]["message"]["content"] or "")
-    except (ValueError, LookupError, TypeError):
-        return ""
 
 
 def prompt_for(persona: Persona, one: Judged) -> str:

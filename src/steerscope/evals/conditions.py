@@ -1,0 +1,115 @@
+"""What is compared: no steering, being told, vectors at scales, caps at percentiles."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from steerscope.analysis.compare import LEARNED
+from steerscope.evals.run import OPPOSITE, PROMPTED, UNSTEERED, Condition
+from steerscope.extraction.personas.definitions import Persona
+from steerscope.files import reading
+from steerscope.specs.errors import BadFile, InvalidRequest, Problem
+from steerscope.specs.steering import Add, Steering
+from steerscope.vectors.legacy import load_capping
+from steerscope.vectors.vector import SteeringVector
+
+_MOST_SCALES = 1000
+
+
+def parse_scales(text: str) -> list[float]:
+    """`-8..8` (whole steps), `-8..8:4` (steps of 4), or `-2,-0.5,2`. 0 is left out: that is the unsteered model."""
+    match = re.fullmatch(r"([^.,:]+(?:\.\d+)?)\.\.([^,:]+)(?::([^,:]+))?", text.strip())
+    try:
+        if match:
+            low, high, step = float(match[1]), float(match[2]), float(match[3] or 1)
+            count = math.floor((high - low) / step + 1e-9) + 1 if step > 0 and low <= high else 0
+            found = [round(low + i * step, 9) for i in range(min(count, _MOST_SCALES + 2))]
+        else:
+            found = [float(part) for part in text.split(",")]
+    except (ValueError, OverflowError):
+        found = []
+    found = [scale for scale in dict.fromkeys(found) if scale]
+    if not found or len(found) > _MOST_SCALES or not all(map(math.isfinite, found)):
+        raise InvalidRequest([Problem("scales", f"cannot read {text!r}", "write -8..8, -8..8:4 or -2,-0.5,2")])
+    return found
+
+
+def prepared(
+    vectors: Mapping[str, SteeringVector], *, normalize: bool = False, match_learned_scale: bool = False
+) -> tuple[dict[str, SteeringVector], dict[str, float]]:
+    """Vectors as they will be added, and places to mark on the axis of scales.
+
+    `normalize` makes every direction 1 long, so that a scale is a length, and marks the length a learned vector had.
+    `match_learned_scale` makes all as long as the learned one, so that scale 1 is what was learned.
+    """
+    lengths = {name: sum(one.norms().values()) / len(one.norms()) for name, one in vectors.items()}
+    learned = [name for name, one in vectors.items() if one.method in LEARNED]
+    problems = []
+    if normalize and match_learned_scale:
+        problems.append(Problem("normalize", "and match-learned-scale exclude each other", "give one of them"))
+    if match_learned_scale and len(learned) != 1:
+        what = f"{len(learned)} of the vectors are learned ({', '.join(learned) or 'by method'})"
+        problems.append(Problem("match-learned-scale", what, "give one learned vector, with any others"))
+    if problems:
+        raise InvalidRequest(problems)
+    if normalize:
+        marks = {f"length of {name} as it was learned": lengths[name] for name in learned}
+        return {name: one.normalised() for name, one in vectors.items()}, marks
+    if match_learned_scale:
+        length = lengths[learned[0]]
+        same = {name: one if name in learned else one.normalised() * length for name, one in vectors.items()}
+        return same, {f"{learned[0]} as it was learned": 1.0}
+    return dict(vectors), {}
+
+
+def baselines(persona: Persona | None, model: str) -> list[Condition]:
+    """The model as it is, and told to be so; for a trait also told to be the opposite."""
+    found = [Condition(name=UNSTEERED)]
+    if persona is not None:
+        told = [one.pos.replace("{model_name}", model) for one in persona.instructions]
+        found.append(Condition(name=PROMPTED, told=tuple(told)))
+        if persona.kind == "traits":
+            found.append(Condition(name=OPPOSITE, told=tuple(one.neg or "" for one in persona.instructions)))
+    return found
+
+
+def steered(vectors: Mapping[str, SteeringVector], scales: Sequence[float]) -> list[Condition]:
+    return [
+        Condition(
+            name=f"{name} × {scale:g}",
+            steering=Steering.of(Add(vector=name, scale=scale, site=vector.site)),
+            series=name,
+            at=scale,
+        )
+        for name, vector in vectors.items()
+        for scale in scales
+    ]
+
+
+def caps(sources: Sequence[str | Path]) -> list[Condition]:
+    """Experiments of capping configs, and steerings as JSON; the percentile is read from names like cap-p25."""
+    found, problems = [], []
+    for source in map(Path, sources):
+        try:
+            found += [_cap(source, name, steering) for name, steering in _experiments(source).items()]
+        except BadFile as error:
+            problems.append(Problem("caps", str(error), "give a capping_config.pt or a cap-pN.json"))
+    if problems:
+        raise InvalidRequest(problems)
+    return found
+
+
+def _experiments(source: Path) -> dict[str, Steering]:
+    if source.suffix != ".json":
+        return load_capping(source)
+    with reading(source, "steering"):
+        return {source.stem: Steering.from_json(source.read_bytes())}
+
+
+def _cap(source: Path, name: str, steering: Steering) -> Condition:
+    match = re.fullmatch(r"(.*?)-?p(\d+(?:\.\d+)?)", name)
+    if match is None:
+        return Condition(name=name, steering=steering)
+    percentile = float(match[2]) * (100 if source.suffix != ".json" and "." in match[2] else 1)
+    return Condition(name=name, steering=steering, series=match[1] or source.stem, at=round(percentile, 6))

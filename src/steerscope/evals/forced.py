@@ -1,0 +1,108 @@
+"""A text given to the model token by token: how surprised it is, and where its rows lie.
+
+`forced` works under any steering; scoring uses the unsteered model, so that the perplexity of an answer says what it
+costs in fluency, and its projection how far what was written, not the push itself, lies along a vector.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import TokenPrompt
+from steerscope.engines.hf import HFEngine
+from steerscope.engines.hf.logits import logits
+from steerscope.engines.options import Each, SteerLike
+from steerscope.evals.scorers import Json, Scored
+from steerscope.extraction.personas.folder import Record, digest
+from steerscope.specs.capture import Capture
+from steerscope.specs.chat import Message
+from steerscope.specs.errors import SteerscopeError
+from steerscope.specs.sampling import Sampling
+from steerscope.vectors.vector import SteeringVector
+
+_AT_ONCE = 32
+Tokens = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """Of one text behind one prompt: natural logarithms of its tokens' probabilities, whether each was the likeliest,
+    and its rows per asked layer (those of its own tokens)."""
+
+    logprobs: Tensor
+    greedy: Tensor
+    rows: dict[int, Tensor]
+
+
+def forced(
+    engine: SyncEngine,
+    texts: Sequence[tuple[Tokens, Tokens]],
+    steer: Each[SteerLike] = None,
+    layers: Sequence[int] = (),
+) -> Iterator[Forced]:
+    """Pairs of prompt and text, both at least one token long, in their order."""
+    hf = engine.aio
+    if not isinstance(hf, HFEngine):
+        raise SteerscopeError("this needs the weights in this process: load the model with the hf engine")
+    last = hf.facts.layers - 1
+    kept = tuple(sorted({last, *layers}))
+    for start in range(0, len(texts), _AT_ONCE):
+        part = texts[start : start + _AT_ONCE]
+        captures = [Capture(layers=kept, tokens=f"positions=[{len(p) - 1}:{len(p) + len(t)}]") for p, t in part]
+        specs = steer[start : start + _AT_ONCE] if isinstance(steer, list | tuple) else steer
+        done = engine.generate(
+            [TokenPrompt([*p, *t]) for p, t in part], Sampling(max_tokens=1), steer=specs, capture=captures
+        )
+        for (_, text), one in zip(part, done, strict=True):
+            rows = one.rows
+            said = torch.log_softmax(logits(hf, rows[last][:-1]), -1).cpu()
+            wanted = torch.tensor(text)
+            yield Forced(
+                said.gather(1, wanted[:, None])[:, 0],
+                said.argmax(-1) == wanted,
+                {layer: rows[layer][1:].float() for layer in layers},
+            )
+            if one.capture:
+                one.capture.close()
+
+
+class ModelScorer:
+    """`perplexity` of the answer under the unsteered model, after the question alone; `projection: NAME` of the mean
+    of its rows on each vector, at the first layer the vector has."""
+
+    name = "model"
+
+    def __init__(self, engine: SyncEngine, vectors: Mapping[str, SteeringVector]) -> None:
+        self._engine, self._vectors = engine, vectors
+        self._layers = {name: (vector.layers or (0,))[0] for name, vector in vectors.items()}
+
+    @property
+    def identity(self) -> str:
+        facts = self._engine.facts
+        specs = {name: vector.to_spec().model_dump_json() for name, vector in self._vectors.items()}
+        return digest(facts.name, facts.layers, facts.hidden, specs)
+
+    def about(self) -> dict[str, Json]:
+        return {"model": self._engine.facts.name, "projection layers": dict(self._layers)}
+
+    def __call__(self, answers: Sequence[Record]) -> list[Scored]:
+        open_ = [one for one in answers if "logprobs" not in one and one["token_ids"]]
+        prompts = {one["question"]: self._prompt(one["question"]) for one in open_}
+        texts = [(prompts[one["question"]], one["token_ids"]) for one in open_]
+        found = dict(zip((one["id"] for one in open_), self._scores(texts), strict=True))
+        return [found.get(one["id"], Scored({})) for one in answers]
+
+    def _prompt(self, question: str) -> list[int]:
+        return self._engine.aio.render([Message(role="user", content=question)]).token_ids
+
+    def _scores(self, texts: Sequence[tuple[Tokens, Tokens]]) -> Iterator[Scored]:
+        for one in forced(self._engine, texts, layers=sorted(set(self._layers.values()))):
+            values = {"perplexity": math.exp(-float(one.logprobs.mean()))}
+            for name, vector in self._vectors.items():
+                layer = self._layers[name]
+                values[f"projection: {name}"] = float(vector.projection(one.rows[layer].mean(0), layer))
+            yield Scored(values)

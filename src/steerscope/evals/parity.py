@@ -1,0 +1,97 @@
+"""Do both engines compute the same under steering? One continues texts, the other is given them token by token.
+
+`continued` writes greedy answers under each condition and keeps the log-probabilities of the likeliest tokens at every
+step; `agreement` asks another engine for those of the same steps: each is a request of its own whose prompt is
+everything before it, so steerings must act on all tokens. How far leaving the steering out would move them is told
+beside, to be compared with.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import TokenPrompt
+from steerscope.specs.chat import Message
+from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.sampling import Sampling
+from steerscope.specs.steering import Steering
+
+_TOP, _AT_ONCE = 5, 64
+Conditions = Mapping[str, Steering | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one text: the tokens before it, and the likeliest next ones."""
+
+    before: tuple[int, ...]
+    top: dict[int, float]
+
+
+def continued(
+    engine: SyncEngine, questions: Sequence[str], conditions: Conditions, tokens: int
+) -> dict[str, list[Step]]:
+    """Greedy answers under each condition, as steps."""
+    _check(conditions)
+    found = {}
+    for name, steering in conditions.items():
+        prompts = [engine.aio.render([Message(role="user", content=question)]) for question in questions]
+        done = engine.generate(prompts, Sampling(max_tokens=tokens, logprobs=_TOP), steer=steering)
+        found[name] = [
+            Step((*one.prompt_token_ids, *one.token_ids[:i]), dict(told.top))
+            for one in done
+            for i, told in enumerate(one.choices[0].logprobs)
+        ]
+    return found
+
+
+def _check(conditions: Conditions) -> None:
+    partly = [name for name, one in conditions.items() if one and any(op.tokens != "all" for op in one.ops)]
+    if partly:
+        what = f"{', '.join(partly)} acts on some tokens only"
+        raise InvalidRequest([Problem("steer", what, "steer all: here every step is a prompt of its own")])
+
+
+def agreement(
+    engine: SyncEngine, texts: Mapping[str, Sequence[Step]], conditions: Conditions
+) -> dict[str, dict[str, float]]:
+    """Per condition: differences of the log-probabilities of the likeliest tokens, and how often the best is the same.
+    `moved`: the mean difference that leaving the steering out would make."""
+    found = {}
+    for name, steps in texts.items():
+        mine = _likeliest(engine, steps, conditions[name])
+        apart, same = _compare(steps, mine)
+        without = _compare(steps, _likeliest(engine, steps, None))[0] if conditions[name] else apart * 0
+        found[name] = {
+            "tokens": len(steps),
+            "mean": float(apart.mean()),
+            "most": float(apart.max()),
+            "same": same,
+            "moved": float(without.mean()),
+        }
+    return found
+
+
+def _likeliest(engine: SyncEngine, steps: Sequence[Step], steering: Steering | None) -> list[dict[int, float]]:
+    found = []
+    for start in range(0, len(steps), _AT_ONCE):
+        prompts = [TokenPrompt(one.before) for one in steps[start : start + _AT_ONCE]]
+        done = engine.generate(prompts, Sampling(max_tokens=1, logprobs=20), steer=steering)
+        found += [dict(one.choices[0].logprobs[0].top) for one in done]
+    return found
+
+
+def _compare(steps: Sequence[Step], others: Sequence[Mapping[int, float]]) -> tuple[np.ndarray, float]:
+    """A token that the other does not have among its best is taken to be as likely as the last of them."""
+    apart = [
+        abs(logprob - other.get(token, min(other.values())))
+        for step, other in zip(steps, others, strict=True)
+        for token, logprob in step.top.items()
+    ]
+    best = [
+        max(step.top, key=step.top.__getitem__) == max(other, key=other.__getitem__)
+        for step, other in zip(steps, others, strict=True)
+    ]
+    return np.array(apart), float(np.mean(best))

@@ -1,0 +1,147 @@
+"""Asking a model behind any OpenAI-compatible server, many prompts at once.
+
+Busy and broken servers are asked again with longer and longer pauses; a prompt that is refused costs only itself; what
+cannot be mended ends the asking with all replies that were had. Every request is counted by what became of it, so that
+nothing is lost unseen and the bill is known.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import httpx
+
+from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
+
+_REFUSED = (400, 413, 422)  # this prompt, too long for example; others may do
+
+
+@dataclass(frozen=True, slots=True)
+class NoReply:
+    reason: str
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of all requests: `ok`, a status, `timeout`, `unreachable` or `unreadable`; and tokens."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, outcome: str, usage: object = None) -> None:
+        used = usage if isinstance(usage, dict) else {}
+        with self._lock:
+            self.outcomes[outcome] += 1
+            self.prompt_tokens += _whole(used.get("prompt_tokens"))
+            self.completion_tokens += _whole(used.get("completion_tokens"))
+
+
+def _whole(number: object) -> int:
+    return number if isinstance(number, int) else 0
+
+
+class AskingFailed(SteerscopeError):
+    """An endpoint that cannot go on; `replies` holds what it had said, in order."""
+
+    def __init__(self, message: str, replies: "Sequence[str | NoReply]") -> None:
+        super().__init__(message)
+        self.replies = replies
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """`url` is what OpenAI's clients call the base URL, http://host:port/v1."""
+
+    url: str
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    at_once: int = 8
+    tries: int = 5
+    pause_s: float = 1.0  # before the second try; doubled each time
+    timeout_s: float = 120.0
+    tally: Tally = field(default_factory=Tally, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not _is_address(self.url):
+            what = f"{self.url!r} is not an address"
+            problems.append(Problem("judge", what, "write it like http://127.0.0.1:8000/v1, or keyword, or none"))
+        if not self.model:
+            problems.append(Problem("judge model", "is not named", "name a model that the endpoint serves"))
+        if problems:
+            raise InvalidRequest(problems)
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} at {self.url.rstrip('/')}"
+
+    def ask(self, prompts: Sequence[str]) -> list[str | NoReply]:
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        with httpx.Client(headers=headers, timeout=self.timeout_s) as client, ThreadPoolExecutor(self.at_once) as pool:
+            asked = [pool.submit(self._ask, client, prompt) for prompt in prompts]
+            try:
+                wait(asked, return_when=FIRST_EXCEPTION)
+            finally:
+                pool.shutdown(cancel_futures=True)  # those that are under way are waited for
+        failures = [None if one.cancelled() else one.exception() for one in asked]
+        replies: list[str | NoReply] = [
+            NoReply("was not judged") if one.cancelled() or failure else one.result()
+            for one, failure in zip(asked, failures, strict=True)
+        ]
+        if failure := next(filter(None, failures), None):
+            raise AskingFailed(str(failure), replies) from failure
+        return replies
+
+    def _ask(self, client: httpx.Client, prompt: str) -> str | NoReply:
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0.0,
+            "max_tokens": 16,
+        }
+        found = ""
+        for left in reversed(range(self.tries)):
+            pause = self.pause_s * 2 ** (self.tries - 1 - left)
+            try:
+                response = client.post(f"{self.url.rstrip('/')}/chat/completions", json=body)
+            except httpx.HTTPError as error:
+                self.tally.count("timeout" if isinstance(error, httpx.TimeoutException) else "unreachable")
+                found = f"cannot be reached: {error or type(error).__name__}"
+            else:
+                if response.status_code == 200:
+                    return self._content(response)
+                self.tally.count(str(response.status_code))
+                found = f"answers {response.status_code}: {response.text[:200]}"
+                if response.status_code in _REFUSED:
+                    return NoReply(f"the judge {found}")
+                if response.status_code not in (408, 409, 429) and response.status_code < 500:
+                    break
+                after = response.headers.get("retry-after", "")
+                pause = max(pause, min(60.0, float(after))) if after.isdigit() else pause
+            if left:
+                time.sleep(pause)
+        raise SteerscopeError(
+            f"the judge {self.name} {found}; mend that and go on with --resume, what was judged is kept"
+        )
+
+    def _content(self, response: httpx.Response) -> str | NoReply:
+        try:
+            data = response.json()
+            text = str(data["choices"][0]["message"]["content"] or "")
+        except (ValueError, LookupError, TypeError):
+            self.tally.count("unreadable")
+            return NoReply(f"the judge's answer is no completion: {response.text[:60]!r}")
+        self.tally.count("ok", data.get("usage"))
+        return text
+
+
+def _is_address(url: str) -> bool:
+    try:
+        return url.startswith(("http://", "https://")) and bool(httpx.URL(url).host)
+    except httpx.InvalidURL:
+        return False

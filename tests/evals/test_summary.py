@@ -1,0 +1,94 @@
+"""Statistics: a planted effect is found, nothing is found where nothing is, and the numbers are scipy's."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from statsmodels.stats.multitest import multipletests
+
+from steerscope.bench.eval_study import simulated
+from steerscope.evals.items import Item
+from steerscope.evals.run import Condition, EvalRun
+from steerscope.evals.summary import compare
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "eval_study.json"
+
+
+def rows_of(scores: Mapping[str, np.ndarray], name: str = "x") -> list[dict]:
+    """Of each condition [questions, answers]."""
+    return [
+        {"condition": condition, "dataset": "d", "question": str(q), "scores": {name: float(value)}}
+        for condition, table in scores.items()
+        for q, answers in enumerate(table)
+        for value in answers
+    ]
+
+
+def a_run(*names: str) -> EvalRun:
+    return EvalRun(conditions=tuple(Condition(name=name) for name in names), items=(Item(question="?", dataset="d"),))
+
+
+def test_means_tests_and_corrections_are_those_of_scipy_and_statsmodels() -> None:
+    random = np.random.default_rng(3)
+    scores = {
+        name: random.normal(shift, 1, (9, 3)) for name, shift in (("unsteered", 0), ("a", 0.1), ("b", 1), ("c", 2))
+    }
+    found = {one["condition"]: one for one in compare(rows_of(scores), a_run(*scores), "x")}
+    means = {name: table.mean(1) for name, table in scores.items()}
+    exact = []
+    for name in ("a", "b", "c"):
+        apart = means[name] - means["unsteered"]
+        test = stats.permutation_test((apart,), np.mean, permutation_type="samples", n_resamples=np.inf)
+        exact.append(float(test.pvalue))
+        assert found[name]["difference"] == pytest.approx(apart.mean())
+        assert found[name]["p"] == pytest.approx(exact[-1])
+        near = stats.bootstrap((means[name],), np.mean, method="percentile", rng=np.random.default_rng(1))
+        spread = near.confidence_interval.high - near.confidence_interval.low
+        assert found[name]["low"] == pytest.approx(near.confidence_interval.low, abs=0.1 * spread)
+        assert found[name]["high"] == pytest.approx(near.confidence_interval.high, abs=0.1 * spread)
+    corrected = [found[name]["p_corrected"] for name in ("a", "b", "c")]
+    assert corrected == pytest.approx(multipletests(exact, method="holm")[1])
+    assert "p" not in found["unsteered"]
+    assert (found["a"]["questions"], found["a"]["answers"]) == (9, 27)
+
+
+def test_answers_to_one_question_do_not_count_as_many() -> None:
+    """Copies of an answer must not make anybody surer."""
+    random = np.random.default_rng(0)
+    once = {name: random.normal(shift, 1, (8, 1)) for name, shift in (("unsteered", 0), ("a", 0.7))}
+    often = {name: np.repeat(table, 20, axis=1) for name, table in once.items()}
+    first, second = (compare(rows_of(one), a_run(*one), "x")[1] for one in (once, often))
+    for key in ("low", "high", "p", "difference_low", "difference_high"):
+        assert first[key] == pytest.approx(second[key])
+
+
+def test_perplexity_is_averaged_and_tested_as_a_logarithm() -> None:
+    scores = {"unsteered": np.array([[10.0], [1000.0], [10.0]]), "a": np.array([[20.0], [2000.0], [20.0]])}
+    plain, twice = compare(rows_of(scores, "perplexity"), a_run(*scores), "perplexity")
+    assert plain["mean"] == pytest.approx(10 ** (5 / 3))
+    assert twice["mean"] == pytest.approx(2 * 10 ** (5 / 3))
+    assert twice["difference"] == pytest.approx(np.log(2))
+
+
+def test_a_condition_that_changes_nothing_and_one_without_a_base_are_not_found() -> None:
+    same = {"unsteered": np.ones((5, 1)), "a": np.ones((5, 1))}
+    assert compare(rows_of(same), a_run(*same), "x")[1]["p_corrected"] == 1.0
+    alone = {"a": np.ones((5, 1))}
+    assert "p" not in compare(rows_of(alone), a_run(*alone), "x")[0]
+
+
+def test_a_planted_effect_is_found_and_a_null_effect_is_not() -> None:
+    """A few of the 200 runs each that are in the committed results."""
+    null, planted = (simulated(effect, runs=40, conditions=2, questions=8) for effect in (0.0, 3.0))
+    assert null["found_anywhere"] <= 0.15  # 0.05 are expected; more than 6 of 40 have a chance of 0.3 %
+    assert planted["found_in_the_planted_condition"] >= 0.9
+
+
+def test_over_200_simulated_runs_the_share_of_false_findings_is_what_is_promised() -> None:
+    null, weak, strong = json.loads(RESULTS.read_text(encoding="utf-8"))["simulated"]
+    assert (null["effect"], null["runs"]) == (0.0, 200)
+    assert null["found_anywhere"] <= 0.09  # 0.05 are expected; more than 18 of 200 have a chance of 0.4 %
+    assert strong["found_in_the_planted_condition"] > 0.9 > weak["found_in_the_planted_condition"]
