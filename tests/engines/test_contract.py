@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import threading
 import time
 
@@ -12,6 +13,7 @@ import torch
 import tiny
 from engines.conftest import Start
 from reference import Reference, distance, same_until_tie
+from steerscope.capture.handle import UnfetchedRows
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
 from steerscope.specs import Ablate, Add, Cap, Capture, InvalidRequest, Sampling, Steering
@@ -354,6 +356,25 @@ class TestStreams:
             time.sleep(0.01)
         assert engine.stats()["running"] == 0
         assert engine.stats()["tokens"] < 200
+
+    def test_rows_that_came_before_a_client_left_its_stream_are_given_back_without_a_warning(
+        self, engine: SyncEngine, recwarn: pytest.WarningsRecorder
+    ) -> None:
+        async def run() -> None:
+            events = engine.aio.stream(PROMPT, SHORT, capture=Capture())
+            await anext(events)
+            for _ in range(500):  # now all the rest has come, its end too, and is taken at once
+                if not engine.stats()["running"]:
+                    break
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            assert isinstance(await anext(events), TokenEvent)
+            await events.aclose()
+
+        asyncio.run(run())
+        gc.collect()
+        assert engine.stats()["capture_bytes"] == 0
+        assert not [one for one in recwarn if one.category is UnfetchedRows]
 
     def test_a_cancelled_request_ends_with_what_it_has(self, engine: SyncEngine) -> None:
         events = []

@@ -11,7 +11,7 @@ import torch
 import tiny
 from engines.conftest import ENGINES, saved, start_vllm
 from lenses.packs import make, one_by_one
-from lenses.plain_rules import play
+from steerscope.bench.stress.plain_rules import play
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, Generation, RuleEvent, TokenEvent
 from steerscope.engines.hf import HFEngine

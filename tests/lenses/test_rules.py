@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lenses.packs import make
-from lenses.plain_rules import Event, play
+from steerscope.bench.stress.plain_rules import Event, play
 from steerscope.lenses.compile import MOST_CLAUSES, MOST_RULES, compile_rules
 from steerscope.lenses.rules import Rules, Sizes
 from steerscope.specs import Add
@@ -155,6 +155,13 @@ def test_a_slot_that_is_used_again_remembers_nothing():
             tensors.admit(compiled, [0])
         tensors.release(slot)
     assert tensors.gates.sum() == 1
+
+
+@pytest.mark.parametrize("bound", ["above", "below"])
+def test_a_score_that_lies_on_a_threshold_is_on_neither_side_of_it(bound: str):
+    run = Run([([when("c0.0", **{bound: 0.5}).then(flag("x"))], [dict.fromkeys(CONCEPTS, 0.5)])])
+    run.step([1], 0, random.Random(0))
+    assert run.events[0] == []
 
 
 def test_a_score_that_is_not_a_number_meets_nothing():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steerscope.residual.equation import NOTHING, change, change_float64
+from steerscope.residual.equation import NOTHING, apply, change, change_float64, look_up, settle
 from steerscope.specs.steering import Ablate, Add, Cap, Coefficients
 
 HIDDEN = 48
@@ -225,3 +225,12 @@ def test_the_row_itself_is_never_written_to():
     before = h.clone()
     change(h, *tables([(unit(HIDDEN, seed=24), Ablate(vector="v").coefficients())]), entries(4, (1, 1, 0)), GATES)
     assert torch.equal(h, before)
+
+
+@pytest.mark.parametrize("gate", [0, 1, 2])
+@pytest.mark.parametrize("op", [Add(vector="v", scale=3.0), Ablate(vector="v"), Cap(vector="v", max=0.1)])
+def test_what_is_worked_out_once_is_what_would_be_worked_out_each_time(op, gate: int):
+    h = numbers(3, HIDDEN, seed=25)
+    vectors, coefficients = tables([(unit(HIDDEN, seed=26), op.coefficients())])
+    columns = look_up(vectors, coefficients, entries(3, (1, 1, gate)))
+    assert torch.equal(apply(h, [settle(one) for one in columns], GATES), apply(h, columns, GATES))

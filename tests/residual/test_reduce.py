@@ -109,3 +109,13 @@ def test_rows_past_the_end_never_count(kind, sizes, hold, overshoot, again):
     reducer = held.finish(rows)
     assert reducer.n == rows
     assert torch.allclose(reducer.result().double(), expected(kind, list(range(rows))), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("hold", [0, 2, 6])
+def test_of_rows_that_are_computed_again_while_they_are_held_back_the_first_ones_count(hold):
+    held = HeldBack(make("mean"), hold)
+    held.push(range(0, 6), ROWS[:6].float())
+    held.push(range(3, 9), torch.cat([ROWS[3:6].float() + 1.0, ROWS[6:9].float()]))
+    reducer = held.finish(9)
+    assert reducer.n == 9
+    assert torch.allclose(reducer.result().double(), expected("mean", list(range(9))), rtol=0, atol=TOLERANCE)

@@ -219,6 +219,18 @@ def test_equal_contents_share_slots_and_another_strength_costs_one_coefficient_r
     assert table.in_use == 1
 
 
+def test_the_version_tells_when_something_that_was_looked_up_may_have_changed():
+    table = SlotTable(HIDDEN, 3, CPU)
+    seen = [table.version]
+    for number in (1.0, 2.0):
+        lease = table.acquire(column({KEYS[0]: number}))
+        seen.append(table.version)
+        table.release(lease)
+    table.acquire(column({KEYS[0]: 2.0}))
+    assert seen == sorted(set(seen))
+    assert table.version == seen[-1], "nothing was written"
+
+
 def test_contents_that_differ_in_one_number_or_one_tap_never_share():
     table = SlotTable(HIDDEN, 16, CPU)
     contents: list[dict[Key, float]] = [

@@ -1,7 +1,9 @@
 """The typed client against a real server: what comes back equals what the engine itself gives."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -181,6 +183,29 @@ def test_no_server_and_a_wrong_address_are_said_plainly() -> None:
         Client("http://127.0.0.1:9").models()
     with pytest.raises(InvalidRequest, match="is not an address"):
         Client("localhost:8000")
+
+
+@pytest.mark.parametrize(
+    "answer", [b"<html>hello</html>", b'{"choices": 3}', b"[]", b'data: {"choices": [1]}\n\n', b"data: {\n\n"]
+)
+def test_an_answer_of_another_kind_of_server_is_one_clear_error(answer: bytes) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        client = Client(f"http://127.0.0.1:{other.server_port}")
+        with pytest.raises(ServerError, match="was not understood"):
+            client.chat(CHAT, SHORT)
+        with pytest.raises(ServerError, match=r"was not understood|before its end was told"):
+            list(client.stream_chat(CHAT, SHORT))
+        other.shutdown()
 
 
 def test_a_key_is_sent_and_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

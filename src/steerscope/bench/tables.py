@@ -14,6 +14,7 @@ from pathlib import Path
 
 from steerscope.bench import eval_tables, vector_tables
 from steerscope.bench.scale import scale, store
+from steerscope.bench.stress import tables as stress_tables
 from steerscope.bench.suite import markdown
 
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -348,6 +349,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "scale": scale, "vectors": vector_tables.study, "vector_answers": vector_tables.answers,
     "extraction_peers": vector_tables.peers, "precision": vector_tables.precision, "evals": eval_tables.study,
     "eval_checks": eval_tables.checks, "eval_caps": eval_tables.caps,
+    "stress": stress_tables.ledgers, "faults": stress_tables.faults, "fuzz": stress_tables.fuzzed,
+    "mutants": stress_tables.mutants,
 }  # fmt: skip
 
 

@@ -22,10 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from steerscope.bench import vllm_soak
+from steerscope.bench.stress.model import HIDDEN, make_model
+from steerscope.bench.stress.oracle import Oracle
+from steerscope.bench.stress.run import Plan, stress
+from steerscope.bench.stress.targets import EngineTarget
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import TokenPrompt
-from steerscope.engines.hf import HFEngine
 from steerscope.engines.vllm.settings import Settings
 from steerscope.files import atomic_path
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
@@ -57,7 +59,7 @@ def start(folder: Path, mode: str, **changes: Any) -> SyncEngine:
 
 def refusals(engine: SyncEngine, folder: Path) -> dict[str, bool]:
     """Each must be refused by name, before anything runs; the engine lives on."""
-    vector = np.ones(vllm_soak.HIDDEN, np.float32)
+    vector = np.ones(HIDDEN, np.float32)
     many = Steering.of(*(Add(vector=vector, layers=0, scale=float(i + 1)) for i in range(5)))
     window = Sampling(max_tokens=2, repetition_penalty=1.3, repetition_window=4)
 
@@ -91,21 +93,19 @@ def _refused(act: Callable[[], object], word: str) -> bool:
 
 def measure(mode: str, folder: Path, requests: int) -> dict[str, Any]:
     """One engine in one mode."""
-    model, tokenizer = vllm_soak.make_model(folder, torch.float32, "cpu")
+    model, _ = make_model(folder, torch.float32, "cpu")
     engine = start(folder, mode)  # the self-test is part of it
-    reference, ledger = HFEngine(model, tokenizer, name="reference").sync, vllm_soak.Ledger()
     try:
-        args = argparse.Namespace(seed=2, requests=requests, concurrent=24, seconds=600.0, limit=LIMIT)
-        asyncio.run(vllm_soak.soak(engine.aio, reference, args, ledger))
+        plan = Plan(requests, seed=2, concurrent=24, watched=False, limit=LIMIT)
+        ledger, _ = asyncio.run(stress(EngineTarget(engine.aio), Oracle(model), plan))
         found: dict[str, Any] = {"runner": engine.aio.describe()[0]["runner"], "mode": engine.aio.mode}  # type: ignore[attr-defined]
-        found |= {"requests": sum(ledger.ends.values()), "rows": ledger.rows, "texts": ledger.texts}
-        found |= {"worst_row": ledger.worst, "wrong": ledger.wrong, "self_test": True}
+        found |= {"requests": ledger.sent, "rows": ledger.rows, "tokens": ledger.tokens}
+        found |= {"worst_row": ledger.worst_row, "wrong": ledger.wrong, "self_test": True}
         if mode == "eager":
             found["refused"] = refusals(engine, folder)
         found["alive"] = engine.generate(_ONE, _FEW, capture=Capture(layers=0)).rows.n == len(_ONE.token_ids) + 1
     finally:
         engine.close()
-        reference.close()
     return found
 
 

@@ -49,7 +49,8 @@ class ByteBudget:
         self.used = 0
         self.lock = threading.RLock()  # finalisers may give back while this thread holds it
         self.closed = False
-        self._given = 0  # bytes that came back, ever
+        self.reserved = 0  # bytes, ever
+        self.released = 0  # and those that came back
         self._queue: deque[object] = deque()  # who waits for room, in order
         self._expire: dict[int, tuple[float, Callable[[], None]]] = {}
 
@@ -62,14 +63,14 @@ class ByteBudget:
         turn = object()
         with self.lock:
             self._queue.append(turn)
-        moved, deadline = self._given, time.monotonic() + self.wait_s
+        moved, deadline = self.released, time.monotonic() + self.wait_s
         try:
             # First come, first served: a large request must not starve behind small ones.
             while self._queue[0] is not turn or (reservation := self.take(size)) is None:
                 if self.closed:
                     raise EngineClosed("the engine was closed while a capture waited for room")
-                if moved != self._given:  # somebody finishes: waiting makes sense
-                    moved, deadline = self._given, time.monotonic() + self.wait_s
+                if moved != self.released:  # somebody finishes: waiting makes sense
+                    moved, deadline = self.released, time.monotonic() + self.wait_s
                 if time.monotonic() > deadline:
                     raise CapacityExceeded(
                         f"{what} needs {human(size)}, but open captures hold {human(self.used)} of {human(self.total)} "
@@ -85,7 +86,7 @@ class ByteBudget:
     def give_back(self, size: int) -> None:
         with self.lock:
             self.used -= size
-            self._given += size
+            self.released += size
 
     def expire_after(self, handle_id: int, ttl_s: float, expire: Callable[[], None]) -> None:
         with self.lock:
@@ -94,6 +95,11 @@ class ByteBudget:
     def forget(self, handle_id: int) -> None:
         with self.lock:
             self._expire.pop(handle_id, None)
+
+    def stats(self) -> dict[str, float]:
+        with self.lock:
+            books = {"capture_reserved": self.reserved, "capture_released": self.released}
+            return {"capture_bytes": self.used, "capture_budget": self.total, **books}
 
     def sweep(self) -> None:
         """Expire what nobody fetched in time."""
@@ -111,4 +117,5 @@ class ByteBudget:
             if self.used + size > self.total:
                 return None
             self.used += size
+            self.reserved += size
         return Reservation(self, size)

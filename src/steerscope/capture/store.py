@@ -152,12 +152,13 @@ class ActivationStore:
         if line["error"] is not None:
             where = f"{line['file']}:{line['line']}"
             raise InvalidRequest([Problem("document", f"{number} has no rows: {line['error']}", f"mend {where}")])
-        first, stop = line["first_row"], line["first_row"] + line["rows"]
-        rows = self.shard(line["shard"])[first:stop]
-        path = index_path(self.folder, line["shard"])
-        lines = ds.dataset(path).to_table(filter=(ds.field("row") >= first) & (ds.field("row") < stop))
-        labels = _labels(str(line["id"] or number), lines)
-        return Rows({key: rows[:, i] for i, key in enumerate(self.keys)}, labels, self.info.model)
+        with reading(self.folder, "store"):
+            first, stop = line["first_row"], line["first_row"] + line["rows"]
+            rows = self.shard(line["shard"])[first:stop]
+            path = index_path(self.folder, line["shard"])
+            lines = ds.dataset(path).to_table(filter=(ds.field("row") >= first) & (ds.field("row") < stop))
+            labels = _labels(str(line["id"] or number), lines)
+            return Rows({key: rows[:, i] for i, key in enumerate(self.keys)}, labels, self.info.model)
 
     def batches(
         self,
@@ -214,7 +215,9 @@ class ActivationStore:
     @functools.lru_cache(maxsize=64)  # noqa: B019 (a store is small and lives long)
     def row_documents(self, number: int) -> np.ndarray:
         """The document of every row of a shard."""
-        lines = ds.dataset(documents_path(self.folder, number)).to_table(columns=["document", "rows"])
+        path = documents_path(self.folder, number)
+        with reading(path, "list of documents"):
+            lines = ds.dataset(path).to_table(columns=["document", "rows"])
         return np.repeat(lines["document"].to_numpy(), lines["rows"].to_numpy())
 
     def _table(self, part: str, where: ds.Expression | None, columns: list[str] | None) -> pa.Table:
@@ -222,7 +225,8 @@ class ActivationStore:
         files = [str(path(self.folder, commit.shard)) for commit in self.commits]
         if not files:
             raise BadFile(f"{self.folder} holds no shard yet: run the capture first")
-        return ds.dataset(files).to_table(filter=where, columns=columns)
+        with reading(self.folder / part, "part of a store"):
+            return ds.dataset(files).to_table(filter=where, columns=columns)
 
     def __repr__(self) -> str:
         state = "" if self.complete else f", {len(self.commits)} of {self.info.shards} shards"

@@ -21,6 +21,7 @@ from steerscope.cli.lens_watch import register as add_watching
 from steerscope.cli.options import mistakes_of
 from steerscope.cli.personas import app as personas
 from steerscope.cli.serve import serve
+from steerscope.cli.stress import stress
 from steerscope.cli.vectors import app as vectors
 
 
@@ -49,6 +50,7 @@ app.add_typer(capture, name="capture")
 app.add_typer(evals, name="eval")
 add_watching(lens)
 app.add_typer(bench, name="bench")
+app.command()(stress)
 app.command()(doctor)
 
 

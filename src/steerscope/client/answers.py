@@ -1,6 +1,8 @@
 """What a server answers, as values: pieces of a stream, choices, and errors."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +136,18 @@ class Answer:
 # --- from the wire
 
 
+@contextmanager
+def understood() -> Iterator[None]:
+    """Whatever is wrong with an answer becomes one ServerError: other servers may be at that address."""
+    try:
+        yield
+    except SteerscopeError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"the answer was not understood ({type(error).__name__}: {str(error)[:100]}): is that steerscope serve?"
+        raise ServerError(0, what) from None
+
+
 def tokens_of(given: Json) -> tuple[Token, ...]:
     return tuple(Token(one["i"], one["id"], one["t"]) for one in given.get("tokens") or ())
 
@@ -175,13 +189,14 @@ def usage_of(given: Json) -> Usage | None:
 def answer_of(given: Json) -> Answer:
     """An answer that was not streamed."""
     choices = []
-    for one in given["choices"]:
-        ours = one.get("steerscope") or {}
-        text = one["text"] if "text" in one else one["message"]["content"]
-        piece = piece_of({"index": one["index"], "text": text}, ours)
-        kept = (piece.tokens, piece.readings, piece.firings, capture_of(ours), projections_of(ours))
-        choices.append(Choice(one["index"], piece.text, one["finish_reason"], *kept))
-    return Answer(given["id"], given["model"], tuple(choices), usage_of(given))
+    with understood():
+        for one in given["choices"]:
+            ours = one.get("steerscope") or {}
+            text = one["text"] if "text" in one else one["message"]["content"]
+            piece = piece_of({"index": one["index"], "text": text}, ours)
+            kept = (piece.tokens, piece.readings, piece.firings, capture_of(ours), projections_of(ours))
+            choices.append(Choice(one["index"], piece.text, one["finish_reason"], *kept))
+        return Answer(given["id"], given["model"], tuple(choices), usage_of(given))
 
 
 class Gathered:
@@ -192,6 +207,11 @@ class Gathered:
         self._usage: Usage | None = None
         self._pieces: dict[int, list[Piece]] = {}
         self._ends: dict[int, tuple[str | None, CaptureRef | None, dict[str, dict[int, list[float]]]]] = {}
+
+    def read(self, data: str) -> list[Piece]:
+        """The data of one event."""
+        with understood():
+            return self.add(json.loads(data))
 
     def add(self, chunk: Json) -> list[Piece]:
         if "error" in chunk:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import httpx
 
 from steerscope.client import calls
-from steerscope.client.answers import Answer, CaptureRef, Gathered, Json, Piece, ServerError, answer_of
+from steerscope.client.answers import Answer, CaptureRef, Gathered, Json, Piece, ServerError, answer_of, understood
 from steerscope.client.calls import Connection, Options, SteerLike, part
 from steerscope.client.jobs import JobEvent, JobRef, job_event, resume
 from steerscope.files import atomic_path
@@ -153,7 +153,8 @@ class AsyncClient:
             more["json"] = body
         async with self._open(method, path, **more) as response:
             content = await response.aread()
-        return json.loads(content) if content else {}
+        with understood():
+            return json.loads(content) if content else {}
 
     @asynccontextmanager
     async def _open(self, method: str, path: str, **more: Any) -> AsyncIterator[httpx.Response]:
@@ -175,7 +176,7 @@ class AsyncClient:
                 if event.data == calls.DONE:
                     yield gathered.answer()
                     return
-                for piece in gathered.add(json.loads(event.data)):
+                for piece in gathered.read(event.data):
                     yield piece
         raise ServerError(0, calls.BROKEN)
 

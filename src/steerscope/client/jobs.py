@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from steerscope.client.answers import Json
+from steerscope.client.answers import Json, understood
 from steerscope.client.calls import DONE, ServerEvent
 
 
@@ -24,7 +24,10 @@ class JobEvent:
 
 def job_event(event: ServerEvent) -> JobEvent | None:
     """None: the stream is over."""
-    return None if event.data == DONE else JobEvent(event.event or "message", json.loads(event.data), event.id)
+    if event.data == DONE:
+        return None
+    with understood():
+        return JobEvent(event.event or "message", json.loads(event.data), event.id)
 
 
 def resume(after: JobEvent | str | None) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import httpx
 
 from steerscope.client import calls
-from steerscope.client.answers import Answer, CaptureRef, Gathered, Json, Piece, ServerError, answer_of
+from steerscope.client.answers import Answer, CaptureRef, Gathered, Json, Piece, ServerError, answer_of, understood
 from steerscope.client.calls import Connection, Options, SteerLike, part
 from steerscope.client.jobs import JobEvent, JobRef, job_event, resume
 from steerscope.files import atomic_path
@@ -156,7 +156,8 @@ class Client:
             more["json"] = body
         with self._open(method, path, **more) as response:
             content = response.read()
-        return json.loads(content) if content else {}
+        with understood():
+            return json.loads(content) if content else {}
 
     @contextmanager
     def _open(self, method: str, path: str, **more: Any) -> Iterator[httpx.Response]:
@@ -176,7 +177,7 @@ class Client:
                 if event.data == calls.DONE:
                     yield gathered.answer()
                     return
-                yield from gathered.add(json.loads(event.data))
+                yield from gathered.read(event.data)
         raise ServerError(0, calls.BROKEN)
 
     def close(self) -> None:

@@ -323,6 +323,10 @@ class Engine(Scopes, ABC):
                         choices[job.plan.request_id].append(outcome)
                     elif isinstance(outcome, RequestFailed):
                         failure = failure or outcome
+        except BaseException:  # the caller was cancelled: nobody will take what has come
+            for choice in itertools.chain.from_iterable(choices.values()):
+                discard(choice)
+            raise
         finally:
             self._finish(jobs, inbox, ended=not left)
         complete = {plan.request_id: len(choices[plan.request_id]) == plan.sampling.n for plan in plans}
@@ -345,10 +349,16 @@ class Engine(Scopes, ABC):
         return self._plan([prompt], False, sampling, steer, capture, watch, request_id)
 
     async def _stream(self, plan: Plan) -> AsyncGenerator[Event]:
+        left: list[Event] = []
         async with contextlib.aclosing(self._batches(plan, None)) as batches:
-            async for batch in batches:
-                for event in batch:
-                    yield event
+            try:
+                async for left in batches:
+                    while left:
+                        yield left.pop(0)
+            finally:  # who leaves before the end has come does not want its rows
+                for event in left:
+                    for choice in event.generation.choices if isinstance(event, EndEvent) else ():
+                        discard(choice)
 
     async def _batches(self, plan: Plan, pause: Pause | None) -> AsyncGenerator[list[Event]]:
         if plan.request_id in self._jobs:

@@ -75,8 +75,7 @@ class Rules:
         if not self._free:
             what = f"all {self.sizes.slots} places for requests with rules are taken"
             raise CapacityExceeded(f"{what}: wait for some to finish, or start the engine with a larger batch")
-        slot = self._free.pop()
-        self._clear(slot)
+        slot = self._free.pop()  # it was cleared when it was given back
         self._write(slot, compiled, columns)
         return slot
 

@@ -6,6 +6,7 @@ not drop old ones before their time.
 
 import asyncio
 import contextlib
+import logging
 import re
 import secrets
 import tempfile
@@ -21,8 +22,11 @@ from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
 from steerscope.serving.access import serving_of
 from steerscope.serving.errors import ApiError
+from steerscope.specs.errors import BadFile
 
 router = APIRouter()
+_DISK_S = 30.0  # when to come back after a write that failed
+log = logging.getLogger("steerscope.serving")
 _ID = re.compile(r"cap-[0-9a-f]{32}")
 
 
@@ -31,7 +35,7 @@ class Kept:
     id: str
     handle: CaptureHandle
     rows: Rows
-    expires: float  # on the clock of time.time
+    until: float  # on the monotonic clock: one that is set must not drop rows, nor keep them
     file: Path
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     readers: int = 0
@@ -44,12 +48,18 @@ class Kept:
     def about(self) -> dict[str, object]:
         rows = self.rows
         found: dict[str, object] = {"id": self.id, "rows": rows.n, "bytes": self.bytes, "layers": list(rows.layers)}
-        return {**found, "sites": list(rows.sites), "reduce": rows.reduce, "expires": int(self.expires)}
+        expires = int(time.time() + self.until - time.monotonic())
+        return {**found, "sites": list(rows.sites), "reduce": rows.reduce, "expires": expires}
 
     async def write(self) -> Path:
         async with self.writing:
             if not self.file.exists():
-                await asyncio.to_thread(self.rows.save, self.file)
+                try:
+                    await asyncio.to_thread(self.rows.save, self.file)
+                except BadFile as error:  # where it is on this machine is nobody's business
+                    log.error("a capture was not written: %s", error)
+                    what = "the server has no room on its disk to send these rows: they are kept, fetch them later"
+                    raise ApiError(507, what, "disk_full", retry_after=_DISK_S) from None
         return self.file
 
     def drop(self) -> None:
@@ -80,7 +90,7 @@ class Captures:
             self._folder = tempfile.TemporaryDirectory(prefix="steerscope-captures-")
         name = f"cap-{secrets.token_hex(16)}"  # who knows it may fetch it: it cannot be guessed
         file = Path(self._folder.name) / f"{name}.safetensors"
-        kept = Kept(name, handle, handle.fetch(), time.time() + self.ttl_s, file)
+        kept = Kept(name, handle, handle.fetch(), time.monotonic() + self.ttl_s, file)
         self._kept[name] = kept
         return kept
 
@@ -98,9 +108,9 @@ class Captures:
 
     def sweep(self) -> None:
         """Drop what has lived long enough. They were kept in the order of their time."""
-        now = time.time()
+        now = time.monotonic()
         for kept in list(self._kept.values()):
-            if kept.expires > now:
+            if kept.until > now:
                 break
             del self._kept[kept.id]
             kept.drop()

@@ -29,6 +29,8 @@ _COUNTED = {
     "readings": ("readings", "rows that lenses have read"),
     "steps": ("engine_steps", "steps of the engine"),
     "failed": ("engine_failed", "choices that failed in the engine"),
+    "capture_reserved": ("capture_reserved_bytes", "bytes reserved for captured rows"),
+    "capture_released": ("capture_released_bytes", "bytes of those that were given back"),
     "lens_seconds": ("lens_seconds", "seconds spent on lenses"),
 }
 

@@ -5,7 +5,7 @@ transformers engine, and print a verdict as the last line, in JSON.
                                              [--beside]
 
 Three waves. In the first the requests are made by hand: prompts longer than a step, every site, op and selector, rows
-and reductions, before and after steering. The second is a wave of the soak: stop strings, EOS, cancellations,
+and reductions, before and after steering. The second is a round of stress: stop strings, EOS, cancellations,
 preemption. In the third, lenses read and rules act.
 With --beside another engine serves the same requests in another order at the same time, and is closed between the two.
 """
@@ -18,17 +18,23 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from steerscope.bench import vllm_soak
-from steerscope.bench.vllm_soak import HIDDEN, VOCAB, Ledger, Request
+from steerscope.bench.stress.checking import check
+from steerscope.bench.stress.ledger import Ledger, Outcome
+from steerscope.bench.stress.model import HIDDEN, VOCAB, make_model
+from steerscope.bench.stress.oracle import Oracle
+from steerscope.bench.stress.run import Plan, stress
+from steerscope.bench.stress.targets import EngineTarget
+from steerscope.bench.stress.workload import Request
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Generation, TokenPrompt
 from steerscope.engines.hf import HFEngine
@@ -39,7 +45,7 @@ from steerscope.specs.watch import Watch, flag, steer, stop, when
 
 LIMIT = 1e-4  # relative L2 of a row
 CHUNK = 32  # tokens of a step: longer prompts come in pieces
-TIE = 1e-3  # two best logits this near: either token is right
+BOOKS = Lock()  # of the oracle and the ledger
 LENGTHS = (4, 9, 31, 32, 33, 50, 64, 70, 90)
 SELECTORS = ("all", "prompt", "generated", "last_prompt", "positions=[0:3]", "!last_prompt", "positions=[1, -2:]")
 OPS = (
@@ -72,7 +78,6 @@ def mixed(count: int, shape: Shape = Shape()) -> list[Request]:  # noqa: B008 - 
             sampling=_sampling(i, 2 + (5 * i) % 13, shape.ends),
             steer=Steering(ops=tuple(_ops(i % 3, rng, shape.hidden, ops, steered, selectors, sites))),
             capture=_capture(captured, sites, wanted, kinds) if i % 8 != 5 else None,
-            cancel_after=None,
             kind=("mixed", f"number {i}"),
         )
         for i in range(count)
@@ -98,39 +103,30 @@ def _capture(layers: Iterator, sites: Iterator, tokens: Iterator, kinds: Iterato
     return Capture(layers=next(layers), sites=both, tokens=next(tokens), reduce=reduce, before_steering=before)
 
 
-def first_wave(engine: SyncEngine, reference: SyncEngine, requests: list[Request], ledger: Ledger) -> dict[str, int]:
-    """All at once; rows by teacher forcing, and greedy tokens against those of the transformers engine."""
+def first_wave(engine: SyncEngine, oracle: Oracle, requests: list[Request], ledger: Ledger) -> dict[str, int]:
+    """All at once, every row and token against plain transformers."""
     prompts = [TokenPrompt(request.prompt) for request in requests]
     samplings, steers = [request.sampling for request in requests], [request.steer for request in requests]
     captures = [request.capture for request in requests]
     together = engine.generate(prompts, samplings, steer=steers, capture=captures)
-    wanted = reference.generate(prompts, samplings, steer=steers)
-    greedy = 0
-    for request, done, best in zip(requests, together, wanted, strict=True):
-        vllm_soak.check(reference, request, done, ledger, LIMIT)
-        if request.sampling.temperature == 0:
-            greedy += 1
-            if done.token_ids != best.token_ids and not tied(reference, request, done.token_ids, best.token_ids):
-                ledger.wrong.append(f"{request.kind}: {done.token_ids} instead of {best.token_ids}")
+    with BOOKS:
+        for request, done in zip(requests, together, strict=True):
+            (outcome,) = Outcome.of(done)
+            check(oracle, request, outcome, ledger, LIMIT)
+            if done.capture is not None:
+                done.capture.close()
+    greedy = sum(request.sampling.temperature == 0 for request in requests)
     return {"together": len(requests), "greedy": greedy, "longest": max(len(request.prompt) for request in requests)}
 
 
-def tied(reference: SyncEngine, request: Request, found: list[int], best: list[int]) -> bool:
-    """The first token that differs was a toss-up: under this steering the two lie nearly level."""
-    same = next((i for i, pair in enumerate(zip(found, best, strict=False)) if pair[0] != pair[1]), None)
-    if same is None:
-        return False
-    model: Any = reference.aio.model  # type: ignore[attr-defined]
-    last = replace(request, capture=Capture(layers=model.config.num_hidden_layers - 1))
-    (rows,) = vllm_soak._expected(reference, last, [*request.prompt, *best[:same]])[0].values()
-    with torch.no_grad():
-        logits = model.lm_head(model.model.norm(rows[-1:].float()))[0]
-    return float((logits[found[same]] - logits[best[same]]).abs()) < TIE
-
-
-def second_wave(engine: SyncEngine, reference: SyncEngine, count: int, ledger: Ledger) -> None:
-    args = argparse.Namespace(seed=1, requests=count, concurrent=count, seconds=600.0, limit=LIMIT)
-    asyncio.run(vllm_soak.soak(engine.aio, reference, args, ledger))
+def second_wave(engine: SyncEngine, oracle: Oracle, count: int, ledger: Ledger) -> None:
+    """Random ones, cancelled, preempted and ended by stop strings; of lenses the third knows more."""
+    plan = Plan(count, seed=1, concurrent=count, watched=False, limit=LIMIT)
+    found, _ = asyncio.run(stress(EngineTarget(engine.aio), oracle, plan))
+    ledger.wrong += found.wrong
+    ledger.ends += found.ends
+    ledger.rows += found.rows
+    ledger.worst_row = max(ledger.worst_row, found.worst_row)
 
 
 def third_wave(engine: SyncEngine, reference: SyncEngine, ledger: Ledger) -> dict[str, int]:
@@ -224,11 +220,11 @@ def compiled() -> dict[str, int]:
     return {"graphs": graphs, "breaks": sum(counters["graph_break"].values()), "inductor": len(counters["inductor"])}
 
 
-def both_waves(engines: list[SyncEngine], reference: SyncEngine, requests: list[Request], ledger: Ledger) -> list[dict]:
+def both_waves(engines: list[SyncEngine], oracle: Oracle, requests: list[Request], ledger: Ledger) -> list[dict]:
     """The first wave on all engines at once; all but one are closed afterwards."""
     orders = [requests[i:] + requests[:i] for i in range(len(engines))]
     with ThreadPoolExecutor(len(engines)) as pool:
-        waves = pool.map(lambda engine, order: first_wave(engine, reference, order, ledger), engines, orders)
+        waves = pool.map(lambda engine, order: first_wave(engine, oracle, order, ledger), engines, orders)
         found = list(waves)
     for engine in engines[1:]:
         engine.close()
@@ -239,7 +235,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from steerscope.engines.vllm.engine import VLLMEngine
     from steerscope.engines.vllm.settings import Settings
 
-    model, tokenizer = vllm_soak.make_model(folder, torch.float32, "cpu")
+    model, tokenizer = make_model(folder, torch.float32, "cpu")
     began = time.perf_counter()
     settings = Settings(sites=SITES)
     engines = [VLLMEngine(folder, name="mode", settings=settings, **options(args)).sync for _ in range(1 + args.beside)]
@@ -248,17 +244,18 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     result |= {"workers": engine.aio.describe(), "children": children()}  # type: ignore[attr-defined]
     result["backend"] = engine.aio._llm.vllm_config.compilation_config.backend  # type: ignore[attr-defined]
     reference, ledger = HFEngine(model, tokenizer, name="reference").sync, Ledger()
+    oracle = Oracle(make_model(folder.with_name("oracle"), torch.float32, "cpu")[0])
     began = time.perf_counter()
-    waves = both_waves(engines, reference, mixed(args.requests), ledger)
+    waves = both_waves(engines, oracle, mixed(args.requests), ledger)
     result |= {**waves[0], "engines": len(waves)}
-    second_wave(engine, reference, args.soaked, ledger)
+    second_wave(engine, oracle, args.soaked, ledger)
     result |= third_wave(engine, reference, ledger)
     result |= {"run_s": round(time.perf_counter() - began, 1), "left_over": left_over(engine)}
     stats = engine.stats()
     result |= {"steps": stats["worker_steps"], "preempted": stats["worker_recomputed"], "ends": dict(ledger.ends)}
     engine.close()
     reference.close()
-    result |= {"rows": ledger.rows, "worst_row": ledger.worst, "wrong": ledger.wrong}
+    result |= {"rows": ledger.rows, "worst_row": ledger.worst_row, "wrong": ledger.wrong}
     for child in multiprocessing.active_children():
         child.join(30)  # told to end, or killed: vLLM does not wait to see it gone
     return result | {"compiled": compiled(), "still_running": children()}

@@ -88,12 +88,20 @@ def layers_of(worker: Verdict) -> set[int]:
     return {layer for layer, _ in worker["taps"]}
 
 
-def test_inductor(mode: Mode) -> None:
-    verdict = mode("--compile", timeout=420)
+def test_inductor_and_again_with_a_damaged_cache(mode: Mode, tmp_path: Path) -> None:
+    """Every file that compiling left is cut and has wrong bytes in its middle: the second start must notice."""
+    verdict = mode("--compile", timeout=900)
     assert verdict["backend"] == "inductor"
     assert verdict["compiled"]["graphs"] > 0
     assert verdict["compiled"]["breaks"] == 0
     assert verdict["compiled"]["inductor"] > 0
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
+    assert len(left) > 10
+    for path in left:
+        data = path.read_bytes()
+        middle = len(data) // 2
+        path.write_bytes(data[:middle] + b"\xff\x00damaged" + data[middle + 9 : middle + 9 + middle // 2])
+    assert mode("--compile", timeout=900)["compiled"]["graphs"] > 0
 
 
 def test_two_engines_beside_each_other(mode: Mode) -> None:

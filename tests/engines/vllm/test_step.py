@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from steerscope.engines.vllm.askers import Watched
 from steerscope.engines.vllm.step import (
+    ASKER,
     CELL,
     ENTRIES,
     GROUP,
@@ -105,6 +106,16 @@ def test_columns_act_at_their_own_positions_only() -> None:
         [5, 5, 0, 6, 6, 0],
         [0] * 6,
     ]
+
+
+def test_a_token_that_is_steered_says_whose_it_is() -> None:
+    """So that a steering that leaves the model's numbers is told to who asked for it."""
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    for number, name in enumerate("ab", start=7):
+        books.askers[name] = asker(name, None, (Positions(((1, END),)),))
+        books.askers[name].number = number
+    step(books, pool, ("a", 0, 3), ("x", 0, 1), ("b", 4, 1))
+    assert books.index[:6, ASKER].tolist() == [0, 7, 7, 0, 8, 0]
 
 
 def test_nothing_stays_in_the_index_when_an_asker_is_gone() -> None:
@@ -323,6 +334,16 @@ def test_who_has_all_its_rows_costs_nothing_more() -> None:
     assert not books.resting  # one of them goes on
 
 
+def test_a_neighbour_that_stops_feeding_its_prompt_moves_everybodys_tokens() -> None:
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    books.admit("a", asker("a", None, (EVERYWHERE,)))
+    step(books, pool, ("plain", 0, 2), ("a", 0, 4))
+    step(books, pool, ("plain", 2, 3), ("a", 4, 1))
+    assert books.index[:5, ENTRIES].tolist() == [0, 0, 0, 1, 0]
+    step(books, pool, ("plain", 5, 1), ("a", 5, 1))
+    assert books.index[:5, ENTRIES].tolist() == [0, 1, 0, 0, 0]
+
+
 def test_a_prompt_that_was_steered_is_steered_again_when_it_is_computed_again() -> None:
     books, pool = Books(TOKENS, COLUMNS), Pool()
     books.admit("a", asker("a", None, (Positions(((0, 3),)),)))
@@ -389,6 +410,32 @@ def test_what_is_computed_again_has_the_gates_it_had() -> None:
     step(books, pool, ("w", 0, 8))
     assert books.index[:8, ENTRIES + 1].tolist() == [0, 0, 0, 0, 0, 1, 1, 0]
     assert not books.index[:8, ENTRIES + 2].any(), "always open"
+
+
+def test_what_is_computed_again_token_by_token_has_the_gates_it_had() -> None:
+    """Such steps look alike, but each row has an entry of its own."""
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    one = watched(EVERYWHERE, None, (Positions(((3, END),)),))
+    books.admit("w", one)
+    step(books, pool, ("w", 0, 9))
+    assert one.watched is not None
+    one.watched.switch(1, 4, on=True)
+    one.watched.switch(1, 6, on=False)
+    step(books, pool, ("w", 0, 3))
+    found = []
+    for at in range(3, 11):
+        step(books, pool, ("w", at, 1))
+        found.append(tuple(books.index[0, [ENTRIES + 1, ENTRIES + 2]].tolist()))
+    assert found == [(0, 0), (0, 0), (1, 0), (1, 0), (0, 0), (0, 0), (1, 40), (1, 40)]
+
+
+def test_a_switched_steering_whose_rules_nobody_reads_stays_off() -> None:
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    one = watched(EVERYWHERE, None, (EVERYWHERE,))
+    one.watched = None
+    books.admit("w", one)
+    assert not step(books, pool, ("w", 0, 3)).steers
+    assert not books.index.any()
 
 
 def test_watched_rows_that_never_came_are_an_error() -> None:

@@ -144,7 +144,7 @@ class HFEngine(ThreadedEngine[Row]):
     def stats(self) -> dict[str, float]:
         now = {"running": len(self._rows), "waiting": len(self._waiting), "slots_in_use": self._table.in_use}
         now["packs"] = len(self.monitor)
-        return {**self._counts, **now, "capture_bytes": self.budget.used, "capture_budget": self.budget.total}
+        return {**self._counts, **now, **self.budget.stats()}
 
     # --- the thread
 

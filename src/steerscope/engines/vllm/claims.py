@@ -157,8 +157,9 @@ class Claim:
         if region.failure is not None or (found != count if reduce else found < count):
             raise RequestFailed(f"{count - found} of {count} rows did not arrive")
         size = region.size
-        if not reduce and len(self.room.stages_of(capture.keys)) == 1:
-            size = count * len(capture.keys) * self.room.facts.hidden * self.room.dtype.itemsize
+        if len(self.room.stages_of(capture.keys)) == 1:
+            row = len(capture.keys) * self.room.facts.hidden
+            size = 4 * row if reduce else count * row * self.room.dtype.itemsize
             region.shrink(size)
         self.region = None
         return functools.partial(self._columns, region, count), count, size

@@ -188,8 +188,8 @@ class VLLMEngine(ThreadedEngine[Running]):
             "slots_in_use": self.room.vectors.in_use,
         }
         now |= {name: summed[name] for name in ("readings", "packs", "lens_seconds")}
-        shared = {"capture_bytes": self.budget.used, "capture_budget": self.budget.total}
-        return {**{f"worker_{name}": value for name, value in summed.items()}, **self._counts, **now, **shared}
+        workers_own = {f"worker_{name}": value for name, value in summed.items()}
+        return {**workers_own, **self._counts, **now, **self.budget.stats()}
 
     def describe(self) -> list[dict[str, Any]]:
         """What is tapped, per worker."""

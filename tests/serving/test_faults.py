@@ -1,0 +1,152 @@
+"""Faults around a running server: a full disk, a clock that is set, clients that are killed, SIGTERM under load. Each
+says what is promised; nothing is lost and nothing hangs."""
+
+import asyncio
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+import tiny
+from serving.conftest import Serve
+from serving.live import eventually
+from steerscope.capture.rows import load_rows
+from steerscope.serving import captures
+
+BODY = {"prompt": "Hello there", "max_tokens": 40, "ignore_eos": True, "steerscope": {"capture": {"layers": "all"}}}
+
+
+def captured(http: httpx.Client) -> str:
+    return http.post("/v1/completions", json=BODY).json()["choices"][0]["steerscope"]["captures"]["id"]
+
+
+def test_a_full_disk_is_the_servers_trouble_and_the_rows_stay(serve: Serve) -> None:
+    """A limit on the size of files stands for the disk."""
+    live = serve().ready()
+    name = captured(live.http)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        full = live.http.get(f"/v1/captures/{name}")
+        other = live.http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (full.status_code, full.json()["error"]["code"]) == (507, "disk_full")
+    assert tempfile.gettempdir() not in full.text, "where it is on the server is nobody's business"
+    assert "retry-after" in full.headers
+    assert other.status_code == 200
+    again = live.http.get(f"/v1/captures/{name}")
+    assert again.status_code == 200
+    assert len(again.content) > 10_000
+
+
+@pytest.mark.parametrize("jump", [-86400.0, 86400.0])
+def test_a_clock_that_is_set_neither_drops_rows_nor_keeps_them(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    live = serve(capture_ttl_s=4.0).ready()
+    name = captured(live.http)
+    real = time.time
+    monkeypatch.setattr(captures.time, "time", lambda: real() + jump)
+    assert live.http.get(f"/v1/captures/{name}").status_code == 200
+    live.until(lambda: live.serving.engine.budget.used == 0, 10)
+    assert live.http.get(f"/v1/captures/{name}").status_code == 404
+
+
+GREEDY_CLIENT = """
+import socket, sys, time
+with socket.socket() as s:
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    s.connect(("127.0.0.1", int(sys.argv[1])))
+    s.sendall(f"GET /v1/captures/{sys.argv[2]} HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n".encode())
+    assert s.recv(600).startswith(b"HTTP/1.1 200")
+    print("reading", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_client_that_is_killed_while_it_fetches_hurts_nobody_and_the_rows_can_be_fetched_again(
+    serve: Serve, tmp_path: Path
+) -> None:
+    live = serve().ready()
+    name = captured(live.http)
+    port = str(httpx.URL(live.url).port)
+    with subprocess.Popen(
+        [sys.executable, "-c", GREEDY_CLIENT, port, name], stdout=subprocess.PIPE, text=True
+    ) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "reading\n"
+        client.kill()
+    kept = live.serving.captures.get(name)
+    live.until(lambda: kept.readers == 0)
+    (tmp_path / "rows").write_bytes(live.http.get(f"/v1/captures/{name}").content)
+    found, wanted = load_rows(tmp_path / "rows"), kept.rows
+    assert found.n == wanted.n
+    assert all(found[key].equal(tensor) for key, tensor in wanted.items())
+    assert live.http.delete(f"/v1/captures/{name}").status_code == 200
+    assert live.serving.engine.budget.used == 0
+    assert not kept.file.exists()
+
+
+async def _under_load(url: str, process: subprocess.Popen[str]) -> list[list[str]]:
+    """Streams with captures, all running when SIGTERM comes; the lines of each."""
+    running = asyncio.Event()
+    started = 0
+
+    async def one(client: httpx.AsyncClient, i: int) -> list[str]:
+        nonlocal started
+        body = {**BODY, "prompt": f"Number {i}", "max_tokens": 120, "stream": True}
+        lines: list[str] = []
+        async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if line and not lines:
+                    started += 1
+                    if started == 16:
+                        running.set()
+                lines += [line] if line else []
+        return lines
+
+    async with httpx.AsyncClient(timeout=60) as client:
+        streams = [asyncio.create_task(one(client, i)) for i in range(16)]
+        await asyncio.wait_for(running.wait(), 60)
+        process.send_signal(signal.SIGTERM)
+        return await asyncio.gather(*streams)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drain", ["30", "0.2"])
+def test_sigterm_under_load_ends_every_stream_with_its_text_or_with_the_reason(tmp_path: Path, drain: str) -> None:
+    tiny.model().save_pretrained(tmp_path / "tiny")
+    tiny.tokenizer().save_pretrained(tmp_path / "tiny")
+    (tmp_path / "scratch").mkdir()
+    command = [sys.executable, "-m", "steerscope.cli.main", "serve", str(tmp_path / "tiny"), "--port", "0"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
+    with subprocess.Popen(
+        [*command, "--drain", drain, "--device", "cpu"], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stderr is not None
+        url = ""
+        for line in process.stderr:
+            if found := re.search(r"http://[\d.:]+", line):
+                url = found[0]
+            if "ready" in line:
+                break
+        streams = asyncio.run(_under_load(url, process))
+        process.stderr.read()
+        assert process.wait(60) == 0
+    for lines in streams:
+        assert lines[-1] == "data: [DONE]"
+        last = json.loads(lines[-2].removeprefix("data: "))
+        told = last["error"]["code"] if "error" in last else last["choices"][0]["finish_reason"]
+        assert told in (("length",) if drain == "30" else ("length", "stopping"))
+    assert eventually(lambda: not list((tmp_path / "scratch").glob("steerscope-captures-*"))), "files were left"
