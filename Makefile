@@ -109,6 +109,7 @@ acceptance: setup setup-vllm ## the claims on real models; writes bench/results/
 	@$(BIN)/python -m steerscope.bench.personas --output bench/results/personas.json --work bench-personas
 	@$(BIN)/python -m steerscope.bench.eval_study --out bench/results/eval_study.json --caps bench-personas/steering/capping_config.pt
 	@$(BIN)/python -m steerscope.bench.vector_study --out bench/results/vector_study.json
+	@$(BIN)/python -m steerscope.bench.learning --out bench/results/learning.json
 	@$(BIN)/python -m steerscope.bench.extraction_peers --out bench/results/extraction_peers.json
 	@VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m steerscope.bench.precision --out bench/results/precision.json
 	@$(VLLM)/bin/steerscope stress --engine vllm --requests 10000 --seconds 3600 --cached 512 --output bench/results/stress/vllm.json

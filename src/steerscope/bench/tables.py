@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from steerscope.bench import eval_tables, vector_tables
+from steerscope.bench import eval_tables, learning_tables, vector_tables
 from steerscope.bench.scale import scale, store
 from steerscope.bench.stress import tables as stress_tables
 from steerscope.bench.suite import markdown
@@ -351,6 +351,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "eval_checks": eval_tables.checks, "eval_caps": eval_tables.caps,
     "stress": stress_tables.ledgers, "faults": stress_tables.faults, "fuzz": stress_tables.fuzzed,
     "mutants": stress_tables.mutants,
+    "learning": learning_tables.ways, "learning_sweep": learning_tables.rates,
+    "learning_answers": learning_tables.answers, "learning_time": learning_tables.time,
 }  # fmt: skip
 
 
@@ -362,6 +364,8 @@ def refresh(text: str, results: Path) -> str:
 def main() -> None:
     results = Path("bench/results")
     Path("docs/vectors.svg").write_text(vector_tables.plot(results), encoding="utf-8")
+    for name, plot in learning_tables.PLOTS.items():
+        Path("docs", name).write_text(plot(results), encoding="utf-8")
     for page in [Path("README.md"), *sorted(Path("docs").glob("*.md"))]:
         page.write_text(refresh(page.read_text(encoding="utf-8"), results), encoding="utf-8")
 

@@ -22,6 +22,7 @@ from steerscope.cli.options import mistakes_of
 from steerscope.cli.personas import app as personas
 from steerscope.cli.serve import serve
 from steerscope.cli.stress import stress
+from steerscope.cli.train import app as train
 from steerscope.cli.vectors import app as vectors
 
 
@@ -45,6 +46,7 @@ app.command()(chat)
 app.command()(serve)
 app.add_typer(vectors, name="vectors")
 app.add_typer(personas, name="personas")
+app.add_typer(train, name="train")
 app.add_typer(lens, name="lens")
 app.add_typer(capture, name="capture")
 app.add_typer(evals, name="eval")

@@ -13,13 +13,14 @@ class Steps:
         self._bar: Bar | None = None
         self._tasks: dict[str, TaskID] = {}
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, what: str, done: int, total: int, words: str | None = None) -> None:
+        """`words` are shown in place of what is done."""
         if self._bar is None:  # an error before that is told without an empty bar above it
             self._bar = _bar()
             self._bar.start()
         if what not in self._tasks:
             self._tasks[what] = self._bar.add_task(what, total=total)
-        self._bar.update(self._tasks[what], completed=done)
+        self._bar.update(self._tasks[what], completed=done, description=words or what)
 
     def __enter__(self) -> Self:
         return self

@@ -1,1 +1,1 @@
-"""Learning from a running model: lenses from texts."""
+"""Learning from a running model: vectors by gradient descent, lenses from texts."""

@@ -172,10 +172,9 @@ def run(
     if url is None:
         engine = start_engine(kind, folder / "model", Pack.load(folder / PACK), plan, dtype, cached)
     if kind == "vllm" and engine is not None:
-        facts = {
-            "mode": engine.mode,
-            "async_scheduling": bool(engine._llm.vllm_config.scheduler_config.async_scheduling),
-        }  # type: ignore[attr-defined]
+        served: Any = engine
+        scheduler = served._llm.vllm_config.scheduler_config
+        facts = {"mode": served.mode, "async_scheduling": bool(scheduler.async_scheduling)}
     try:
         ledger, memory, stats = asyncio.run(through())
     finally:

@@ -88,7 +88,7 @@ class HFEngine(ThreadedEngine[Row]):
         self._taps.gates = self.monitor.rules.gates
         self._passes = Passes(self._table, config.hidden_size, model.dtype)
         self._decoder = Decoder(tokenizer)  # type: ignore[arg-type]
-        self._eos = _eos_ids(model, tokenizer)
+        self.eos = _eos_ids(model, tokenizer)
         # Only the last column's logits are needed; a model that cannot leave the others out computes them all.
         can_skip = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if can_skip else {}
@@ -184,7 +184,7 @@ class HFEngine(ThreadedEngine[Row]):
         return rows
 
     def _sequence(self, job: Job) -> Row:
-        return Row(job, self._decoder, self._eos, self)
+        return Row(job, self._decoder, self.eos, self)
 
     def _busy(self) -> bool:
         if not self._rows and not self._waiting:

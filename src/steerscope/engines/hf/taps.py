@@ -73,21 +73,25 @@ class Taps:
     def __init__(self, blocks: Blocks, table: SlotTable) -> None:
         self.blocks, self.table = blocks, table
         self._current: Pass | None = None
-        self._thread = 0
+        self._thread: int | None = 0  # None: any
         self.gates = torch.ones(1, device=table.device)
         self._inputs: dict[int, Tensor] = {}
         self._keys: frozenset[Key] = frozenset()
         self._handles: list[RemovableHandle] = []
 
     @contextlib.contextmanager
-    def during(self, now: Pass | None) -> Iterator[None]:
-        """What the taps do in the forward inside the block; a forward of another thread is left alone."""
-        self._current, self._thread = now, threading.get_ident()
+    def during(self, now: Pass | None, any_thread: bool = False) -> Iterator[None]:
+        """What the taps do in the forward inside the block; a forward of another thread is left alone, unless it may
+        be ours: with gradient checkpointing a thread of torch's computes blocks again."""
+        self._current, self._thread = now, None if any_thread else threading.get_ident()
         try:
             yield
         finally:
             self._current = None
             self._inputs.clear()
+
+    def _mine(self) -> bool:
+        return self._thread is None or threading.get_ident() == self._thread
 
     def attach(self, keys: Iterable[Key]) -> None:
         """Hook exactly these taps."""
@@ -121,7 +125,7 @@ class Taps:
         def hook(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             hidden = block_input(args, kwargs)
             changed = self._visit((layer, "resid_pre"), hidden) if tapped else hidden
-            if keep and threading.get_ident() == self._thread:
+            if keep and self._mine():
                 self._inputs[layer] = changed
             if changed is hidden:
                 return None
@@ -151,7 +155,7 @@ class Taps:
     def _visit(self, key: Key, delta: Tensor, residual: Tensor | None = None) -> Tensor:
         """Ops, then capture. The stream is delta + residual: projections are of the sum, the change goes to delta."""
         now = self._current
-        if now is None or threading.get_ident() != self._thread:
+        if now is None or not self._mine():
             return delta
         work = now.at(key, self.table)
         flat = delta.reshape(-1, delta.shape[-1])

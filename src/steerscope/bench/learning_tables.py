@@ -1,0 +1,86 @@
+"""Tables and plots of docs/learning.md, from the results of bench/learning.py."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from steerscope.bench.learning import STAGES
+from steerscope.training.course import Baselines
+from steerscope.training.curves import loss_plot, sweep_plot
+
+
+def _load(results: Path) -> dict:
+    return json.loads((results / "learning.json").read_text(encoding="utf-8"))
+
+
+def ways(results: Path) -> str:
+    data = _load(results)["test"]
+    lines = [
+        "| test texts | perplexity | learned is better by, nats per token (95 %) | p |",
+        "|---|---|---|---|",
+    ]
+    for name, value in data["perplexity"].items():
+        better = data["learned_better_by"].get(name)
+        told = (
+            "| | |" if better is None else "| {:.2f} ({:.2f} to {:.2f}) ".format(*better) + f"| {data['p'][name]:.1g} |"
+        )
+        lines.append(f"| {name} | {value:.1f} {told}")
+    lines += ["", f"{data['texts']} texts, {data['tokens']} tokens that count."]
+    return "\n".join(lines)
+
+
+def _interval(estimate: float, low: float, high: float) -> str:
+    return f"{estimate:.2f} ({low:.2f} to {high:.2f})"
+
+
+def rates(results: Path) -> str:
+    data = _load(results)["sweep"]
+    lines = ["| learning rate | validation perplexity | best epoch | length of the vector |", "|---|---|---|---|"]
+    for run in data["runs"]:
+        norm, best = next(iter(run["norms"].values())), run["rate"] == data["best_rate"]
+        shown = f"**{run['steered']:.1f}**" if best else f"{run['steered']:.1f}"
+        lines.append(f"| {run['rate']:g} | {shown} | {run['best_epoch']} of {run['epochs']} | {norm:.1f} |")
+    one = data["runs"][0]
+    lines += ["", f"Unsteered {one['unsteered']:.1f}, prompted {one['prompted']:.1f} (“{one['prompt']}”)."]
+    return "\n".join(lines)
+
+
+def answers(results: Path) -> str:
+    lines = ["| | unsteered | prompted | learned |", "|---|---|---|---|"]
+    for one in _load(results)["test"]["answers"]:
+        said = [one[way].replace("|", "\\|") for way in ("unsteered", "prompted", "learned")]
+        lines.append(f"| *{one['question']}* | {' | '.join(said)} |")
+    return "\n".join(lines).replace("\\", "\\\\")
+
+
+def time(results: Path) -> str:
+    data = _load(results)
+    stages = {name: data[name] for name in STAGES}
+    total = sum(one["processor_seconds"] for one in stages.values()) / 60
+    parts = ", ".join(f"{name} {one['processor_seconds'] / 60:.1f}" for name, one in stages.items())
+    resume, sizes = data["resume"], data["sweep"]["bytes"]
+    same = ", ".join(f"`{name}`" for name, held in resume["same"].items() if held)
+    return (
+        f"All of it took {total:.1f} minutes of one processor ({parts}). The vector is a file of "
+        f"{sizes['vector.safetensors']:,} bytes, a checkpoint has {sizes['checkpoint.safetensors']:,}. A run of "
+        f"{resume['steps']} steps that was killed (SIGKILL) after {resume['killed_after']} and started again ended "
+        f"with the same numbers, bit by bit, in {same} as one that was left alone."
+    )
+
+
+def _sweep(results: Path) -> str:
+    data = _load(results)
+    runs = data["sweep"]["runs"]
+    levels = {"unsteered": runs[0]["unsteered"], "prompted": runs[0]["prompted"]}
+    return sweep_plot({f"layer {data['layer']}": [(run["rate"], run["steered"]) for run in runs]}, levels)
+
+
+def _loss(results: Path) -> str:
+    data = _load(results)["sweep"]
+    one = data["runs"][0]
+    baselines = Baselines(math.log(one["unsteered"]), {one["prompt"]: math.log(one["prompted"])})
+    return loss_plot(data["lines"], baselines)
+
+
+PLOTS: dict[str, Callable[[Path], str]] = {"learning-sweep.svg": _sweep, "learning-loss.svg": _loss}

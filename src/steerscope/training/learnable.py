@@ -1,0 +1,65 @@
+"""Ops that gradient descent changes, in the form of the one equation.
+
+At each tap a vector is added; with `rank` r, r unit directions follow of which a learned part is kept, each by an
+`Ablate`: together a symmetric update of rank r. At the start the vector is given or zero and all of each direction is
+kept, so that nothing changes. What is learned leaves as a `SteeringVector` and, with rank, as the ops of a `Steering`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from steerscope.residual.equation import Operands
+from steerscope.specs.steering import Ablate, Add, Coefficients, Site
+
+
+class Learnable(nn.Module):
+    def __init__(
+        self, layers: Sequence[int], site: Site, start: Mapping[int, Tensor], hidden: int, rank: int = 0, seed: int = 0
+    ) -> None:
+        """`start` may lack layers: their vector begins at zero."""
+        super().__init__()
+        self.layers, self.rank = tuple(layers), rank
+        self.site: Site = site
+        zero, generator = torch.zeros(hidden), torch.Generator().manual_seed(seed)
+        self.added = nn.Parameter(torch.stack([start.get(layer, zero).float() for layer in self.layers]))
+        if rank:
+            drawn = torch.randn(len(self.layers), rank, hidden, generator=generator)
+            self.directions = nn.Parameter(normalize(drawn, dim=-1))
+            self.kept = nn.Parameter(torch.ones(len(self.layers), rank))
+
+    def columns(self, layer: int, rows: int) -> list[Operands]:
+        """The ops at a layer for that many rows."""
+        i = self.layers.index(layer)
+        made = [_operands(self.added[i], Add(vector=[1.0]).coefficients(), rows)]
+        for j in range(self.rank):
+            column = _operands(normalize(self.directions[i, j], dim=-1), Ablate(vector=[1.0]).coefficients(), rows)
+            made.append(column._replace(s=self.kept[i, j].expand(rows)))
+        return made
+
+    def vectors(self) -> dict[int | None, Tensor]:
+        return {layer: self.added[i].detach().clone() for i, layer in enumerate(self.layers)}
+
+    def ops(self) -> list[Add | Ablate]:
+        """What was learned, for a request; a vector that is still zero has no op."""
+        made: list[Add | Ablate] = []
+        for i, layer in enumerate(self.layers):
+            if self.added[i].any():
+                made.append(Add(vector={layer: self.added[i]}, site=self.site))
+            for j in range(self.rank):
+                kept = float(self.kept[i, j].detach())
+                made.append(Ablate(vector={layer: self.directions[i, j]}, site=self.site, scale=kept))
+        return made
+
+
+def _operands(v: Tensor, coefficients: Coefficients, rows: int) -> Operands:
+    c, s, m, lo, hi = (torch.full((rows,), number, device=v.device) for number in coefficients)
+    return Operands(v.expand(rows, -1), c, s, m, lo, hi, torch.zeros(rows, dtype=torch.long, device=v.device))
+
+
+def perplexity(nats: float) -> float:
+    """Of a mean loss; one that is beyond numbers is infinite."""
+    return math.exp(nats) if nats < 700 else math.inf

@@ -1,0 +1,77 @@
+"""Where a run stands: ops, Adam's moments, the best ops so far; one small file, written whole after every step."""
+
+import json
+import math
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from steerscope.files import atomic_path, reading
+from steerscope.training.learnable import Learnable
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class State:
+    def __init__(self, ops: Learnable) -> None:
+        self.ops, self.optimizer = ops, torch.optim.Adam(ops.parameters())
+        self.step, self.best_epoch, self.epochs = 0, 0, -1  # how many epochs were judged; the start counts as 0
+        self.best_loss = math.inf
+        self.best: dict[str, Tensor] = self._copy()
+
+    def judge(self, loss: float, epoch: int) -> bool:
+        """Whether the ops as they are now are the best so far; then they are kept."""
+        self.epochs, better = epoch, loss < self.best_loss
+        if better:
+            self.best_loss, self.best_epoch, self.best = loss, epoch, self._copy()
+        return better
+
+    def advance(self, learning_rate: float, tokens: int) -> None:
+        """One step along the gradients of a loss that was summed over so many tokens."""
+        for parameter in self.ops.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= tokens
+        self.optimizer.param_groups[0]["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+
+    def use_best(self) -> None:
+        self.ops.load_state_dict(self.best)
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.ops.state_dict().items()}
+
+    def save(self, path: Path) -> None:
+        tensors = {f"now.{name}": tensor for name, tensor in self._copy().items()}
+        tensors |= {f"best.{name}": tensor for name, tensor in self.best.items()}
+        for name, parameter in self.ops.named_parameters():
+            for moment in _MOMENTS if self.step else ():
+                tensors[f"{moment}.{name}"] = self.optimizer.state[parameter][moment].cpu()
+        # JSON has no infinity; a state is saved only after it was judged
+        about = {key: getattr(self, key) for key in ("step", "best_epoch", "epochs", "best_loss")}
+        data = safetensors.torch.save(tensors, {"format": "steerscope-training", "state": json.dumps(about)})
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(data)
+
+    def load(self, path: Path) -> None:
+        """Go on where the file was written."""
+        with reading(path, "checkpoint of a training run"):
+            with safe_open(str(path), framework="pt") as file:
+                about = json.loads((file.metadata() or {})["state"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            self.ops.load_state_dict(_under("now.", tensors))
+            self.best = _under("best.", tensors)
+            self.step, self.best_epoch, self.epochs = about["step"], about["best_epoch"], about["epochs"]
+            self.best_loss = about["best_loss"]
+            for name, parameter in self.ops.named_parameters():
+                if self.step:
+                    found = {moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in _MOMENTS}
+                    self.optimizer.state[parameter] = {"step": torch.tensor(float(self.step)), **found}
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
