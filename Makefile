@@ -111,6 +111,9 @@ acceptance: setup setup-vllm ## the claims on real models; writes bench/results/
 	@$(BIN)/python -m steerscope.bench.vector_study --out bench/results/vector_study.json
 	@$(BIN)/python -m steerscope.bench.learning --out bench/results/learning.json
 	@$(BIN)/python -m steerscope.bench.extraction_peers --out bench/results/extraction_peers.json
+	@$(BIN)/python -m steerscope.bench.analysis_study --work analysis --out bench/results/analysis_study.json
+	@$(BIN)/python -m steerscope.bench.layers_study --work analysis --out bench/results/layers_study.json
+	@$(BIN)/python -m steerscope.bench.checkpoint_memory --out bench/results/checkpoint_memory.json
 	@VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m steerscope.bench.precision --out bench/results/precision.json
 	@$(VLLM)/bin/steerscope stress --engine vllm --requests 10000 --seconds 3600 --cached 512 --output bench/results/stress/vllm.json
 	@$(BIN)/steerscope stress --output bench/results/stress/hf.json
@@ -135,4 +138,4 @@ serve: setup ## the OpenAI-compatible server and its page at http://127.0.0.1:80
 	@$(BIN)/steerscope serve smollm2-135m $(SERVE_OPTIONS)
 
 clean: ## remove what make made
-	rm -rf $(VENV) $(VLLM) $(OLDEST) demo-report bench-report bench-store bench-personas .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(OLDEST) demo-report bench-report bench-store bench-personas analysis .pytest_cache .ruff_cache

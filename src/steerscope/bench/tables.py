@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from steerscope.bench import eval_tables, learning_tables, vector_tables
+from steerscope.bench import analysis_tables, eval_tables, layers_tables, learning_tables, vector_tables
 from steerscope.bench.scale import scale, store
 from steerscope.bench.stress import tables as stress_tables
 from steerscope.bench.suite import markdown
@@ -353,6 +353,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "mutants": stress_tables.mutants,
     "learning": learning_tables.ways, "learning_sweep": learning_tables.rates,
     "learning_answers": learning_tables.answers, "learning_time": learning_tables.time,
+    "components": analysis_tables.components, "susceptibility": analysis_tables.susceptibility,
+    "analysis_run": analysis_tables.run, "sides": analysis_tables.sides,
+    "calibration": layers_tables.calibration, "layers_run": layers_tables.passes,
 }  # fmt: skip
 
 

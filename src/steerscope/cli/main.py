@@ -10,6 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 import steerscope as ss
+from steerscope.cli.analyze import app as analyze
+from steerscope.cli.analyze_layers import register as add_layers
 from steerscope.cli.bench import app as bench
 from steerscope.cli.capture import app as capture
 from steerscope.cli.chat import chat
@@ -51,6 +53,8 @@ app.add_typer(lens, name="lens")
 app.add_typer(capture, name="capture")
 app.add_typer(evals, name="eval")
 add_watching(lens)
+app.add_typer(analyze, name="analyze")
+add_layers(analyze)
 app.add_typer(bench, name="bench")
 app.command()(stress)
 app.command()(doctor)

@@ -98,6 +98,11 @@ def open_engine(
 ) -> "SyncEngine":
     if engine == "vllm":
         return ss.load(model, engine="vllm", device=device, dtype=dtype, progress=note)
+    check_device(device)
+    return ss.load(model, device=device, dtype=dtype, progress=note)
+
+
+def check_device(device: str | None) -> None:
     import torch
 
     try:
@@ -105,7 +110,6 @@ def open_engine(
     except (RuntimeError, AssertionError) as error:  # torch raises either
         what = str(error).splitlines()[0].rstrip(".")
         raise mistake(f"--device {device}", what, "use cpu, or a device that doctor lists") from None
-    return ss.load(model, device=device, dtype=dtype, progress=note)
 
 
 def show(engine: "SyncEngine", events: "Iterator[Event]", live: bool) -> "ss.Generation":

@@ -83,6 +83,13 @@ def page(title: str, about: str, sections: Mapping[str, str]) -> str:
     )
 
 
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """An HTML table of plain texts."""
+    lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
+    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    return f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
+
+
 def _plain(texts: Sequence[str]) -> str:
     return escape("".join(texts))
 

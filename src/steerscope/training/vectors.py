@@ -145,7 +145,11 @@ def _check(course: Course, settings: TrainSettings) -> None:
 
 def _about(path: Path, course: Course, settings: TrainSettings) -> dict[str, object]:
     """What a folder belongs to: one model, set and settings. Another run in it is refused with what differs."""
-    mine = {"model": course.engine.facts.name, "dtype": str(course.hf.dtype), "data": course.data.name}
+    mine: dict[str, object] = {
+        "model": course.engine.facts.name,
+        "dtype": str(course.hf.dtype),
+        "data": course.data.name,
+    }
     mine |= {"texts": course.digest, **settings.model_dump(mode="json")}
     if not path.is_file():
         return mine

@@ -27,6 +27,7 @@ K = TypeVar("K")  # whatever names a place
 @dataclass(frozen=True, slots=True)
 class Block:
     module: nn.Module
+    attention: nn.Module | None
     mlp: nn.Module | None
     attn_addend: nn.Module | None
     mlp_addend: nn.Module | None
@@ -63,8 +64,8 @@ def find_blocks(model: PreTrainedModel) -> Blocks:
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise UnsupportedModel(f"{type(model).__name__} lies on several devices ({names}): load it on one")
-    modules = _decoder(model)
-    blocks = tuple(_block(module) for module in modules)
+    modules = decoder_layers(model)
+    blocks = tuple(block_of(module) for module in modules)
     try:
         stream = _Stream(model, blocks)
     except Exception as error:
@@ -79,7 +80,7 @@ def find_blocks(model: PreTrainedModel) -> Blocks:
     return Blocks(blocks, refused)
 
 
-def _decoder(model: PreTrainedModel) -> nn.ModuleList:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     config = model.config.get_text_config(decoder=True)
     count = config.num_hidden_layers
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
@@ -98,14 +99,14 @@ def _decoder(model: PreTrainedModel) -> nn.ModuleList:
     return next(iter(fits.values()))
 
 
-def _block(module: nn.Module) -> Block:
+def block_of(module: nn.Module) -> Block:
     def named(*names: str) -> nn.Module | None:
         return next((m for name in names if isinstance(m := getattr(module, name, None), nn.Module)), None)
 
     attention, mlp = named(*_ATTENTION), named(*_MLP)
     if named("post_feedforward_layernorm") is not None:
-        return Block(module, mlp, named("post_attention_layernorm"), named("post_feedforward_layernorm"))
-    return Block(module, mlp, attention, mlp)
+        return Block(module, attention, mlp, named("post_attention_layernorm"), named("post_feedforward_layernorm"))
+    return Block(module, attention, mlp, attention, mlp)
 
 
 def keep_input(place: dict[K, Tensor], i: K) -> Callable[[nn.Module, tuple, dict], None]:

@@ -1,0 +1,109 @@
+"""Attention: which directions look at which (QK), and what looking at a direction writes (VO), head by head.
+
+The affinity of directions a and b is the logit with which a token whose stream is a, `distance` positions behind one
+whose stream is b, looks at that token: behind norms, q/k norms and RoPE, with scaling and soft cap. Distance 0 is
+without RoPE, which rotates both alike then. An affinity is extreme when it is so both among those of a with random keys
+and among those of random queries with b; a's own is held against that of random directions with themselves.
+"""
+
+import torch
+from torch import Tensor
+
+from steerscope.analysis.attention_tables import Seen, columns, finished
+from steerscope.analysis.checkpoint import Checkpoint
+from steerscope.analysis.directions import Directions
+from steerscope.analysis.layerwise import Columns, Inputs, Progress, about, along, checked_layers
+from steerscope.analysis.onelayer import Heads, OneLayer
+from steerscope.analysis.results import Result
+from steerscope.specs.errors import InvalidRequest, Problem
+
+
+def logits(queries: Heads, keys: Heads, paired: bool = False) -> Tensor:
+    """[heads, queries, keys], or [heads, rows] of each query with the key of the same row."""
+    shared = keys.keys.repeat_interleave(keys.group, 1)
+    found = torch.einsum("nhd,nhd->hn" if paired else "nhd,mhd->hnm", queries.queries, shared) * queries.scaling
+    cap = queries.softcap
+    return found if cap is None else torch.tanh(found / cap) * cap
+
+
+def see(model: OneLayer, inputs: Inputs, distance: int) -> Seen:
+    """Of the layer whose weights `model` holds."""
+    n = len(inputs)
+    asking = torch.cat([inputs.named, inputs.random])
+    queries = model.heads(asking, torch.full((len(asking),), distance))
+    keys = model.heads(asking, torch.zeros(len(asking)))
+    mirrored = model.heads(inputs.opposite, torch.zeros(n))
+    named = _part(queries, slice(0, n))
+    pairs = logits(named, keys)
+    asked = logits(_part(queries, slice(n, None)), _part(keys, slice(0, n)))
+    write, norm = _writes(model, keys, asking)
+    return Seen(
+        pairs=_with_sum(pairs[:, :, :n]),
+        keys=_with_sum(pairs[:, :, n:]),
+        queries=_with_sum(asked),
+        own=_with_sum(logits(queries, keys, paired=True)),
+        opposite=_with_sum(logits(named, mirrored, paired=True)),
+        write=write,
+        write_norm=norm,
+        added=model.attention(inputs.rows),
+    )
+
+
+def _part(heads: Heads, rows: slice) -> Heads:
+    return Heads(heads.queries[rows], heads.keys[rows], heads.values[rows], heads.scaling, heads.softcap)
+
+
+def _with_sum(heads: Tensor) -> Tensor:
+    return torch.cat([heads, heads.sum(0, keepdim=True)])
+
+
+def _writes(model: OneLayer, heads: Heads, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Along each row and in length, per head and of all; the bias of the projection counts with all of them."""
+    out = model.writing()
+    units = torch.nn.functional.normalize(rows, dim=1).to(out.bias.device)
+    total = out.bias.expand(len(rows), -1)
+    parts = []
+    for head in range(len(out.matrix)):
+        written_by = heads.values[:, head // heads.group] @ out.matrix[head]
+        total = total + written_by
+        parts.append(along(units, written_by))
+    parts.append(along(units, total))
+    return torch.stack([part["parallel"] for part in parts]), torch.stack([part["norm"] for part in parts])
+
+
+def attention_pass(
+    base: Checkpoint,
+    directions: Directions,
+    tuned: Checkpoint | None = None,
+    *,
+    layer: int | None = None,
+    distance: int = 0,
+    random: int = 1024,
+    seed: int = 0,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Result:
+    """Tables `pairs` (all heads together), `heads`, `top` (pairs of single heads), `beyond`, `written`, `ranking`.
+
+    Layer i meets the directions of layer i, or those of `layer` everywhere.
+    """
+    layers = checked_layers(base, tuned, directions, layer)
+    longest = getattr(base.config, "max_position_embeddings", None)
+    if distance < 0 or (longest and distance >= longest):
+        what = f"{distance} is out of range"
+        raise InvalidRequest([Problem("distance", what, f"{base.name} reaches from 0 to {(longest or 0) - 1}")])
+    models = [OneLayer(checkpoint, device) for checkpoint in (base, tuned) if checkpoint]
+    parts: dict[str, list[Columns]] = {}
+    for done, number in enumerate(layers):
+        inputs = Inputs.of(directions, number if layer is None else layer, random, seed)
+        seen = []
+        for model in models:
+            with model.at(number):
+                seen.append(see(model, inputs, distance))
+        for name, part in columns(inputs, number, seen).items():
+            parts.setdefault(name, []).append(part)
+        if progress:
+            progress("attention", done + 1, len(layers))
+    tables, found = finished(parts)
+    told = about("attention", base, tuned, directions, layer=layer, distance=distance, random=random, seed=seed)
+    return Result("attention", {**told, **found}, tables)

@@ -1,0 +1,163 @@
+"""A checkpoint on disk, read a layer at a time: weights of any decoder model without loading the model.
+
+Only `config.json` and safetensors are read, one file or many (`model.safetensors.index.json`). A file is opened for one
+layer and closed again: its pages are mapped, and a mapping that stays open keeps every page that was ever touched.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+from steerscope.files import reading
+from steerscope.models import resolve
+from steerscope.specs.errors import BadFile, InvalidRequest, ModelNotFound, Problem, UnsupportedModel
+
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_NUMBERED = re.compile(r"(?P<prefix>(?:[^.]+\.)*?)(?P<layer>\d+)\.(?P<name>.+)")
+_OTHER_TOWERS = ("vis", "audio")  # encoders of multimodal models, which may have as many layers
+_EMBEDDINGS, _HEADS = ("embed_tokens.weight", "wte.weight", "embed_in.weight"), ("lm_head.weight", "embed_out.weight")
+
+
+class Checkpoint:
+    """`layers` decoder layers of `hidden` numbers; `layer(i)` gives the tensors of one, by their names within it."""
+
+    def __init__(self, model: str | Path) -> None:
+        self.name = str(model)
+        self.path = _directory(self.name)
+        with reading(self.path / "config.json", "model config"):
+            whole = AutoConfig.from_pretrained(self.path, local_files_only=True)
+        if getattr(whole, "quantization_config", None):
+            raise UnsupportedModel(f"{model} is quantised: give a checkpoint in bfloat16, float16 or float32")
+        self.config: PreTrainedConfig = whole.get_text_config(decoder=True)
+        self.layers: int = self.config.num_hidden_layers
+        self.hidden: int = self.config.hidden_size
+        self._files = _files(self.path)
+        self._prefix = self._find_prefix()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.name}, {self.layers} layers, hidden {self.hidden})"
+
+    def layer(self, number: int) -> dict[str, Tensor]:
+        """Every tensor of a layer, named as in the layer's module (`self_attn.q_proj.weight`), in the file's dtype."""
+        if not 0 <= number < self.layers:
+            what = f"layer {number} is out of range"
+            raise InvalidRequest([Problem("layer", what, f"{self.name} has layers 0-{self.layers - 1}")])
+        start = f"{self._prefix}{number}."
+        return {name.removeprefix(start): tensor for name, tensor in self.tensors(self._layers[number])}
+
+    def tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors by their whole names, files in turn; each is the caller's own."""
+        for file in sorted({self._files[name] for name in names}):
+            with reading(file, "safetensors file"), safe_open(str(file), framework="pt") as opened:
+                for name in names:
+                    if self._files[name] == file:
+                        yield name, _checked(opened.get_tensor(name).clone(), name, file)
+
+    def rows(self, name: str, step: int = 8192) -> Iterator[Tensor]:
+        """A large tensor, so many rows at a time."""
+        file = self._files[name]
+        with reading(file, "safetensors file"):
+            with safe_open(str(file), framework="pt") as opened:
+                length = opened.get_slice(name).get_shape()[0]
+            for start in range(0, length, step):
+                with safe_open(str(file), framework="pt") as opened:
+                    yield _checked(opened.get_slice(name)[start : start + step].clone(), name, file)
+
+    @cached_property
+    def embedding(self) -> str:
+        """The name of the tensor that turns tokens into rows."""
+        return self._outer(_EMBEDDINGS)
+
+    @cached_property
+    def head(self) -> str:
+        """The name of the tensor that turns rows into logits: the embedding's where the two are tied."""
+        return self.embedding if self.config.tie_word_embeddings else self._outer(_HEADS)
+
+    def _outer(self, endings: tuple[str, ...]) -> str:
+        inside = {name for names in self._layers.values() for name in names}
+        root = self._prefix.split(".")[0]
+        found = [name for name in self._files if name.endswith(endings) and name not in inside]
+        found = [name for name in found if name.startswith(root)] or found
+        if len(found) != 1:
+            raise UnsupportedModel(f"{self.name}: looked for one tensor named {' or '.join(endings)}, found {found}")
+        return found[0]
+
+    @cached_property
+    def _layers(self) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {number: [] for number in range(self.layers)}
+        for name in self._files:
+            match = _NUMBERED.fullmatch(name)
+            if match and match["prefix"] == self._prefix and int(match["layer"]) in found:
+                found[int(match["layer"])].append(name)
+        return found
+
+    def _find_prefix(self) -> str:
+        """What stands before the number of a decoder layer in names of tensors."""
+        seen: dict[str, set[int]] = {}
+        for match in filter(None, map(_NUMBERED.fullmatch, self._files)):
+            if "att" in match["name"]:
+                seen.setdefault(match["prefix"], set()).add(int(match["layer"]))
+        fits = [
+            prefix
+            for prefix, numbers in seen.items()
+            if numbers >= set(range(self.layers)) and not any(part in prefix for part in _OTHER_TOWERS)
+        ]
+        if len(fits) != 1:
+            listed = ", ".join(f"{prefix}N ({len(numbers)})" for prefix, numbers in seen.items()) or "none"
+            raise UnsupportedModel(
+                f"{self.name}: looked for one family of {self.layers} layers with attention among the names of its "
+                f"tensors, found {len(fits)}; families seen: {listed}"
+            )
+        return fits[0]
+
+
+def _directory(model: str) -> Path:
+    found = resolve(model)
+    if isinstance(found, Path):
+        return found
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(found, allow_patterns=["config.json", "*.safetensors", _INDEX]))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelNotFound(f"{model} is no directory, and the hub did not give it: {reason}") from error
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Name of tensor → its file; every file is there and holds what the index says."""
+    if (folder / "adapter_config.json").is_file() and not (folder / _ONE).is_file():
+        raise UnsupportedModel(f"{folder} holds an adapter: merge it into its model and give the merged checkpoint")
+    if (folder / _INDEX).is_file():
+        with reading(folder / _INDEX, "index of shards"):
+            index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+            files = {str(name): folder / Path(str(file)).name for name, file in index.items()}
+    elif (folder / _ONE).is_file():
+        files = dict.fromkeys(_names(folder / _ONE), folder / _ONE)
+    else:
+        raise BadFile(f"{folder} has no {_ONE} and no {_INDEX}; save the model with save_pretrained")
+    held = {file: set(_names(file)) for file in set(files.values())}
+    missing = [name for name, file in files.items() if name not in held[file]]
+    if missing:
+        raise BadFile(f"{files[missing[0]]} lacks {len(missing)} tensors of the index, {missing[0]} among them")
+    return files
+
+
+def _names(file: Path) -> list[str]:
+    if not file.is_file():
+        raise BadFile(f"{file} does not exist, but the index names it; the checkpoint is incomplete")
+    with reading(file, "safetensors file"), safe_open(str(file), framework="pt") as opened:
+        return list(opened.keys())
+
+
+def _checked(tensor: Tensor, name: str, file: Path) -> Tensor:
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise BadFile(f"{file}: {name} is {tensor.dtype}; give a checkpoint in bfloat16, float16 or float32")
+    return tensor

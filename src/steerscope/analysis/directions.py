@@ -1,0 +1,232 @@
+"""Named sets of directions: loading, scaling, random sets of the same lengths, and their principal components.
+
+Vectors of any known file take part at the layers that all of them have. The folder a file lies in is its group
+(`roles`, `traits`), so that groups can be told apart later.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from steerscope.analysis.compare import load_found, vector_files
+from steerscope.analysis.results import Result
+from steerscope.specs.errors import BadFile, InvalidRequest, Problem
+from steerscope.specs.steering import Site
+from steerscope.vectors.vector import SteeringVector
+
+HIGH = 0.95  # quantile of what chance gives
+
+
+@dataclass(frozen=True, eq=False)
+class Directions:
+    names: tuple[str, ...]
+    groups: tuple[str, ...]
+    layers: tuple[int | None, ...]  # (None,): one direction serves all layers
+    rows: np.ndarray  # [layers, vectors, hidden] float32
+    site: Site = "resid_post"
+
+    @classmethod
+    def of(cls, vectors: dict[str, SteeringVector], groups: Sequence[str] | None = None) -> "Directions":
+        """At the layers all of them have."""
+        layers, first = _common_layers(vectors), next(iter(vectors.values()))
+        pick = {layer: [_at(vector, layer) for vector in vectors.values()] for layer in layers}
+        rows = np.stack([np.stack(directions) for directions in pick.values()])
+        return cls(tuple(vectors), tuple(groups or [""] * len(vectors)), layers, rows, first.site)
+
+    @property
+    def hidden(self) -> int:
+        return self.rows.shape[2]
+
+    @property
+    def norms(self) -> np.ndarray:
+        """[layers, vectors]"""
+        return np.linalg.norm(self.rows, axis=2)
+
+    def has(self, layer: int) -> bool:
+        return self.layers == (None,) or layer in self.layers
+
+    def at(self, layer: int) -> np.ndarray:
+        """[vectors, hidden] of one layer."""
+        if not self.has(layer):
+            known = ", ".join(map(str, self.layers))
+            raise InvalidRequest([Problem("layer", f"the vectors have no layer {layer}", f"common to all are {known}")])
+        return self.rows[0 if self.layers == (None,) else self.layers.index(layer)]
+
+    def normalised(self) -> "Directions":
+        """All at length 1; one that is zero somewhere is refused by name."""
+        zero = sorted({self.names[i] for i in np.argwhere(self.norms == 0)[:, 1]})
+        if zero:
+            raise InvalidRequest([Problem(name, "is zero at a layer", "leave it out") for name in zero])
+        return replace(self, rows=self.rows / self.norms[..., None])
+
+    def negated(self) -> "Directions":
+        return replace(self, names=tuple(f"-{name}" for name in self.names), rows=-self.rows)
+
+    def random(self, seed: int) -> "Directions":
+        """As many directions, each as long as the one it stands for at every layer, and otherwise random."""
+        drawn = np.random.default_rng(seed).standard_normal(self.rows.shape)
+        drawn *= (self.norms / np.linalg.norm(drawn, axis=2))[..., None]
+        names = tuple(f"random {i}" for i in range(len(self.names)))
+        return replace(self, names=names, groups=("random",) * len(names), rows=drawn.astype(np.float32))
+
+
+def load_directions(
+    paths: Sequence[str | Path], note: Callable[[str], None] | None = None, layers: Sequence[int] | None = None
+) -> Directions:
+    """Files and folders of vectors, at these layers or at all common ones; files in folders that are none are noted."""
+    vectors: dict[Path, SteeringVector] = {}
+    for file, named in vector_files([Path(path) for path in paths]):
+        found = load_found(file, named)
+        if not isinstance(found, BadFile):
+            vectors[file] = found if layers is None else found.at(list(layers))
+        elif note:
+            note(f"left out, as no vector was found in it: {found}")
+    groups = [file.absolute().parent.name for file in vectors]
+    return Directions.of(dict(zip(_names(list(vectors)), vectors.values(), strict=True)), groups)
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """File names without suffixes, with as many of their folders as it takes to tell them apart."""
+    parts = [file.absolute().with_suffix("").parts for file in files]
+    depth = 1
+    while max(Counter(part[-depth:] for part in parts).values(), default=1) > 1 and depth < max(map(len, parts)):
+        depth += 1
+    return ["/".join(part[-depth:]) for part in parts]
+
+
+def _at(vector: SteeringVector, layer: int | None) -> np.ndarray:
+    found = next(iter(vector.directions.values())) if layer is None else vector[layer]
+    return found.float().numpy()
+
+
+def _common_layers(vectors: dict[str, SteeringVector]) -> tuple[int | None, ...]:
+    problems = []
+    if not vectors:
+        problems.append(Problem("vectors", "there are none", "give files or folders of them"))
+    for field in ("hidden", "site"):
+        found = {getattr(vector, field): name for name, vector in vectors.items()}
+        if len(found) > 1:
+            what = ", ".join(f"{value} ({name})" for value, name in found.items())
+            problems.append(Problem(field, f"differs: {what}", f"give vectors of one {field}"))
+    if problems:
+        raise InvalidRequest(problems)
+    own = {name: set(vector.layers) for name, vector in vectors.items() if vector.layers is not None}
+    if not own:
+        return (None,)
+    common = set.intersection(*own.values())
+    if not common:
+        fewest = min(own, key=lambda name: len(own[name]))
+        what = f"no layer is common to all; {fewest} has only {', '.join(map(str, sorted(own[fewest])))}"
+        raise InvalidRequest([Problem("layers", what, "leave such vectors out")])
+    return tuple(sorted(common))
+
+
+@dataclass(frozen=True, eq=False)
+class Components:
+    """Principal components of a set at every layer."""
+
+    source: Directions
+    axes: np.ndarray  # [layers, components, hidden], length 1
+    scores: np.ndarray  # [layers, vectors, components]
+    variance: np.ndarray  # [layers, components], shares of the whole
+    chance: np.ndarray  # the same of random sets: mean
+    chance_high: np.ndarray  # and their 95 % quantile
+    draws: int
+
+    def extremes(self, layer: int | None, component: int, count: int = 5) -> tuple[list[str], list[str]]:
+        """Names with the lowest and with the highest scores, the most extreme first; components count from 1."""
+        order = np.argsort(self.scores[self.source.layers.index(layer), :, component - 1], kind="stable")
+        names = [self.source.names[i] for i in order]
+        return names[:count], names[::-1][:count]
+
+    def vectors(self) -> dict[str, SteeringVector]:
+        """`pc1`, `pc2`, …, to steer with and to analyse."""
+        found = {}
+        for k in range(self.axes.shape[1]):
+            directions = {layer: torch.from_numpy(self.axes[i, k]) for i, layer in enumerate(self.source.layers)}
+            origin = {"name": f"pc{k + 1}", "vectors": len(self.source.names)}
+            found[f"pc{k + 1}"] = SteeringVector(
+                directions, site=self.source.site, method="principal component", provenance=dict(origin)
+            )
+        return found
+
+    def result(self) -> Result:
+        source, (layers, count) = self.source, self.variance.shape
+        k, flat = np.arange(1, count + 1), np.repeat(np.arange(layers), count)
+        numbers = [source.layers[i] for i in flat]
+        components = {
+            "layer": pa.array(numbers, pa.int32()),
+            "component": np.tile(k, layers),
+            "variance": self.variance.ravel(),
+            "chance": self.chance.ravel(),
+            "chance_high": self.chance_high.ravel(),
+        }
+        size = len(source.names)
+        scores = {
+            "layer": pa.array([source.layers[i] for i in np.repeat(np.arange(layers), size * count)], pa.int32()),
+            "name": np.tile(np.repeat(source.names, count), layers),
+            "group": np.tile(np.repeat(source.groups, count), layers),
+            "component": np.tile(k, layers * size),
+            "score": self.scores.ravel(),
+        }
+        summary = f"{size} directions at {layers} layers; random sets of the same lengths: {self.draws}."
+        about = {"summary": summary, "vectors": size, "site": source.site, "draws": self.draws}
+        return Result("directions", about, {"components": pa.table(components), "scores": pa.table(scores)})
+
+
+def components(
+    source: Directions, count: int = 5, *, positive: str | None = None, draws: int = 20, seed: int = 0
+) -> Components:
+    """Components of the centred vectors, beside those of `draws` random sets of vectors as long as these.
+
+    A component's sign means nothing by itself. `positive` names a vector that lies on the positive side of all; without
+    it the largest score of the first layer is positive, and every further layer agrees with the one before it.
+    """
+    size = len(source.names)
+    problems = []
+    if size < 3:
+        problems.append(Problem("vectors", f"there are {size}", "components need at least three"))
+    if positive is not None and positive not in source.names:
+        listed = ", ".join(source.names[:20])
+        problems.append(Problem("positive", f"there is no vector {positive!r}", f"names are {listed}"))
+    if count < 1 or draws < 1:
+        problems.append(Problem("components", f"{count} components, {draws} draws", "ask for at least one of each"))
+    if problems:
+        raise InvalidRequest(problems)
+    count = min(count, size - 1, source.hidden)
+    axes, scores, variance = _decompose(source.rows, count)
+    signs = _signs(scores, None if positive is None else source.names.index(positive))
+    random = np.stack([_decompose(source.random(seed + i).rows, count)[2] for i in range(draws)])
+    return Components(
+        source,
+        (axes * signs[:, :, None]).astype(np.float32),
+        scores * signs[:, None],
+        variance,
+        random.mean(0),
+        np.quantile(random, HIGH, axis=0),
+        draws,
+    )
+
+
+def _decompose(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    centred = rows.astype(np.float64) - rows.mean(1, keepdims=True, dtype=np.float64)
+    left, lengths, right = np.linalg.svd(centred, full_matrices=False)
+    whole = (lengths**2).sum(1, keepdims=True)
+    variance = np.divide(lengths**2, whole, out=np.zeros_like(lengths), where=whole > 0)
+    return right[:, :count], left[:, :, :count] * lengths[:, None, :count], variance[:, :count]
+
+
+def _signs(scores: np.ndarray, positive: int | None) -> np.ndarray:
+    """[layers, components] of ±1."""
+    if positive is not None:
+        return np.where(scores[:, positive] < 0, -1.0, 1.0)
+    largest = np.abs(scores[0]).argmax(0)
+    signs = [np.where(scores[0, largest, np.arange(scores.shape[2])] < 0, -1.0, 1.0)]
+    for before, after in zip(scores[:-1], scores[1:], strict=True):
+        signs.append(signs[-1] * np.where((before * after).sum(0) < 0, -1.0, 1.0))
+    return np.stack(signs)

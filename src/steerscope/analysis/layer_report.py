@@ -1,0 +1,134 @@
+"""Sections of the page about MLPs and attention."""
+
+from collections.abc import Mapping
+from typing import cast
+
+import numpy as np
+
+from steerscope.analysis import layer_plots as plots
+from steerscope.analysis.layerwise import where
+from steerscope.analysis.results import Result
+from steerscope.lenses.report import div, table
+
+_SHOWN = 10
+_MEASURES = {
+    "change": "length of the change",
+    "turn": "1 − cosine of before and after",
+    "norm": "length of what is written",
+    "parallel": "part along the direction",
+    "self": "affinity for itself",
+    "write": "what is written along it",
+    "change_self": "change of the affinity for itself",
+    "change_write": "change of what is written along it",
+    "z_parallel": "part along the direction",
+    "z_norm": "length of what is written",
+    "z_self": "affinity for itself",
+    "z_write": "what is written along it",
+}
+
+
+def mlp(result: Result) -> Mapping[str, str]:
+    return {
+        "What MLPs make of directions": "<p>Each direction goes through the norm and MLP of every layer. z of the part "
+        "of the output that lies along it, against random directions: above 0 the layer reinforces it, below 0 it "
+        "opposes it, more than others. The menu has the opposite direction, for which an MLP may do something else."
+        f"</p>{div(plots.written_figure(result, 'z_parallel'), 'plot-mlp-parallel')}",
+        **_passed(result, "MLPs"),
+    }
+
+
+def attention(result: Result) -> Mapping[str, str]:
+    tuned = result.about["tuned"] is not None
+    far = f"at a distance of {result.about['distance']}" if result.about["distance"] else "without RoPE"
+    sections = {
+        "Which directions look at which": f"<p>Logits of attention between directions, all heads together, {far}: "
+        "rows look at columns. z is the weaker of two: the column among random keys, the row among random queries. "
+        f"{_significant(result, 'p')}</p>{div(plots.pairs_figure(result, 'z'), 'plot-pairs')}",
+        "Single heads": "<p>How many of the pairs are beyond |z| = 3 in each head; of random directions 0.27 % are at "
+        f"most. Below, the most extreme pairs.</p>{div(plots.heads_figure(result), 'plot-heads')}{_top(result, 'z')}",
+        "Directions that keep themselves": "<p>z of each direction's affinity for itself, and of what a token writes "
+        "along it when all heads look at a token that has it; all heads together, among random directions.</p>"
+        + div(plots.own_figure(result), "plot-own"),
+    }
+    if tuned:
+        sections["Where looking changed"] = (
+            f"<p>The same of the change from one checkpoint to the other. {_significant(result, 'p_change')}</p>"
+            f"{div(plots.pairs_figure(result, 'z_change'), 'plot-pairs-change')}{_top(result, 'z_change')}"
+        )
+    return {**sections, **_passed(result, "attention")}
+
+
+def _passed(result: Result, what: str) -> Mapping[str, str]:
+    """What both passes have: profiles over layers, ranks of directions, groups and components."""
+    tuned, focus = result.about["tuned"] is not None, cast("dict[str, int]", result.about["focus"])
+    first, second = focus
+    places = f"largest at layer {focus[first]} ({_MEASURES[first]}) and layer {focus[second]} ({_MEASURES[second]})"
+    said = f"<p>Mean over directions of what the {what} add to the stream, {places}.</p>"
+    drawn = "".join(
+        f"<h3>{_MEASURES[name]}</h3>{div(plots.profile_figure(result, name), f'plot-{result.kind}-{name}')}"
+        for name in focus
+    )
+    ranked = result.tables["ranking"]
+    measure = ranked["measure"][0].as_py()
+    rows = where(ranked, "measure", measure).slice(0, _SHOWN).to_pylist()
+    listed = [
+        (str(r["rank"]), r["name"], r["group"], *(f"{r[k]:.3g}" for k in ("mean", "std", "max")), str(r["max_layer"]))
+        for r in rows
+    ]
+    ranks = f"<p>By the mean over layers of: {_MEASURES[measure]}.</p>"
+    ranks += table(("rank", "direction", "group", "mean", "std", "max", "at layer"), listed)
+    sections = {
+        f"{what[:1].upper()}{what[1:]} over layers{' between the checkpoints' if tuned else ''}": said + drawn,
+        f"Directions by what {what} do": ranks + _groups(result),
+    }
+    if result.about["components"]:
+        sections[f"Is the first component special for {what}?"] = _components(result)
+    return sections
+
+
+def _significant(result: Result, p: str) -> str:
+    found = np.count_nonzero(result.tables["pairs"][p].to_numpy() < 0.05)
+    count = result.tables["pairs"].num_rows
+    return f"{found} of {count} pairs and layers have p < 0.05 after correction for that many (Benjamini and Hochberg)."
+
+
+def _top(result: Result, by: str) -> str:
+    value = "affinity" if by == "z" else "change"
+    rows = where(result.tables["top"], "by", by).slice(0, _SHOWN).to_pylist()
+    listed = [
+        (str(r["layer"]), str(r["head"]), r["query"], r["key"], f"{r[value]:+.2f}", f"{r[by]:+.1f}") for r in rows
+    ]
+    return table(("layer", "head", "looks", "at", value, "z"), listed)
+
+
+def _groups(result: Result) -> str:
+    tests = cast("list[dict]", result.about["groups"])
+    if not tests:
+        return ""
+    said = (
+        f"<p>Groups compared by the means of their directions, the smallest p of {len(tests)} tests first (Welch's "
+        "t-test, p corrected by Holm for all of them):</p>"
+    )
+    listed = [
+        (
+            _MEASURES[t["measure"]],
+            t["a"],
+            f"{t['mean_a']:.3g}",
+            t["b"],
+            f"{t['mean_b']:.3g}",
+            f"{t['t']:+.2f}",
+            f"{t['p']:.3g}",
+        )
+        for t in sorted(tests, key=lambda test: test["p"])[:_SHOWN]
+    ]
+    return said + table(("measure", "group", "mean", "group", "mean", "t", "p"), listed)
+
+
+def _components(result: Result) -> str:
+    ones = cast("list[dict]", result.about["components"])
+    first = [
+        f"{_MEASURES[one['measure']]}: mean |z| {one['mean']:.2f}, and {one['p']:.0%} of the components have as much"
+        for one in ones
+        if one["component"] == min(other["component"] for other in ones)
+    ]
+    return f"<p>The first one: {'; '.join(first)}.</p>{div(plots.components_figure(result), f'plot-{result.kind}-pc')}"

@@ -1,0 +1,224 @@
+"""One decoder layer of a checkpoint at a time, run by the model's own transformers code in float32.
+
+The decoder is built on `meta`, where it costs nothing; the layer asked for gets its weights, all others hand the stream
+on. So norms, activations, biases, head layout, scalings and RoPE are those of the model's class, never a copy of them.
+Rows are put in as the layer's input. Either the MLP or the attention adds to the stream, the other adds nothing; the
+attention's own function is replaced by one that keeps queries, keys and values and answers with what is asked of it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModel
+
+from steerscope.analysis.checkpoint import Checkpoint
+from steerscope.engines.hf.blocks import Block, block_of, decoder_layers, first, keep_output, with_first
+from steerscope.specs.errors import UnsupportedModel
+
+_ATTENTION = "steerscope_onelayer"
+_TOLERANCE = 1e-5  # relative, of float32 sums
+_ROWS = 2048  # in one pass: bounds the memory of the MLP's inner rows
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What a layer's heads make of rows: queries [rows, heads, dim]; keys and values [rows, key heads, dim]."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scaling: float
+    softcap: float | None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.queries.shape[1] // self.keys.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """What heads write: `matrix` [heads, dim, hidden] and `bias` [hidden] of the output projection."""
+
+    matrix: Tensor
+    bias: Tensor
+
+
+class _Skipped(nn.Module):
+    def forward(self, hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
+        return hidden_states
+
+
+class _PassedBy(nn.Module):
+    """In place of embeddings, which get numbers of tokens or positions, and of the final norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.is_floating_point() else torch.zeros((), device=x.device)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **options: object
+) -> tuple[Tensor, None]:
+    """In place of transformers' own functions: queries are [1, heads, rows, dim], the answer [1, rows, heads, dim]."""
+    answer: Callable[[Heads], Tensor] = module.steerscope_answer  # type: ignore[assignment]
+    scaling, softcap = options.get("scaling"), options.get("softcap")
+    heads = Heads(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        float(scaling) if isinstance(scaling, int | float) else query.shape[-1] ** -0.5,
+        float(softcap) if isinstance(softcap, int | float) else None,
+    )
+    return answer(heads).unsqueeze(0), None
+
+
+AttentionInterface.register(_ATTENTION, _attend)
+
+
+class OneLayer:
+    """`at(layer)` gives the layer its weights until the block ends."""
+
+    def __init__(self, checkpoint: Checkpoint, device: str | torch.device = "cpu") -> None:
+        self.checkpoint, self.device = checkpoint, torch.device(device)
+        config = checkpoint.config
+        with torch.device("meta"):
+            self._model = AutoModel.from_config(config, dtype=torch.float32, attn_implementation=_ATTENTION).eval()
+        self._layers = decoder_layers(self._model)
+        self._modules = list(self._layers)
+        for name, child in list(self._model.named_children()):
+            if child is self._layers:
+                continue
+            # What has weights comes before or behind the layers; RoPE has tables alone, which are computed again.
+            if any(True for _ in child.parameters()):
+                setattr(self._model, name, _PassedBy())
+            elif any(True for _ in child.buffers()):
+                setattr(self._model, name, type(child)(config=config).to(self.device))  # type: ignore[call-arg]
+        for i in range(len(self._modules)):
+            self._layers[i] = _Skipped()
+        self.hidden: int = config.hidden_size
+        self._block: Block | None = None
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    @contextmanager
+    def at(self, layer: int) -> Iterator["OneLayer"]:
+        module = self._modules[layer]
+        weights = {name: tensor.to(self.device, torch.float32) for name, tensor in self.checkpoint.layer(layer).items()}
+        try:
+            module.load_state_dict(weights, assign=True)
+        except RuntimeError as error:
+            what = " ".join(str(error).split())
+            raise UnsupportedModel(f"layer {layer} of {self.checkpoint.name} does not fit its class: {what}") from None
+        self._block = block_of(module)
+        self._layers[layer] = module
+        try:
+            yield self
+        finally:
+            self._block = None
+            self._layers[layer] = _Skipped()
+            module.to("meta")
+
+    def mlp(self, rows: Tensor) -> Tensor:
+        """What the MLP adds to the stream where the stream is `rows` [n, hidden] and the attention adds nothing."""
+        block = self._loaded()
+        parts = [
+            self._run(part, torch.zeros(len(part)), block.mlp_addend, block.attn_addend, _nothing)
+            for part in rows.split(_ROWS)
+        ]
+        return torch.cat(parts)
+
+    def heads(self, rows: Tensor, positions: Tensor) -> Heads:
+        """Queries, keys and values of rows that stand at `positions`: behind q/k norms and RoPE."""
+        seen: list[Heads] = []
+
+        def keep(heads: Heads) -> Tensor:
+            seen.append(heads)
+            return torch.zeros_like(heads.queries)
+
+        block = self._loaded()
+        self._run(rows, positions, block.attn_addend, block.mlp_addend, keep)
+        return seen[0]
+
+    def attention(self, rows: Tensor) -> Tensor:
+        """What the attention adds to the stream of a token all of whose heads look at a token with `rows`."""
+        block = self._loaded()
+
+        def copy(heads: Heads) -> Tensor:
+            return heads.values.repeat_interleave(heads.group, 1)
+
+        return self._run(rows, torch.zeros(len(rows)), block.attn_addend, block.mlp_addend, copy)
+
+    def writing(self) -> Writing:
+        """The output projection, read by pushing unit vectors of every head through it (before a post-norm)."""
+        block = self._loaded()
+        shape = self.heads(torch.ones(1, self.hidden), torch.zeros(1)).queries.shape[1:]
+        size = shape.numel()
+        units = torch.cat([torch.zeros(1, size), torch.eye(size)]).view(-1, *shape).to(self.device)
+        kept: dict[int, Tensor] = {}
+        assert block.attention is not None
+        handle = block.attention.register_forward_hook(keep_output(kept, 0))
+        try:
+            zeros = torch.zeros(len(units))
+            self._run(torch.ones(len(units), self.hidden), zeros, block.attn_addend, block.mlp_addend, lambda _: units)
+        finally:
+            handle.remove()
+        bias = kept[0][0, 0]
+        return Writing((kept[0][0, 1:] - bias).view(*shape, -1), bias)
+
+    def _loaded(self) -> Block:
+        assert self._block is not None, "a layer is run inside `with … .at(layer)`"
+        if self._block.attn_addend is None or self._block.mlp_addend is None or self._block.attention is None:
+            raise UnsupportedModel(f"no attention and MLP were found in {type(self._block.module).__name__}")
+        return self._block
+
+    @torch.no_grad()
+    def _run(
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        kept: nn.Module | None,
+        silenced: nn.Module | None,
+        answer: Callable[[Heads], Tensor],
+    ) -> Tensor:
+        """One pass of the decoder; what `kept` adds to the stream, which must be all that is added."""
+        block = self._loaded()
+        assert kept is not None
+        assert silenced is not None
+        assert block.attention is not None
+        stream = rows.to(self.device, torch.float32).unsqueeze(0)
+        found: dict[str, Tensor] = {}
+
+        def put_in(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
+
+        with ExitStack() as hooks:
+            for handle in (
+                block.module.register_forward_pre_hook(put_in, with_kwargs=True),
+                silenced.register_forward_hook(_silence),
+                kept.register_forward_hook(keep_output(found, "added")),
+                block.module.register_forward_hook(keep_output(found, "after")),
+            ):
+                hooks.callback(handle.remove)
+            if silenced is block.mlp_addend and block.mlp is not None:
+                block.mlp.forward = torch.zeros_like  # its output is not used, and it is most of the work
+                hooks.callback(delattr, block.mlp, "forward")
+            block.attention.steerscope_answer = answer  # type: ignore[assignment]
+            at = positions.to(self.device, torch.long).unsqueeze(0)
+            self._model(inputs_embeds=stream, position_ids=at, use_cache=False)
+        wrong = (stream + found["added"] - found["after"]).norm() > _TOLERANCE * found["after"].norm()
+        if wrong:
+            name = type(block.module).__name__
+            raise UnsupportedModel(f"what {name} adds to the stream is not its attention's and MLP's output")
+        return found["added"][0]
+
+
+def _nothing(heads: Heads) -> Tensor:
+    return torch.zeros_like(heads.queries)
+
+
+def _silence(_module: nn.Module, _args: tuple, output: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    return with_first(output, torch.zeros_like(first(output)))

@@ -1,0 +1,45 @@
+"""Tiny models of the families the analysis promises, with biases and soft caps that count, and their checkpoints."""
+
+import copy
+import functools
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+import tiny
+from steerscope.analysis.directions import Directions
+
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {},
+    "gemma2": {"attn_logit_softcapping": 4.0},
+    "gemma3_text": {"sliding_window_pattern": 2},  # layers of both kinds, whose RoPE differs
+}
+
+
+@functools.cache
+def family(name: str, seed: int = 0) -> PreTrainedModel:
+    """The whole model, with transformers' eager attention, which tells its weights."""
+    model = copy.deepcopy(tiny.model(name, seed=seed, **FAMILIES[name]))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith(".bias"):
+                parameter.normal_(generator=generator)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def named(count: int, hidden: int = 64, seed: int = 7) -> Directions:
+    """Random directions d0, d1, …, the same at all layers."""
+    rows = np.random.default_rng(seed).standard_normal((1, count, hidden)).astype(np.float32)
+    return Directions(tuple(f"d{i}" for i in range(count)), ("drawn",) * count, (None,), rows)

@@ -1,0 +1,166 @@
+"""Directions through MLPs: every number against the real modules, planted structure, calibrated z-scores."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+import tiny
+from analysis.families import FAMILIES, family, named, saved
+from steerscope.analysis.checkpoint import Checkpoint
+from steerscope.analysis.layerwise import component_ranks, group_tests, ranking, table_of, z_by_rank
+from steerscope.analysis.mlp import mlp_pass
+from steerscope.specs.errors import InvalidRequest
+
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+def plainly(layer: nn.Module, row: torch.Tensor) -> torch.Tensor:
+    """The real modules, one after the other."""
+    if hasattr(layer, "pre_feedforward_layernorm"):
+        return layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(row)))
+    return layer.mlp(layer.post_attention_layernorm(row))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_every_measure_equals_the_real_modules(name: str, tmp_path: Path) -> None:
+    base, tuned = family(name), family(name, seed=1)
+    checkpoints = [Checkpoint(saved(model, tmp_path / str(i))) for i, model in enumerate((base, tuned))]
+    directions = named(3)
+    rows = mlp_pass(checkpoints[0], directions, checkpoints[1], random=100).tables["written"].to_pylist()
+    assert len(rows) == 4 * 3 * 2
+    for row in rows:
+        unit = torch.from_numpy(directions.rows[0, directions.names.index(row["name"])]) * row["sign"]
+        unit = (unit / unit.norm()).double()
+        a, b = (plainly(model.model.layers[row["layer"]], (8 * unit).float()[None])[0] for model in (base, tuned))
+        a, b = a.double(), b.double()
+        expected = {
+            "norm": a.norm(),
+            "parallel": a @ unit,
+            "orthogonal": (a - (a @ unit) * unit).norm(),
+            "cosine": (a @ unit) / a.norm(),
+            "change": (b - a).norm(),
+            "turn": 1 - (a @ b) / (a.norm() * b.norm()),
+            "change_parallel": (b - a) @ unit,
+        }
+        for measure, value in expected.items():
+            assert row[measure] == pytest.approx(float(value), rel=1e-4, abs=1e-4), (row["layer"], measure)
+
+
+def test_a_planted_change_is_found_at_its_layer_and_direction(tmp_path: Path) -> None:
+    """Layer 2 learns to write the direction `d1` when it sees it."""
+    base, directions = family("llama"), named(6)
+    tuned, d = copy.deepcopy(base), torch.from_numpy(directions.rows[0, 1])
+    layer, kept = tuned.model.layers[2], []
+    layer.mlp.down_proj.register_forward_pre_hook(lambda _m, args: kept.append(args[0][0]))
+    with torch.no_grad():
+        plainly(layer, 8 * d[None] / d.norm())
+        layer.mlp.down_proj.weight += torch.outer(d / d.norm(), kept[0] / kept[0].norm())
+    found = mlp_pass(Checkpoint(saved(base, tmp_path / "a")), directions, Checkpoint(saved(tuned, tmp_path / "b")))
+    assert found.about["focus"] == {"change": 2, "turn": 2}
+    rows = found.tables["written"].to_pylist()
+    assert all(row["change"] == 0 and row["z_change"] == 0 for row in rows if row["layer"] != 2)
+    planted = [row for row in rows if row["layer"] == 2 and row["sign"] == 1]
+    best = max(planted, key=lambda row: row["z_change_parallel"])
+    assert best["name"] == "d1"
+    assert best["z_change_parallel"] > 6
+    assert all(abs(row["z_change_parallel"]) < 4 for row in planted if row["name"] != "d1")
+    first = found.tables["ranking"].slice(0, 1).to_pylist()[0]
+    assert (first["measure"], first["name"], first["max_layer"]) == ("change", "d1", 2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_few_random_directions_are_extreme(name: str, tmp_path: Path) -> None:
+    a, b = (Checkpoint(saved(family(name, seed), tmp_path / str(seed))) for seed in (0, 1))
+    table = mlp_pass(a, named(300), b).tables["written"]
+    for column in (column for column in table.column_names if column.startswith("z_")):
+        z = table[column].to_numpy()
+        assert (np.abs(z) > 3).mean() < 0.01, column
+        assert 0.9 < z.std() < 1.1, column
+
+
+def test_z_by_rank_is_calibrated_where_tails_are_heavy_and_grows_beyond_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, baseline = (torch.randn(8, n, generator=generator).abs() ** 3 for n in (4000, 1024))
+    plain = (values - baseline.mean(1, keepdim=True)) / baseline.std(1, keepdim=True)
+    assert (plain.abs() > 3).float().mean() > 0.01, "these tails are not heavy"
+    z = z_by_rank(values, baseline)
+    assert (z.abs() > 3).float().mean() < 0.01
+    assert torch.equal(z[0].argsort(), values[0].argsort())
+    normal = torch.randn(1, 50_000, generator=generator)
+    points = torch.tensor([[-2.0, -1.0, 0.0, 1.0, 2.0]])
+    torch.testing.assert_close(z_by_rank(points, normal), points, atol=0.05, rtol=0)
+    far = z_by_rank(torch.tensor([[20.0, -20.0]]), normal)
+    assert 15 < far[0, 0] < 25
+    assert -25 < far[0, 1] < -15
+
+
+def test_the_opposite_is_measured_along_itself(tmp_path: Path) -> None:
+    """An MLP is not odd, so v and −v differ; −v as the direction gives what v's sign −1 gives."""
+    checkpoint, directions = Checkpoint(saved(family("qwen3"), tmp_path)), named(2)
+    plain, mirrored = (
+        mlp_pass(checkpoint, one, random=100).tables["written"] for one in (directions, directions.negated())
+    )
+    of = lambda table, sign: table.filter(table["sign"].to_numpy() == sign)["parallel"].to_numpy()  # noqa: E731
+    np.testing.assert_allclose(of(plain, -1), of(mirrored, 1), **CLOSE)
+    assert np.abs(of(plain, -1) - of(plain, 1)).max() > 0.1
+
+
+def test_groups_are_compared_with_welchs_test_corrected_over_measures() -> None:
+    values = np.random.default_rng(0).normal(size=(5, 12))
+    values[:, :6] += 2.0
+    parts = [
+        {
+            "layer": np.full(12, layer),
+            "name": np.array([f"v{i}" for i in range(12)], object),
+            "group": np.array(["roles"] * 6 + ["traits"] * 6, object),
+            "x": row,
+            "y": row[::-1] * 0.01 + np.arange(12) % 2,
+        }
+        for layer, row in enumerate(values)
+    ]
+    ranked = ranking(table_of(parts), ("x", "y"))
+    top = ranked.slice(0, 1).to_pylist()[0]
+    means = values.mean(0)
+    assert top["name"] == f"v{means.argmax()}"
+    assert top["mean"] == pytest.approx(means.max())
+    assert top["max"] == values[:, means.argmax()].max()
+    first, second = group_tests(ranked)
+    plain = stats.ttest_ind(means[:6], means[6:], equal_var=False)
+    assert first["t"] == pytest.approx(plain.statistic)
+    assert first["p"] == pytest.approx(2 * plain.pvalue)
+    assert (first["a"], first["b"]) == ("roles", "traits")
+    assert second["p"] > 0.05
+
+
+def test_the_first_component_is_special_only_where_it_is() -> None:
+    def table(first: float):  # noqa: ANN202
+        z = np.random.default_rng(1).normal(size=(6, 21))
+        z[:, 0] *= first
+        names = np.array([*(f"components/pc{k}" for k in range(1, 21)), "other"], object)
+        blank = np.full(21, "", object)
+        parts = [{"layer": np.full(21, i), "name": names, "group": blank, "z": row} for i, row in enumerate(z)]
+        return component_ranks(table_of(parts), ("z",))
+
+    assert [one["component"] for one in table(1.0)] == list(range(1, 21))
+    assert table(8.0)[0]["p"] == 0.05
+    assert table(0.01)[0]["p"] == 1.0
+
+
+def test_wrong_input_is_refused_with_every_reason(tmp_path: Path) -> None:
+    base = Checkpoint(saved(family("llama"), tmp_path / "a"))
+    other = Checkpoint(saved(tiny.model("llama", layers=2), tmp_path / "b"))
+    with pytest.raises(InvalidRequest, match="2 layers of 64 against 4 of 64") as error:
+        mlp_pass(base, named(2, hidden=32), other)
+    assert "have 32 numbers" in str(error.value)
+    with pytest.raises(InvalidRequest, match="take 100 or more"):
+        mlp_pass(base, named(2), random=10)
+    zero = named(2)
+    zero.rows[0, 1] = 0
+    with pytest.raises(InvalidRequest, match="zero at layer 0: d1"):
+        mlp_pass(base, zero)
