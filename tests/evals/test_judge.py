@@ -52,7 +52,7 @@ def test_every_failure_is_counted_and_no_judgement_is_lost(folder: tuple[Path, E
         if number == 1 and first:
             return 500, {"error": "broken"}
         if number == 2 and first:
-            time.sleep(0.6)  # longer than the judge waits
+            time.sleep(2.5)  # longer than the judge waits
         if number == 3:
             return 200, says("a lovely answer", usage=usage)
         if number == 4:
@@ -64,7 +64,7 @@ def test_every_failure_is_counted_and_no_judgement_is_lost(folder: tuple[Path, E
         return 200, says("70", usage=usage)
 
     with endpoint(reply) as (url, seen):
-        score(out, run, [scorer(url, timeout_s=0.3)])
+        score(out, run, [scorer(url, timeout_s=1.5)])
         facts = scorer_facts(out)["judge"]
         different = len(by_prompt)
         spent = facts["about"]["spent"]
