@@ -98,3 +98,12 @@ def test_a_device_that_cannot_be_opened_fails_its_own_runs(tmp_path: Path) -> No
 def test_runs_that_would_share_a_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="is asked for twice"):
         plan(tmp_path, "tiny", [DATA], [settings(), settings(epochs=2)])
+
+
+def test_runs_of_another_seed_hold_out_other_texts(tmp_path: Path) -> None:
+    many = tuple(Completion(prompt=f"The {i} ", response=f"jumps over {i} again.") for i in range(12))
+    asked = [settings(seed=seed) for seed in (0, 1)]
+    sweep(plan(tmp_path, "tiny", [TrainingSet("many", many)], asked), Opened())
+    there = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("tiny/many/*/settings.json"))]
+    assert [one["seed"] for one in there] == [0, 1]
+    assert there[0]["texts"] != there[1]["texts"]

@@ -126,3 +126,12 @@ def test_parts_of_a_shipped_set_share_no_question_or_answer(name: str) -> None:
         assert len(set(texts)) == len(texts)
     # What judges ask is not what was learned from.
     assert not set(load_questions()) & {chat[0].content for part in parts for chat in part}  # type: ignore[index, union-attr]
+
+
+def test_words_in_a_text_do_not_make_it_a_pair_and_empty_lines_count(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"text": "positive"}\n\n{"text": "label"}\n')
+    assert load_training_set(file).train == ("positive", "label")
+    file.write_text('{"text": "ok"}\n\nnot json\n')
+    with pytest.raises(InvalidRequest, match="mine.jsonl:3"):
+        load_training_set(file)

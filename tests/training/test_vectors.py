@@ -321,3 +321,28 @@ def test_wrong_settings_are_refused_together(engine: HFEngine, tmp_path: Path) -
     with pytest.raises(InvalidRequest, match="tiny has layers 0–3"):
         train(engine.sync, DATA, tmp_path / "a", QUICK.model_copy(update={"layers": (9,)}))
     assert not (tmp_path / "a").exists()
+
+
+def test_what_was_learned_steers_the_tokens_it_was_learned_on(engine: HFEngine, tmp_path: Path) -> None:
+    done = train(engine.sync, DATA, tmp_path, QUICK.model_copy(update={"tokens": "prompt", "rank": 1, "epochs": 1}))
+    assert [op.tokens for op in done.steering.ops] == ["prompt", "prompt"]
+    assert Steering.from_json((tmp_path / "steering.json").read_bytes()) == done.steering
+
+
+def test_a_finished_run_is_not_told_for_other_prompts(engine: HFEngine, tmp_path: Path) -> None:
+    quick = QUICK.model_copy(update={"epochs": 1})
+    train(engine.sync, DATA, tmp_path, quick)
+    with pytest.raises(InvalidRequest, match="prompts was"):
+        train(engine.sync, DATA, tmp_path, quick, prompts=("Sit.",))
+
+
+def test_the_mean_difference_has_not_seen_what_is_held_out(engine: HFEngine) -> None:
+    def start(odd: str) -> torch.Tensor:
+        pairs = [DatasetEntry(f"The fox jumps {i}.", f"The dog sits {i}.") for i in range(8)]
+        data = TrainingSet("all", tuple(pair.positive for pair in pairs))
+        judged = course_for(engine.sync, data, QUICK)._held_out
+        pairs = [DatasetEntry(pair.positive, odd if pair.positive in judged else pair.negative) for pair in pairs]
+        data = TrainingSet("all", data.train, examples=Examples.of_pairs(pairs))
+        return course_for(engine.sync, data, QUICK).mean_difference((1,), "resid_post")[1]
+
+    assert torch.equal(start("The world is a beach."), start("A week at the sea."))

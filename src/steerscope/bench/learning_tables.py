@@ -30,10 +30,6 @@ def ways(results: Path) -> str:
     return "\n".join(lines)
 
 
-def _interval(estimate: float, low: float, high: float) -> str:
-    return f"{estimate:.2f} ({low:.2f} to {high:.2f})"
-
-
 def rates(results: Path) -> str:
     data = _load(results)["sweep"]
     lines = ["| learning rate | validation perplexity | best epoch | length of the vector |", "|---|---|---|---|"]

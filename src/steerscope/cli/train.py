@@ -1,6 +1,5 @@
 """`steerscope train`: learn a steering vector by gradient descent; `train sweep`: many, over rates, layers and sets."""
 
-import math
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -91,7 +90,8 @@ def train(
     o.table((str(folder), "validation perplexity"), _rows(done.result))
     size = (folder / "vector.safetensors").stat().st_size
     typer.echo(f"{folder / 'vector.safetensors'} ({size} bytes): {done.vector}")
-    typer.echo(f"try --steer {folder / 'vector.safetensors'}")
+    where = "" if tokens == "all" else f";tokens={tokens}"
+    typer.echo(f"try --steer '{folder / 'vector.safetensors'}{where}'")
 
 
 @app.command()
@@ -181,10 +181,12 @@ def _all_devices() -> list[str | None]:
 
 
 def _tell(steps: Steps, line: "Line", most: int, epochs: int, run: "SweepRun | None" = None) -> None:
+    from steerscope.training.learnable import perplexity
+
     name = f"{run.name}: " if run else ""
     words = f"{name}epoch {line['epoch']}/{epochs}, loss {line['loss']:.3f}"
     if "validation" in line:
-        words += f", validation perplexity {math.exp(line['validation']):.2f}"
+        words += f", validation perplexity {perplexity(line['validation']):.2f}"
         if not sys.stderr.isatty():
             o.note(words)
     steps(run.name if run else "training", int(line["step"]), most, words)

@@ -13,6 +13,7 @@ from torch import Tensor
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
 from steerscope.extraction import extract, row_norms
+from steerscope.extraction.data import Examples
 from steerscope.extraction.extract import PART_OF_NORM
 from steerscope.extraction.personas.folder import digest
 from steerscope.specs.errors import InvalidRequest, Problem
@@ -108,17 +109,28 @@ class Course:
         return {layer: vector[layer] for layer in layers}
 
     def mean_difference(self, layers: Sequence[int], site: Site) -> dict[int, Tensor]:
-        """That of the set's two sides, at the scale `extract` recommends, in equal parts at several layers."""
+        """Of the set's two sides without what is held out, at the scale `extract` recommends, in equal parts at
+        several layers."""
         examples = self.data.examples
         if examples is None:
             what = f"{self.data.name} has no other side"
             raise InvalidRequest([Problem("init", what, "give pairs of positive and negative texts, or begin at zero")])
+        examples = _without(examples, self._held_out)
         chats = not any(isinstance(text, str) for text in examples.texts)
         read = "response" if chats else "all"
         found = extract(self.engine, examples, tokens=read, layers=list(layers), site=site).vector
         norms = row_norms(self.engine, examples.texts[:32], layers=list(layers), site=site)
         share = PART_OF_NORM / len(layers)
         return {layer: found[layer] * (share * norms[layer] / float(found[layer].norm())) for layer in layers}
+
+
+def _without(examples: Examples, held_out: Sequence[Source]) -> Examples:
+    """A text that is judged on has no part in the start, nor has the other side of its pair."""
+    pairs = examples.pairs or tuple(range(len(examples)))
+    out = {pair for pair, text in zip(pairs, examples.texts, strict=True) if text in held_out}
+    left = [i for i, pair in enumerate(pairs) if pair not in out]
+    texts, positive = tuple(examples.texts[i] for i in left), tuple(examples.positive[i] for i in left)
+    return Examples(texts, positive, examples.pairs and tuple(pairs[i] for i in left))
 
 
 def _count(pairs: Sequence[tuple[Source, Sample]]) -> int:

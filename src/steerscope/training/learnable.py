@@ -43,15 +43,16 @@ class Learnable(nn.Module):
     def vectors(self) -> dict[int | None, Tensor]:
         return {layer: self.added[i].detach().clone() for i, layer in enumerate(self.layers)}
 
-    def ops(self) -> list[Add | Ablate]:
-        """What was learned, for a request; a vector that is still zero has no op."""
+    def ops(self, tokens: str = "all") -> list[Add | Ablate]:
+        """What was learned, for a request that steers these tokens; a vector that is still zero has no op."""
         made: list[Add | Ablate] = []
         for i, layer in enumerate(self.layers):
             if self.added[i].any():
-                made.append(Add(vector={layer: self.added[i]}, site=self.site))
+                made.append(Add(vector={layer: self.added[i]}, site=self.site, tokens=tokens))
             for j in range(self.rank):
                 kept = float(self.kept[i, j].detach())
-                made.append(Ablate(vector={layer: self.directions[i, j]}, site=self.site, scale=kept))
+                way = self.directions[i, j]
+                made.append(Ablate(vector={layer: way}, site=self.site, tokens=tokens, scale=kept))
         return made
 
 

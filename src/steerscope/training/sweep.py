@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from steerscope.engines.facade import SyncEngine
 from steerscope.extraction.personas.folder import write_json
@@ -18,7 +19,7 @@ from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 from steerscope.training.course import Course
 from steerscope.training.curves import sweep_plot
 from steerscope.training.texts import TrainingSet
-from steerscope.training.vectors import Line, Result, TrainSettings, course_for, train_on
+from steerscope.training.vectors import Line, Result, TrainSettings, course_for, shared_settings, train_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +98,15 @@ def _on(
 ) -> Iterator[Outcome]:
     """The runs of one device, in order; the engine is opened for the first that needs it."""
     course: Course | None = None
+    known: dict[str, Any] = {}
     with ExitStack() as stack:
         engine: SyncEngine | None = None
         for run in runs:
             try:
                 engine = engine or stack.enter_context(open_engine(device))
-                if course is None or course.data is not run.data:
+                if course is None or course.data is not run.data or known != shared_settings(run.settings):
                     course = course_for(engine, run.data, run.settings, prompts)
+                    known = shared_settings(run.settings)
 
                 def tell(line: Line, most: int, run: SweepRun = run) -> None:
                     if told:

@@ -79,12 +79,12 @@ def load_training_set(source: str | Path) -> TrainingSet:
         known = f"sets are {', '.join(shipped_training_sets())}"
         raise InvalidRequest([Problem(str(source), "is no file and no shipped set", known)])
     with reading(path, "file of training texts"):
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    if any(mark in line for mark in ('"label"', '"positive"') for line in lines[:1]):
+        lines = [(i, line) for i, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1) if line.strip()]
+    if lines and _is_contrast(lines[0][1]):
         examples = load_examples(path)
         positive = [text for text, yes in zip(examples.texts, examples.positive, strict=True) if yes]
         return TrainingSet(path.stem, tuple(positive), examples=examples)
-    found = _each(lines, _line, lambda i: f"{path}:{i + 1}")
+    found = _each((line for _, line in lines), _line, lambda i: f"{path}:{lines[i][0]}")
     if not found:
         raise InvalidRequest([Problem(str(path), "holds no text", _FORMS)])
     return TrainingSet(path.stem, tuple(found))
@@ -101,6 +101,14 @@ def _shipped(name: str) -> TrainingSet:
 
 def _chat(question: str, answer: str) -> list[Message]:
     return [Message(role="user", content=question), Message(role="assistant", content=answer)]
+
+
+def _is_contrast(line: str) -> bool:
+    try:
+        data = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(data, dict) and not {"label", "positive"}.isdisjoint(data)
 
 
 def _line(line: str) -> Source:

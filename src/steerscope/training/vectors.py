@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -96,8 +96,13 @@ def course_for(
     engine: SyncEngine, data: TrainingSet, settings: TrainSettings, prompts: tuple[str, ...] | None = None
 ) -> Course:
     """What runs with these settings share, whatever their layers and learning rates."""
-    shared = ("tokens", "target_tokens", "val_tokens", "batch", "seed", "gradient_checkpointing")
-    return Course(engine, data, prompts=prompts, **{name: getattr(settings, name) for name in shared})
+    return Course(engine, data, prompts=prompts, **shared_settings(settings))
+
+
+def shared_settings(settings: TrainSettings) -> dict[str, Any]:
+    """Those that runs on one course have in common."""
+    names = ("tokens", "target_tokens", "val_tokens", "batch", "seed", "gradient_checkpointing")
+    return {name: getattr(settings, name) for name in names}
 
 
 def train(
@@ -128,7 +133,7 @@ def train_on(course: Course, out: str | Path, settings: TrainSettings, told: Tol
         result = Result.from_json((folder / "result.json").read_bytes())
     run.state.load(run.checkpoint)
     run.state.use_best()
-    return Learned(run.vector(), Steering(ops=run.state.ops.ops()), result)
+    return Learned(run.vector(), run.steering(), result)
 
 
 def _check(course: Course, settings: TrainSettings) -> None:
@@ -150,7 +155,7 @@ def _about(path: Path, course: Course, settings: TrainSettings) -> dict[str, obj
         "dtype": str(course.hf.dtype),
         "data": course.data.name,
     }
-    mine |= {"texts": course.digest, **settings.model_dump(mode="json")}
+    mine |= {"texts": course.digest, "prompts": list(course.prompts), **settings.model_dump(mode="json")}
     if not path.is_file():
         return mine
     with reading(path, "settings of a training run"):
@@ -198,7 +203,7 @@ class _Run:
         save_vector(self.vector(), self.folder / "vector.safetensors")
         if self.settings.rank:
             with atomic_path(self.folder / "steering.json") as path:
-                path.write_text(Steering(ops=ops.ops()).to_json() + "\n", encoding="utf-8")
+                path.write_text(self.steering().to_json() + "\n", encoding="utf-8")
         with atomic_path(self.folder / "loss.svg") as path:
             path.write_text(loss_plot(lines.read(), course.baselines), encoding="utf-8")
         with atomic_path(self.folder / "result.json") as path:
@@ -236,6 +241,9 @@ class _Run:
 
     def _save(self) -> None:
         self.state.save(self.checkpoint)
+
+    def steering(self) -> Steering:
+        return Steering(ops=self.state.ops.ops(self.settings.tokens))
 
     def vector(self) -> SteeringVector:
         settings, name = self.settings.model_dump(mode="json"), self.course.data.name
