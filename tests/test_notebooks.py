@@ -22,6 +22,7 @@ def test_every_notebook_is_run_here_short_and_was_executed() -> None:
     for name, changed in QUICK.items():
         cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", 4).cells
         assert len(cells) < 25
+        assert (NOTEBOOKS / f"{name}.ipynb").stat().st_size < 400_000, "store fewer numbers in plots"
         (config,) = [cell for cell in cells if "parameters" in cell.metadata.get("tags", ())]
         assert all(f"\n{key} = " in f"\n{config.source}" for key in changed)
         code = [cell for cell in cells if cell.cell_type == "code"]

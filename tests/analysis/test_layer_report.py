@@ -63,6 +63,9 @@ def test_heat_maps_hold_the_numbers_of_the_tables(results: dict[str, Result]) ->
                 assert heat["z"][i][j] == pytest.approx(rows[query, key], rel=1e-3)
     largest = max(found.tables["pairs"].to_pylist(), key=lambda row: abs(row["z"]))
     assert layer == largest["layer"], "the layer with the most extreme pair comes first"
+    few = plots.pairs_figure(found, "z", most=2).to_dict()["layout"]["updatemenus"][0]["buttons"]
+    extreme = {r["layer"]: abs(r["z"]) for r in sorted(found.tables["pairs"].to_pylist(), key=lambda r: abs(r["z"]))}
+    assert [b["label"] for b in few] == [f"layer {n}" for n in sorted(extreme, key=lambda n: -extreme[n])[:2]]
 
 
 def test_profiles_are_means_over_groups_with_the_focus_marked(results: dict[str, Result]) -> None:

@@ -121,16 +121,17 @@ def test_groups_are_compared_with_welchs_test_corrected_over_measures() -> None:
             "group": np.array(["roles"] * 6 + ["traits"] * 6, object),
             "x": row,
             "y": row[::-1] * 0.01 + np.arange(12) % 2,
+            "same": np.zeros(12),
         }
         for layer, row in enumerate(values)
     ]
-    ranked = ranking(table_of(parts), ("x", "y"))
+    ranked = ranking(table_of(parts), ("x", "y", "same"))
     top = ranked.slice(0, 1).to_pylist()[0]
     means = values.mean(0)
     assert top["name"] == f"v{means.argmax()}"
     assert top["mean"] == pytest.approx(means.max())
     assert top["max"] == values[:, means.argmax()].max()
-    first, second = group_tests(ranked)
+    first, second = group_tests(ranked)  # none of "same", which has nothing to test
     plain = stats.ttest_ind(means[:6], means[6:], equal_var=False)
     assert first["t"] == pytest.approx(plain.statistic)
     assert first["p"] == pytest.approx(2 * plain.pvalue)

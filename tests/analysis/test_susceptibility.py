@@ -152,6 +152,16 @@ def test_random_directions_are_rarely_beyond_three_and_hardly_ever_significant(
     assert np.mean([p <= 0.05 for p in least.values()]) < 0.1  # of all cells of a direction together
 
 
+def test_few_random_directions_do_not_make_random_ones_significant(tmp_path: Path) -> None:
+    base, tuned, _ = pair(tmp_path, noise())
+    significant = []
+    for seed in range(8):
+        cells = susceptibility(base, tuned, directions(100, seed=9 + seed), random=20, seed=seed).tables["cells"]
+        p = cells.column("p").to_numpy().reshape(-1, 100).min(0)  # of all cells of a direction together
+        significant.append(np.mean(p <= 0.05))
+    assert np.mean(significant) < 0.1
+
+
 def test_one_layers_directions_may_be_used_everywhere_and_given_vectors_are_a_second_baseline(tmp_path: Path) -> None:
     base, tuned, _ = pair(tmp_path, noise())
     named, others = directions(), directions(10, seed=6)

@@ -40,15 +40,16 @@ def profile_figure(result: Result, measure: str) -> go.Figure:
     return lines_figure(lines, across="layer", up=measure, marks={name: [focus] for name in lines})
 
 
-def pairs_figure(result: Result, z: str) -> go.Figure:
-    """z of every pair, all heads together, one layer at a time: the layer with the most extreme pair first."""
+def pairs_figure(result: Result, z: str, most: int | None = None) -> go.Figure:
+    """z of every pair, all heads together, one layer at a time: the one with the most extreme pair first, then the
+    others in turn; with `most`, so many layers, the most extreme ones first."""
     table = result.tables["pairs"]
     layers = list(dict.fromkeys(column(table, "layer").tolist()))
     names, _, _ = pivot(where(table, "layer", layers[0]), "query", "key", z)
     cube = column(table, z).reshape(len(layers), len(names), len(names))
     kept = np.sort(_extreme(np.moveaxis(cube, 0, 1).reshape(len(names), -1)))
-    first = int(np.abs(cube).max((1, 2)).argmax())
-    order = [first, *(i for i in range(len(layers)) if i != first)]
+    extreme = np.argsort(-np.abs(cube).max((1, 2)), kind="stable").tolist()
+    order = extreme[:most] if most else [extreme[0], *sorted(extreme[1:])]
     grids = {f"layer {layers[i]}": cube[i][np.ix_(kept, kept)] for i in order}
     labels = [names[i] for i in kept]
     shown = [escape(str(label), quote=False) for label in labels]

@@ -196,13 +196,17 @@ def ranking(table: pa.Table, measures: Sequence[str]) -> pa.Table:
 
 
 def group_tests(ranked: pa.Table) -> list[Json]:
-    """Welch's t-test of means over layers between every two groups of at least two directions; p by Holm over all."""
+    """Welch's t-test of means over layers between every two groups of at least two directions; p by Holm over all.
+
+    Where neither group varies (nothing was tuned) there is no test."""
     found: list[dict[str, Json]] = []
     for measure in dict.fromkeys(ranked["measure"].to_pylist()):
         mine = where(ranked, "measure", measure)
         means, groups = mine["mean"].to_numpy(), mine["group"].to_pylist()
         of = {group: means[[one == group for one in groups]] for group in sorted(set(groups))}
         for a, b in combinations([group for group, values in of.items() if len(values) > 1], 2):
+            if not (np.ptp(of[a]) or np.ptp(of[b])):
+                continue
             t, p = np.array(stats.ttest_ind(of[a], of[b], equal_var=False)).tolist()
             one: dict[str, Json] = {"measure": measure, "a": a, "b": b, "t": t}
             found.append({**one, "mean_a": of[a].mean().item(), "mean_b": of[b].mean().item(), "p": p})

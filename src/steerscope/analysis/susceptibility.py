@@ -133,7 +133,7 @@ def _tables(measured: Mapping[tuple[int, str], Tally], names: tuple[str, ...], r
     cosine = np.stack([tally.cosines / tally.count for tally in tallies])
     n = len(names)
     scores = {"z": _scores(alignment, n, random), "cosine_z": _scores(cosine, n, random)}
-    highest = scores["z"][:, n : n + random].max(0)
+    highest = _among_others(alignment[:, n : n + random]).max(0)
     p = (1 + (highest >= scores["z"][:, :n, None]).sum(2)) / (1 + random)
     chance = alignment[:, n : n + random]
     cells = {
@@ -173,6 +173,16 @@ def _tables(measured: Mapping[tuple[int, str], Tally], names: tuple[str, ...], r
 def _scores(values: np.ndarray, names: int, random: int) -> np.ndarray:
     """Of every column against the random ones, row by row."""
     return z_scores(values.T, values[:, names : names + random]).T
+
+
+def _among_others(random: np.ndarray) -> np.ndarray:
+    """z of every random direction against the rest, row by row. With itself among them no z of r could exceed
+    (r − 1) / √r, a bound that named directions do not have."""
+    rest = random.shape[1] - 1
+    centred = random - random.mean(1, keepdims=True)
+    squares = (centred**2).sum(1, keepdims=True) - centred**2 * (rest + 1) / rest
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return centred * (rest + 1) / rest / np.sqrt(np.maximum(squares, 0) / (rest - 1))
 
 
 def _profile(
