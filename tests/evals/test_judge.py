@@ -1,9 +1,11 @@
 """A judge behind an endpoint that fails in every way: nothing lost, all counted, resumable."""
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -12,9 +14,10 @@ from evals.conftest import QUICK, a_run
 from fake_endpoint import endpoint, says
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
+from steerscope.evals import scoring
 from steerscope.evals.judge import JudgeScorer, rubric
 from steerscope.evals.run import EvalRun, answers_of, generate
-from steerscope.evals.scorers import Interrupted
+from steerscope.evals.scorers import Interrupted, Scored
 from steerscope.evals.scoring import score, scored_answers, scorer_facts
 from steerscope.extraction.endpoint import Endpoint
 from steerscope.extraction.personas.definitions import Persona
@@ -84,7 +87,7 @@ def test_every_failure_is_counted_and_no_judgement_is_lost(folder: tuple[Path, E
     assert "not scored yet" not in facts["counts"]
     assert facts["about"]["spent"]["requests: ok"] == different
     lines = [json.loads(line) for line in (out / "scores" / "judge.jsonl").read_text().splitlines()]
-    assert [line["why"] for line in lines if "why" in line] == ["no score in 'a lovely answer'", "refusal"]
+    assert [line["why"] for line in lines if "why" in line] == ["no score in 'a lovely answer'", "refusal in 'REFUSAL'"]
     scores = [row["scores"].get("judge") for row in scored_answers(out, run) if "logprobs" not in row]
     assert (scores.count(70.0), scores.count(None)) == (len(answers) - 2, 2)
 
@@ -123,6 +126,42 @@ def test_other_rubrics_and_scales_are_judged_anew(tmp_path: Path) -> None:
         found = JudgeScorer(Endpoint(url, "m"), own, 3)([{"id": "1", "question": "Why?", "text": "So."}])
     assert [one.values for one in found if one] == [{"judge": 2.0}]
     assert seen[0]["messages"][0]["content"] == "Rate So. to Why?, 0 to 3."
+
+
+@pytest.mark.parametrize("reply", ["REFUSAL", "I'm sorry, but I cannot rate this."])
+@pytest.mark.parametrize("highest", [3, 100])
+def test_a_refusal_is_no_score_on_either_scale(reply: str, highest: Literal[3, 100]) -> None:
+    with endpoint(lambda *_: (200, says(reply))) as (url, _):
+        (found,) = JudgeScorer(Endpoint(url, "m"), QUICK, highest)([{"id": "1", "question": "Why?", "text": "So."}])
+    assert found == Scored({}, f"refusal in {reply!r}")
+
+
+def test_the_scale_is_what_the_rubric_asks_for() -> None:
+    role = Persona.parse({"name": "pirate", "kind": "roles", "instruction": [{"pos": "Be one."}]})
+    other = role.model_copy(update={"eval_prompt": "Rate {answer}"})
+    there = Endpoint("http://x/v1", "m")
+    assert [JudgeScorer(there, one).about()["scale"] for one in (role, other, QUICK)] == [3, 100, 100]
+
+
+def test_what_was_spent_is_written_with_every_batch(
+    folder: tuple[Path, EvalRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each account on the disk, as a run that is killed would leave it, names all requests until then, once."""
+    out, run = folder
+    shutil.copytree(out, tmp_path / "run", ignore=shutil.ignore_patterns("scores"))
+    monkeypatch.setattr(scoring, "_AT_ONCE", 4)
+    kept = list[tuple[int, int]]()
+    with endpoint(lambda *_: (200, says("50"))) as (url, seen):
+        judge = scorer(url)
+
+        def look(*_: object) -> None:
+            facts = scorer_facts(tmp_path / "run")
+            if facts:
+                kept.append((facts["judge"]["about"]["spent"]["requests: ok"], len(seen)))
+
+        score(tmp_path / "run", run, [judge], look)
+    assert len(kept) > 1
+    assert all(written == asked for written, asked in kept)
 
 
 def test_a_rubric_must_show_the_answer_and_must_be_there(tmp_path: Path) -> None:

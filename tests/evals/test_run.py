@@ -10,7 +10,7 @@ import torch
 from evals.conftest import CHOICE, OPEN, a_run
 from steerscope.engines.facade import SyncEngine
 from steerscope.evals.items import Item
-from steerscope.evals.run import answers_of, generate, load_run, load_vectors, wanted
+from steerscope.evals.run import Condition, answers_of, generate, load_run, load_vectors, wanted
 from steerscope.extraction.personas.rollouts import RolloutSettings
 from steerscope.specs import Sampling
 from steerscope.specs.errors import BadFile, InvalidRequest
@@ -143,6 +143,16 @@ def test_vectors_that_do_not_fit_are_told_before_anything_is_asked(engine: SyncE
         generate(engine, a_run(wrong), tmp_path, vectors=wrong)
     assert [problem.field for problem in caught.value.problems] == ["small", "deep"]
     assert not (tmp_path / "run.json").exists()
+
+
+def test_conditions_that_ask_the_same_each_have_their_answers(engine: SyncEngine, tmp_path: Path) -> None:
+    conditions = (Condition(name="unsteered"), Condition(name="opposite", told=("",)))
+    run, _ = generate(engine, a_run({}, conditions=conditions), tmp_path)
+    answers = answers_of(tmp_path, run)
+    texts = [[one["text"] for one in answers if one["condition"] == name] for name in ("unsteered", "opposite")]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 2 * len(OPEN) + 1
+    assert len((tmp_path / "rollouts.jsonl").read_text().splitlines()) == len(texts[0])
 
 
 def test_a_question_that_is_too_long_costs_only_itself(engine: SyncEngine, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from statsmodels.stats.multitest import multipletests
 from steerscope.bench.eval_study import simulated
 from steerscope.evals.items import Item
 from steerscope.evals.run import Condition, EvalRun
+from steerscope.evals.scoring import mean_of
 from steerscope.evals.summary import compare
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "eval_study.json"
@@ -71,6 +72,11 @@ def test_perplexity_is_averaged_and_tested_as_a_logarithm() -> None:
     assert plain["mean"] == pytest.approx(10 ** (5 / 3))
     assert twice["mean"] == pytest.approx(2 * 10 ** (5 / 3))
     assert twice["difference"] == pytest.approx(np.log(2))
+
+
+def test_tables_and_summary_have_the_same_mean() -> None:
+    assert mean_of("perplexity", [2.0, 8.0]) == pytest.approx(4)
+    assert mean_of("judge", [2.0, 8.0]) == 5
 
 
 def test_a_condition_that_changes_nothing_and_one_without_a_base_are_not_found() -> None:

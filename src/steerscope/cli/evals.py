@@ -31,7 +31,10 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on in a folder that h
 JudgeUrl = Annotated[str | None, typer.Option(help="The URL of an OpenAI-compatible API; its key: OPENAI_API_KEY.")]
 JudgeModel = Annotated[str, typer.Option(help="The model that judges.")]
 Rubric = Annotated[Path | None, typer.Option(help="A text with {question} and {answer} in it; default: the trait's.")]
-Highest = Annotated[Literal["3", "100"], typer.Option("--judge-scale", help="Judgements go from 0 to this.")]
+Highest = Annotated[
+    Literal["3", "100"] | None,
+    typer.Option("--judge-scale", help="Judgements go from 0 to this; default: 3 for our rubric of a role, else 100."),
+]
 Prices = Annotated[str | None, typer.Option(help="Of a million prompt and completion tokens: 0.15,0.60.")]
 
 
@@ -94,7 +97,7 @@ def score(
     judge: JudgeUrl = None,
     judge_model: JudgeModel = "",
     rubric: Rubric = None,
-    judge_scale: Highest = "100",
+    judge_scale: Highest = None,
     prices: Prices = None,
     regex: Annotated[str | None, typer.Option(help="Count the answers in which this occurs.")] = None,
     model: Annotated[bool, typer.Option(help="Load the model for perplexity and projections.")] = True,
@@ -131,7 +134,7 @@ def cap(
     judge: JudgeUrl = None,
     judge_model: JudgeModel = "",
     rubric: Rubric = None,
-    judge_scale: Highest = "100",
+    judge_scale: Highest = None,
     prices: Prices = None,
     max_tokens: o.MaxTokens = 48,
     temperature: o.Temperature = 0.7,
@@ -265,7 +268,7 @@ def _scorers(
     judge: str | None,
     judge_model: str,
     rubric: Path | None,
-    judge_scale: str,
+    judge_scale: str | None,
     prices: str | None,
     regex: str | None,
 ) -> "list[Scorer]":
@@ -287,7 +290,7 @@ def _scorers(
         from steerscope.extraction.endpoint import Endpoint
 
         endpoint = Endpoint(judge, judge_model, os.environ.get("OPENAI_API_KEY") or None)
-        highest = 3 if judge_scale == "3" else 100
+        highest = {None: None, "3": 3, "100": 100}[judge_scale]
         found.append(j.JudgeScorer(endpoint, j.rubric(rubric, run.persona), highest, _prices(prices)))
     return found
 

@@ -14,7 +14,7 @@ from steerscope.evals.scorers import Interrupted, Json, Scored
 from steerscope.extraction.endpoint import AskingFailed, Endpoint, NoReply
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.personas.folder import Record, digest
-from steerscope.extraction.personas.judges import REFUSAL, Judged, parse_score, prompt_for
+from steerscope.extraction.personas.judges import Judged, parse_score, prompt_for, refuses, says_refusal
 from steerscope.files import reading
 from steerscope.specs.errors import InvalidRequest, Problem
 
@@ -28,14 +28,16 @@ class JudgeScorer:
         self,
         endpoint: Endpoint,
         persona: Persona,
-        highest: Literal[3, 100] = 100,
+        highest: Literal[3, 100] | None = None,
         prices: tuple[float, float] | None = None,
     ) -> None:
-        """`prices`: of a million prompt and completion tokens."""
+        """`highest`: by default what our own rubric of the persona asks for, 3 of a role, and else 100. `prices`: of a
+        million prompt and completion tokens."""
         if persona.eval_prompt is not None and "{answer}" not in persona.eval_prompt:
             what, remedy = "does not show the answer", "write {answer} where the answer is to stand"
             raise InvalidRequest([Problem("rubric", what, remedy)])
-        self.endpoint, self._persona, self._highest, self._prices = endpoint, persona, highest, prices
+        own = 3 if persona.kind == "roles" and persona.eval_prompt is None else 100
+        self.endpoint, self._persona, self._highest, self._prices = endpoint, persona, highest or own, prices
 
     @property
     def identity(self) -> str:
@@ -74,9 +76,9 @@ class JudgeScorer:
         if isinstance(reply, NoReply):
             return None
         score = parse_score(reply, self._highest)
-        if score is None:
-            return Scored({}, f"no score in {reply[:80]!r}")
-        return Scored({}, "refusal") if score == REFUSAL else Scored({"judge": float(score)})
+        if says_refusal(reply) or (score is None and refuses(reply)):
+            return Scored({}, f"refusal in {reply[:80]!r}")
+        return Scored({}, f"no score in {reply[:80]!r}") if score is None else Scored({"judge": float(score)})
 
 
 def rubric(path: Path | None, persona: Persona | None, name: str = "good") -> Persona:

@@ -114,9 +114,10 @@ def load_vectors(out: Path, run: EvalRun) -> dict[str, SteeringVector]:
 
 
 def answers_of(out: Path, run: EvalRun) -> list[Record]:
-    """All answers there are, in the order of the run."""
+    """All answers there are, in the order of the run. Conditions that ask the same share an answer; each has its own
+    name on it."""
     records = Ledger(out / "rollouts.jsonl").records
-    return [records[one.id] for one in wanted(run) if one.id in records]
+    return [{**records[one.id], "condition": one.condition.name} for one in wanted(run) if one.id in records]
 
 
 def generate(
@@ -134,7 +135,7 @@ def generate(
     for name, vector in load_vectors(out, run).items():
         engine.register(name, vector)
     ledger, failures = Ledger(out / "rollouts.jsonl"), list[str]()
-    everything = wanted(run)
+    everything = list({one.id: one for one in wanted(run)}.values())
     missing = [one for one in everything if one.id not in ledger.records]
     done = len(everything) - len(missing)
     progress("answers", done, len(everything))

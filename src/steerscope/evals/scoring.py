@@ -42,8 +42,13 @@ def score(out: Path, run: EvalRun, scorers: Sequence[Scorer], progress: Progress
 
 def _score(out: Path, scorer: Scorer, answers: Sequence[Record], progress: Progress) -> None:
     ledger = Ledger(out / "scores" / f"{scorer.name}.jsonl")
-    identity = scorer.identity
-    keyed = {_key(scorer.name, identity, one): one for one in answers}  # equal answers are scored once
+    identity, before = scorer.identity, scorer_facts(out).get(scorer.name)
+    keys = [_key(scorer.name, identity, one) for one in answers]
+    keyed = dict(zip(keys, answers, strict=True))  # equal answers are scored once
+
+    def tell() -> None:
+        _tell(out, scorer, identity, before, [ledger.records.get(key) for key in keys])
+
     missing = [key for key in keyed if key not in ledger.records]
     progress(scorer.name, len(keyed) - len(missing), len(keyed))
     try:
@@ -54,11 +59,12 @@ def _score(out: Path, scorer: Scorer, answers: Sequence[Record], progress: Progr
             except Interrupted as error:
                 scores, failure = error.scores, error
             ledger.append([_line(key, one) for key, one in zip(part, scores, strict=True) if one is not None])
+            tell()  # with every batch: whoever is killed has still paid
             if failure is not None:
                 raise failure
             progress(scorer.name, len(keyed) - len(missing) + start + len(part), len(keyed))
     finally:
-        _tell(out, scorer, identity, [ledger.records.get(_key(scorer.name, identity, one)) for one in answers])
+        tell()
 
 
 def _key(name: str, identity: str, answer: Record) -> str:
@@ -70,10 +76,9 @@ def _line(key: str, one: Scored) -> Record:
     return {"id": key, "values": one.values, **({"why": one.why} if one.why else {})}
 
 
-def _tell(out: Path, scorer: Scorer, identity: str, found: Sequence[Record | None]) -> None:
+def _tell(out: Path, scorer: Scorer, identity: str, before: Row | None, found: Sequence[Record | None]) -> None:
     about = dict(scorer.about())
     spent = about.get("spent")
-    before = scorer_facts(out).get(scorer.name)
     if isinstance(spent, dict) and before and before["identity"] == identity:
         earlier = before["about"].get("spent", {})
         about["spent"] = {name: earlier.get(name, 0) + spent.get(name, 0) for name in {**earlier, **spent}}
@@ -117,6 +122,11 @@ def score_names(rows: Sequence[Row]) -> list[str]:
     return sorted({name for row in rows for name in row["scores"]})
 
 
+def mean_of(name: str, values: Sequence[float]) -> float:
+    """Perplexities are averaged as logarithms."""
+    return float(np.exp(np.mean(np.log(values))) if name == "perplexity" else np.mean(values))
+
+
 def question_means(rows: Sequence[Row], name: str) -> dict[tuple[str, str, str], list[float]]:
     """Of one score: condition, set and question → its values."""
     found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
@@ -137,14 +147,14 @@ def write_tables(out: Path, run: EvalRun) -> None:
     )
     questions, sets = list[Row](), list[Row]()
     for name in names:
-        means = {key: (float(np.mean(values)), len(values)) for key, values in question_means(rows, name).items()}
+        means = {key: (mean_of(name, values), len(values)) for key, values in question_means(rows, name).items()}
         for (condition, dataset, question), (mean, n) in means.items():
             questions.append(
                 {"score": name, "condition": condition, "dataset": dataset, "question": question, "mean": mean, "n": n}
             )
         for condition, dataset in dict.fromkeys((c, d) for c, d, _ in means):
             own = [mean for (c, d, _), (mean, _) in means.items() if (c, d) == (condition, dataset)]
-            mean = float(np.mean(own))
+            mean = mean_of(name, own)
             sets.append(
                 {"score": name, "condition": condition, "dataset": dataset, "mean": mean, "questions": len(own)}
             )

@@ -150,11 +150,17 @@ _NO_REFUSAL = re.compile(
 )
 
 
+def says_refusal(reply: str) -> bool:
+    return REFUSAL in _NO_REFUSAL.sub("", reply).upper()
+
+
 def parse_score(reply: str, highest: int) -> Score | None:
     """The first number that is on the scale; what is said about the scale itself does not count."""
-    if REFUSAL in _NO_REFUSAL.sub("", reply).upper():
+    if says_refusal(reply):
         return REFUSAL if highest == 100 else 0
     scale = rf"\b[01]\s*(?:to|through|and|-|–)\s*{highest}\b|\b(?:out|scale) of {highest}\b"
     reply = re.sub(scale, " ", reply, flags=re.I)
+    other = rf"\d+(?:\.\d+)?\s*(?:/|out of)\s*(?!{highest}\b)\d+"  # 8/10 is not 8 of 100
+    reply = re.sub(other, " ", reply, flags=re.I)
     numbers = (float(number) for number in re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w%]|\.\d)", reply))
     return next((number for number in numbers if number <= highest), None)
