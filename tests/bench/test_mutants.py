@@ -7,9 +7,11 @@ import pytest
 
 from steerscope.bench.stress.faults import FAULTS
 from steerscope.bench.stress.mutants import MUTANTS, Mutant
+from steerscope.bench.stress.mutate import run_one
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
+OPEN = {"an engine's worker is killed": 1, "vLLM's compile cache is damaged": 1}  # as docs/stress.md says
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.file}: {m.old.strip()[:40]} > {m.new.strip()[:20]}")
@@ -19,6 +21,17 @@ def test_every_guard_is_where_the_list_says(mutant: Mutant) -> None:
     assert mutant.new != mutant.old
     assert (ROOT / mutant.tests).is_file()
     compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
+
+
+def test_a_guard_that_no_test_looked_at_is_not_taken_for_noticed(tmp_path: Path) -> None:
+    mutant = Mutant("residual/rows.py", "1", "2")
+    code, empty = tmp_path / "src" / "steerscope" / mutant.file, tmp_path / mutant.tests
+    for path, text in ((code, "x = 1\n"), (empty, "")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    with pytest.raises(RuntimeError, match="could not be run"):
+        run_one(tmp_path, mutant)
+    assert code.read_text() == "x = 1\n"
 
 
 def test_the_committed_result_is_of_this_list_and_every_survivor_is_explained() -> None:
@@ -41,7 +54,7 @@ def test_the_committed_run_has_every_fault() -> None:
         (fault.name, fault.promise, fault.tests) for fault in FAULTS
     ]
     assert not any(one["missing"] for one in known)
-    assert all(one["cases"] > one["failed"] for one in known)
+    assert {one["name"]: one["failed"] for one in known if one["failed"]} == OPEN
 
 
 @pytest.mark.parametrize(("name", "least"), [("vllm", 10_000), ("hf", 256)])

@@ -106,10 +106,18 @@ def swapped(found: Outcome) -> Outcome:
     return replace(found, rows=Rows({keys[0]: second, keys[1]: first}, found.rows.labels, found.rows.model, None, ()))
 
 
+def one_layer(found: Outcome) -> Outcome:
+    assert found.rows is not None
+    key, tensor = next(iter(found.rows.tensors.items()))
+    return replace(found, rows=Rows({key: tensor}, found.rows.labels, found.rows.model, None, ()))
+
+
 TAMPERED: dict[str, tuple[Callable[[Outcome], Outcome], str]] = {
     "a token": (lambda o: replace(o, token_ids=[(o.token_ids[0] + 1) % VOCAB, *o.token_ids[1:]]), "below the best"),
     "one token too few": (lambda o: replace(o, token_ids=o.token_ids[:-1]), "ended with length"),
     "rows shifted by one": (shifted, "is off by"),
+    "all rows lost": (lambda o: replace(o, rows=None), "its rows are missing"),
+    "the rows of a layer lost": (one_layer, "instead of [(1, 'resid_post'), (2, 'resid_post')]"),
     "rows of another layer": (swapped, "is off by"),
     "a log probability": (
         lambda o: replace(o, logprobs=[(t, v - 0.01) for t, v in o.logprobs]),
@@ -148,6 +156,25 @@ def test_one_thing_changed_is_noticed(name: str, oracle: Oracle, outcome: Outcom
     check(oracle, REQUEST, change(outcome), ledger, 1e-4)
     assert any(word in line for line in ledger.wrong), ledger.wrong
     assert not ledger.undecided
+
+
+def test_a_text_that_goes_on_after_its_stop_string_is_noticed(oracle: Oracle, outcome: Outcome) -> None:
+    first, second = outcome.token_ids[:2]
+    request = replace(REQUEST, sampling=REQUEST.sampling.model_copy(update={"stop": (f"t{first} t{second}",)}))
+    ledger = Ledger()
+    check(oracle, request, outcome, ledger, 1e-4)
+    assert [line.partition(": ")[2] for line in ledger.wrong] == ["the text goes on after a stop string"]
+
+
+def test_a_score_on_a_threshold_excuses_no_lost_rows_and_no_false_end(
+    oracle: Oracle, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oracle, "_margin", lambda *_: 0.0)
+    ledger = Ledger()
+    check(oracle, REQUEST, replace(outcome, rows=None, streamed=[]), ledger, 1e-4)
+    assert len(ledger.wrong) == 2
+    check(oracle, REQUEST, replace(outcome, firings=[]), ledger, 1e-4)
+    assert (len(ledger.wrong), ledger.undecided) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,10 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import secrets
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Self, Unpack, overload
 
 from steerscope.capture.budget import ByteBudget
@@ -27,6 +25,8 @@ from steerscope.engines.generation import (
     Job,
     PromptLike,
     TokenPrompt,
+    assembled,
+    singles,
 )
 from steerscope.engines.options import (
     ChatOptions,
@@ -269,7 +269,7 @@ class Engine(Scopes, ABC):
             outbox = self._outboxes[loop] = Outbox(loop)
         jobs: list[Job] = []
         for plan in plans:
-            for single in _choices(plan):
+            for single in singles(plan):
                 job = Job(single, lambda _: None, stream, None, noticed=self._noticed)
                 job.report = functools.partial(outbox.put, inbox, job)
                 jobs.append(job)
@@ -330,7 +330,7 @@ class Engine(Scopes, ABC):
         finally:
             self._finish(jobs, inbox, ended=not left)
         complete = {plan.request_id: len(choices[plan.request_id]) == plan.sampling.n for plan in plans}
-        done = [_generation(p, choices[p.request_id]) if complete[p.request_id] else None for p in plans]
+        done = [assembled(p, choices[p.request_id]) if complete[p.request_id] else None for p in plans]
         if failure is not None:
             failure.completed = done
             raise failure
@@ -379,7 +379,7 @@ class Engine(Scopes, ABC):
                     elif failure is None:
                         events.append(outcome)
                 if failure is None and len(choices) == len(jobs):
-                    events.append(EndEvent(_generation(plan, choices)))
+                    events.append(EndEvent(assembled(plan, choices)))
                     told = True
                 if events:
                     yield events
@@ -389,20 +389,3 @@ class Engine(Scopes, ABC):
             self._finish(jobs, inbox, ended=told)
             for choice in () if told else choices:
                 discard(choice)
-
-
-def _choices(plan: Plan) -> list[Plan]:
-    """One for each of its n texts, with a seed of its own; a greedy text needs none."""
-    sampling = plan.sampling
-    if sampling.n == 1 and (sampling.seed is not None or sampling.greedy):
-        return [plan]
-    seed = sampling.seed if sampling.seed is not None else secrets.randbits(48)
-    return [
-        replace(plan, choice=i, sampling=sampling.model_copy(update={"seed": (seed + i) % (1 << 63), "n": 1}))
-        for i in range(sampling.n)
-    ]
-
-
-def _generation(plan: Plan, choices: list[Choice]) -> Generation:
-    ordered = tuple(sorted(choices, key=lambda choice: choice.index))
-    return Generation(plan.request_id, list(plan.prompt.token_ids), ordered, plan.applied)

@@ -1,8 +1,9 @@
 """What an engine gives back: generations, events of a stream, and the job that a running sequence reports to."""
 
+import secrets
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from steerscope.capture.budget import Reservation
@@ -168,3 +169,20 @@ class Job:
         if self.held:
             self.held.release()
         self.report(error)
+
+
+def singles(plan: Plan) -> list[Plan]:
+    """One for each of its n texts, with a seed of its own; a greedy text needs none."""
+    sampling = plan.sampling
+    if sampling.n == 1 and (sampling.seed is not None or sampling.greedy):
+        return [plan]
+    seed = sampling.seed if sampling.seed is not None else secrets.randbits(48)
+    return [
+        replace(plan, choice=i, sampling=sampling.model_copy(update={"seed": (seed + i) % (1 << 63), "n": 1}))
+        for i in range(sampling.n)
+    ]
+
+
+def assembled(plan: Plan, choices: list[Choice]) -> Generation:
+    ordered = tuple(sorted(choices, key=lambda choice: choice.index))
+    return Generation(plan.request_id, list(plan.prompt.token_ids), ordered, plan.applied)

@@ -20,7 +20,9 @@ def check(
 ) -> None:
     name = f"{', '.join(request.kind)} ({len(request.prompt)} + {len(found.token_ids)} tokens)"
     ledger.ends[found.reason] += 1
-    problems = [*_end(request, found, ends)]
+    certain = [*_end(request, found, ends), *_missing(oracle, request, found)]  # whatever rules did
+    ledger.wrong += [f"{name}: {problem}" for problem in certain]
+    problems: list[str] = []
     if found.token_ids:
         truth = oracle.truth(request, [*request.prompt, *found.token_ids[:-1]])
         exact = limit < EXACT
@@ -40,17 +42,39 @@ def _end(request: Request, found: Outcome, ends: list[int]) -> Iterator[str]:
         yield f"{len(ids)} tokens, max_tokens {sampling.max_tokens}"
     if not sampling.ignore_eos and any(token in ends for token in ids[:-1]):
         yield "the text goes on after EOS"
+    if any(stop in _text(ids[:-1]) for stop in sampling.stop):
+        yield "the text goes on after a stop string"
     if found.streamed is not None and found.streamed != ids:
         yield f"the stream brought {found.streamed}, the end says {ids}"
     right = {
         "stop": not sampling.ignore_eos and bool(ids) and ids[-1] in ends,
         "length": len(ids) == sampling.max_tokens,
-        "stop_string": found.stop_string in tuple(sampling.stop),
+        "stop_string": found.stop_string in tuple(sampling.stop) and str(found.stop_string) in f" {_text(ids)}",
         "cancelled": request.end is not None and request.end[0] == "cancel",
         "rule": any(action == "stop" and rule == found.rule for rule, action, _ in found.firings),
     }.get(found.reason, False)
     if not right:
         yield f"ended with {found.reason}"
+
+
+def _text(ids: list[int]) -> str:
+    """As the model's tokenizer writes it, which leaves out t0 and t1."""
+    return " ".join(f"t{i}" for i in ids if i > 1)
+
+
+def _missing(oracle: Oracle, request: Request, found: Outcome) -> Iterator[str]:
+    """Whoever captures and reads gets rows at every layer and site it asked for; nobody else gets any."""
+    if request.capture is None or request.keep == "unread":
+        if found.rows is not None:
+            yield "rows that nobody asked for"
+        return
+    layers = range(oracle.count) if request.capture.layers == "all" else request.capture.layers
+    wanted = {(layer, site) for layer in layers for site in request.capture.sites}
+    if found.rows is None:
+        if found.token_ids:
+            yield "its rows are missing"
+    elif found.rows.n and set(found.rows.tensors) != wanted:
+        yield f"rows of {sorted(found.rows.tensors)} instead of {sorted(wanted)}"
 
 
 def _tokens(request: Request, found: Outcome, truth: Truth, ledger: Ledger) -> Iterator[str]:

@@ -109,6 +109,11 @@ FAULTS = (
         ),
     ),
     Fault(
+        "vLLM's compile cache is damaged",
+        "the code is compiled again, and every row and token is right",
+        ("tests/engines/vllm/test_modes.py::test_inductor_and_again_with_a_damaged_cache",),
+    ),
+    Fault(
         "a step runs out of memory",
         "the requests in it fail (HTTP 503), those who wait go on, and the engine lives; a prefill is tried one by one",
         (
@@ -164,6 +169,7 @@ def measure(python: Path, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
         failed = sum(outcome != "passed" for outcome, _ in cases)
         seconds = round(sum(spent for _, spent in cases), 1)
         said = {"name": fault.name, "promise": fault.promise, "tests": list(fault.tests)}
+        said["commit"] = commit()
         faults.append({**said, "cases": len(cases), "failed": failed, "missing": missing, "seconds": seconds})
     return {"commit": commit(), "versions": versions(), "faults": faults}
 
@@ -175,8 +181,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--again", action="store_true", help="only those that are new, or that failed last time")
     args = parser.parse_args()
-    last = json.loads(args.output.read_text())["faults"] if args.again else []
-    known = {one["name"]: one for one in last if not one["failed"] and not one["missing"]}
+    run = json.loads(args.output.read_text()) if args.again else {"faults": []}
+    known = {
+        one["name"]: {"commit": run["commit"], **one}
+        for one in run["faults"]
+        if not one["failed"] and not one["missing"]
+    }
     found = measure(Path(sys.executable), known)
     write(args.output, found)
     for fault in found["faults"]:

@@ -55,13 +55,15 @@ def run_one(tree: Path, mutant: Mutant) -> str:
             os.dup2(nowhere.fileno(), 2)
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", mutant.tests]
         code = pytest.main(options, plugins=[first])
-        os.write(tell, (first.found or ("" if code == 0 else f"pytest ended with {int(code)}")).encode())
-        os._exit(0)
+        os.write(tell, first.found.encode())
+        os._exit(0 if first.found or code == 0 else int(code))
     os.close(tell)
     with os.fdopen(told, "rb") as pipe:
         found = pipe.read().decode()
-    os.waitpid(child, 0)
+    _, status = os.waitpid(child, 0)
     path.write_text(before, encoding="utf-8")
+    if status:  # nobody looked: no test ran, or the child died
+        raise RuntimeError(f"{mutant.tests} could not be run against {mutant.file} (wait status {status})")
     return found
 
 
