@@ -29,6 +29,7 @@ class Target(ABC):
 
     delivered = 0  # bytes of rows that clients have had in hand
     held = 0  # and those of handles that are still open
+    piped = False  # each stage of a pipeline has a block of its own, and a handle keeps the room of the longest text
 
     @abstractmethod
     async def run(self, request: Request, name: str) -> list[Outcome] | None: ...
@@ -41,13 +42,18 @@ class Target(ABC):
     async def stats(self) -> dict[str, float]:
         """running, waiting, capture_bytes, capture_reserved, capture_released and more."""
 
+    def balanced(self, stats: dict[str, float]) -> bool:
+        """Open handles hold memory, and nobody else does."""
+        return stats["capture_bytes"] == self.held or (self.piped and 0 < self.held < stats["capture_bytes"])
+
     async def rest(self) -> dict[str, float]:
         """The stats once nothing runs and only open handles hold memory; whatever they are when that does not come."""
         deadline = time.monotonic() + _REST_S
         while True:
             found = await self.stats()
-            busy = found["running"] or found["waiting"] or found["capture_bytes"] != self.held
-            if not busy or time.monotonic() > deadline:
+            if not (found["running"] or found["waiting"]) and self.balanced(found):
+                return found
+            if time.monotonic() > deadline:
                 return found
             await asyncio.sleep(0.05)
 
@@ -60,6 +66,7 @@ class Target(ABC):
 class EngineTarget(Target):
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.piped = not engine.facts.switches  # rules cannot switch across the stages of a pipeline
         self._open: list[CaptureHandle] = []
 
     async def run(self, request: Request, name: str) -> list[Outcome] | None:
