@@ -15,7 +15,7 @@ from sklearn.linear_model import LogisticRegression
 import steerscope
 import tiny
 from lenses import packs
-from serving.browser import Screen, chromium_path, screen, served
+from serving.browser import Screen, chromium_path, screen, served, wait_for
 from steerscope.engines.base import Engine
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.load import load_engine
@@ -162,11 +162,10 @@ def test_the_message_is_tinted_read_and_pointed_at_like_an_answer(page: Screen) 
     told = "[...document.querySelectorAll('.said .t')].map(t => t.style.getPropertyValue('--tone'))"
     projected = page.js(told)
     assert "var(--cool)" in projected or "var(--heat)" in projected
-    page.page.wait_for_timeout(300)
-    page.page.reload()
+    page.page.reload()  # at once
     page.page.wait_for_selector('#status[data-state="ready"]')
-    page.settle()
-    assert page.js(told) == projected
+    page.page.wait_for_selector(".said .t")
+    wait_for(lambda: page.js(told) == projected or page.page.wait_for_timeout(40), "the tint from before")
     kept = page.js("import('./ui/js/exporting.js').then((found) => found.conversation())")
     message = kept["turns"][0]["answers"][0]["message"]
     assert [token["id"] for token in message["tokens"]] == said["ids"]

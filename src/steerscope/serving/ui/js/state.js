@@ -76,13 +76,15 @@ try {
   // Storage is off, or what lies there is not ours: defaults.
 }
 
-const write = later(() => {
+function keepSettings() {
   try {
     localStorage.setItem("steerscope.settings", JSON.stringify(settings));
   } catch {
     // Without storage the page works until it is closed.
   }
-}, 150);
+}
+const write = later(keepSettings, 150);
+addEventListener("pagehide", keepSettings); // what was changed just before
 export function change(changes, topic) {
   Object.assign(settings, changes);
   write();
