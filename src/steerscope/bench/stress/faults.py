@@ -12,7 +12,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from steerscope.bench.hf import commit
 from steerscope.bench.one import versions, write
@@ -134,9 +134,17 @@ FAULTS = (
 )  # fmt: skip
 
 
-def run_tests(tests: list[str], python: Path) -> dict[str, list[tuple[str, float]]]:
-    """file::function → the outcome and seconds of each of its cases."""
-    found: dict[str, list[tuple[str, float]]] = {}
+class Case(NamedTuple):
+    """One run of a test."""
+
+    outcome: str
+    seconds: float
+    why: str  # it failed
+
+
+def run_tests(tests: list[str], python: Path) -> dict[str, list[Case]]:
+    """file::function → its cases."""
+    found: dict[str, list[Case]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         names = sorted({test.partition("::")[2] for test in tests})
@@ -146,9 +154,10 @@ def run_tests(tests: list[str], python: Path) -> dict[str, list[tuple[str, float
         for case in ElementTree.parse(report).iter("testcase"):
             file = case.attrib["classname"].partition(".Test")[0].replace(".", "/") + ".py"
             name = f"{file}::{case.attrib['name'].partition('[')[0]}"
-            bad = case.find("failure") is not None or case.find("error") is not None
+            bad = [one.attrib.get("message", "") for kind in ("failure", "error") for one in case.iter(kind)]
             outcome = "failed" if bad else "skipped" if case.find("skipped") is not None else "passed"
-            found.setdefault(name, []).append((outcome, float(case.attrib["time"])))
+            why = f"{case.attrib['name']}: {bad[0][:400]}" if bad else ""
+            found.setdefault(name, []).append(Case(outcome, float(case.attrib["time"]), why))
     return found
 
 
@@ -164,13 +173,15 @@ def measure(python: Path, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
         if fault.name in known:
             faults.append(known[fault.name])
             continue
-        cases = [case for test in fault.tests for case in here.get(test, []) if case[0] != "skipped"]
-        missing = [test for test in fault.tests if not any(one != "skipped" for one, _ in here.get(test, []))]
-        failed = sum(outcome != "passed" for outcome, _ in cases)
-        seconds = round(sum(spent for _, spent in cases), 1)
+        cases = [case for test in fault.tests for case in here.get(test, []) if case.outcome != "skipped"]
+        missing = [test for test in fault.tests if all(one.outcome == "skipped" for one in here.get(test, []))]
+        why = [case.why for case in cases if case.outcome == "failed"]
+        seconds = round(sum(case.seconds for case in cases), 1)
         said = {"name": fault.name, "promise": fault.promise, "tests": list(fault.tests)}
         said["commit"] = commit()
-        faults.append({**said, "cases": len(cases), "failed": failed, "missing": missing, "seconds": seconds})
+        faults.append(
+            {**said, "cases": len(cases), "failed": len(why), "why": why, "missing": missing, "seconds": seconds}
+        )
     return {"commit": commit(), "versions": versions(), "faults": faults}
 
 
