@@ -8,6 +8,7 @@ from steerscope.bench.stress.ledger import Ledger, Outcome
 from steerscope.bench.stress.model import ENDS
 from steerscope.bench.stress.oracle import Oracle, Truth
 from steerscope.bench.stress.workload import Request
+from steerscope.specs.steering import parse_layers
 from steerscope.specs.tokens import resolve
 
 TIE = 1e-3  # two best logits this near: either token is right
@@ -68,7 +69,8 @@ def _missing(oracle: Oracle, request: Request, found: Outcome) -> Iterator[str]:
         if found.rows is not None:
             yield "rows that nobody asked for"
         return
-    layers = range(oracle.count) if request.capture.layers == "all" else request.capture.layers
+    asked = parse_layers(request.capture.layers)
+    layers = range(oracle.count) if asked == "all" else asked
     wanted = {(layer, site) for layer in layers for site in request.capture.sites}
     if found.rows is None:
         if found.token_ids:
