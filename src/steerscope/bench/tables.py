@@ -14,6 +14,7 @@ from pathlib import Path
 
 from steerscope.bench import analysis_tables, eval_tables, layers_tables, learning_tables, vector_tables
 from steerscope.bench.scale import scale, store
+from steerscope.bench.stress import soak_tables
 from steerscope.bench.stress import tables as stress_tables
 from steerscope.bench.suite import markdown
 
@@ -350,7 +351,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "extraction_peers": vector_tables.peers, "precision": vector_tables.precision, "evals": eval_tables.study,
     "eval_checks": eval_tables.checks, "eval_caps": eval_tables.caps,
     "stress": stress_tables.ledgers, "faults": stress_tables.faults, "fuzz": stress_tables.fuzzed,
-    "mutants": stress_tables.mutants,
+    "mutants": stress_tables.mutants, "soak": soak_tables.table,
     "learning": learning_tables.ways, "learning_sweep": learning_tables.rates,
     "learning_answers": learning_tables.answers, "learning_time": learning_tables.time,
     "components": analysis_tables.components, "susceptibility": analysis_tables.susceptibility,
@@ -367,6 +368,7 @@ def refresh(text: str, results: Path) -> str:
 def main() -> None:
     results = Path("bench/results")
     Path("docs/vectors.svg").write_text(vector_tables.plot(results), encoding="utf-8")
+    Path("docs/soak.svg").write_text(soak_tables.plot(results), encoding="utf-8")
     for name, plot in learning_tables.PLOTS.items():
         Path("docs", name).write_text(plot(results), encoding="utf-8")
     for page in [Path("README.md"), *sorted(Path("docs").glob("*.md"))]:
