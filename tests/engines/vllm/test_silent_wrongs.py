@@ -1,7 +1,8 @@
 """The wrongs that go unnoticed, on the real vLLM: each has a check, and each guard is taken out to see the check fail.
 
 Rows of another request, rows overwritten later, steering that is not applied, half the residual, positions off by one,
-the prefix cache handing out steered keys and values, and captured prompts read from that cache.
+the prefix cache handing out steered keys and values, captured prompts read from that cache, and what an overflow left
+in its blocks.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from steerscope.specs.errors import RequestFailed, UnsupportedModel
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 
-BLOCK = 32
+BLOCK, BLOCKS = 32, 32  # few, so that they change hands
 RNG = np.random.default_rng(3)
 VECTOR = (6 * RNG.standard_normal(64)).astype(np.float32)
 LONG = RNG.integers(4, 500, 3 * BLOCK).tolist()  # several whole blocks of the cache
@@ -28,7 +29,8 @@ FEW = Sampling(max_tokens=6, ignore_eos=True)
 
 
 def begin(**options: object) -> SyncEngine:
-    return start_vllm(saved("llama", "bytes", None, {}), "llama", {"sites": ("resid_post",), **options})
+    given = {"sites": ("resid_post",), "num_gpu_blocks_override": BLOCKS, **options}
+    return start_vllm(saved("llama", "bytes", None, {}), "llama", given)
 
 
 def rows_are(done: Generation, vector: np.ndarray | None = None, where: Callable[[int], bool] = lambda _: True) -> bool:
@@ -137,8 +139,18 @@ def a_swapped_name_is_another_vector(engine: SyncEngine) -> None:
         assert engine.generate(TokenPrompt(LONG), FEW, steer=Add(vector="mood", layers=0)).token_ids == wanted
 
 
+def an_overflow_stays_alone(engine: SyncEngine) -> None:
+    """Whoever gets the blocks of requests whose steering was too strong reads nothing of them."""
+    for i in range(BLOCKS):
+        with pytest.raises(RequestFailed, match="not finite"):
+            prompt = TokenPrompt(LONG[i:] + LONG[:i])
+            engine.generate(prompt, FEW, steer=Add(vector=VECTOR, scale=3e38, layers="all"))
+    for length in (1, 5, 40, BLOCK + 1):
+        assert rows_are(engine.generate(TokenPrompt(LONG[:length]), FEW, capture=Capture()))
+
+
 CHECKS = [own_rows, rows_stay, chosen_positions, cache_is_parted, selectors_part_the_cache, captured_prompts_are_whole,
-          a_swapped_name_is_another_vector]  # fmt: skip
+          a_swapped_name_is_another_vector, an_overflow_stays_alone]  # fmt: skip
 
 
 def test_nothing_is_silently_wrong() -> None:
@@ -174,7 +186,8 @@ def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     from steerscope.engines.vllm.step import Books
 
     real = Books._steer
-    patch.setattr(Books, "_steer", lambda self, asker, first, at, stop: real(self, asker, first, at + 1, stop + 1))
+    patch.setattr(Books, "_steer", lambda self, asker, first, at, stop, again: real(
+        self, asker, first, at + 1, stop + 1, again))  # fmt: skip
 
 
 def half_the_residual(patch: pytest.MonkeyPatch) -> None:
@@ -244,6 +257,16 @@ def memory_reused_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(transport.Region, "tensor", lambda self, shape, _dtype: eager(self, shape))
 
 
+def overflows_remain(patch: pytest.MonkeyPatch) -> None:
+    from steerscope.engines.vllm import tap
+    from steerscope.engines.vllm.step import ASKER
+
+    def wrong(lost, _delta, _residual, index, faults):
+        faults[index[lost, ASKER].long()] = 1
+
+    patch.setattr(tap, "_silence", wrong)
+
+
 MUTATIONS: list[tuple[Mutation, Callable[[SyncEngine], None]]] = [
     (rows_by_arrival, own_rows),
     (half_the_residual, own_rows),
@@ -254,6 +277,7 @@ MUTATIONS: list[tuple[Mutation, Callable[[SyncEngine], None]]] = [
     (salt_by_name, a_swapped_name_is_another_vector),
     (reads_the_cache, captured_prompts_are_whole),
     (memory_reused_at_once, rows_stay),
+    (overflows_remain, an_overflow_stays_alone),
 ]
 
 

@@ -54,6 +54,12 @@ def _steered(
 
 
 @triton.jit
+def _lost(x, kind):
+    """Whether a row, rounded, holds an infinity or NaN."""
+    return tl.sum(tl.where(tl.abs(x.to(kind).to(tl.float32)) < float("inf"), 0, 1)) > 0
+
+
+@triton.jit
 def _where(mine, group, order, before, CELL: tl.constexpr):
     """Whether and where a token of this group is kept: asked for early, since the answers come one after the other."""
     place = tl.load(order + group)
@@ -83,10 +89,10 @@ def _advance(mine, CELL: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit
 def _kernel(
-    delta, residual, pool, index, vectors, coefficients, gates, order, before,
+    delta, residual, pool, index, vectors, coefficients, gates, order, before, faults,
     delta_stride, residual_stride, index_width, hidden, first_watched,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
-    CELL: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr,
+    ASKER: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     mine = index + token * index_width
@@ -103,6 +109,15 @@ def _kernel(
             h = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
         if busy != 0:
             d = _steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
+            x = d.to(tl.float32)
+            if RESIDUAL:
+                x += r.to(tl.float32)
+            if _lost(x, kind):  # as in `tap._silence`
+                tl.store(faults + tl.load(mine + ASKER), 1)
+                d = tl.zeros([BLOCK], dtype=kind)
+                if RESIDUAL:
+                    r = d
+                    tl.store(residual + token * residual_stride + at, r, mask=inside)
             tl.store(delta + token * delta_stride + at, d, mask=inside)
         if CAPTURE:
             late = d
@@ -117,8 +132,8 @@ def _norm_kernel(
     delta, residual, weight, normed, stream, pool, index, vectors, coefficients, gates, order, before, faults,
     delta_stride, residual_stride, index_width, hidden, first_watched, epsilon,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BESIDE_ONE: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
-    LAST: tl.constexpr, ASKER: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr,
-    ENTRIES: tl.constexpr, WATCHED: tl.constexpr,
+    LAST: tl.constexpr, LARGE: tl.constexpr, ASKER: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr,
+    STRIDE: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr,
 ):  # fmt: skip
     """The tap, then vLLM's norm: the stream is summed in float32, handed on rounded, and normed unrounded."""
     token = tl.program_id(0).to(tl.int64)
@@ -141,7 +156,17 @@ def _norm_kernel(
             d = _steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
     x = d.to(tl.float32) + r.to(tl.float32)
     tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
-    y = x * tl.math.rsqrt(tl.sum(x * x) / hidden + epsilon)
+    squares = tl.sum(x * x)
+    if STEER:
+        large = (busy != 0) & ~(squares < LARGE)  # it may hold what is not finite: this is at hand, the rest is rare
+        if large:
+            lost = _lost(x, kind)
+            if lost:  # as in `tap._silence`
+                tl.store(faults + tl.load(mine + ASKER), 1)
+                x = tl.zeros([BLOCK], dtype=tl.float32)
+                squares = tl.sum(x * x)
+                tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
+    y = x * tl.math.rsqrt(squares / hidden + epsilon)
     if BESIDE_ONE:
         y = y * (w.to(tl.float32) + 1.0)
     else:
@@ -155,34 +180,11 @@ def _norm_kernel(
         _kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
     if LAST and CAPTURE:
         _advance(mine, CELL, STRIDE)
-    if LAST and STEER:
-        asker = tl.load(mine + ASKER)
-        if asker != 0:
-            rounded = x.to(kind).to(tl.float32)
-            if tl.sum(tl.where(tl.abs(rounded) < float("inf"), 0, 1)) > 0:  # inf or NaN
-                tl.store(faults + asker, 1)
 
 
 @triton.jit
-def _end_kernel(
-    delta, residual, index, faults, delta_stride, residual_stride, index_width, hidden,
-    BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr, ASKER: tl.constexpr,
-    CELL: tl.constexpr, STRIDE: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    if CAPTURE:
-        _advance(index + token * index_width, CELL, STRIDE)
-    asker = 0
-    if STEER:
-        asker = tl.load(index + token * index_width + ASKER)
-    if asker != 0:
-        at = tl.arange(0, BLOCK)
-        inside = at < hidden
-        h = tl.load(delta + token * delta_stride + at, mask=inside, other=0.0).to(tl.float32)
-        if RESIDUAL:
-            h += tl.load(residual + token * residual_stride + at, mask=inside, other=0.0).to(tl.float32)
-        if tl.sum(tl.where(tl.abs(h) < float("inf"), 0, 1)) > 0:  # inf or NaN
-            tl.store(faults + asker, 1)
+def _end_kernel(index, index_width, CELL: tl.constexpr, STRIDE: tl.constexpr):
+    _advance(index + tl.program_id(0).to(tl.int64) * index_width, CELL, STRIDE)
 
 
 def _cuda_tap(
@@ -201,7 +203,6 @@ def _cuda_tap(
 ) -> None:
     if not tap.kernels:
         return
-    del faults
     tokens, hidden = _checked(delta, residual, index)
     block = triton.next_power_of_2(hidden)
     _kernel[(tokens,)](  # type: ignore[index]
@@ -214,6 +215,7 @@ def _cuda_tap(
         gates,
         order,
         before,
+        faults,
         delta.stride(0),
         residual.stride(0) if residual is not None else 0,
         index.shape[1],
@@ -224,6 +226,7 @@ def _cuda_tap(
         RESIDUAL=residual is not None,
         STEER=steer,
         CAPTURE=capture,
+        ASKER=ASKER,
         CELL=CELL,
         GROUP=GROUP,
         ENTRIES=ENTRIES,
@@ -292,6 +295,7 @@ def _cuda_tap_norm(
         STEER=steer and tap.kernels,
         CAPTURE=capture and tap.kernels,
         LAST=last,
+        LARGE=min(torch.finfo(delta.dtype).max ** 2, torch.finfo(torch.float32).max),
         ASKER=ASKER,
         CELL=CELL,
         GROUP=GROUP,
@@ -303,30 +307,10 @@ def _cuda_tap_norm(
     return normed, stream
 
 
-def _cuda_end(
-    delta: Tensor, residual: Tensor | None, index: Tensor, faults: Tensor, steer: bool, capture: bool
-) -> None:
-    if not tap.kernels:
-        return
-    block = triton.next_power_of_2(delta.shape[1])
-    _end_kernel[(delta.shape[0],)](  # type: ignore[index]
-        delta,
-        residual if residual is not None else delta,
-        index,
-        faults,
-        delta.stride(0),
-        residual.stride(0) if residual is not None else 0,
-        index.shape[1],
-        delta.shape[1],
-        BLOCK=block,
-        RESIDUAL=residual is not None,
-        STEER=steer,
-        CAPTURE=capture,
-        ASKER=ASKER,
-        CELL=CELL,
-        STRIDE=STRIDE,
-        num_warps=_warps(block),
-    )
+def _cuda_end(delta: Tensor, index: Tensor, faults: Tensor) -> None:
+    del faults
+    if tap.kernels:
+        _end_kernel[(delta.shape[0],)](index, index.shape[1], CELL=CELL, STRIDE=STRIDE, num_warps=1)  # type: ignore[index]
 
 
 def register() -> None:

@@ -20,12 +20,12 @@ from steerscope.residual.equation import change
 
 library = torch.library.Library("steerscope", "DEF")
 library.define(
-    "tap(Tensor(a!) delta, Tensor? residual, Tensor(b!) pool, Tensor index, Tensor vectors, Tensor coefficients, "
+    "tap(Tensor(a!) delta, Tensor(d!)? residual, Tensor(b!) pool, Tensor index, Tensor vectors, Tensor coefficients, "
     "Tensor gates, Tensor order, Tensor before, Tensor(c!) faults, bool steer, bool capture) -> ()"
 )
-# What the last tap does after it: see whether what was steered is finite, and move the cells on. (That it writes to the
-# index is not said: nobody but taps reads it, and they come one after the other, since all write to the pool.)
-library.define("end(Tensor delta, Tensor? residual, Tensor index, Tensor(a!) faults, bool steer, bool capture) -> ()")
+# What the last tap does after it: move the cells on. (That it writes to the index is not said: nobody but taps reads
+# it, and they come one after the other, since all write to the faults.)
+library.define("end(Tensor delta, Tensor index, Tensor(a!) faults) -> ()")
 library.define(
     "tap_norm(Tensor delta, Tensor residual, Tensor weight, float epsilon, bool beside_one, Tensor(a!) pool, "
     "Tensor index, Tensor vectors, Tensor coefficients, Tensor gates, Tensor order, Tensor before, Tensor(b!) faults, "
@@ -103,10 +103,21 @@ def _torch_tap(
             gained = change(stream, vectors, coefficients, entries.index_select(0, steered), gates)
             changed = (mine.float() + gained).to(delta.dtype)
             delta.index_copy_(0, steered, changed)
-            faults[index[steered[~torch.isfinite(changed).all(1)], ASKER].long()] = 1
+            stream = changed if residual is None else changed + residual.index_select(0, steered)
+            _silence(steered[~torch.isfinite(stream).all(1)], delta, residual, index, faults)
     _copy_rows(wanted & ~early, delta, residual, pool, index, place)
     if capture:
         _leave_rows(watched, delta, residual, pool, first_watched)
+
+
+def _silence(lost: Tensor, delta: Tensor, residual: Tensor | None, index: Tensor, faults: Tensor) -> None:
+    """Rows that steering made infinite or NaN. Their request fails, but some steps later, and what it left in the cache
+    is read by whoever gets its blocks next: times zero, but zero times NaN is NaN."""
+    if len(lost):
+        faults[index[lost, ASKER].long()] = 1
+        for tensor in (delta, residual):
+            if tensor is not None:
+                tensor[lost] = 0
 
 
 def _leave_rows(which: Tensor, delta: Tensor, residual: Tensor | None, pool: Tensor, first: int) -> None:
@@ -194,8 +205,8 @@ class Tap(nn.Module):
         if self.noop:
             return
         torch.ops.steerscope.tap(delta, residual, *self._tables(), self.steer, self.capture)
-        if self.last:
-            torch.ops.steerscope.end(delta, residual, self.index, self.faults, self.steer, self.capture)
+        if self.last and self.capture:
+            torch.ops.steerscope.end(delta, self.index, self.faults)
 
     def normed(self, delta: Tensor, residual: Tensor, norm: "RMSNorm") -> tuple[Tensor, Tensor]:
         """On CUDA: this tap and the norm that follows it; the normed stream and the stream."""
