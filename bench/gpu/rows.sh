@@ -21,7 +21,7 @@ for cell in $cells; do
   esac
   start=$(date +%s)
   program=bench.vllm_rows; [ "$cell" = soak ] && program="cli.main stress"; [ "$cell" = watch ] && program=bench.vllm_watch
-  timeout 240 python3 -m steerscope.$program $args --output "$out/$cell.json" > "$out/$cell.log" 2>&1
+  timeout 240 python3 -m steerscope.$program $args --out "$out/$cell.json" > "$out/$cell.log" 2>&1
   echo "$cell: exit $? after $(( $(date +%s) - start )) s: $(tail -c 900 "$out/$cell.log" | tail -1)"
   unset VLLM_USE_V2_MODEL_RUNNER
 done

@@ -17,7 +17,7 @@ some="noise zero-layer all-layers generated add cap"
 pair() {  # name, then options of steerscope.bench.paired
   name=$1; shift; start=$(date +%s)
   timeout "$limit" python3 -m steerscope.bench.paired --scratch "$tmp/shapes" --rounds "$rounds" \
-    --cell-seconds "$seconds" --output "$out/$name.json" "$@" > "$out/$name.log" 2>&1
+    --cell-seconds "$seconds" --out "$out/$name.json" "$@" > "$out/$name.log" 2>&1
   echo "$name: exit $? after $(( $(date +%s) - start )) s"; grep -E ' s +[+-].*rounds|MISSES|Error' "$out/$name.log" | tail -16
 }
 for run in $runs; do
@@ -36,7 +36,7 @@ for run in $runs; do
     lens)      for size in "267 --compile 8" "7947 --rounds 3 --levels="; do
                  set -- $size
                  python3 -m steerscope.bench.lens --device cuda --hidden 2560 --lenses "$@" \
-                   --output "$out/lens-$1.json" > "$out/lens-$1.log" 2>&1
+                   --out "$out/lens-$1.json" > "$out/lens-$1.log" 2>&1
                  echo "lens-$1: exit $?"; tail -44 "$out/lens-$1.log"
                done ;;
     profile)   for cell in zero-layer all-layers add; do

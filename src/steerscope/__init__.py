@@ -1,10 +1,15 @@
 """See into a language model and steer it, at serving speed.
 
-    import steerscope as ss
+```python
+import steerscope as ss
 
-    with ss.load("smollm2-135m") as model:
-        plain = model.generate("How was your week?", capture=ss.Capture(layers="8-12"))
-        happy = model.generate("How was your week?", steer=vector.add(6, layers="10-14"))
+happy = ss.load_vector("happy.safetensors")
+with ss.load("smollm2-135m") as model:
+    short = ss.Sampling(max_tokens=20)
+    plain = model.generate("How was your week?", short, capture=ss.Capture(layers="8-12"))
+    steered = model.generate("How was your week?", short, steer=happy.add(1.7, layers=19))
+    print(plain.rows[12].shape, plain.text, steered.text)
+```
 
 Names are imported when they are first used, so that `import steerscope` itself is quick.
 """

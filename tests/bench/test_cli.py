@@ -18,7 +18,7 @@ SMALL = ["--model", "tiny", "--batch", "2", "--prefill", "6", "--decode", "4", "
 
 def bench(tmp_path: Path, *words: str) -> dict[str, Any]:
     output = tmp_path / "x.json"
-    done = CliRunner().invoke(app, ["bench", *words, *SMALL, "--output", str(output)])
+    done = CliRunner().invoke(app, ["bench", *words, *SMALL, "--out", str(output)])
     assert done.exit_code == 0, done.output
     return json.loads(output.read_text())
 
@@ -94,7 +94,7 @@ def test_requests_that_run_one_by_one_are_not_reported(tmp_path: Path, monkeypat
     monkeypatch.setattr(SyncEngine, "generate", one_by_one)
     words = ["bench", "capture", "--mode", "zero-layer", "--model", "tiny", "--batch", "8", "--prefill", "4"]
     output = tmp_path / "x.json"
-    done = CliRunner().invoke(app, [*words, "--decode", "4", "--iterations", "1", "--output", str(output)])
+    done = CliRunner().invoke(app, [*words, "--decode", "4", "--iterations", "1", "--out", str(output)])
     assert done.exit_code == 2
     assert "requests did not run together" in done.output
     assert not output.exists()
@@ -102,7 +102,7 @@ def test_requests_that_run_one_by_one_are_not_reported(tmp_path: Path, monkeypat
 
 def test_rows_that_did_not_arrive_are_not_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(drivers, "wanted_rows", lambda *_: 1)
-    words = ["bench", "capture", "--mode", "all-layers", *SMALL, "--output", str(tmp_path / "x.json")]
+    words = ["bench", "capture", "--mode", "all-layers", *SMALL, "--out", str(tmp_path / "x.json")]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2
     assert "72 rows arrived, 1 were asked for" in done.output
@@ -110,6 +110,6 @@ def test_rows_that_did_not_arrive_are_not_reported(monkeypatch: pytest.MonkeyPat
 
 def test_layers_go_with_custom_only(tmp_path: Path) -> None:
     for words in (("--mode", "custom"), ("--mode", "baseline", "--layers", "0")):
-        done = CliRunner().invoke(app, ["bench", "capture", *words, *SMALL, "--output", str(tmp_path / "x.json")])
+        done = CliRunner().invoke(app, ["bench", "capture", *words, *SMALL, "--out", str(tmp_path / "x.json")])
         assert done.exit_code == 2
         assert "goes with --mode custom" in done.output

@@ -60,7 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "cell_seconds": 60.0,
             "baseline": "baseline",
         }
-        given |= {"profile": None, "noop": False, "output": tmp_path / "speed.json"}
+        given |= {"profile": None, "noop": False, "out": tmp_path / "speed.json"}
         return paired.measure(argparse.Namespace(**given | more), tmp_path)
 
     return measure
@@ -104,12 +104,12 @@ def test_a_dead_engine_costs_its_cell_only(run: Any, tmp_path: Path) -> None:
 
 
 def test_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    words = ["--model", "llama-8b", "--batch", "64", "--eager", "--cells", "noise", "layers=0,5", "--output", "x.json"]
+    words = ["--model", "llama-8b", "--batch", "64", "--eager", "--cells", "noise", "layers=0,5", "--out", "x.json"]
     monkeypatch.setattr(sys, "argv", ["paired", *words])
     args = parse()
     assert (args.setup.model, args.setup.batch, args.setup.eager, args.setup.engine) == ("llama-8b", 64, True, "vllm")
     assert args.cells == ["noise", "layers=0,5"]
-    monkeypatch.setattr(sys, "argv", ["paired", "--output", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["paired", "--out", str(tmp_path)])
     assert tuple(parse().cells) == CELLS
 
 

@@ -209,7 +209,7 @@ def test_a_seed_always_draws_the_same_requests() -> None:
 def test_only_this_machine_is_stressed(url: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="is not this machine"):
         check_loopback(url)
-    found = CliRunner().invoke(app, ["stress", str(tmp_path), "--url", url])
+    found = CliRunner().invoke(app, ["stress", str(tmp_path), "--server", url])
     assert found.exit_code == 2
     assert not list(tmp_path.iterdir())
 
@@ -219,7 +219,7 @@ def test_the_command_writes_the_ledger_and_fails_when_something_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "ledger.json"
-    words = ["stress", str(tmp_path / "model"), "--requests", "16", "--concurrent", "8", "--output", str(output)]
+    words = ["stress", str(tmp_path / "model"), "--requests", "16", "--concurrent", "8", "--out", str(output)]
     assert CliRunner().invoke(app, words).exit_code == 0
     assert '"holds": true' in output.read_text()
     monkeypatch.setattr("steerscope.engines.hf.taps.apply", lambda h, *_: torch.zeros_like(h, dtype=torch.float32))

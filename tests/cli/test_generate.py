@@ -149,7 +149,6 @@ def test_chat_sends_the_prompt_through_the_template_with_the_system_message(ask:
 
     assert ask("--chat")["prompt_token_ids"] == ids(("user", PROMPT))
     assert ask("--chat", "--system", "rain")["prompt_token_ids"] == ids(("system", "rain"), ("user", PROMPT))
-    assert ask("--no-chat")["prompt_token_ids"] == ask()["prompt_token_ids"]
 
 
 def test_a_system_message_without_chat_is_refused(refused: Refused, model: str) -> None:

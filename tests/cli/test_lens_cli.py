@@ -34,7 +34,7 @@ def concepts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_fit_writes_a_pack_and_show_draws_its_tree(cli: Cli, model: str, concepts: Path, tmp_path: Path) -> None:
     out = tmp_path / "pack"
     done = cli(
-        *("lens", "fit", "--concepts", concepts, "--model", model, "--layer", "1,2", "--out", out),
+        *("lens", "fit", "--concepts", concepts, "--model", model, "--layers", "1,2", "--out", out),
         *("--linear", "--epochs", 2, "--seed", 7, "--shuffled-control"),
     )
     assert done.exit_code == 0, done.output
@@ -64,13 +64,15 @@ def test_fit_writes_a_pack_and_show_draws_its_tree(cli: Cli, model: str, concept
 def test_all_mistakes_are_told_together(refused: Refused, model: str, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text("no json\n", encoding="utf-8")
-    told = refused("lens", "fit", "--concepts", bad, "--model", model, "--layer", "1", "--out", tmp_path, "--epochs", 0)
+    told = refused(
+        "lens", "fit", "--concepts", bad, "--model", model, "--layers", "1", "--out", tmp_path, "--epochs", 0
+    )
     assert len(told) == 2
     assert told[0].startswith("line 1: is not JSON")
     assert told[1].startswith("fit.epochs: ")
-    assert "name some" in refused("lens", "fit", "--model", model, "--layer", "all", "--out", tmp_path / "x")[0]
-    (line,) = refused("lens", "fit", "--model", model, "--layer", "x", "--out", tmp_path / "x")
-    assert line.startswith("--layer: 'x' is not a layer; write 12")
+    assert "name some" in refused("lens", "fit", "--model", model, "--layers", "all", "--out", tmp_path / "x")[0]
+    (line,) = refused("lens", "fit", "--model", model, "--layers", "x", "--out", tmp_path / "x")
+    assert line.startswith("--layers: 'x' is not a layer; write 12")
 
 
 def test_show_refuses_what_is_no_pack(refused: Refused, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(data: Path, model: str, out: Path) -> list[object]:
-    own = ["--roles-dir", data / "roles", "--questions-file", data / "questions.jsonl"]
+    own = ["--roles-dir", data / "roles", "--questions", data / "questions.jsonl"]
     return ["personas", "run", "--out", out, "--model", model, "--max-tokens", 4, *own]
 
 

@@ -187,7 +187,7 @@ def test_compare_refuses_what_cannot_be_compared(refused: Refused) -> None:
 )
 @pytest.mark.usefixtures("folder")
 def test_arith_computes(done: Done, expression: str, expected: dict[int, list[float]]) -> None:
-    done("arith", "out.safetensors", expression, "--set", "a=a.safetensors", "--set", "b=b.safetensors")
+    done("arith", expression, "--out", "out.safetensors", "--set", "a=a.safetensors", "--set", "b=b.safetensors")
     found = load_vector("out.safetensors")
     assert {layer: found[layer].tolist() for layer in (1, 2)} == expected
     assert (found.site, found.model, found.method) == ("mlp_out", "org/name", expression)
@@ -230,7 +230,7 @@ def test_arith_computes(done: Done, expression: str, expected: dict[int, list[fl
 )
 def test_arith_refuses_everything_else(refused: Refused, folder: Path, expression: str, part: str) -> None:
     sets = ("--set", "a=a.safetensors", "--set", "b=b.safetensors")
-    (line,) = refused("vectors", "arith", *sets, "out.safetensors", expression)
+    (line,) = refused("vectors", "arith", *sets, "--out", "out.safetensors", expression)
     assert part in line
     assert not (folder / "out.safetensors").exists()
     assert not (folder / "hacked").exists()
@@ -238,10 +238,12 @@ def test_arith_refuses_everything_else(refused: Refused, folder: Path, expressio
 
 @pytest.mark.usefixtures("folder")
 def test_arith_names_sets_and_layers_that_do_not_fit(refused: Refused) -> None:
-    assert "write --set a=vector" in refused("vectors", "arith", "out.safetensors", "a", "--set", "a")[0]
-    assert refused("vectors", "arith", "out.safetensors", "a", "--set", "a=gone.pt") == ["gone.pt does not exist"]
+    assert "write --set a=vector" in refused("vectors", "arith", "a", "--out", "out.safetensors", "--set", "a")[0]
+    assert refused("vectors", "arith", "a", "--out", "out.safetensors", "--set", "a=gone.pt") == [
+        "gone.pt does not exist"
+    ]
     sets = ("--set", "a=a.safetensors", "--set", "c=c.safetensors")
-    assert "layers" in refused("vectors", "arith", "out.safetensors", "a+c", *sets)[0]
+    assert "layers" in refused("vectors", "arith", "a+c", "--out", "out.safetensors", *sets)[0]
 
 
 # --- extract, and folders compared
@@ -254,9 +256,13 @@ def contrast(path: Path) -> Path:
     return path
 
 
+def asked(model: str, data: Path | str, out: Path | str) -> list[Path | str]:
+    return ["--model", model, "--data", data, "--out", out]
+
+
 def test_extract_writes_a_vector_that_steers_as_it_says(done: Done, cli: Cli, model: str, tmp_path: Path) -> None:
     data, out = contrast(tmp_path / "pairs.jsonl"), tmp_path / "pairs.safetensors"
-    text = done("extract", model, data, out, "--layers", "1-3", "--strategy", "centred_pca", "--tokens", "all")
+    text = done("extract", *asked(model, data, out), "--layers", "1-3", "--strategy", "centred_pca", "--tokens", "all")
     assert [row[0] for row in cells(text)] == ["1", "2", "3"]
     vector = load_vector(out)
     assert (vector.layers, vector.method, vector.provenance["name"]) == ((1, 2, 3), "centred_pca", "pairs")
@@ -267,7 +273,7 @@ def test_extract_writes_a_vector_that_steers_as_it_says(done: Done, cli: Cli, mo
 
 def test_extract_as_json_tells_the_quality_of_each_layer(done: Done, model: str, tmp_path: Path) -> None:
     data, out = contrast(tmp_path / "pairs.jsonl"), tmp_path / "pairs.safetensors"
-    told = json.loads(done("extract", model, data, out, "--heldout", data, "--json"))
+    told = json.loads(done("extract", *asked(model, data, out), "--heldout", data, "--json"))
     assert told["file"] == str(out)
     assert [one["layer"] for one in told["quality"]] == [0, 1, 2, 3]
     assert load_vector(out).provenance["recommended"]["layer"] == told["layer"]  # type: ignore[call-overload,index]
@@ -304,14 +310,16 @@ def test_compare_leaves_out_what_it_finds_that_is_no_vector_and_refuses_it_where
 
 
 def test_extract_refuses_with_every_mistake_at_once(refused: Refused, model: str, tmp_path: Path) -> None:
-    lines = refused("vectors", "extract", model, "gone.jsonl", "x.safetensors", "--strategy", "magic", "--tokens", "x")
+    lines = refused(
+        "vectors", "extract", *asked(model, "gone.jsonl", "x.safetensors"), "--strategy", "magic", "--tokens", "x"
+    )
     assert len(lines) == 3
     assert lines[0] == "gone.jsonl: is no file and no shipped set; sets are calm_angry, happy_sad, hot_cold"
     assert not (tmp_path / "x.safetensors").exists()
 
 
 def test_mistakes_in_what_to_extract_are_told_together(refused: Refused, model: str, tmp_path: Path) -> None:
-    asked = ["--layers", "9-1", "--tokens", "none", "--strategy", "magic"]
-    lines = refused("vectors", "extract", model, "no_such_set", tmp_path / "v.safetensors", *asked)
+    wrong = ["--layers", "9-1", "--tokens", "none", "--strategy", "magic"]
+    lines = refused("vectors", "extract", *asked(model, "no_such_set", tmp_path / "v.safetensors"), *wrong)
     assert len(lines) == 4
     assert lines[3] == "layers: layer range '9-1' runs backwards; write '1-9'"

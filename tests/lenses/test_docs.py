@@ -23,7 +23,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_the_benchmark_compares_every_cell_with_the_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     sizes = ["--lenses", "12", "--hidden", "32", "--widths", "8,4", "--tokens", "1,3", "--rounds", "3"]
     tiers = ["--levels", "2,6,20", "--budget", "12", "--top-k", "3", "--steps", "4"]
-    lens.main([*sizes, *tiers, "--output", str(tmp_path / "out" / "lens.json")])
+    lens.main([*sizes, *tiers, "--out", str(tmp_path / "out" / "lens.json")])
     result = json.loads((tmp_path / "out" / "lens.json").read_text())
     assert list(result["banks"]) == ["1", "3"]
     for cells in result["banks"].values():

@@ -24,6 +24,8 @@ HIGH = 0.95  # quantile of what chance gives
 
 @dataclass(frozen=True, eq=False)
 class Directions:
+    """Vectors side by side, at the layers that all of them have."""
+
     names: tuple[str, ...]
     groups: tuple[str, ...]
     layers: tuple[int | None, ...]  # (None,): one direction serves all layers

@@ -21,6 +21,8 @@ FORMAT = "steerscope-analysis-1"
 
 @dataclass(frozen=True, eq=False)
 class Result:
+    """What an analysis found: tables, and what is to be known about them."""
+
     kind: str
     about: Mapping[str, Json]
     tables: Mapping[str, pa.Table]

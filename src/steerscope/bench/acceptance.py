@@ -121,7 +121,7 @@ def scale_zero(engine: SyncEngine, prompts: list[str]) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     console = Console(stderr=True)
     data = load_contrast_set()
@@ -154,9 +154,9 @@ def main() -> None:
         "z": demo.control.z,
     }
     console.print_json(data=result["demo"])
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    console.print(f"written to {args.output}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    console.print(f"written to {args.out}")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def theirs(peer: str, python: Path, pairs: dict[str, list[tuple[str, str]]]) -> 
         given, output = Path(folder) / "pairs.json", Path(folder) / "vectors.npz"
         given.write_text(json.dumps(pairs))
         script = HERE / f"extract_{peer}.py"
-        call([str(python), str(script), f"--model={resolve(MODEL)}", f"--pairs={given}", f"--output={output}"])
+        call([str(python), str(script), f"--model={resolve(MODEL)}", f"--pairs={given}", f"--out={output}"])
         with np.load(output) as found:
             return dict(found)
 

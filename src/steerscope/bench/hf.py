@@ -5,7 +5,7 @@ each round is paired with the bare run beside it, so that a slow moment of the m
 process and one virtual environment per library: the same cells through each peer's own fastest documented way, with
 rows and tokens checked against plain hooks.
 
-    python -m steerscope.bench.hf --output bench/results/hf.json [--peers]
+    python -m steerscope.bench.hf --out bench/results/hf.json [--peers]
 """
 
 import argparse
@@ -161,7 +161,7 @@ def peers_table(peers: dict[str, dict]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--prefill", type=int, default=128)
     parser.add_argument("--decode", type=int, default=128)
@@ -202,11 +202,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 name: found[name] for name in sorted(found, key=lambda n: (n != OURS, n != REFERENCE, n))
             }
             Console().print(peers_table(found))
-        elif args.output.exists():  # the engine alone was measured again
-            result["peers"] = json.loads(args.output.read_text()).get("peers", {})
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    console.print(f"written to {args.output}")
+        elif args.out.exists():  # the engine alone was measured again
+            result["peers"] = json.loads(args.out.read_text()).get("peers", {})
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    console.print(f"written to {args.out}")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ RATES = (0.3, 1.0, 3.0)
 STAGES = ("sweep", "average", "test", "resume")
 PARTS = (0.25, 0.5, 1.0, 1.5, 2.0)  # of the scale that is recommended for the mean difference
 QUESTIONS = ("What did you do this morning?", "How do you celebrate?")
-_SMALL = ("--target-tokens", "200", "--val-tokens", "60", "--epochs", "2", "--batch", "4", "--layer", str(LAYER))
+_SMALL = ("--target-tokens", "200", "--val-tokens", "60", "--epochs", "2", "--batch", "4", "--layers", str(LAYER))
 
 
 def stage(work: Path, name: str, do: Callable[[], dict[str, object]]) -> dict:

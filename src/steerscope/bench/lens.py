@@ -1,6 +1,6 @@
 """Lenses: all of a pack together against one after the other, and tiers with a budget.
 
-    python -m steerscope.bench.lens --lenses 267 --hidden 576 --tokens 1,32 --output bench/results/lens.json
+    python -m steerscope.bench.lens --lenses 267 --hidden 576 --tokens 1,32 --out bench/results/lens.json
 
 All cells of one table run in one process and take turns, so that a slow moment of the machine hits all. Sequential is
 the loop of prior systems: one lens, one row, one `.item()` at a time; beside it the same loop with all rows at once,
@@ -208,7 +208,7 @@ def show(result: dict, console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="where to write the JSON")
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
     parser.add_argument("--lenses", type=int, default=267)
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--widths", default="128,64")
@@ -238,9 +238,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             make_pack(levels, args.hidden, widths).save(Path(scratch) / "pack")
             result |= {"levels": levels, "budget": args.budget, "tiers": measure_tiers(Path(scratch) / "pack", args)}
     show(result, Console())
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(args.output) as partial:
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(args.out) as partial:
             partial.write_text(json.dumps(result, indent=1) + "\n")
 
 

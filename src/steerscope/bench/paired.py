@@ -1,6 +1,6 @@
 """The cost of each kind of request against untouched vLLM, measured in pairs.
 
-    python -m steerscope.bench.paired --model qwen2.5-3b --output speed.json
+    python -m steerscope.bench.paired --model qwen2.5-3b --out speed.json
 
 Two engines live side by side on one GPU, each in a process of its own: stock vLLM without any plugin (A), and the
 tapped one (B). Only one runs at a time. Rounds go A B, B A, A B, …, and each round's ratio is B over A with the same
@@ -238,7 +238,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
                 children.pop(kind, None)  # the next cell starts another
                 found = {"error": str(error)}
             result["cells"][cell] = found
-            write(args.output, result)
+            write(args.out, result)
             say(shown(cell, found))
     except ChildFailed as error:
         result["failed"] = str(error)
@@ -255,7 +255,7 @@ def say(line: str) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cells", nargs="*", default=CELLS, help=f"of bench/workload.py, {NOISE} and {PEER}")
     parser.add_argument("--baseline", choices=("baseline", "llm"), default="baseline", help="llm: through vLLM's LLM")
     parser.add_argument("--rounds", type=int, default=20)
@@ -281,7 +281,7 @@ def main() -> None:
     args = parse()
     with tempfile.TemporaryDirectory() as scratch:
         result = measure(args, args.scratch or Path(scratch))
-    write(args.output, result)
+    write(args.out, result)
     raise SystemExit(1 if "failed" in result else 0)
 
 

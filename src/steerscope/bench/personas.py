@@ -1,4 +1,4 @@
-"""Personas on the real model, from definitions to caps: `python -m steerscope.bench.personas --output FILE`.
+"""Personas on the real model, from definitions to caps: `python -m steerscope.bench.personas --out FILE`.
 
 Three roles and two traits in one run, timed; the same run again with resume, which must ask the model nothing and leave
 every file as it was; every file read back by the loaders of persona files. Then the other shipped roles join the same
@@ -180,14 +180,14 @@ def first(engine: SyncEngine, out: Path) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, help="keep the run here; default: a temporary folder")
     parser.add_argument("--resume", action="store_true", help="only what the output lacks; needs the same --work")
     args = parser.parse_args()
     console = Console(stderr=True)
     result: dict[str, object] = {"model": MODEL, "machine": machine(), "questions": QUESTIONS}
     if args.resume:
-        result = json.loads(args.output.read_text())
+        result = json.loads(args.out.read_text())
     with tempfile.TemporaryDirectory() as temporary, load(MODEL, progress=console.print) as engine:
         out = args.work or Path(temporary) / "run"
         stages = {
@@ -200,8 +200,8 @@ def main() -> None:
             if name not in result:
                 result[name] = {"commit": commit(), **stage()}
                 console.print_json(data=result[name])
-                args.output.parent.mkdir(parents=True, exist_ok=True)
-                args.output.write_text(json.dumps(result, indent=1) + "\n")
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the server costs: the same streams through the engine alone and through HTTP, in turns, in one process.
 
-`bench stream --server` runs 32 streams (or --batch) each way. The clients are a process of their own, as they would be.
+`bench stream --http` runs 32 streams (or --batch) each way. The clients are a process of their own, as they would be.
 Beside the ratio of times, which a busy machine blurs, it tells the ratio of processor times of the whole process, what
 the server's thread spends per token, and the functions that it goes to.
 """

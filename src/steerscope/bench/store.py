@@ -1,6 +1,6 @@
 """What a store costs beside the bare disk: one million rows written and read, raw and through the store, in turns.
 
-    python -m steerscope.bench.store --output bench/results/store.json
+    python -m steerscope.bench.store --out bench/results/store.json
 
 Raw is one file written in pieces and synced, and read in pieces with nothing of it in memory. The store writes the same
 rows as documents with labels into shards, with checksums and commits, each synced; it is read shard by shard through
@@ -124,7 +124,7 @@ def rounds(folder: Path, count: int) -> Iterator[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--folder", type=Path, default=Path("bench-store"), help="on the disk that is measured")
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args()
@@ -139,8 +139,8 @@ def main() -> None:
     ratios = {name: statistics.median(one[a] / one[b] for one in measured) for name, (a, b) in pairs.items()}
     size = {"rows": ROWS, "hidden": HIDDEN, "bytes": ROWS * HIDDEN * 2, "shards": ROWS // SHARD}
     result = {"commit": commit(), "machine": machine(), **size, "rounds": measured, "ratios": ratios}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
     console.print_json(data=ratios)
 
 

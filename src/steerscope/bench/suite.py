@@ -43,10 +43,11 @@ def command(setup: Setup, cell: str, iterations: int, output: Path) -> list[str]
         words = ["capture", "--mode", "custom", "--layers", cell.removeprefix("layers=")]
     else:
         words = ["capture", "--mode", cell]
-    for name in ("model", "engine", "batch", "prefill", "decode", "dtype", "tokens"):
+    for name in ("model", "engine", "batch", "prefill", "decode", "dtype"):
         words += [f"--{name}", str(getattr(setup, name))]
+    words += ["--batched-tokens", str(setup.tokens)]
     words += ["--eager"] if setup.eager else []
-    return ["bench", *words, "--iterations", str(iterations), "--output", str(output)]
+    return ["bench", *words, "--iterations", str(iterations), "--out", str(output)]
 
 
 def run_suite(

@@ -1,6 +1,6 @@
 """What holds on the vLLM that is installed here, for the table of supported versions.
 
-    python -m steerscope.bench.versions --output bench/results/vllm_versions.json
+    python -m steerscope.bench.versions --out bench/results/vllm_versions.json
 
 Starts real engines on a tiny model, eager and compiled: the self-test, random requests together in small steps with
 every row, count and text against the transformers engine, and a few refusals. The result is put beside those of other
@@ -139,15 +139,15 @@ def merged(known: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="results of other versions in it are kept")
+    parser.add_argument("--out", type=Path, required=True, help="results of other versions in it are kept")
     parser.add_argument("--requests", type=int, default=48)
     args = parser.parse_args()
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     warnings.filterwarnings("ignore", message="steerscope has not been run")  # this is the run
     result = record(args.requests)
-    known = json.loads(args.output.read_text()) if args.output.exists() else {}
-    with atomic_path(args.output) as partial:
+    known = json.loads(args.out.read_text()) if args.out.exists() else {}
+    with atomic_path(args.out) as partial:
         partial.write_text(json.dumps(merged(known, result), indent=1) + "\n")
     print(json.dumps(result))  # noqa: T201
     raise SystemExit(0 if result["holds"] else 1)

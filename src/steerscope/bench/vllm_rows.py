@@ -1,6 +1,6 @@
 """Rows and steering of the vLLM engine against transformers, on real shapes with seeded weights of normal scale.
 
-    python -m steerscope.bench.vllm_rows --shape qwen2.5-3b --output rows.json [--eager]
+    python -m steerscope.bench.vllm_rows --shape qwen2.5-3b --out rows.json [--eager]
 
 One process, one configuration. Mixed requests run together in vLLM; then every text is fed once more, whole, to the
 transformers engine with the same steering (teacher forcing), and each row is compared: with transformers in the same
@@ -185,7 +185,7 @@ def like_earlier(earlier: dict[str, Any], together: list) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=[*SHAPES, DEFAULT_MODEL], default="tiny")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
@@ -210,7 +210,7 @@ def main() -> None:
     limit = max(ROUNDING * far["transformers_float32"], FLOOR[args.device])
     result["holds"] = far["float32"] <= limit and result["cosine"] >= COSINE
     result["holds"] &= min(result["mistakes_would_be"].values()) > 2 * limit
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({k: v for k, v in result.items() if k not in ("taps",)}))  # noqa: T201
     gc.collect()
 

@@ -1,6 +1,6 @@
 """Readings and rules of the vLLM engine against the transformers engine, in mixed batches, whole and streamed.
 
-    python -m steerscope.bench.vllm_watch --shape gemma-3-1b --output watch.json
+    python -m steerscope.bench.vllm_watch --shape gemma-3-1b --out watch.json
 
 One process, one configuration. Watched and unwatched requests run together; every text is fed once more, whole, to the
 transformers engine with the same watch, and each reading is compared. Then the same requests as streams: a token must
@@ -153,7 +153,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=list(LIMITS))
@@ -172,7 +172,7 @@ def main() -> None:
     rounds, streams = (result["first"], result["again"]), result["streams"]
     result["holds"] = all(r["worst"] <= LIMITS[args.dtype] and not r["missing"] and r["exact"] for r in rounds)
     result["holds"] &= not result["left_over"] and not streams["late"] and not streams["wrong"]
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))  # noqa: T201
     gc.collect()
 

@@ -40,6 +40,7 @@ class CaptureHandle:
         budget.expire_after(id(self), ttl_s, expire)
 
     def fetch(self) -> Rows:
+        """Bring the rows here; the same ones each time."""
         with self._lock:
             if self._rows is None:
                 if self._load is None:
@@ -60,9 +61,11 @@ class CaptureHandle:
         return self._rows is not None
 
     def message(self, i: int, template: bool = False) -> Rows:
+        """The rows of one chat message."""
         return self.fetch().message(i, template)
 
     def save(self, path: Path | str) -> Path:
+        """Write them to a file that `load_rows` reads."""
         return self.fetch().save(path)
 
     def close(self, why: str = "the handle was closed") -> None:

@@ -24,7 +24,7 @@ _SITE: dict[str, Site] = {site: site for site in SITES}
 
 @dataclass(frozen=True, eq=False)
 class Rows(Mapping[Key, Tensor]):
-    """`rows[12]` or `rows[12, "attn_out"]` is a tensor [rows, hidden]; row i is labelled by `labels[i]`.
+    """Captured rows: `rows[12]` or `rows[12, "attn_out"]` is a tensor [rows, hidden]; row i is labelled by `labels[i]`.
 
     With a reduction each tensor is [hidden], float32, and the labels are those of the `n` rows it stands for.
     """

@@ -88,7 +88,17 @@ def finish(folder: Path, info: StoreInfo) -> str | None:
 
 
 class ActivationStore:
-    """A corpus of rows, read where it lies. One that is still being written shows the shards committed so far."""
+    """A corpus of rows, read where it lies. One that is still being written shows the shards committed so far.
+
+    ```python
+    import steerscope as ss
+
+    store = ss.ActivationStore("rows")
+    print(len(store), store.keys, store.document(0)[12].shape)
+    for batch in store.batches(64, layer=12, part="train"):
+        print(batch.shape)
+    ```
+    """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -109,6 +119,7 @@ class ActivationStore:
 
     @property
     def keys(self) -> tuple[Key, ...]:
+        """Layer and site of each tensor of a row."""
         return self.info.keys
 
     def shard(self, number: int) -> Tensor:
@@ -126,6 +137,7 @@ class ActivationStore:
         return self._table("index", where, columns)
 
     def documents(self, where: ds.Expression | None = None, columns: list[str] | None = None) -> pa.Table:
+        """Lines of the list of documents: where each came from, its rows, its labels as JSON, its error."""
         return self._table("documents", where, columns)
 
     def bad(self) -> pa.Table:

@@ -13,13 +13,15 @@ from steerscope.cli.progress import Steps
 if TYPE_CHECKING:
     from steerscope.analysis.results import Result
 
-app = typer.Typer(no_args_is_help=True, help="How directions meet weights: components, susceptibility, a report.")
+app = typer.Typer(
+    no_args_is_help=True, help="See how directions meet weights: components, susceptibility, MLPs, attention."
+)
 
 Vectors = Annotated[list[Path], typer.Argument(metavar="VECTORS…", help="Vector files, or folders of them.")]
 Out = Annotated[Path, typer.Option(help="Folder for the results (Parquet and JSON), and for the page of report.")]
 Base = Annotated[str, typer.Argument(help="smollm2-135m, a model directory, or a hub id.")]
 Tuned = Annotated[str, typer.Argument(help="The same model after training.")]
-Seed = Annotated[int, typer.Option(help="Of the random directions.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random directions.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 
 
@@ -48,7 +50,7 @@ def directions(
     seed: Seed = 0,
     as_json: o.AsJson = False,
 ) -> None:
-    """Principal components of a set of vectors, as tables and as vectors to steer with; and vectors projected on it."""
+    """Find the principal components of a set of vectors, to look at and to steer with; project others on them."""
     from steerscope.analysis import directions as d
     from steerscope.analysis import projections
     from steerscope.analysis.report import extremes
@@ -80,7 +82,10 @@ def susceptibility(
     device: Device = "cpu",
     as_json: o.AsJson = False,
 ) -> None:
-    """How far the weights of each layer changed along directions, between two checkpoints of one model."""
+    """Measure how far the weights of each layer changed along directions, between two checkpoints of one model.
+
+    Example: steerscope analyze susceptibility base/ tuned/ happy.safetensors --out report
+    """
     from steerscope.analysis import susceptibility as s
     from steerscope.analysis.checkpoint import Checkpoint
     from steerscope.analysis.directions import load_directions
@@ -104,7 +109,7 @@ def susceptibility(
 def report(
     folder: Annotated[Path, typer.Argument(help="Where results of the other commands are.")],
 ) -> None:
-    """One page, index.html in the same folder, of all results there."""
+    """Write one page, index.html in the same folder, about all results there."""
     from steerscope.analysis.report import analysis_page
     from steerscope.analysis.results import load_results
     from steerscope.files import atomic_path

@@ -34,7 +34,7 @@ def mlp(
     device: Device = "cpu",
     as_json: o.AsJson = False,
 ) -> None:
-    """What the MLP of every layer makes of directions; with --tuned, how that changed."""
+    """See what the MLP of every layer makes of directions; with --tuned, how that changed."""
     from steerscope.analysis.mlp import mlp_pass
 
     first, second, named = _opened(base, tuned, vectors)
@@ -58,7 +58,7 @@ def attention(
     device: Device = "cpu",
     as_json: o.AsJson = False,
 ) -> None:
-    """Which directions look at which in every layer and head, and what that writes; with --tuned, how that changed."""
+    """See which directions look at which in every layer and head; with --tuned, how that changed."""
     from steerscope.analysis.attention import attention_pass
 
     first, second, named = _opened(base, tuned, vectors)

@@ -15,15 +15,14 @@ app = typer.Typer(no_args_is_help=True, help="Measure what capturing and steerin
 
 _SHAPES = "A directory, smollm2-135m, or a shape with made-up weights: qwen2.5-3b, llama-8b, llama-1b, small, tiny."
 Model = Annotated[str, typer.Option(help=_SHAPES)]
-EngineName = Annotated[Literal["hf", "vllm"], typer.Option("--engine", help="transformers, or vLLM where installed.")]
 Batch = Annotated[int, typer.Option(min=1, help="Requests that run together.")]
 Prefill = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
 Decode = Annotated[int, typer.Option(min=2, help="Tokens each request generates.")]
 Iterations = Annotated[int, typer.Option(min=1, help="Timed rounds, after one that is not.")]
 Dtype = Annotated[str, typer.Option(help="auto: bfloat16 on a GPU, float32 elsewhere.")]
 Eager = Annotated[bool, typer.Option("--eager", help="vLLM without compilation and graphs.")]
-Tokens = Annotated[int, typer.Option(help="vLLM's max_num_batched_tokens.")]
-Output = Annotated[Path, typer.Option(help="The JSON to write.")]
+BatchedTokens = Annotated[int, typer.Option("--batched-tokens", help="vLLM's max_num_batched_tokens.")]
+Out = Annotated[Path, typer.Option(help="The JSON to write.")]
 Mode = Literal["baseline", "zero-layer", "all-layers", "custom"]
 
 
@@ -36,10 +35,10 @@ def _setup(given: dict[str, Any]) -> "Setup":
     return Setup(**{name: value for name, value in given.items() if name in names})
 
 
-def _done(output: Path, result: dict[str, Any]) -> None:
+def _done(out: Path, result: dict[str, Any]) -> None:
     from steerscope.bench.one import write
 
-    write(output, result)
+    write(out, result)
     head = ("", "median", "min", "spread", "drift")
     rows = [
         (name, f"{one['median']:.4f} s", f"{one['min']:.4f} s", f"{one['spread']:.1%}", f"{one['drift']:+.1%}")
@@ -47,12 +46,12 @@ def _done(output: Path, result: dict[str, Any]) -> None:
         if isinstance(one, dict) and "spread" in one
     ]
     o.table(head, rows)
-    o.note(f"written to {output}")
+    o.note(f"written to {out}")
 
 
 @app.command()
 def capture(
-    output: Output,
+    out: Out,
     mode: Annotated[Mode, typer.Option(help="baseline: nothing of ours; zero-layer: on, but nothing is asked.")],
     layers: Annotated[str | None, typer.Option(help="For custom: 0,5,10 or 4-7.")] = None,
     model: Model = "tiny",
@@ -60,13 +59,13 @@ def capture(
     prefill: Prefill = 512,
     decode: Decode = 128,
     iterations: Iterations = 10,
-    engine: EngineName = "hf",
+    engine: o.EngineName = "hf",
     dtype: Dtype = "auto",
     eager: Eager = False,
-    tokens: Tokens = 16384,
+    tokens: BatchedTokens = 16384,
     profile: Annotated[bool, typer.Option("--profile", help="Instead: name the top costs of a fetch.")] = False,
 ) -> None:
-    """One capture configuration."""
+    """Time one capture configuration."""
     given = dict(locals())
     if (mode == "custom") != (layers is not None):
         raise o.mistake("--layers", "goes with --mode custom", "give both or neither")
@@ -75,16 +74,16 @@ def capture(
     cell = f"layers={layers}" if layers else mode
     if profile:
         costs = top_costs(_setup(given), cell)
-        write(output, {"top_costs": costs})
+        write(out, {"top_costs": costs})
         rows = [(one["function"], one["file"][-50:], str(one["calls"]), f"{one['own_us']:.0f}") for one in costs[:10]]
         o.table(("function", "where", "calls", "own µs"), rows)
         return
-    _done(output, measure(_setup(given), cell, iterations))
+    _done(out, measure(_setup(given), cell, iterations))
 
 
 @app.command()
 def steer(
-    output: Output,
+    out: Out,
     op: Annotated[Literal["add", "cap", "ablate"], typer.Option(help="What is done to the stream.")] = "add",
     layers: Annotated[Literal["one", "all"], typer.Option(help="The middle layer, or all.")] = "all",
     specs: Annotated[Literal["one", "each"], typer.Option(help="One for all requests, or another for each.")] = "each",
@@ -93,41 +92,41 @@ def steer(
     prefill: Prefill = 512,
     decode: Decode = 128,
     iterations: Iterations = 10,
-    engine: EngineName = "hf",
+    engine: o.EngineName = "hf",
     dtype: Dtype = "auto",
     eager: Eager = False,
-    tokens: Tokens = 16384,
+    tokens: BatchedTokens = 16384,
 ) -> None:
-    """One steering configuration."""
+    """Time one steering configuration."""
     given = dict(locals())
     from steerscope.bench.one import measure
 
     cell = op + (":one" if layers == "one" else "") + (":same" if specs == "one" else "")
-    _done(output, measure(_setup(given), cell, iterations))
+    _done(out, measure(_setup(given), cell, iterations))
 
 
 @app.command()
 def stream(
-    output: Output,
+    out: Out,
     model: Model = "tiny",
     batch: Batch = 32,
     prefill: Prefill = 512,
     decode: Decode = 128,
     iterations: Iterations = 10,
-    engine: EngineName = "hf",
+    engine: o.EngineName = "hf",
     dtype: Dtype = "auto",
     eager: Eager = False,
-    tokens: Tokens = 16384,
-    server: Annotated[bool, typer.Option("--server", help="In turns with the same streams over HTTP.")] = False,
-    cell: Annotated[str, typer.Option(help="With --server, what streams ask: zero-layer, add, …")] = "zero-layer",
+    tokens: BatchedTokens = 16384,
+    http: Annotated[bool, typer.Option("--http", help="Take turns with the same streams over HTTP.")] = False,
+    cell: Annotated[str, typer.Option(help="With --http, what streams ask: zero-layer, add, …")] = "zero-layer",
 ) -> None:
-    """All requests as streams: time to the first token, tokens per second."""
+    """Time all requests as streams: to the first token, and tokens per second."""
     given = dict(locals())
-    if server:
+    if http:
         from steerscope.bench.served import served
 
         result = served(_setup(given), iterations, cell)
-        _done(output, result)
+        _done(out, result)
         found = result["summary"]
         for name, what in (("ratio", "time"), ("cpu_ratio", "processor time")):
             low, high = found[name]["interval"]
@@ -136,12 +135,12 @@ def stream(
         return
     from steerscope.bench.one import stream as measure
 
-    _done(output, measure(_setup(given), iterations))
+    _done(out, measure(_setup(given), iterations))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def lens(context: typer.Context) -> None:
-    """Lens banks and tiers against one lens after the other; `bench lens --help` lists the sizes."""
+    """Time lens banks and tiers against one lens after the other; `bench lens --help` lists the sizes."""
     from steerscope.bench.lens import main
 
     main(context.args)
@@ -149,23 +148,23 @@ def lens(context: typer.Context) -> None:
 
 @app.command()
 def peers(
-    output: Output,
+    out: Out,
     rounds: Annotated[int, typer.Option(help="Turns of the engine against bare generate.")] = 5,
     venvs: Annotated[Path, typer.Option(help="Where each library gets an environment of its own.")] = Path(
         ".cache/peers"
     ),
 ) -> None:
-    """The transformers engine against bare generate and other libraries."""
+    """Time the transformers engine against bare generate and other libraries."""
     from steerscope.bench.hf import main
 
-    main(["--peers", "--output", str(output), "--rounds", str(rounds), "--venvs", str(venvs)])
+    main(["--peers", "--out", str(out), "--rounds", str(rounds), "--venvs", str(venvs)])
 
 
 @app.command()
 def suite(
-    output: Output,
+    out: Out,
     report: Annotated[Path | None, typer.Option(help="Folder for report.html and report.md.")] = None,
-    engines: Annotated[str, typer.Option(help="hf,vllm")] = "hf,vllm",
+    engines: Annotated[str, typer.Option(help="Engines to time, with commas.")] = "hf,vllm",
     cells: Annotated[list[str] | None, typer.Option("--cell", help="Only these; may be given again.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Fresh processes per cell.")] = 2,
     model: Model = "small",
@@ -175,19 +174,19 @@ def suite(
     iterations: Iterations = 5,
     dtype: Dtype = "auto",
     eager: Eager = False,
-    tokens: Tokens = 2048,
+    tokens: BatchedTokens = 2048,
 ) -> None:
-    """Everything, each cell in fresh processes that take turns."""
+    """Time everything, each cell in fresh processes that take turns."""
     given = dict(locals())
     from steerscope.bench.one import write
     from steerscope.bench.report import html_report
     from steerscope.bench.suite import markdown, run_suite
 
     result = run_suite(_setup(given), engines.split(","), repeats, iterations, cells or (), o.note)
-    write(output, result)
+    write(out, result)
     if report is not None:
         report.mkdir(parents=True, exist_ok=True)
         (report / "report.html").write_text(html_report(result), encoding="utf-8")
         (report / "report.md").write_text(markdown(result) + "\n", encoding="utf-8")
         o.note(f"report in {report}")
-    typer.echo(markdown(json.loads(output.read_text())))
+    typer.echo(markdown(json.loads(out.read_text())))

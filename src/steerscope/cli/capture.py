@@ -13,16 +13,16 @@ from steerscope.cli import options as o
 if TYPE_CHECKING:
     from steerscope.corpus.run import Status
 
-app = typer.Typer(no_args_is_help=True, help="Capture the rows of a corpus, and look at what was captured.")
+app = typer.Typer(no_args_is_help=True, help="Keep the rows of a whole corpus on disk, and look at what was kept.")
 
 
 @app.command()
 def run(
     data: Annotated[list[Path], typer.Option(help=".jsonl or .parquet with text, messages or token_ids; repeatable.")],
     out: Annotated[Path, typer.Option(help="The folder of the store.")],
-    layers: Annotated[str, typer.Option(help="12, 10-14, 4,8 or all.")],
-    model: Annotated[str, typer.Option(help="smollm2-135m, a model directory, or a hub id.")] = "smollm2-135m",
-    sites: Annotated[str, typer.Option(help="With commas.")] = "resid_post",
+    layers: Annotated[str, typer.Option(help="Layers to capture: 12, 10-14, 4,8 or all.")],
+    model: o.ModelName = "smollm2-135m",
+    sites: Annotated[str, typer.Option(help="Sites to capture, with commas.")] = "resid_post",
     tokens: Annotated[str, typer.Option(help="Which tokens, e.g. role=assistant, or !positions=[0].")] = "all",
     reduce: Annotated[Literal["mean", "last"] | None, typer.Option(help="Keep one row per document.")] = None,
     rows: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Type of stored rows.")] = "bfloat16",
@@ -36,7 +36,10 @@ def run(
     dtype: o.Dtype = None,
     engine_name: o.EngineName = "hf",
 ) -> None:
-    """Read every document once and write its rows. What was interrupted goes on with --resume."""
+    """Read every document once and write its rows. What was interrupted goes on with --resume.
+
+    Example: steerscope capture run --data corpus.jsonl --layers 12,20 --out rows
+    """
     from steerscope.corpus.job import Job, alone, begin
     from steerscope.corpus.run import status
     from steerscope.corpus.source import check_paths
@@ -89,7 +92,7 @@ def show(
     store: Annotated[Path, typer.Argument(help="A folder that capture run wrote.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare checksums.")] = False,
 ) -> None:
-    """What a store holds, and which documents could not be read."""
+    """Show what a store holds, and which documents could not be read."""
     from steerscope.capture.store import ActivationStore
     from steerscope.specs.errors import Problem
 

@@ -41,7 +41,7 @@ def chat(
     dtype: o.Dtype = None,
     engine_name: o.EngineName = "hf",
 ) -> None:
-    """Talk to a model; /help lists what can be changed on the way."""
+    """Talk to a model in the terminal; /help lists what can be changed on the way."""
     given = dict(locals())
     from steerscope.cli.steer_args import parse
 

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from steerscope.extraction.personas.definitions import Persona
     from steerscope.vectors.vector import SteeringVector
 
-app = typer.Typer(no_args_is_help=True, help="Judge vectors: answers, scores, report.")
+app = typer.Typer(
+    no_args_is_help=True, help="Judge vectors by the answers they lead to: make answers, score them, report."
+)
 
 Out = Annotated[Path, typer.Option(help="The folder of the run.")]
 Run = Annotated[Path, typer.Argument(help="The folder of a run.")]
-ModelName = Annotated[str, typer.Option("--model", help="smollm2-135m, a model directory, or a hub id.")]
 N = Annotated[int, typer.Option("--n", min=1, help="Answers to each question.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Only so many questions of each set.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same answers.")]
@@ -35,13 +36,13 @@ Highest = Annotated[
     Literal["3", "100"] | None,
     typer.Option("--judge-scale", help="Judgements go from 0 to this; default: 3 for our rubric of a role, else 100."),
 ]
-Prices = Annotated[str | None, typer.Option(help="Of a million prompt and completion tokens: 0.15,0.60.")]
+Prices = Annotated[str | None, typer.Option(help="Price of a million prompt and completion tokens: 0.15,0.60.")]
 
 
 @app.command()
 def rollouts(
     out: Out,
-    model: ModelName = "smollm2-135m",
+    model: o.ModelName = "smollm2-135m",
     vectors: Annotated[str, typer.Option(help="FILE, NAME=FILE or FILE@LAYERS, with commas between them.")] = "",
     scales: Annotated[str, typer.Option(help="-8..8, -8..8:4 or -2,-0.5,2.")] = "-1,1",
     normalize: Annotated[bool, typer.Option("--normalize", help="Make directions 1 long first.")] = False,
@@ -64,7 +65,10 @@ def rollouts(
     dtype: o.Dtype = None,
     engine_name: o.EngineName = "hf",
 ) -> None:
-    """Answers to the same questions: unsteered, prompted, and steered by each vector at each scale."""
+    """Answer the same questions unsteered, prompted, and steered by each vector at each scale.
+
+    Example: steerscope eval rollouts --out run --trait cheerful --vectors happy.safetensors@19 --scales=-1.7,1.7
+    """
     given = dict(locals())
     from steerscope.evals.conditions import baselines, parse_scales, prepared, steered
     from steerscope.evals.run import EvalRun
@@ -100,15 +104,20 @@ def score(
     judge_scale: Highest = None,
     prices: Prices = None,
     regex: Annotated[str | None, typer.Option(help="Count the answers in which this occurs.")] = None,
-    model: Annotated[bool, typer.Option(help="Load the model for perplexity and projections.")] = True,
+    text_only: Annotated[
+        bool, typer.Option("--text-only", help="Without perplexity and projections, which need the model.")
+    ] = False,
     device: o.Device = None,
 ) -> None:
-    """Score the answers of a run; what was scored before is kept."""
+    """Score the answers of a run; what was scored before is kept.
+
+    Example: steerscope eval score run --classifier happy_sad
+    """
     from steerscope.evals.run import load_run
 
     found = load_run(run)
     scorers = _scorers(found, classifier, judge, judge_model, rubric, judge_scale, prices, regex)
-    _score(run, found, scorers, model, device)
+    _score(run, found, scorers, not text_only, device)
 
 
 @app.command()
@@ -116,7 +125,7 @@ def report(
     run: Run,
     main: Annotated[str | None, typer.Option("--score", help="The score the report is about.")] = None,
 ) -> None:
-    """Statistics of all scores: summary.json and report.html, without a model."""
+    """Write the statistics of all scores as summary.json and report.html; no model runs."""
     from steerscope.evals.report import write_report
 
     _show(run, write_report(run, main))
@@ -126,7 +135,7 @@ def report(
 def cap(
     out: Out,
     caps: Annotated[str, typer.Option(help="capping_config.pt or cap-pN.json files, with commas between them.")],
-    model: ModelName = "smollm2-135m",
+    model: o.ModelName = "smollm2-135m",
     harm: Annotated[str, typer.Option(help="Questions that should be declined.")] = "jailbreak",
     capability: Annotated[str, typer.Option(help="Questions or choices with known answers.")] = "facts",
     limit: Limit = None,
@@ -146,7 +155,7 @@ def cap(
     dtype: o.Dtype = None,
     engine_name: o.EngineName = "hf",
 ) -> None:
-    """Caps at several percentiles: what they do to answers that should be declined, and what they cost in ability."""
+    """Measure caps: what they do to answers that should be declined, and what they cost in ability."""
     given = dict(locals())
     from steerscope.evals.conditions import baselines
     from steerscope.evals.conditions import caps as load_caps
@@ -168,7 +177,7 @@ def cap(
 
 @app.command()
 def parity(
-    model: o.Model,
+    model: o.ModelName = "smollm2-135m",
     steer: o.Steer = None,
     questions: Annotated[str, typer.Option(help="Sets or files, with commas between them.")] = "questions",
     limit: Annotated[int, typer.Option(min=1, help="Only so many questions of each set.")] = 4,
@@ -177,7 +186,7 @@ def parity(
     device: o.Device = None,
     as_json: o.AsJson = False,
 ) -> None:
-    """How far the probabilities that vLLM gives under steering lie from those of transformers, token by token."""
+    """Compare the probabilities that vLLM and transformers give under steering, token by token."""
     from steerscope.cli import steer_args
     from steerscope.evals.parity import agreement, continued
 

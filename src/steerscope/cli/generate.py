@@ -29,7 +29,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given 4 times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
     n: Annotated[int, typer.Option(help="How many answers.")] = 1,
-    chat: Annotated[bool, typer.Option(help="Send PROMPT as a user's message through the chat template.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send PROMPT as a user's message through the chat template.")
+    ] = False,
     system: o.System = None,
     steer: o.Steer = None,
     capture: Annotated[str | None, typer.Option(help="Layers to capture: 12, 10-14, 4,8 or all.")] = None,
@@ -42,7 +44,10 @@ def generate(
     dtype: o.Dtype = None,
     engine_name: o.EngineName = "hf",
 ) -> None:
-    """Generate text; --steer changes what the model computes, --capture writes it down."""
+    """Continue a text, or answer a message; --steer changes what the model computes, --capture writes it down.
+
+    Example: steerscope generate smollm2-135m "How was your week?" --chat --steer happy.safetensors@19:1.7
+    """
     given = dict(locals())
     from steerscope.cli.steer_args import joined, parse
 

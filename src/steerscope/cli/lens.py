@@ -11,14 +11,16 @@ from steerscope.cli.progress import Steps
 if TYPE_CHECKING:
     from steerscope.lenses import Pack
 
-app = typer.Typer(no_args_is_help=True, help="Train lenses and look at packs of them.")
+app = typer.Typer(
+    no_args_is_help=True, help="Train lenses for concepts, look at packs of them, and watch a model with them."
+)
 
 
 @app.command()
 def fit(
     out: Annotated[Path, typer.Option(help="The folder of the pack; rows are kept beside it in OUT.work.")],
-    layer: Annotated[str, typer.Option(help="12, or candidates (8-16 or 8,12,16): validation texts choose one.")],
-    model: Annotated[str, typer.Option(help="smollm2-135m, a model directory, or a hub id.")] = "smollm2-135m",
+    layers: Annotated[str, typer.Option(help="12, or candidates (8-16 or 8,12,16): validation texts choose one.")],
+    model: o.ModelName = "smollm2-135m",
     concepts: Annotated[Path | None, typer.Option(help="Concepts with texts (.jsonl); default: those shipped.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same lenses from the same rows.")] = 0,
     linear: Annotated[bool, typer.Option("--linear", help="Linear probes instead of two hidden layers.")] = False,
@@ -33,7 +35,10 @@ def fit(
     dtype: o.Dtype = None,
     engine_name: o.EngineName = "hf",
 ) -> None:
-    """Train a lens for every concept and write a pack. What was interrupted goes on where it stopped."""
+    """Train a lens for every concept and write a pack. What was interrupted goes on where it stopped.
+
+    Example: steerscope lens fit --layers 16 --out pack
+    """
     from steerscope.training.concepts import load_concepts
     from steerscope.training.lenses import LensSettings, fit_pack
 
@@ -42,7 +47,7 @@ def fit(
     asked = {**({"widths": ()} if linear else {}), **({"epochs": epochs} if epochs is not None else {})}
     known, settings = o.together(
         lambda: load_concepts(concepts),
-        lambda: LensSettings.parse({**given, "layers": _layers(layer), "fit": asked}),
+        lambda: LensSettings.parse({**given, "layers": _layers(layers), "fit": asked}),
     )
     with o.open_engine(model, device, dtype, engine_name) as engine, Steps() as steps:
         done = fit_pack(engine, known, out, settings, work=work, progress=steps)
@@ -55,7 +60,7 @@ def show(
     pack: Annotated[Path, typer.Argument(help="A folder that lens fit wrote.")],
     level: Annotated[int | None, typer.Option(help="Show the tree down to this level; default: all.")] = None,
 ) -> None:
-    """The tree of a pack's concepts with their held-out measures."""
+    """Show the concepts of a pack as a tree, with their held-out measures."""
     from rich.console import Console
 
     from steerscope.lenses import Pack
@@ -68,9 +73,9 @@ def show(
 def _layers(text: str) -> list[int]:
     from steerscope.specs.steering import checked_layers
 
-    layers = checked_layers(text, "--layer")
+    layers = checked_layers(text, "--layers")
     if layers == "all":
-        raise o.mistake("--layer", "all is too many to keep rows of", "name some: 8-16, or 8,12,16")
+        raise o.mistake("--layers", "all is too many to keep rows of", "name some: 8-16, or 8,12,16")
     return list(layers)
 
 

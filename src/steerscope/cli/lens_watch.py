@@ -21,7 +21,6 @@ _COLOURS = ("#2468a8", "#c2560c", "#2f7d5b", "#7c4d9e", "#a02c4f", "#8a6d00", "#
 
 Prompt = Annotated[str, typer.Argument(help="The text to continue, or with --chat a user's message.")]
 PackFolder = Annotated[Path, typer.Option(help="The folder of a lens pack.")]
-ModelName = Annotated[str, typer.Option(help="smollm2-135m, a model directory, or a hub id.")]
 Best = Annotated[int, typer.Option(help="How many concepts of each token are kept.")]
 StopWhen = Annotated[list[str] | None, typer.Option(help="End when 'CONCEPT>0.8', or 'CONCEPT>0.8 for 3' tokens.")]
 FlagWhen = Annotated[list[str] | None, typer.Option(help="Say so when 'CONCEPT>0.8'; the same forms.")]
@@ -38,7 +37,7 @@ def register(app: typer.Typer) -> None:
 def watch(
     prompt: Prompt,
     pack: PackFolder,
-    model: ModelName = "smollm2-135m",
+    model: o.ModelName = "smollm2-135m",
     top_k: Best = 3,
     stop_when: StopWhen = None,
     flag_when: FlagWhen = None,
@@ -51,7 +50,10 @@ def watch(
     device: o.Device = None,
     dtype: o.Dtype = None,
 ) -> None:
-    """Generate with every token in the colour of the concept that its row shows most."""
+    """Generate with every token in the colour of the concept that its row shows most.
+
+    Example: steerscope lens watch "The storm broke over" --pack demo-report/lenses --stop-when "fear>0.8 for 3"
+    """
     given = dict(locals())
     asked, sampling = o.together(lambda: _watch(top_k, stop_when, flag_when), lambda: o.sampling(given | {"top_k": 0}))
     with o.open_engine(model, device, dtype) as engine:
@@ -70,7 +72,7 @@ def report(
     prompt: Prompt,
     pack: PackFolder,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("lens-report.html"),
-    model: ModelName = "smollm2-135m",
+    model: o.ModelName = "smollm2-135m",
     top_k: Best = 10,
     stop_when: StopWhen = None,
     flag_when: FlagWhen = None,

@@ -20,7 +20,7 @@ from steerscope.cli.evals import app as evals
 from steerscope.cli.generate import generate
 from steerscope.cli.lens import app as lens
 from steerscope.cli.lens_watch import register as add_watching
-from steerscope.cli.options import mistakes_of
+from steerscope.cli.options import ModelName, mistakes_of
 from steerscope.cli.personas import app as personas
 from steerscope.cli.serve import serve
 from steerscope.cli.stress import stress
@@ -29,6 +29,10 @@ from steerscope.cli.vectors import app as vectors
 
 
 class _Group(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        """As they are added below; typer alone would put commands before groups, and so panels out of order."""
+        return sorted(super().list_commands(ctx), key=lambda name: name in ("stress", "bench"))
+
     def invoke(self, ctx: Any) -> object:
         try:
             return super().invoke(ctx)
@@ -43,32 +47,32 @@ class _Group(TyperGroup):
 
 
 app = typer.Typer(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False)
-app.command()(generate)
-app.command()(chat)
-app.command()(serve)
-app.add_typer(vectors, name="vectors")
-app.add_typer(personas, name="personas")
-app.add_typer(train, name="train")
-app.add_typer(lens, name="lens")
-app.add_typer(capture, name="capture")
-app.add_typer(evals, name="eval")
-add_watching(lens)
-app.add_typer(analyze, name="analyze")
-add_layers(analyze)
-app.add_typer(bench, name="bench")
-app.command()(stress)
-app.command()(doctor)
 
 
-@app.command()
+@app.command(rich_help_panel="Begin")
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("demo-report"),
-    model: Annotated[str, typer.Option(help="A name, a directory or a hub id.")] = "smollm2-135m",
+    model: ModelName = "smollm2-135m",
 ) -> None:
-    """Steer and read a small model, and write a report about it."""
+    """Steer and read a small model, and write a page about it."""
     from steerscope.demo.run import run_demo
 
     run_demo(out, model)
+
+
+app.command(rich_help_panel="Begin")(doctor)
+for _command in (generate, chat, serve):
+    app.command(rich_help_panel="Run a model")(_command)
+for _name, _group in (("vectors", vectors), ("train", train), ("personas", personas)):
+    app.add_typer(_group, name=_name, rich_help_panel="Make vectors")
+for _name, _group in (("capture", capture), ("lens", lens)):
+    app.add_typer(_group, name=_name, rich_help_panel="Read activations")
+for _name, _group in (("eval", evals), ("analyze", analyze)):
+    app.add_typer(_group, name=_name, rich_help_panel="Judge and explain")
+add_watching(lens)
+add_layers(analyze)
+app.command(rich_help_panel="Measure steerscope itself")(stress)
+app.add_typer(bench, name="bench", rich_help_panel="Measure steerscope itself")
 
 
 def _version(wanted: bool) -> None:
@@ -78,7 +82,11 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _options(_: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
     """See into a language model and steer it."""
 
 

@@ -15,22 +15,45 @@ if TYPE_CHECKING:
 
 REQUEST = "cli"  # the one request that runs
 
-Model = Annotated[str, typer.Argument(help="smollm2-135m, a model directory, or a hub id.")]
-_STEER = "FILE[@LAYERS][:SCALE | :cap=MIN..MAX | :ablate[=KEEP]][;tokens=SELECTOR], or CAPPING_CONFIG.pt#EXPERIMENT."
+_MODEL = "smollm2-135m, a model directory, or a hub id."
+_RUN, _SAMPLING = "Model and engine", "Sampling"  # panels of --help
+Model = Annotated[str, typer.Argument(help=_MODEL)]
+ModelName = Annotated[str, typer.Option("--model", help=_MODEL)]
+_STEER = (
+    "FILE@LAYERS:SCALE adds a vector, FILE@LAYERS:cap=MIN..MAX caps it, FILE@LAYERS:ablate removes it; "
+    "';tokens=generated' behind it says where. Or CAPPING_CONFIG.pt#EXPERIMENT. May be given again."
+)
 Steer = Annotated[list[str] | None, typer.Option(help=_STEER)]
 System = Annotated[str | None, typer.Option(help="The system message.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.")]
-EngineName = Annotated[Literal["hf", "vllm"], typer.Option("--engine", help="transformers, or vLLM where installed.")]
-Dtype = Annotated[Literal["float32", "bfloat16", "float16", "auto"] | None, typer.Option(help="Type of the weights.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.", rich_help_panel=_RUN)
+]
+EngineName = Annotated[
+    Literal["hf", "vllm"],
+    typer.Option("--engine", help="hf: transformers; vllm: vLLM, where installed.", rich_help_panel=_RUN),
+]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16", "auto"] | None,
+    typer.Option(help="Type of the weights; default: float32 on a CPU, else as they are stored.", rich_help_panel=_RUN),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Keep the most likely tokens that hold this much probability.")]
-TopK = Annotated[int, typer.Option(help="Keep this many most likely tokens; 0 keeps all.")]
-MinP = Annotated[float, typer.Option(help="Keep tokens at least this likely, relative to the most likely one.")]
-Penalty = Annotated[float, typer.Option(help="Above 1, tokens seen before become less likely.")]
-Window = Annotated[int | None, typer.Option(help="Only this many last tokens count as seen.")]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_SAMPLING)]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
+TopP = Annotated[
+    float, typer.Option(help="Keep the most likely tokens that hold this much probability.", rich_help_panel=_SAMPLING)
+]
+TopK = Annotated[int, typer.Option(help="Keep this many most likely tokens; 0 keeps all.", rich_help_panel=_SAMPLING)]
+MinP = Annotated[
+    float,
+    typer.Option(help="Keep tokens at least this likely, relative to the most likely one.", rich_help_panel=_SAMPLING),
+]
+Penalty = Annotated[
+    float, typer.Option(help="Above 1, tokens seen before become less likely.", rich_help_panel=_SAMPLING)
+]
+Window = Annotated[
+    int | None, typer.Option(help="Only this many last tokens count as seen.", rich_help_panel=_SAMPLING)
+]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_SAMPLING)]
 
 
 def sampling(given: Mapping[str, object]) -> "ss.Sampling":

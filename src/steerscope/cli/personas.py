@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from steerscope.extraction.personas.definitions import Kind, Persona
     from steerscope.extraction.personas.judges import Judge
 
-app = typer.Typer(no_args_is_help=True, help="Vectors of roles and traits that a model plays.")
+app = typer.Typer(no_args_is_help=True, help="Make vectors from roles and traits that a model plays.")
 
 RolesDir = Annotated[Path | None, typer.Option(help="Folder of role files (.json); default: those shipped.")]
 TraitsDir = Annotated[Path | None, typer.Option(help="Folder of trait files (.json); default: those shipped.")]
@@ -23,7 +23,7 @@ Percentiles = Annotated[str, typer.Option(help="Of the default's projections on 
 
 @app.command("list")
 def list_(roles_dir: RolesDir = None, traits_dir: TraitsDir = None) -> None:
-    """The roles and traits that there are."""
+    """List the roles and traits that there are."""
     from steerscope.extraction.personas.definitions import load_personas
 
     rows = []
@@ -38,13 +38,13 @@ def list_(roles_dir: RolesDir = None, traits_dir: TraitsDir = None) -> None:
 @app.command()
 def run(
     out: Annotated[Path, typer.Option(help="The folder of the run.")],
-    model: Annotated[str, typer.Option(help="smollm2-135m, a model directory, or a hub id.")] = "smollm2-135m",
+    model: o.ModelName = "smollm2-135m",
     roles: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "",
     traits: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "",
     roles_dir: RolesDir = None,
     traits_dir: TraitsDir = None,
-    questions_file: Annotated[Path | None, typer.Option(help="Shared questions (.jsonl); default: ours.")] = None,
-    questions: Annotated[int | None, typer.Option(min=1, help="Only so many of the shared questions.")] = None,
+    questions: Annotated[Path | None, typer.Option(help="Shared questions (.jsonl); default: ours.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many of the shared questions.")] = None,
     ask: Annotated[
         Literal["shared", "own", "both"], typer.Option(help="Which questions a persona is asked.")
     ] = "shared",
@@ -64,7 +64,10 @@ def run(
     dtype: o.Dtype = None,
     engine_name: o.EngineName = "hf",
 ) -> None:
-    """Have a model play personas, judge its answers, and write vectors, the axis of the roles, and caps."""
+    """Have a model play personas, judge its answers, and write vectors, the axis of the roles, and caps.
+
+    Example: steerscope personas run --out run --roles pirate,nurse,wizard --traits formal --limit 8
+    """
     given = dict(locals())
     from steerscope.extraction.personas.axis import cap_layers as checked
     from steerscope.extraction.personas.build import build
@@ -78,7 +81,7 @@ def run(
         lambda: _personas("roles", roles, roles_dir),
         lambda: _personas("traits", traits, traits_dir),
         lambda: load_default(roles_dir),
-        lambda: load_questions(questions_file)[:questions],
+        lambda: load_questions(questions)[:limit],
         lambda: RolloutSettings.parse({name: given[name] for name in RolloutSettings.model_fields}),
         lambda: _judge(judge, judge_model),
         lambda: _percentiles(percentiles),
@@ -94,14 +97,14 @@ def run(
 
 @app.command()
 def axis(
-    out: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
     cap_layers: CapLayers = None,
     percentiles: Percentiles = "1,25,50,75",
 ) -> None:
-    """Make vectors, axis and caps again from what a run has kept, with other layers or percentiles; no model runs."""
+    """Make vectors, axis and caps of a run again, with other layers or percentiles; no model runs."""
     from steerscope.extraction.personas.build import build
 
-    _show(out, build(out, layers=cap_layers, percentiles=_percentiles(percentiles)))
+    _show(run, build(run, layers=cap_layers, percentiles=_percentiles(percentiles)))
 
 
 def _personas(kind: "Kind", names: str, folder: Path | None) -> "list[Persona]":

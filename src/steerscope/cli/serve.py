@@ -25,8 +25,10 @@ def serve(
     ] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     vectors: Annotated[Path | None, typer.Option(help="Folder of vector files, each known by its name.")] = None,
-    lens: Annotated[list[Path] | None, typer.Option(help="Folder of a lens pack; may be given again.")] = None,
-    any_model: Annotated[bool, typer.Option(help="Take packs that were made for another model's name.")] = False,
+    pack: Annotated[list[Path] | None, typer.Option(help="Folder of a lens pack; may be given again.")] = None,
+    any_model: Annotated[
+        bool, typer.Option("--any-model", help="Take packs that were made for another model's name.")
+    ] = False,
     device: o.Device = None,
     dtype: o.Dtype = None,
     max_batch: Annotated[int | None, typer.Option(help="Choices that the engine runs in one step.")] = None,
@@ -39,11 +41,16 @@ def serve(
     cors_origin: Annotated[list[str] | None, typer.Option(help="Web origin that may call; may be given again.")] = None,
     drain: Annotated[float, typer.Option(help="Seconds that running requests get when the server stops.")] = 30.0,
     log_format: Annotated[Literal["json", "pretty"], typer.Option(help="How lines of the log look.")] = "pretty",
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option()] = "info",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="Which lines the log has.")
+    ] = "info",
     vllm: Annotated[str | None, typer.Option(help='vLLM\'s own arguments, e.g. {"tensor_parallel_size": 2}.')] = None,
     taps: Annotated[str | None, typer.Option(help='What vLLM is tapped for, e.g. {"layers": "8-12"}.')] = None,
 ) -> None:
-    """Serve a model: OpenAI's API, steering, captures and readings, and a page at /."""
+    """Serve a model over HTTP: OpenAI's API with steering, captures and readings, and a page at /.
+
+    Example: steerscope serve smollm2-135m --vectors vectors/ --pack demo-report/lenses
+    """
     try:
         from steerscope.serving.app import create_app
         from steerscope.serving.logs import set_up
@@ -59,7 +66,7 @@ def serve(
                 "api_key": api_key,
                 "model_name": name,
                 "vectors": None if vectors is None else str(vectors),
-                "lenses": [str(folder) for folder in lens or ()],
+                "lenses": [str(folder) for folder in pack or ()],
                 "any_model": any_model,
                 "captures_bytes": captures_bytes,
                 "capture_ttl_s": capture_ttl,

@@ -15,7 +15,7 @@ def stress(
         typer.Argument(help="Where the small model and its lenses are, or are put; a scratch one if left out."),
     ] = None,
     engine_name: o.EngineName = "hf",
-    url: Annotated[str | None, typer.Option(help="A server on this machine that runs the folder's model.")] = None,
+    server: Annotated[str | None, typer.Option(help="A server on this machine that runs the folder's model.")] = None,
     requests: Annotated[int, typer.Option(min=0, help="At most so many; 0 only makes the folder.")] = 1000,
     seconds: Annotated[float, typer.Option(min=1, help="No new round after so long.")] = 600.0,
     concurrent: Annotated[int, typer.Option(min=2, help="Requests at once.")] = 32,
@@ -24,25 +24,25 @@ def stress(
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="In bfloat16 only rows are compared.")
     ] = "float32",
-    output: Annotated[Path | None, typer.Option(help="A JSON file for the ledger.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A JSON file for the ledger.")] = None,
 ) -> None:
-    """Steered, captured, watched, cancelled and mistaken requests, each token and row against plain transformers."""
-    if url is not None and folder is None:
+    """Send random requests and check every token and row against plain transformers."""
+    if server is not None and folder is None:
         raise o.mistake("folder", "is missing", "name the folder whose model the server runs")
     from steerscope.bench.one import write
     from steerscope.bench.stress.run import Plan, prepare, run
     from steerscope.bench.stress.targets import check_loopback
 
-    if url is not None:
-        check_loopback(url)
+    if server is not None:
+        check_loopback(server)
     with tempfile.TemporaryDirectory() as scratch:
         where = folder or Path(scratch)
         if not requests:
             o.note(f"model and lenses are in {prepare(where)}")
             return
-        found = run(where, Plan(requests, seconds, seed, concurrent), engine_name, url, o.note, dtype, cached)
-    if output is not None:
-        write(output, found)
+        found = run(where, Plan(requests, seconds, seed, concurrent), engine_name, server, o.note, dtype, cached)
+    if out is not None:
+        write(out, found)
     _show(found)
     if not found["holds"]:
         raise typer.Exit(1)

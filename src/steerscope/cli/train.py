@@ -20,13 +20,12 @@ app = typer.Typer(invoke_without_command=True)
 _DATA = "A shipped set (nostalgic), or a .jsonl file of chats, texts, or pairs."
 _INIT = "zero, mean-diff (of pairs), or a vector file to begin with."
 _PROMPTED = "What the prompted baseline is told; default: what a shipped set brings. May be repeated."
-_LAYER = "12, or several that learn together: 10-14, 4,8."
-Model = Annotated[str, typer.Option(help="smollm2-135m, a model directory, or a hub id.")]
+_LAYERS = "12, or several that learn together: 10-14, 4,8."
 Site = Annotated[
     Literal["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"], typer.Option(help="Where it is added.")
 ]
 TokensOption = Annotated[str, typer.Option(help="Which tokens are steered: all, generated, prompt, …")]
-Rank = Annotated[int, typer.Option(help="Learn also this many directions of which a part is kept.")]
+Rank = Annotated[int, typer.Option(help="Learn also this many directions to scale, beside the one that is added.")]
 Schedule = Annotated[Literal["cosine", "constant"], typer.Option(help="What the rate does over the steps.")]
 Epochs = Annotated[int, typer.Option(help="Most times each text is seen.")]
 Batch = Annotated[int, typer.Option(help="Texts per step.")]
@@ -36,7 +35,6 @@ Patience = Annotated[
     int | None, typer.Option("--early-stop-patience", help="Stop after so many epochs without a better.")
 ]
 Checkpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="Less memory for more time.")]
-Bf16 = Annotated[bool, typer.Option("--bf16", help="Weights in bfloat16; the vector stays float32.")]
 Init = Annotated[str, typer.Option(help=_INIT)]
 Prompted = Annotated[list[str] | None, typer.Option(help=_PROMPTED)]
 Seed = Annotated[int, typer.Option(help="Of the order of texts, and of what is held out.")]
@@ -47,8 +45,8 @@ def train(
     context: typer.Context,
     data: Annotated[str | None, typer.Option(help=_DATA)] = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the run; an interrupted one goes on.")] = None,
-    layer: Annotated[str | None, typer.Option(help=_LAYER)] = None,
-    model: Model = "smollm2-135m",
+    layers: Annotated[str | None, typer.Option(help=_LAYERS)] = None,
+    model: o.ModelName = "smollm2-135m",
     lr: Annotated[float, typer.Option(help="Learning rate of Adam.")] = 1.0,
     schedule: Schedule = "cosine",
     epochs: Epochs = 6,
@@ -62,12 +60,15 @@ def train(
     rank: Rank = 0,
     prompted: Prompted = None,
     gradient_checkpointing: Checkpointing = False,
-    bf16: Bf16 = False,
+    dtype: o.Dtype = None,
     seed: Seed = 0,
     device: o.Device = None,
     as_json: o.AsJson = False,
 ) -> None:
-    """Learn a steering vector from texts, through the frozen model."""
+    """Learn a steering vector from texts by gradient descent; the model itself stays as it is.
+
+    Example: steerscope train --data nostalgic --layers 18 --epochs 3 --out run
+    """
     given = locals()
     if context.invoked_subcommand is not None:
         return
@@ -76,10 +77,10 @@ def train(
 
     known, settings, folder = o.together(
         lambda: load_training_set(_needed("--data", data)),
-        lambda: _settings(given, learning_rate=lr, layers=_needed("--layer", layer)),
+        lambda: _settings(given, learning_rate=lr, layers=_needed("--layers", layers)),
         lambda: _needed("--out", out),
     )
-    with o.open_engine(model, device, "bfloat16" if bf16 else None) as engine, Steps() as steps:
+    with o.open_engine(model, device, dtype) as engine, Steps() as steps:
         told = tuple(prompted) if prompted else None
         done = run(
             engine, known, folder, settings, prompts=told, told=lambda line, most: _tell(steps, line, most, epochs)
@@ -97,10 +98,10 @@ def train(
 @app.command()
 def sweep(
     data: Annotated[list[str], typer.Option(help=f"{_DATA} May be repeated.")],
-    root: Annotated[Path, typer.Option(help="Runs go to ROOT/MODEL/SET/RUN; what is finished there is skipped.")],
-    layer: Annotated[list[str], typer.Option(help=f"{_LAYER} Each time it is given is a run.")],
+    out: Annotated[Path, typer.Option(help="Runs go to OUT/MODEL/SET/RUN; what is finished there is skipped.")],
+    layers: Annotated[list[str], typer.Option(help=f"{_LAYERS} Each time it is given is a run.")],
     lr: Annotated[str, typer.Option(help="Learning rates: 0.03,0.1,0.3.")],
-    model: Model = "smollm2-135m",
+    model: o.ModelName = "smollm2-135m",
     schedule: Schedule = "cosine",
     epochs: Epochs = 6,
     batch: Batch = 8,
@@ -113,22 +114,22 @@ def sweep(
     rank: Rank = 0,
     prompted: Prompted = None,
     gradient_checkpointing: Checkpointing = False,
-    bf16: Bf16 = False,
+    dtype: o.Dtype = None,
     seed: Seed = 0,
     devices: Annotated[str | None, typer.Option(help="cuda:0,cuda:1; default: all GPUs, or the CPU.")] = None,
     as_json: o.AsJson = False,
 ) -> None:
-    """Every rate at every layer on every set, with one loaded model per device."""
+    """Train with every rate at every layer on every set, with one loaded model per device."""
     given = locals()
     from steerscope.training import sweep as s
     from steerscope.training.texts import load_training_set
 
     rates, *known = o.together(lambda: _rates(lr), *(partial(load_training_set, one) for one in data))
     settings = o.together(
-        *(partial(_settings, given, learning_rate=rate, layers=one) for one in layer for rate in rates)
+        *(partial(_settings, given, learning_rate=rate, layers=one) for one in layers for rate in rates)
     )
-    runs = s.plan(root, model, known, settings)
-    dtype, told = "bfloat16" if bf16 else None, tuple(prompted) if prompted else None
+    runs = s.plan(out, model, known, settings)
+    told = tuple(prompted) if prompted else None
     with Steps() as steps:
         done = s.sweep(
             runs,

@@ -31,7 +31,7 @@ Sets = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=FILE", he
 
 @app.command()
 def show(file: Annotated[Path, typer.Argument(help="A vector in any known format, or a capping config.")]) -> None:
-    """Layers, norms and origin of a vector, or the experiments of a capping config."""
+    """Show the layers, norms and origin of a vector, or the experiments of a capping config."""
     from steerscope.specs.errors import BadFile
     from steerscope.vectors.legacy import load_capping
 
@@ -63,9 +63,9 @@ def _layer(layer: int | None) -> str:
 
 @app.command()
 def extract(
-    model: o.Model,
-    data: Annotated[str, typer.Argument(help="A shipped set (happy_sad, calm_angry, hot_cold) or a .jsonl file.")],
-    out: Annotated[Path, typer.Argument(help="Where the vector goes: .safetensors or .gguf.")],
+    data: Annotated[str, typer.Option(help="A shipped set (happy_sad, calm_angry, hot_cold) or a .jsonl file.")],
+    out: Annotated[Path, typer.Option(help="Where the vector goes: .safetensors or .gguf.")],
+    model: o.ModelName = "smollm2-135m",
     heldout: Annotated[
         Path | None, typer.Option(help="A .jsonl file to measure on; default: a shipped set's own, or folds.")
     ] = None,
@@ -83,7 +83,10 @@ def extract(
     dtype: o.Dtype = None,
     engine_name: o.EngineName = "hf",
 ) -> None:
-    """Make a vector of contrast data and tell how good it is at each layer."""
+    """Make a vector from contrasting texts, and tell how good it is at each layer.
+
+    Example: steerscope vectors extract --data happy_sad --out happy.safetensors
+    """
     from steerscope.extraction import extract as run
     from steerscope.extraction import load_examples
     from steerscope.extraction.reading import parse_choice
@@ -145,7 +148,7 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="A folder for index.html and the numbers as Parquet.")] = None,
     as_json: o.AsJson = False,
 ) -> None:
-    """Cosines of vectors at every layer that two of them have; with --out norms, clusters and a page, too."""
+    """Compare vectors layer by layer; with --out also norms, clusters and a page."""
     from steerscope.analysis import compare as c
 
     asked = c.vector_files(paths)
@@ -197,11 +200,14 @@ def _plain(matrix: "np.ndarray") -> list[list[float | None]]:
 
 @app.command(context_settings={"ignore_unknown_options": True})  # so that an expression may start with a minus
 def arith(
-    out: Annotated[Path, typer.Argument(help="Where the result goes: .safetensors or .gguf.")],
     expression: Annotated[str, typer.Argument(metavar="EXPR", help="For example '0.5*a - b/2 + c'.")],
+    out: Annotated[Path, typer.Option(help="Where the result goes: .safetensors or .gguf.")],
     sets: Sets = None,
 ) -> None:
-    """Combine vectors with + - * / and numbers."""
+    """Combine vectors with + - * / and numbers.
+
+    Example: steerscope vectors arith 'a - b/2' --set a=happy.safetensors --set b=calm.safetensors --out c.safetensors
+    """
     names = {name: file for name, _, file in (text.partition("=") for text in sets or ())}
     if "" in names.values():
         raise o.mistake("--set", "a name has no file", "write --set a=vector.safetensors")

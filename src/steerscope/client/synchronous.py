@@ -24,7 +24,22 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """Requests to one server. Without `model` the server's own is asked; the key may be in STEERSCOPE_API_KEY."""
+    """Requests to one server. Without `model` the server's own is asked; the key may be in STEERSCOPE_API_KEY.
+
+    ```python
+    import steerscope as ss
+
+    with ss.Client("http://127.0.0.1:8000") as client:
+        client.upload_vector("happy", "happy.safetensors")
+        answer = client.chat(
+            [{"role": "user", "content": "How was your week?"}],
+            ss.Sampling(max_tokens=20),
+            steer=ss.Add(vector="happy", scale=1.7, layers=19),
+            capture=ss.Capture(layers=20),
+        )
+        print(answer.text, client.rows(answer.capture)[20].shape)
+    ```
+    """
 
     def __init__(
         self,
@@ -43,6 +58,7 @@ class Client:
     def generate(
         self, prompt: str | Sequence[int], sampling: Sampling | None = None, **options: Unpack[Options]
     ) -> Answer:
+        """Continue a text or token ids. Options: `steer`, `capture`, `watch`, `project`, and others of the server."""
         return answer_of(
             self._json("POST", "/v1/completions", self._named(calls.completion_body(prompt, sampling, options)))
         )
@@ -52,6 +68,7 @@ class Client:
         return self._json("POST", path, body)
 
     def chat(self, messages: Chat, sampling: Sampling | None = None, **options: Unpack[Options]) -> Answer:
+        """Answer a chat; the options of `generate`."""
         body = self._named(calls.chat_body(messages, sampling, options))
         return answer_of(self._json("POST", "/v1/chat/completions", body))
 
@@ -65,6 +82,7 @@ class Client:
     def stream_chat(
         self, messages: Chat, sampling: Sampling | None = None, **options: Unpack[Options]
     ) -> Generator[Piece | Answer]:
+        """`stream` for a chat."""
         body = calls.chat_body(messages, sampling, options, stream=True)
         return self._stream("/v1/chat/completions", self._named(body))
 
@@ -78,6 +96,7 @@ class Client:
             return load_rows(self.save_rows(capture, Path(folder) / "rows.safetensors"))
 
     def save_rows(self, capture: CaptureRef | str, path: Path | str) -> Path:
+        """Write captured rows to a file, as `load_rows` reads it."""
         with (
             self._open("GET", calls.capture_path(capture)) as response,
             atomic_path(Path(path)) as temporary,
@@ -88,17 +107,21 @@ class Client:
         return Path(path)
 
     def forget(self, capture: CaptureRef | str) -> None:
+        """Have the server drop captured rows."""
         self._json("DELETE", calls.capture_path(capture))
 
     # --- what the server has
 
     def models(self) -> list[str]:
+        """Names of the models that are served."""
         return [one["id"] for one in self._json("GET", "/v1/models")["data"]]
 
     def capabilities(self) -> Json:
+        """What can be asked of this server: layers, sites, limits, vectors, packs."""
         return self._json("GET", "/v1/capabilities")
 
     def vectors(self) -> list[Json]:
+        """The vectors that requests may name."""
         return self._json("GET", "/v1/vectors")["data"]
 
     def upload_vector(self, name: str | None, vector: "SteeringVector | Path | str") -> Json:
@@ -107,12 +130,15 @@ class Client:
         return self._json("POST", "/v1/vectors", content=data, params={"name": known_as})
 
     def delete_vector(self, name: str) -> None:
+        """Have the server forget a vector."""
         self._json("DELETE", f"/v1/vectors/{part(name)}")
 
     def lenses(self) -> list[Json]:
+        """The lens packs that requests may name."""
         return self._json("GET", "/v1/lenses")["data"]
 
     def lens(self, name: str) -> Json:
+        """A pack with its concepts."""
         return self._json("GET", f"/v1/lenses/{part(name)}")
 
     @property
@@ -130,10 +156,12 @@ class Client:
     # --- jobs
 
     def start_job(self, messages: Chat, sampling: Sampling | None = None, **options: Unpack[Options]) -> JobRef:
+        """Start a chat that goes on whoever listens."""
         found = self._json("POST", "/v1/jobs", self._named(calls.chat_body(messages, sampling, options)))
         return JobRef(found["job_id"], found["sse_url"])
 
     def job_events(self, job: JobRef | str, after: JobEvent | str | None = None) -> Iterator[JobEvent]:
+        """What happens in a job, from its beginning or `after` an event."""
         name = job if isinstance(job, str) else job.id
         with self._open("GET", f"/v1/jobs/{part(name)}/stream", headers=resume(after)) as response:
             for event in calls.events_of(response.iter_lines()):
@@ -144,6 +172,7 @@ class Client:
         raise ServerError(0, calls.BROKEN)
 
     def cancel_job(self, job: JobRef | str) -> None:
+        """End a job."""
         self._json("DELETE", f"/v1/jobs/{part(job if isinstance(job, str) else job.id)}")
 
     # --- inside
@@ -181,6 +210,7 @@ class Client:
         raise ServerError(0, calls.BROKEN)
 
     def close(self) -> None:
+        """Let go of the connection; a `with` block does it too."""
         self._http.close()
 
     def __enter__(self) -> Self:

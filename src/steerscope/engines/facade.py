@@ -30,7 +30,25 @@ T = TypeVar("T")
 
 
 class SyncEngine:
-    """`steerscope.load(...)` gives one of these; `.aio` is the async engine it drives."""
+    """A running model, as `steerscope.load` gives it. Works in scripts, threads and notebooks; `.aio` is the same with
+    `await`.
+
+    Every request may have `steer`, `capture` and `watch`; requests in a list run in one batch.
+
+    ```python
+    import steerscope as ss
+
+    happy = ss.load_vector("happy.safetensors")
+    with ss.load("smollm2-135m") as model:
+        up, plain = model.generate(
+            ["The weather today is"] * 2,
+            ss.Sampling(max_tokens=10),
+            steer=[happy.add(1.7, layers=19), None],
+            capture=ss.Capture(layers=20),
+        )
+        print(up.text, plain.text, (up.rows[20] - plain.rows[20])[0].norm())
+    ```
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.aio = engine
@@ -68,6 +86,7 @@ class SyncEngine:
 
     @property
     def facts(self) -> Facts:
+        """What is known of the model: name, layers, hidden size, context, and sites that it lacks."""
         return self.aio.facts
 
     @overload
@@ -80,6 +99,10 @@ class SyncEngine:
         **options: Unpack[Many],
     ) -> list[Generation]: ...
     def generate(self, prompt, sampling=None, **options):  # type: ignore[no-untyped-def]
+        """Continue a prompt, or each of a list, with one spec for all or a list of specs, one each.
+
+        Options: `steer`, `capture`, `watch`.
+        """
         return self._run(self.aio.generate(prompt, sampling, **options))
 
     @overload
@@ -89,16 +112,34 @@ class SyncEngine:
         self, messages: Sequence[Chat], sampling: Each[Sampling] = None, **options: Unpack[ManyChat]
     ) -> list[Generation]: ...
     def chat(self, messages, sampling=None, **options):  # type: ignore[no-untyped-def]
+        """Answer a chat, `[{"role": "user", "content": "…"}]`, or each of several.
+
+        Options: `steer`, `capture`, `watch`, `continue_final_message`, `template_options`.
+        """
         return self._run(self.aio.chat(messages, sampling, **options))
 
     def stream(
         self, prompt: PromptLike, sampling: Sampling | None = None, **options: Unpack[Stream]
     ) -> Iterator[Event]:
+        """Tokens as they are sampled, then one EndEvent. Leaving the loop early ends the request.
+
+        Options: `steer`, `capture`, `watch`, `request_id`.
+
+        ```python
+        import steerscope as ss
+
+        with ss.load("smollm2-135m") as model:
+            for event in model.stream("Once upon a time", ss.Sampling(max_tokens=10)):
+                if isinstance(event, ss.TokenEvent):
+                    print(event.text, end="")
+        ```
+        """
         return self._iterate(self.aio.stream(prompt, sampling, **options))
 
     def stream_chat(
         self, messages: Chat, sampling: Sampling | None = None, **options: Unpack[StreamChat]
     ) -> Iterator[Event]:
+        """`stream` for a chat; its options and those of `chat`."""
         return self._iterate(self.aio.stream_chat(messages, sampling, **options))
 
     def _iterate(self, events: AsyncGenerator[Event]) -> Iterator[Event]:
@@ -113,16 +154,29 @@ class SyncEngine:
                 self._run(events.aclose())
 
     def fetch_all(self, handles: Sequence[CaptureHandle]) -> list[Rows]:
+        """The rows of many captures in one round trip."""
         return self._run(self.aio.fetch_all(handles))
 
     def cancel(self, request_id: str) -> bool:
+        """End a request between two steps; it finishes with what it has. False if it is not running."""
         return self.aio.cancel(request_id)
 
     def steering(self, steering: SteerLike) -> AbstractContextManager[None]:
+        """Steer all requests inside the block. Blocks nest, from the outside in.
+
+        ```python
+        import steerscope as ss
+
+        happy = ss.load_vector("happy.safetensors")
+        with ss.load("smollm2-135m") as model, model.steering(happy.add(1.7, layers=19)):
+            print(model.generate("The weather today is", ss.Sampling(max_tokens=10)).text)
+        ```
+        """
         return self.aio.steering(steering)
 
     @property
     def default_steering(self) -> Steering:
+        """What every request gets before anything else; None clears it, `Steering.none()` in a request drops it."""
         return self.aio.default_steering
 
     @default_steering.setter
@@ -130,26 +184,37 @@ class SyncEngine:
         self.aio.default_steering = steering  # type: ignore[assignment]
 
     def register(self, name: str, vector: Vector) -> None:
+        """Give a vector a name that ops may use: `Add(vector="happy", scale=1.7)`."""
         self.aio.register(name, vector)
 
     def unregister(self, name: str) -> None:
+        """Forget a vector's name; requests that run with it go on."""
         self.aio.unregister(name)
 
     @property
     def vectors(self) -> Mapping[str, VectorData]:
+        """The registered vectors by name."""
         return self.aio.vectors
 
     def register_pack(self, name: str, pack: Pack | str | Path, **options: Unpack[PackKeywords]) -> Pack:
+        """Load a lens pack under a name that `Watch(pack=…)` may use.
+
+        Options: `weights` (`"fp32"`, `"bf16"`, `"int8"`), `budget` or `budget_bytes` (keep only so much on the device),
+        `base_levels`, `pinned`, `any_model`, `workspace`.
+        """
         return self.aio.register_pack(name, pack, **options)
 
     def unregister_pack(self, name: str) -> None:
+        """Forget a pack."""
         self.aio.unregister_pack(name)
 
     @property
     def packs(self) -> Mapping[str, Pack]:
+        """The registered packs by name."""
         return self.aio.packs
 
     def stats(self) -> dict[str, float]:
+        """Counters and sizes since the start."""
         return self.aio.stats()
 
     def close(self) -> None:

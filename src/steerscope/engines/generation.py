@@ -64,7 +64,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The answer to one prompt: `n` choices; the first is also at the top."""
+    """The answer to one prompt: `n` choices; all of the first one is also at the top (`text`, `rows`, `readings`, …).
+    `steered` tells where each op really acted."""
 
     request_id: str
     prompt_token_ids: list[int]

@@ -25,7 +25,26 @@ class LoadOptions(TypedDict, total=False):
 
 
 def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> Engine:
-    """The async engine. `smollm2-135m` is the embedded default; a directory or a hub id works the same way."""
+    """The same model for code with `await`; it takes the options of `load`.
+
+    ```python
+    import asyncio
+
+    import steerscope as ss
+
+
+    async def main() -> None:
+        model = ss.load_engine("smollm2-135m")
+        short = ss.Sampling(max_tokens=10)
+        asked = [model.generate(text, short) for text in ("Once upon a time", "The weather today is")]
+        answers = await asyncio.gather(*asked)
+        print([answer.text for answer in answers])
+        await model.close()
+
+
+    asyncio.run(main())
+    ```
+    """
     kind, progress = options.pop("engine", "hf"), options.pop("progress", None)
     device, dtype = options.pop("device", None), options.pop("dtype", None)
     taps, vllm = options.pop("taps", {}), options.pop("vllm", {})
@@ -47,7 +66,26 @@ def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> Engine:
 
 
 def load(model: str | Path, **options: Unpack[LoadOptions]) -> SyncEngine:
-    """The engine for code without await; `load(...).aio` is the async one."""
+    """Load a model and start its engine; close it with `close()` or a `with` block.
+
+    `model` is `smollm2-135m` (embedded), a model directory, or a hub id. Options:
+
+    - `engine`: `"hf"` (transformers, the default) or `"vllm"`
+    - `device`, `dtype`: default a GPU where there is one; float32 on a CPU, else as stored
+    - `max_batch`: requests that run at once
+    - `max_columns`: ops that one token may have at one site
+    - `capture_budget`: bytes of rows that may wait to be fetched
+    - `taps`, `vllm`: with vLLM, what is tapped, and vLLM's own arguments
+    - `progress`: a function that is told what happens while it loads
+
+    ```python
+    import steerscope as ss
+
+    with ss.load("smollm2-135m", max_batch=4) as model:
+        print(model.facts.layers, model.facts.hidden)
+        print(model.generate("The weather today is", ss.Sampling(max_tokens=10)).text)
+    ```
+    """
     return load_engine(model, **options).sync
 
 

@@ -75,6 +75,7 @@ def baselines(persona: Persona | None, model: str) -> list[Condition]:
 
 
 def steered(vectors: Mapping[str, SteeringVector], scales: Sequence[float]) -> list[Condition]:
+    """Every vector, added at every scale."""
     return [
         Condition(
             name=f"{name} × {scale:g}",

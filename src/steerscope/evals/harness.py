@@ -25,6 +25,8 @@ _MOST_TOKENS = 256
 
 
 class SteeredLM(TemplateLM):
+    """A steered model for lm-evaluation-harness; with no steering it scores as the harness's own wrapper does."""
+
     def __init__(self, engine: SyncEngine, steer: SteerLike | None = None) -> None:
         super().__init__()
         self.engine, self.steer = engine, steer

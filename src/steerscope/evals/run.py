@@ -57,6 +57,29 @@ class Condition(Spec):
 
 
 class EvalRun(Spec):
+    """What is asked: every question under every condition, `n` times.
+
+    ```python
+    from pathlib import Path
+
+    import steerscope as ss
+    from steerscope.evals.conditions import baselines, steered
+    from steerscope.evals.items import load_items
+    from steerscope.evals.report import write_report
+    from steerscope.evals.run import EvalRun, generate
+    from steerscope.evals.scorers import refusal, repetition
+    from steerscope.evals.scoring import score
+
+    vectors = {"happy": ss.load_vector("happy.safetensors").at(19)}
+    conditions = (*baselines(None, "smollm2-135m"), *steered(vectors, [-1.7, 1.7]))
+    asked = EvalRun(conditions=conditions, items=tuple(load_items("questions")[:2]))
+    with ss.load("smollm2-135m") as model:
+        run, _ = generate(model, asked, Path("evals"), vectors=vectors)
+    score(Path("evals"), run, [refusal(), repetition()])
+    print(write_report(Path("evals"))["score"])
+    ```
+    """
+
     conditions: tuple[Condition, ...] = Field(min_length=1)
     items: tuple[Item, ...] = Field(min_length=1)
     n: int = Field(default=1, ge=1)

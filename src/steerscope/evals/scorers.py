@@ -35,6 +35,8 @@ class Interrupted(SteerscopeError):
 
 
 class Scorer(Protocol):
+    """Any callable from answers to named numbers; `identity` says when a score that is kept is still right."""
+
     @property
     def name(self) -> str: ...
 

@@ -48,6 +48,17 @@ def extract(
     Layer and scale are chosen from `examples` alone, over folds, so `heldout` measures what it had no part in.
     Recommended is, of the layers whose AUROC is near the best (with few examples many reach it), that with the largest
     effect, and a scale that adds a quarter of a mean row's length there; docs/vectors.md tells what that does.
+
+    ```python
+    import steerscope as ss
+    from steerscope.extraction import Examples, extract, load_contrast_set
+
+    with ss.load("smollm2-135m") as model:
+        found = extract(model, Examples.of_pairs(load_contrast_set("happy_sad").extraction))
+        print(found.layer, found.scale)
+        push = found.vector.add(found.scale, layers=found.layer)
+        print(model.generate("The weather today is", ss.Sampling(max_tokens=10), steer=push).text)
+    ```
     """
     run, choice, numbers = strategy_of(strategy), parse_choice(tokens), layer_numbers(engine, layers)
     read = partial(read_rows, engine, tokens=choice, layers=layers, site=site)

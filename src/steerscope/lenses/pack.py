@@ -39,7 +39,16 @@ class Calibration(NamedTuple):
 
 
 class Pack:
-    """Valid by construction: every problem of the parts is in the one error that is raised otherwise."""
+    """Lenses with their hierarchy, calibration and measures. Valid by construction: every problem of the parts is in
+    the one error that is raised otherwise.
+
+    ```python
+    import steerscope as ss
+
+    pack = ss.Pack.load("pack")
+    print(pack.info.layer, len(pack), pack.path(pack.index("fear")))
+    ```
+    """
 
     def __init__(self, info: PackInfo, concepts: Sequence[Concept], tensors: Mapping[str, Tensor]) -> None:
         concepts, tensors = tuple(concepts), dict(tensors)

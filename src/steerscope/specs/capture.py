@@ -21,9 +21,18 @@ else:
 
 
 class Capture(Spec):
-    """Rows of `layers` × `sites` at the selected tokens; after steering unless `before_steering`.
+    """Keep the rows of `layers` × `sites` at the selected tokens; after steering unless `before_steering`.
 
     `reduce` keeps one float32 row per layer and site instead: the mean over the selected tokens, or the last one.
+
+    ```python
+    import steerscope as ss
+
+    with ss.load("smollm2-135m") as model:
+        wanted = ss.Capture(layers="8,12", sites=("resid_post", "mlp_out"), tokens="generated")
+        rows = model.generate("Once upon a time", ss.Sampling(max_tokens=5), capture=wanted).rows
+        print(rows[12, "mlp_out"].shape, rows.labels[0])
+    ```
     """
 
     layers: Layers = "all"

@@ -9,6 +9,8 @@ from steerscope.specs.errors import InvalidRequest, Problem
 
 
 class Message(Spec):
+    """One turn of a chat; a plain dict with the same two keys does as well."""
+
     role: str = Field(min_length=1)
     content: str
 

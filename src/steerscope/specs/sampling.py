@@ -19,8 +19,18 @@ else:
 
 
 class Sampling(Spec):
-    """`temperature` 0 is greedy. `top_k` 0 is off. `repetition_window` counts the last tokens, prompt included;
-    the frequency and presence penalties, which are subtracted, count generated tokens only."""
+    """How tokens are chosen, and when to stop.
+
+    `temperature` 0 is greedy. `top_k` 0 is off. `repetition_window` counts the last tokens, prompt included; the
+    frequency and presence penalties, which are subtracted, count generated tokens only. `logprobs` tells those of each
+    token and of so many best ones.
+
+    ```python
+    import steerscope as ss
+
+    sampling = ss.Sampling(max_tokens=40, temperature=0.8, top_p=0.95, seed=1, stop=["\\n\\n"])
+    ```
+    """
 
     max_tokens: int = Field(default=128, ge=1)
     temperature: float = Field(default=0.0, ge=0.0, le=2.0)
@@ -35,7 +45,7 @@ class Sampling(Spec):
     stop: Stop = ()
     ignore_eos: bool = False
     n: int = Field(default=1, ge=1, le=128)
-    logprobs: int | None = Field(default=None, ge=0, le=20)  # tell each token's, and those of so many best ones
+    logprobs: int | None = Field(default=None, ge=0, le=20)
 
     @property
     def greedy(self) -> bool:

@@ -177,7 +177,21 @@ class _Op(Spec):
 
 
 class Add(_Op):
-    """h + scale · v"""
+    """Add `scale` times the vector to every selected row: h + scale · v.
+
+    - `vector`: a name that was registered, a `SteeringVector`, an array `[hidden]`, or a dict of layer → array
+    - `layers`: `12`, `"10-14"`, `"4,8,10-14"`, `"all"`; default: the layers the vector has
+    - `site`: `resid_pre`, `resid_mid`, `resid_post`, `attn_out` or `mlp_out`
+    - `tokens`: a selector such as `"generated"` or `"role=user"` ([all of them](../steering.md#tokens))
+
+    ```python
+    import steerscope as ss
+
+    happy = ss.load_vector("happy.safetensors")
+    push = ss.Add(vector=happy, scale=1.7, layers="18-20", tokens="generated")
+    assert push == happy.add(1.7, layers="18-20", tokens="generated")  # the same, shorter
+    ```
+    """
 
     unit = False
     op: Literal["add"] = "add"
@@ -188,7 +202,14 @@ class Add(_Op):
 
 
 class Cap(_Op):
-    """Keep the projection on v's direction between min and max."""
+    """Keep the projection on the vector's direction between `min` and `max`; the other fields are those of `Add`.
+
+    ```python
+    import steerscope as ss
+
+    limit = ss.load_vector("happy.safetensors").cap(max=4.0, layers="18-20")
+    ```
+    """
 
     unit = True
     op: Literal["cap"] = "cap"
@@ -210,7 +231,15 @@ class Cap(_Op):
 
 
 class Ablate(_Op):
-    """Keep only `scale` of the component along v (0 removes it), or set the component `to` a value."""
+    """Keep only `scale` of the component along the vector (0 removes it), or set the component `to` a value; the other
+    fields are those of `Add`.
+
+    ```python
+    import steerscope as ss
+
+    without = ss.load_vector("happy.safetensors").ablate(layers="10-15")
+    ```
+    """
 
     unit = True
     op: Literal["ablate"] = "ablate"
@@ -235,7 +264,16 @@ else:
 
 
 class Steering(Spec):
-    """Ops in order. `reset` drops whatever came before it when steerings are composed (see `Steering.none`)."""
+    """Ops in order, for one request. `reset` drops whatever came before it when steerings are composed.
+
+    ```python
+    import steerscope as ss
+
+    happy = ss.load_vector("happy.safetensors")
+    steering = ss.Steering.of(happy.add(1.7, layers=19), happy.cap(max=4.0, layers="20-24"))
+    assert ss.Steering.from_json(steering.to_json()) == steering  # as a file, or over HTTP
+    ```
+    """
 
     ops: Ops = ()
     reset: bool = False
@@ -247,11 +285,12 @@ class Steering(Spec):
 
     @classmethod
     def of(cls, *ops: Add | Cap | Ablate) -> Self:
+        """These ops, in this order."""
         return cls(ops=ops)
 
     @classmethod
     def none(cls) -> Self:
-        """Switches off the engine's default and every surrounding `with engine.steering(...)`."""
+        """Switch off the engine's default and every surrounding `with engine.steering(...)`."""
         return cls(reset=True)
 
     def then(self, later: "Steering") -> "Steering":

@@ -1,11 +1,5 @@
 """Watch: which lenses read a request's rows, how many concepts of each row are kept, and rules on them.
 
-    Watch(pack="moods", top_k=3, rules=[
-        when("anger", above=0.8, for_tokens=2).then(stop("angry")),
-        (when("joy", above=0.6) & ~when("irony", above=0.5)).then(flag("happy")),
-        when("fear", above=0.7).then(steer(calm, name="soothe", off_below=0.3, off_for=3)),
-    ])
-
 A pack is named as it was registered with the engine; a Pack object is taken too. A condition speaks of single rows:
 `for_tokens` asks that it has held on so many selected rows in a row. Nothing here imports torch.
 """
@@ -203,6 +197,8 @@ for _model in (AllOf, AnyOf, Not):
 
 
 class Rule(Spec):
+    """An action that is taken when a condition holds: `when("anger", above=0.8).then(stop("angry"))`."""
+
     when: ConditionField
     then: ActionField
 
@@ -247,9 +243,25 @@ else:
 
 
 class Watch(Spec):
-    """Readings of the selected rows: the `top_k` concepts of each, of some levels of the hierarchy or of all.
+    """Read the selected rows with a lens pack: the `top_k` concepts of each, of some levels of the hierarchy or of all.
 
     Rows that `tokens` leaves out are not read, and rules do not see them.
+
+    ```python
+    import steerscope as ss
+
+    calm = ss.load_vector("happy.safetensors").add(1.7, layers=19)
+    watch = ss.Watch(
+        pack="concepts",
+        top_k=3,
+        tokens="generated",
+        rules=[
+            ss.when("anger", above=0.8, for_tokens=2).then(ss.stop("angry")),
+            (ss.when("joy", above=0.6) & ~ss.when("irony", above=0.5)).then(ss.flag("glad")),
+            ss.when("fear", above=0.7).then(ss.steer(calm, name="soothe", off_below=0.3, off_for=3)),
+        ],
+    )
+    ```
     """
 
     pack: PackLike
@@ -277,33 +289,39 @@ class Watch(Spec):
 
 
 def when(concept: str, above: float | None = None, for_tokens: int = 1, below: float | None = None) -> When:
-    """The score of a concept, by id or name, compared with `>` and `<`."""
+    """The score of a concept, by id or name, lies above or below a value on the last `for_tokens` rows."""
     return When(concept=concept, above=above, for_tokens=for_tokens, below=below)
 
 
 def all_of(*conditions: Condition) -> AllOf:
+    """All of them hold on one row; also written with `&`."""
     return AllOf(of=conditions)
 
 
 def any_of(*conditions: Condition) -> AnyOf:
+    """One of them holds; also written with `|`."""
     return AnyOf(of=conditions)
 
 
 def not_(condition: Condition) -> Not:
+    """It does not hold; also written with `~`."""
     return Not(of=condition)
 
 
 def flag(name: str) -> Flag:
+    """Say so, each time the condition begins to hold."""
     return Flag(name=name)
 
 
 def stop(name: str) -> Stop:
+    """End the text; its `finish_reason` is `rule`."""
     return Stop(name=name)
 
 
 def steer(
     steering: Steering | Add | Cap | Ablate, *, name: str = "steer", off_below: float | None = None, off_for: int = 1
 ) -> Steer:
-    """A Steering, or a single op, that a rule switches."""
+    """Switch a Steering, or a single op, on; and off again when the condition has not held for `off_for` rows, or with
+    `off_below`, when all its concepts have stayed below that for so many."""
     ops = steering if isinstance(steering, Steering) else Steering(ops=(steering,))
     return Steer(name=name, steering=ops, off_below=off_below, off_for=off_for)

@@ -37,8 +37,11 @@ Told = Callable[[Line, int], None]  # and how many steps there are at most
 
 
 class TrainSettings(Spec):
-    """`init`: zero, mean-diff (of a contrast set), or a vector file. `target_tokens` and `val_tokens` bound the tokens
-    that count in training and validation; `patience` ends a run after that many epochs without a better one."""
+    """What is learned, and how.
+
+    `init`: zero, mean-diff (of a contrast set), or a vector file. `target_tokens` and `val_tokens` bound the tokens
+    that count in training and validation; `patience` ends a run after that many epochs without a better one.
+    """
 
     layers: tuple[int, ...] = Field(min_length=1)
     site: Site = "resid_post"
@@ -87,6 +90,8 @@ class Result(Spec):
 
 @dataclass(frozen=True, slots=True)
 class Learned:
+    """What `train` gives back."""
+
     vector: SteeringVector
     steering: Steering  # all that was learned: the same as the vector at scale 1, and the ops of a low-rank update
     result: Result

@@ -44,7 +44,16 @@ SUFFIXES = {".safetensors": "safetensors", ".gguf": "GGUF", ".pt": "pt", ".pth":
 
 
 def save(vector: SteeringVector, path: str | Path) -> None:
-    """Write `.safetensors` or `.gguf`. On any error the file that was there before is still there, whole."""
+    """Write `.safetensors` or `.gguf` (`steerscope.save_vector`). On any error the file that was there before is still
+    there, whole.
+
+    ```python
+    import steerscope as ss
+
+    happy = ss.load_vector("happy.safetensors")
+    ss.save_vector(happy.at("1-29"), "happy.gguf")  # llama.cpp has no place for layer 0
+    ```
+    """
     path = Path(path)
     for direction in vector.directions.values():
         if direction.dtype not in DTYPES:
@@ -59,7 +68,8 @@ def save(vector: SteeringVector, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> SteeringVector:
-    """Read a vector: our safetensors or a plain one, GGUF, a `.pt` of a prior system, or a chatspace folder."""
+    """Read a vector (`steerscope.load_vector`): our safetensors or a plain one, GGUF, a `.pt` of a prior system, or a
+    chatspace folder. No code from a file is run."""
     path = Path(path)
     if path.is_dir():
         return load_chatspace(path)

@@ -20,7 +20,20 @@ Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
 @dataclass(frozen=True, eq=False)
 class SteeringVector:
-    """`directions` maps layer → [hidden]; a vector that is the same on every layer has the one key None."""
+    """Directions to steer along: `directions` maps layer → [hidden]; one that serves all layers has the one key None.
+
+    Vectors of one shape can be added, subtracted and scaled; `add`, `cap` and `ablate` make ops of them.
+
+    ```python
+    import torch
+
+    import steerscope as ss
+
+    up = ss.SteeringVector({10: torch.randn(64), 11: torch.randn(64)}, model="my-model")
+    down = (-0.5 * up).normalised()
+    print(down.layers, down.norms(), up.cosine(down), up.add(2.0, layers=10).scale)
+    ```
+    """
 
     directions: Mapping[int | None, Tensor]
     model: str | None = None
@@ -67,6 +80,7 @@ class SteeringVector:
 
     @property
     def hidden(self) -> int:
+        """Size of a direction."""
         return next(iter(self.directions.values())).numel()
 
     def __getitem__(self, layer: int) -> Tensor:
@@ -143,6 +157,7 @@ class SteeringVector:
     # --- measures
 
     def norms(self) -> dict[int | None, float]:
+        """Length at each layer."""
         return {layer: float(direction.double().norm()) for layer, direction in self.directions.items()}
 
     def cosine(self, other: "SteeringVector") -> dict[int | None, float]:
@@ -177,6 +192,7 @@ class SteeringVector:
     # --- ops
 
     def to_spec(self) -> VectorData:
+        """Its numbers, as they travel in a request."""
         packed = {
             layer: direction.float().numpy().astype("<f4").tobytes() for layer, direction in self.directions.items()
         }
@@ -185,6 +201,7 @@ class SteeringVector:
         return VectorData(per_layer={layer: data for layer, data in packed.items() if layer is not None})
 
     def add(self, scale: float = 1.0, *, layers: LayersLike | None = None, tokens: str = "all") -> Add:
+        """An op that adds it `scale` times, at its layers or some of them."""
         return Add.parse({**self._op(layers, tokens), "scale": scale})
 
     def cap(
@@ -195,11 +212,13 @@ class SteeringVector:
         layers: LayersLike | None = None,
         tokens: str = "all",
     ) -> Cap:
+        """An op that keeps the projection on it between `min` and `max`."""
         return Cap.parse({**self._op(layers, tokens), "min": min, "max": max})
 
     def ablate(
         self, scale: float = 0.0, *, to: float | None = None, layers: LayersLike | None = None, tokens: str = "all"
     ) -> Ablate:
+        """An op that keeps `scale` of the component along it (0: none), or sets that component `to` a value."""
         return Ablate.parse({**self._op(layers, tokens), "scale": scale, "to": to})
 
     def _op(self, layers: LayersLike | None, tokens: str) -> dict[str, object]:

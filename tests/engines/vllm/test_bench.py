@@ -16,9 +16,19 @@ SMALL = ["--engine", "vllm", "--model", "tiny", "--batch", "4", "--prefill", "16
 
 
 def bench(output: Path, *words: str, **environment: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "steerscope.cli.main", "bench", *words, *SMALL, "--eager", "--tokens", "512"]
+    command = [
+        sys.executable,
+        "-m",
+        "steerscope.cli.main",
+        "bench",
+        *words,
+        *SMALL,
+        "--eager",
+        "--batched-tokens",
+        "512",
+    ]
     done = subprocess.run(
-        [*command, "--output", str(output)],
+        [*command, "--out", str(output)],
         env={**os.environ, **VLLM_ENVIRONMENT, **environment},
         capture_output=True,
         text=True,

@@ -187,7 +187,7 @@ def test_under_stress_nothing_is_wrong_lost_or_left_over(tmp_path: Path) -> None
     output = tmp_path / "stress.json"
     command = [sys.executable, "-m", "steerscope.cli.main", "stress", "--engine", "vllm", "--requests", "500"]
     environment = {**os.environ, **VLLM_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    options = ["--cached", "384", "--concurrent", "24", "--output", str(output)]
+    options = ["--cached", "384", "--concurrent", "24", "--out", str(output)]
     done = subprocess.run([*command, *options], env=environment, timeout=600, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(output.read_text())

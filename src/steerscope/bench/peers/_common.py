@@ -138,7 +138,7 @@ def parse_job() -> Job:
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--layer", type=int, default=8)
     parser.add_argument("--scale", type=float, default=1.0)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     return Job(
         model=args.model,
@@ -149,7 +149,7 @@ def parse_job() -> Job:
         variants=args.variants,
         layer=args.layer,
         scale=args.scale,
-        output=args.output,
+        output=args.out,
     )
 
 

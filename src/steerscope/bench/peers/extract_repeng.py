@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("--model", "--pairs", "--output"):
+    for name in ("--model", "--pairs", "--out"):
         parser.add_argument(name, type=Path, required=True)
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
@@ -25,7 +25,7 @@ def main() -> None:
         for method in ("pca_diff", "pca_center"):
             vector = ControlVector.train(model, tokenizer, pairs, method=method)
             found |= {f"{name} {method} {layer}": direction for layer, direction in vector.directions.items()}
-    np.savez(args.output, **found)  # type: ignore[arg-type]
+    np.savez(args.out, **found)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

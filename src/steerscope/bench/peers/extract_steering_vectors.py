@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("--model", "--pairs", "--output"):
+    for name in ("--model", "--pairs", "--out"):
         parser.add_argument(name, type=Path, required=True)
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
@@ -28,7 +28,7 @@ def main() -> None:
         for method, aggregator in (("mean", mean_aggregator()), ("pca", pca_aggregator())):
             vector = train_steering_vector(model, tokenizer, pairs, aggregator=aggregator)
             found |= {f"{name} {method} {layer}": rows.numpy() for layer, rows in vector.layer_activations.items()}
-    np.savez(args.output, **found)  # type: ignore[arg-type]
+    np.savez(args.out, **found)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def run_script(python: Path, name: str, workload: Sequence[str], timeout_s: floa
     script = HERE / (f"{name}.py" if name == REFERENCE else f"{name}_peer.py")
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out.json"
-        call([str(python), str(script), *workload, f"--output={output}"], timeout_s)
+        call([str(python), str(script), *workload, f"--out={output}"], timeout_s)
         return json.loads(output.read_text())
 
 

@@ -1,6 +1,6 @@
 """What goes wrong around an engine, what is promised then, and the tests that make it happen.
 
-    python -m steerscope.bench.stress.faults --output bench/results/faults.json      from the root of the repository
+    python -m steerscope.bench.stress.faults --out bench/results/faults.json      from the root of the repository
 
 Runs those tests, here and in the environment of vLLM, and writes what became of them; docs/stress.md shows it.
 """
@@ -189,17 +189,17 @@ def main() -> None:
     import sys
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--again", action="store_true", help="only those that are new, or that failed last time")
     args = parser.parse_args()
-    run = json.loads(args.output.read_text()) if args.again else {"faults": []}
+    run = json.loads(args.out.read_text()) if args.again else {"faults": []}
     known = {
         one["name"]: {"commit": run["commit"], **one}
         for one in run["faults"]
         if not one["failed"] and not one["missing"]
     }
     found = measure(Path(sys.executable), known)
-    write(args.output, found)
+    write(args.out, found)
     for fault in found["faults"]:
         print(f"{fault['name']}: {fault['cases']} cases, {fault['failed']} failed, missing {fault['missing']}")  # noqa: T201
     raise SystemExit(any(fault["failed"] or fault["missing"] for fault in found["faults"]))

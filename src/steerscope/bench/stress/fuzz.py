@@ -1,6 +1,6 @@
 """Damaged input for everything that reads what others wrote: each reader gives a value or one of our own errors.
 
-    python -m steerscope.bench.stress.fuzz --seconds 20 --output bench/results/fuzz.json      so long for each reader
+    python -m steerscope.bench.stress.fuzz --seconds 20 --out bench/results/fuzz.json      so long for each reader
 
 Inputs are good ones with bytes or values changed, cut, doubled and put elsewhere. Everything that is neither a value
 nor a `SteerscopeError` is a finding, and so is an input that takes longer than `_PATIENCE_S`.
@@ -144,14 +144,14 @@ def fuzz(seconds: float, seed: int, only: str = "", inputs: int = sys.maxsize) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=20.0, help="for each reader")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="a part of a reader's name")
     args = parser.parse_args()
     results = fuzz(args.seconds, args.seed, args.only)
     write(
-        args.output,
+        args.out,
         {
             "commit": commit(),
             "versions": versions(),

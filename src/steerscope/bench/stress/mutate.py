@@ -1,6 +1,6 @@
 """Guards taken out one by one: for each, which test notices.
 
-    python -m steerscope.bench.stress.mutate --output bench/results/mutants.json     from the root of the repository
+    python -m steerscope.bench.stress.mutate --out bench/results/mutants.json     from the root of the repository
 
 Each mutant is one small change of the code in a copy of the tree, run against the tests of that part until one fails.
 """
@@ -101,14 +101,14 @@ def measure(known: dict[tuple[str, str, str], dict[str, Any]]) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
         "--again", action="store_true", help="only those that are new, or that no test noticed last time"
     )
     args = parser.parse_args()
-    known = json.loads(args.output.read_text())["mutants"] if args.again else []
+    known = json.loads(args.out.read_text())["mutants"] if args.again else []
     found = measure({(one["file"], one["old"], one["new"]): one for one in known})
-    write(args.output, found)
+    write(args.out, found)
     raise SystemExit(any(not one["killed_by"] and not one["why"] for one in found["mutants"]))
 
 

@@ -1,6 +1,6 @@
 """An hour of mixed load on a server with a real model: does anything grow, slow down or drift?
 
-    .venv-vllm/bin/python -m steerscope.bench.stress.soak --engine vllm --output bench/results/soak.json
+    .venv-vllm/bin/python -m steerscope.bench.stress.soak --engine vllm --out bench/results/soak.json
 
 Every few seconds the server and its children are looked at: memory, handles, threads, files in shared memory, processor
 time per token. Once a minute the same four questions are asked amid the load, and must be answered as the first time.
@@ -127,7 +127,7 @@ def serving(engine: str, scratch: Path) -> Iterator[tuple[int, str]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "steerscope.cli.main", "serve", MODEL, "--engine", engine, "--port", str(port)]
-    command += ["--lens", str(scratch / PACK), "--any-model", "--vectors", str(scratch / "vectors")]
+    command += ["--pack", str(scratch / PACK), "--any-model", "--vectors", str(scratch / "vectors")]
     command += ["--dtype", "float32", "--capture-ttl", str(TTL_S), "--log-level", "warning"]
     command += ["--captures-bytes", str(_SMALL)]
     if engine == "vllm":
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["hf", "vllm"], default="hf")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--clients", type=int, default=6)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     result: dict[str, Any] = {"engine": args.engine, "model": MODEL, "minutes": args.minutes, "clients": args.clients}
     result |= {"commit": commit(), "versions": versions(), "hardware": hardware()}
@@ -167,7 +167,7 @@ def main() -> None:
         result |= asyncio.run(soaked(process, url, 60 * args.minutes, args.clients))
     result["orphans"] = sorted(orphans() - before)
     result["holds"] = not problems(result)
-    write(args.output, result)
+    write(args.out, result)
     Console().print("\n".join(problems(result)) or "nothing grew, nothing was wrong", markup=False)
 
 

@@ -13,7 +13,7 @@ export function blank() {
   const ready = state.connection === "ready";
   const missing = [];
   if (ready && !state.lenses.length)
-    missing.push("No lens pack is loaded, so concepts cannot be read: start the server with --lens PACK.");
+    missing.push("No lens pack is loaded, so concepts cannot be read: start the server with --pack PACK.");
   if (ready && !state.vectors.length)
     missing.push("There are no vectors yet: drop a file on the panel, or start the server with --vectors DIR.");
   return h(

@@ -82,7 +82,7 @@ function choose() {
 function nothing() {
   const note = (...text) => h("p.blank-heat", {}, ...text);
   if (state.connection === "ready" && !state.lenses.length)
-    return note("Nothing reads concepts here. Start the server with ", h("code", {}, "--lens PACK"), " to see them.");
+    return note("Nothing reads concepts here. Start the server with ", h("code", {}, "--pack PACK"), " to see them.");
   if (turn && !settings.pack) return note("No lens pack is chosen: take one under Watch.");
   return note(
     turn?.runs.some((run) => run.status === "waiting" || run.status === "writing")

@@ -46,7 +46,7 @@ function show() {
         "p.lead",
         {},
         state.connection === "ready"
-          ? "No lens pack is loaded. Train one with “steerscope lens fit” and start the server with --lens PACK."
+          ? "No lens pack is loaded. Train one with “steerscope lens fit” and start the server with --pack PACK."
           : "Waiting for the server.",
       ),
     );
