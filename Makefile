@@ -120,6 +120,7 @@ acceptance: setup setup-vllm ## the claims on real models; writes bench/results/
 	@$(BIN)/python -m steerscope.bench.stress.fuzz --out bench/results/fuzz.json
 	@$(BIN)/python -m steerscope.bench.stress.mutate --out bench/results/mutants.json
 	@$(BIN)/python -m steerscope.bench.stress.faults --out bench/results/faults.json
+	@$(VLLM)/bin/python -m steerscope.bench.stress.soak --engine vllm --out bench/results/soak.json
 	@$(BIN)/python -m steerscope.bench.tables
 
 bench: setup setup-vllm ## both engines against bare generate and stock vLLM on the CPU (< 10 min); report in bench-report/

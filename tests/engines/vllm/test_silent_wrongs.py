@@ -141,16 +141,35 @@ def a_swapped_name_is_another_vector(engine: SyncEngine) -> None:
 
 def an_overflow_stays_alone(engine: SyncEngine) -> None:
     """Whoever gets the blocks of requests whose steering was too strong reads nothing of them."""
+    steer = Add(vector=VECTOR, scale=3e38, layers="all")
     for i in range(BLOCKS):
         with pytest.raises(RequestFailed, match="not finite"):
-            prompt = TokenPrompt(LONG[i:] + LONG[:i])
-            engine.generate(prompt, FEW, steer=Add(vector=VECTOR, scale=3e38, layers="all"))
+            engine.generate(TokenPrompt(LONG[i:] + LONG[:i]), FEW, steer=steer)
     for length in (1, 5, 40, BLOCK + 1):
         assert rows_are(engine.generate(TokenPrompt(LONG[:length]), FEW, capture=Capture()))
 
 
+def an_overflow_is_not_read_from_the_cache(engine: SyncEngine) -> None:
+    """Asked again, it fails again, though the rows that show it would lie in the prefix cache."""
+    steer = Add(vector=VECTOR, scale=3e38, layers="all", tokens="positions=[0:5]")
+    for _ in range(3):
+        with pytest.raises(RequestFailed, match="not finite"):
+            engine.generate(TokenPrompt(LONG), FEW, steer=steer)
+
+
+def nor_by_another_client(engine: SyncEngine) -> None:
+    """One that has not heard of it."""
+    from steerscope.engines.vllm import wire
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "_spoilt", ())
+        patch.setattr("steerscope.engines.vllm.engine.spoil", lambda _plan: None)
+        an_overflow_is_not_read_from_the_cache(engine)
+
+
 CHECKS = [own_rows, rows_stay, chosen_positions, cache_is_parted, selectors_part_the_cache, captured_prompts_are_whole,
-          a_swapped_name_is_another_vector, an_overflow_stays_alone]  # fmt: skip
+          a_swapped_name_is_another_vector, an_overflow_stays_alone, an_overflow_is_not_read_from_the_cache,
+          nor_by_another_client]  # fmt: skip
 
 
 def test_nothing_is_silently_wrong() -> None:
@@ -267,6 +286,14 @@ def overflows_remain(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tap, "_silence", wrong)
 
 
+def nobody_remembers(patch: pytest.MonkeyPatch) -> None:
+    from steerscope.engines.vllm import wire
+
+    patch.setattr(wire, "_spoilt", ())
+    patch.setattr(wire.Recent, "add", lambda _self, _one: None)
+    patch.setattr("steerscope.engines.vllm.engine.spoil", lambda _plan: None)
+
+
 MUTATIONS: list[tuple[Mutation, Callable[[SyncEngine], None]]] = [
     (rows_by_arrival, own_rows),
     (half_the_residual, own_rows),
@@ -278,6 +305,7 @@ MUTATIONS: list[tuple[Mutation, Callable[[SyncEngine], None]]] = [
     (reads_the_cache, captured_prompts_are_whole),
     (memory_reused_at_once, rows_stay),
     (overflows_remain, an_overflow_stays_alone),
+    (nobody_remembers, nor_by_another_client),
 ]
 
 
@@ -291,7 +319,7 @@ def test_without_its_guard_the_wrong_shows(
     monkeypatch.setattr("steerscope.engines.vllm.engine.self_test", lambda _engine: None)
     engine = begin(max_num_batched_tokens=BLOCK)
     try:
-        with pytest.raises((AssertionError, RequestFailed)) as found:
+        with pytest.raises((AssertionError, RequestFailed, pytest.fail.Exception)) as found:
             check(engine)
         assert "TypeError" not in str(found.value), "the mutation itself is broken"
     finally:

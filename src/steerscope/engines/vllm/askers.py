@@ -77,6 +77,7 @@ class Asker:
     left: bool = False  # its region is no longer ours
     arena: Arena | None = None  # where that region is
     number: int = 0  # which fault flag is its own
+    cached: bool = False  # its first rows were not computed here
     page: Page | None = None
     watched: Watched | None = None
     groups: list[Hashable] = field(default_factory=list)  # those it holds

@@ -30,7 +30,7 @@ from steerscope.engines.vllm.running import Running, sampling_params
 from steerscope.engines.vllm.selftest import self_test
 from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.starting import eos_ids, mode_of, reason_of, tokenizer_of
-from steerscope.engines.vllm.wire import OVERFLOW, pack_name
+from steerscope.engines.vllm.wire import OVERFLOW, pack_name, spoil
 from steerscope.lenses.reader import Registered
 from steerscope.residual.table import Column
 from steerscope.specs.errors import (
@@ -355,6 +355,8 @@ class VLLMEngine(ThreadedEngine[Running]):
             self._rpc("finish", [one.ending() for one in late])
         for one, reason in done:
             if (why := one.failure) is not None:
+                if why == OVERFLOW:
+                    spoil(one.plan)
                 kind = Unsteerable if why == OVERFLOW else RequestFailed
                 self._failed(one, kind(f"{one.name} failed: {why}"))
             else:

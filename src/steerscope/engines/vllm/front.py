@@ -31,7 +31,7 @@ from steerscope.engines.vllm.claims import Claim, Room
 from steerscope.engines.vllm.guards import facts_of, layer_count
 from steerscope.engines.vllm.plugin import wrap
 from steerscope.engines.vllm.settings import NAME, Settings, asked_for
-from steerscope.engines.vllm.wire import reads_cached, salt
+from steerscope.engines.vllm.wire import OVERFLOW, reads_cached, salt, spoil
 from steerscope.residual.table import Key
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Capture
@@ -295,6 +295,8 @@ def process_outputs(inner: Any, self: Any, outputs: list, *args: Any, **kwargs: 
         text = getattr(self.request_states.get(output.request_id), "steerscope", None)
         if text is not None and (why := text.failure) is not None:
             log.error("%s failed: %s", text.plan.request_id, why)
+            if why == OVERFLOW:
+                spoil(text.plan)
             stopped += [] if output.finished else [output.request_id]
             output.finish_reason, output.stop_reason = FinishReason.ERROR, why
     result = inner(self, outputs, *args, **kwargs)

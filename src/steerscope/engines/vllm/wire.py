@@ -4,7 +4,7 @@ to judge there. Vectors go by the hash of their content, which the workers were 
 import functools
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from steerscope.specs.tokens import EVERYWHERE, Positions
 
 OVERFLOW = "its steering makes the hidden states not finite; lower the strength"  # why a worker gives a request up
 Packed = dict[str, Any]  # plain data that msgpack takes
-_KEPT = 256
+_KEPT, _RECENT = 256, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,11 @@ class Wire:
     capture: WireCapture | None
     watch: WireWatch | None = None
 
+    @property
+    def steering(self) -> Hashable:
+        """What is done where, as `salt` tells it apart."""
+        return tuple((column.vectors, column.strengths, column.positions) for column in self.columns)
+
     def without_content(self) -> "Wire":
         """When the vectors are in the table nobody needs these bytes."""
         if all(column.content is None for column in self.columns):
@@ -206,13 +211,32 @@ def _positions(packed: list) -> Positions:
     return Positions(tuple((a, b) for a, b in packed))
 
 
+class Recent:
+    """The last few thousand of something."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, None] = {}
+
+    def add(self, one: Hashable) -> None:
+        self._known[one] = None
+        if len(self._known) > _RECENT:
+            del self._known[next(iter(self._known))]
+
+    def __contains__(self, one: Hashable) -> bool:
+        return one in self._known
+
+
+_spoilt = Recent()  # salts under which steering left the numbers
+
+
 def salt(plan: Plan) -> str | None:
     """What keeps steered keys and values apart in vLLM's prefix cache: a hash of what the ops do and where.
 
     Cached blocks are reused by any prompt that begins with the same tokens, so what was done to a position must be a
     function of the salt and of the tokens up to it: where an op does not act everywhere, its resolved positions
     and the length of the prompt they were resolved against belong to it. Names never do. What a rule switches depends
-    on the text itself: such a request shares with nobody.
+    on the text itself: such a request shares with nobody. Nor does what was once too strong: blocks that were left then
+    hold nothing, and whoever reads them computes none of the rows that would show it.
     """
     if not plan.columns:
         return None
@@ -225,7 +249,14 @@ def salt(plan: Plan) -> str | None:
         if column.positions != EVERYWHERE:
             found.update(repr((len(plan.prompt.token_ids), column.positions.intervals)).encode())
         found.update(b";")
-    return found.hexdigest()
+    name = found.hexdigest()
+    return secrets.token_hex(16) if name in _spoilt else name
+
+
+def spoil(plan: Plan) -> None:
+    """Its steering made rows that are not finite."""
+    if name := salt(plan):
+        _spoilt.add(name)
 
 
 def reads_cached(plan: Plan) -> bool:

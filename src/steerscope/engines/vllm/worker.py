@@ -29,7 +29,7 @@ from steerscope.engines.vllm.steady import Filled
 from steerscope.engines.vllm.step import PAGE, Books
 from steerscope.engines.vllm.tap import Shared, Tap
 from steerscope.engines.vllm.watching import Group, Watching, groups_of, order_of
-from steerscope.engines.vllm.wire import OVERFLOW, Wire, WireColumn
+from steerscope.engines.vllm.wire import OVERFLOW, Recent, Wire, WireColumn
 from steerscope.residual.table import Column, Key, Slots, SlotTable
 from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
 
@@ -96,6 +96,7 @@ class WorkerTaps:
         self.graphs = Graphs(runner)
         self.lock = threading.RLock()  # a client in the same process may ask from another thread
         self._filled = NOTHING
+        self._spoilt = Recent()  # steering that left the numbers
         self._looking = 0  # steps in which steered rows may still be found not to be finite
         self._wrap(runner)
         around(worker, "compile_or_warm_up_model", self._after_warm_up)
@@ -215,7 +216,11 @@ class WorkerTaps:
         for number in numbers:
             asker = self._owners.get(number)
             if asker is not None and asker.failed is None:
+                self._spoilt.add(asker.wire.steering)
                 self.delivery.fail(asker, OVERFLOW)
+                for other in self.books.askers.values():  # they may have read what it left in the prefix cache
+                    if other.cached and other.failed is None and other.wire.steering == asker.wire.steering:
+                        self.delivery.fail(other, OVERFLOW)
 
     # --- requests
 
@@ -229,7 +234,7 @@ class WorkerTaps:
         except Exception as error:
             log.error("a request carries a steerscope entry that cannot be read: %s", error)
             return
-        asker = Asker(wire, [], 0, 0)
+        asker = Asker(wire, [], 0, 0, cached=new.num_computed_tokens > 0)
         try:
             self.delivery.meet(asker)
             for column in wire.columns:
@@ -243,6 +248,8 @@ class WorkerTaps:
                 self._join_groups(asker)
         except Exception as error:
             self.delivery.fail(asker, f"{type(error).__name__}: {error}")
+        if asker.cached and wire.columns and wire.steering in self._spoilt:
+            self.delivery.fail(asker, OVERFLOW)
         asker.wire = asker.wire.without_content()
         self.books.admit(new.req_id, asker)
 
