@@ -24,7 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: help setup setup-vllm setup-vllm-oldest demo test test-vllm test-vllm-oldest test-fast check acceptance bench \
-  bench-peers bench-store serve docs clean
+  bench-peers bench-store serve docs audit wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -104,6 +104,14 @@ test-fast: setup ## without the real model and the slow ones (two to three minut
 check: setup ## ruff and pyright
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
 
+audit: setup ## bandit over the source; known weaknesses of what is installed (needs a network)
+	@$(BIN)/bandit -q -c pyproject.toml -r src
+	@test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit && .venv-audit/bin/pip install -q pip-audit==2.10.1; }
+	@.venv-audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
+
+wheel: setup ## dist/*.whl and the source archive
+	@$(BIN)/python -m hatchling build -t wheel -t sdist
+
 acceptance: setup setup-vllm ## the claims on real models; writes bench/results/*.json and the figures of the docs
 	@$(BIN)/python -m steerscope.bench.acceptance --out bench/results/acceptance.json
 	@$(BIN)/python -m steerscope.bench.personas --out bench/results/personas.json --work bench-personas
@@ -142,4 +150,4 @@ docs: setup ## these pages as a site in site/, with the reference; open site/ind
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict && echo site/index.html
 
 clean: ## remove what make made
-	rm -rf $(VENV) $(VLLM) $(OLDEST) demo-report bench-report bench-store bench-personas analysis site .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(OLDEST) .venv-audit dist demo-report bench-report bench-store bench-personas analysis site .pytest_cache .ruff_cache

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -147,3 +148,14 @@ def test_a_full_disk_is_found_at_the_start_and_nothing_is_left(tmp_path: Path, m
 def test_a_view_outside_the_arena_is_refused(arena: Arena) -> None:
     with pytest.raises(ValueError, match="outside an arena"):
         arena.view(SIZE - 8, (2,), torch.int64)
+
+
+def test_nobody_else_may_read_the_memory_that_rows_travel_in(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        arena = Arena(tmp_path / "arena", 4096, create=True)
+        assert stat.S_IMODE(arena.path.stat().st_mode) == 0o600
+        with pytest.raises(FileExistsError):  # a file that somebody put there in wait is not taken
+            Arena(tmp_path / "arena", 4096, create=True)
+    finally:
+        os.umask(before)

@@ -496,3 +496,44 @@ def test_a_chat_that_the_template_refuses_is_refused_in_its_words():
         InvalidRequest, match=r"refuses this chat \(Conversation roles must alternate.*change the roles"
     ):
         render(GEMMA3, chat(("user", "a"), ("user", "b")))
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "add_generation_prompt", "continue_final_message"])
+def test_the_arguments_of_the_renderer_are_no_options_of_the_template(name: str):
+    with pytest.raises(InvalidRequest, match=f"template_options.{name}: is not a variable of the chat template"):
+        render(tiny.CHATML, chat("the dog"), **{name: "{{ 1 }}"})
+
+
+class Counting:
+    """A tokenizer that counts how many messages were rendered."""
+
+    def __init__(self) -> None:
+        self.tokenizer, self.rendered = tiny.tokenizer("bytes", tiny.CHATML), 0
+        self.is_fast = True
+
+    def __call__(self, text: str, **options: bool) -> BatchEncoding:
+        return self.tokenizer(text, **options)
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: object) -> str:
+        self.rendered += len(conversation)
+        return self.tokenizer.apply_chat_template(conversation, **options)  # type: ignore[arg-type, return-value]
+
+
+def test_a_long_chat_costs_what_its_messages_cost_and_not_their_square():
+    tokenizer, messages = Counting(), chat(*["a"] * 300)
+    found = render_chat(tokenizer, messages, False, {})  # type: ignore[arg-type]
+    assert tokenizer.rendered == 600
+    assert found.messages is not None
+    assert shown(found) == ["a"] * 300
+    assert all(message.whole is None for message in found.messages)
+
+
+def test_a_chat_beyond_the_context_is_not_looked_at_any_further():
+    tokenizer, messages = Counting(), chat(*["a"] * 100)
+    whole = render_chat(tokenizer, messages, False, {})  # type: ignore[arg-type]
+    assert whole.messages is not None
+    tokenizer.rendered = 0
+    cut = render_chat(tokenizer, messages, False, {}, len(whole.token_ids) - 1)  # type: ignore[arg-type]
+    assert cut.messages is None
+    assert tokenizer.rendered == 200
+    assert cut.token_ids == whole.token_ids

@@ -1,6 +1,7 @@
 """The selector language against an oracle of plain sets, and everything it refuses."""
 
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -418,3 +419,31 @@ def test_specs_keep_the_normal_form_so_that_equal_selectors_are_equal():
     assert Add(vector="v", tokens="( all )|positions=[ 1,  -2 :]") == Add(
         vector="v", tokens="(all) | positions=[1,-2:]"
     )
+
+
+def test_a_chain_of_parts_is_joined_once(monkeypatch: pytest.MonkeyPatch):
+    """Joined one by one, each part would look at all positions named before it: minutes for a long selector."""
+    seen = 0
+
+    def counted(spans: Iterable[tuple[int, int]], of: Callable = Positions.of) -> Positions:
+        nonlocal seen
+        found = list(spans)
+        seen += len(found)
+        return of(found)
+
+    monkeypatch.setattr(Positions, "of", staticmethod(counted))
+    for operator, part in (("|", "positions=[{}]"), ("&", "!positions=[{}]")):
+        seen = 0
+        text = operator.join(part.format(2 * i) for i in range(500))
+        assert len(resolve(text, 2000).intervals) in (500, 501)
+        assert seen < 500 * 10
+
+
+def test_spaces_without_end_are_read_in_one_go():
+    """With patterns that try every space as a beginning, these would take hours."""
+    spaces = " " * 1_000_000
+    assert check_selector(f"positions{spaces}={spaces}[1,{spaces}2:{spaces}4{spaces}]") == "positions=[1,2:4]"
+    for text in (f"positions=[1{spaces}2]", f"positions=[{spaces}x]", f"all{spaces}%"):
+        with pytest.raises(SelectorError) as refused:
+            check_selector(text)
+        assert len(str(refused.value)) < 1000

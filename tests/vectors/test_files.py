@@ -404,3 +404,17 @@ def test_a_missing_folder_or_a_folder_as_target_is_one_clear_error(tmp_path: Pat
     with pytest.raises(BadFile, match=r"cannot write .*d\.safetensors"):
         save(some_vector(), tmp_path / "d.safetensors")
     assert [entry.name for entry in tmp_path.iterdir()] == ["d.safetensors"]
+
+
+def test_of_a_file_with_too_many_tensors_none_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Perhaps a whole model, or a header of a million tensors of no size."""
+    read: list[object] = []
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: read.append(tensor))
+    empty = {f"layer.{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(10_001)}
+    path = tmp_path / "many.safetensors"
+    for about in ({}, {"__metadata__": {"format": "steerscope-vector", "version": "1"}}):
+        header = json.dumps({**about, **empty}).encode()
+        path.write_bytes(struct.pack("<Q", len(header)) + header)
+        with pytest.raises(BadFile, match="holds 10001 tensors"):
+            load(path)
+    assert read == []

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import struct
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -358,3 +359,15 @@ def test_a_persona_file_that_cannot_answer_says_why(tmp_path: Path, data: dict, 
     with pytest.raises(BadFile, match=reason) as caught:
         load_persona(path, key)
     assert "pirate.pt" in str(caught.value)
+
+
+def test_a_compressed_file_is_not_unpacked(tmp_path: Path):
+    """torch reads it, and a file of 40 kB becomes 40 MB, or as much more as a stranger likes."""
+    plain, packed = write(tmp_path / "plain.pt", torch.zeros(10_000_000)), tmp_path / "packed.pt"
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    assert packed.stat().st_size < plain.stat().st_size / 900
+    assert torch.load(packed, weights_only=True).numel() == 10_000_000
+    with pytest.raises(BadFile, match="it is compressed, as torch.save never does; save it anew"):
+        load(packed)

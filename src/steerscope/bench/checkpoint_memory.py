@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     console = Console(stderr=True)
-    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", "/tmp")) as scratch:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as scratch:
         work = Path(scratch)
         console.print("writing two checkpoints …")
         size = write(work / "base", 0)

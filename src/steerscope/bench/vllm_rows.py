@@ -137,7 +137,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         }
         torch.save({"rows": few, "tokens": [done.token_ids for done in together]}, args.rows_out)
     if args.rows_like:
-        result["like_earlier"] = like_earlier(torch.load(args.rows_like), together)
+        result["like_earlier"] = like_earlier(torch.load(args.rows_like, weights_only=True), together)
     engine.close()
     reference.close()
     truth.close()

@@ -35,7 +35,7 @@ HEADER = WHY + WHY_SIZE
 
 def shared_folder(size: int) -> Path:
     """Memory where there is enough of it (containers often have little), else the disk."""
-    memory = Path("/dev/shm")
+    memory = Path("/dev/shm")  # nosec B108 # files there are made anew (O_EXCL), under names of chance
     if memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > size + (size >> 3):
         return memory
     return Path(tempfile.gettempdir())

@@ -224,7 +224,7 @@ class Engine(Scopes, ABC):
     # --- inside
 
     def _render(self, chat: Chat, options: ChatOptions) -> Prompt:
-        return rendered(self.tokenizer, self.facts.name, chat, options)  # type: ignore[arg-type]
+        return rendered(self.tokenizer, self.facts.name, chat, options, self.facts.context)  # type: ignore[arg-type]
 
     def _plan(
         self,

@@ -5,14 +5,21 @@ the contents (as they are, or stripped) in place of the markers gives exactly th
 if not, the template rewrites messages and no span is claimed. Tokens follow from the tokenizer's character offsets.
 """
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
 
 from steerscope.engines.options import TemplateOptions
 from steerscope.specs.chat import Message
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.tokens import Interval, MessageSpan
+
+_MARKER = re.compile("\ue000([0-9]+)\ue001")
+_MOST_WHOLE = 128  # messages whose template text is told apart: it takes a rendering for each
 
 
 class ChatTokenizer(Protocol):
@@ -31,9 +38,15 @@ class RenderedChat:
 
 
 def render_chat(
-    tokenizer: ChatTokenizer, messages: Sequence[Message], continue_final: bool, options: TemplateOptions
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Message],
+    continue_final: bool,
+    options: TemplateOptions,
+    context: int | None = None,
 ) -> RenderedChat:
-    """The prompt for the next assistant message, or, with `continue_final`, one that ends inside the last message."""
+    """The prompt for the next assistant message, or, with `continue_final`, one that ends inside the last message.
+    Of one that is longer than `context`, and so will be refused, no spans are looked for."""
+    _check_options(tokenizer, options)
     if continue_final and messages[-1].role != "assistant":
         what = f"the last message is from {messages[-1].role!r}"
         raise InvalidRequest([Problem("messages", what, "end with an assistant message to continue it")])
@@ -59,21 +72,30 @@ def render_chat(
     fast = bool(getattr(tokenizer, "is_fast", False))  # a slow one cannot tell where a token's text lies
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast)
     token_ids, offsets = list(encoded["input_ids"]), _untrimmed(encoded["offset_mapping"] if fast else [])
-    if not fast:
-        spans = None
-    if spans is None:
+    if spans is None or not fast or (context is not None and len(token_ids) > context):
         return RenderedChat(text, token_ids, None, continue_final)
-    wholes = _whole_spans(text, contents, spans, render, continue_final)
+    wholes = _whole_spans(text, contents, spans, render, continue_final) if len(messages) <= _MOST_WHOLE else None
+    places = np.array(offsets, np.int64).reshape(-1, 2)
     proven = tuple(
         MessageSpan(
             index=i,
             role=message.role,
-            content=_to_tokens(spans[i], offsets),
-            whole=None if wholes is None else _to_tokens(wholes[i], offsets),
+            content=_to_tokens(spans[i], places),
+            whole=None if wholes is None else _to_tokens(wholes[i], places),
         )
         for i, message in enumerate(messages)
     )
     return RenderedChat(text, token_ids, proven, continue_final)
+
+
+def _check_options(tokenizer: ChatTokenizer, options: TemplateOptions) -> None:
+    """Only variables of the template are options. The function that renders it has arguments of its own under the same
+    names: with `chat_template` a stranger's program would run in the place of the model's template."""
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    taken = [name for name in options if name in own and own[name].kind is not inspect.Parameter.VAR_KEYWORD]
+    if taken:
+        what = "is not a variable of the chat template"
+        raise InvalidRequest([Problem(f"template_options.{name}", what, "leave it out") for name in taken])
 
 
 class _Render(Protocol):
@@ -87,14 +109,9 @@ def _content_spans(text: str, contents: Sequence[str], render: _Render, prompt: 
         marked = render(markers, prompt)
     except InvalidRequest:  # a template that reads contents, e.g. JSON arguments
         return None
-    own: list[str] = []  # the template's own text before, between and behind the contents
-    for marker in markers:
-        if marked.count(marker) != 1:
-            return None
-        before, _, marked = marked.partition(marker)
-        own.append(before)
-    own.append(marked)
-    if not text.startswith(own[0]):
+    parts = _MARKER.split(marked)  # the template's own text, and between it the numbers of the contents
+    own = parts[::2]
+    if parts[1::2] != [str(i) for i in range(len(contents))] or not text.startswith(own[0]):
         return None
     spans: list[Interval] = []
     at = len(own[0])  # in the real text
@@ -139,11 +156,12 @@ def _untrimmed(offsets: Sequence[Interval]) -> list[Interval]:
     return placed
 
 
-def _to_tokens(span: Interval, offsets: Sequence[tuple[int, int]]) -> Interval:
-    """The tokens that hold any character of the span."""
-    start, stop = span
-    inside = [i for i, (a, b) in enumerate(offsets) if max(a, start) < min(b, stop)]
-    if inside:
-        return inside[0], inside[-1] + 1
-    after = next((i for i, (a, _) in enumerate(offsets) if a >= start), len(offsets))
+def _to_tokens(span: Interval, places: np.ndarray) -> Interval:
+    """The tokens that hold any character of the span; `places` [tokens, 2] are their offsets."""
+    (start, stop), (a, b) = span, places.T
+    inside = np.flatnonzero(np.maximum(a, start) < np.minimum(b, stop))
+    if len(inside):
+        return int(inside[0]), int(inside[-1]) + 1
+    behind = np.flatnonzero(a >= start)
+    after = int(behind[0]) if len(behind) else len(places)
     return after, after

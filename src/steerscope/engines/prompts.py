@@ -47,7 +47,9 @@ def tokenized(tokenizer: "PreTrainedTokenizerBase", prompt: PromptLike) -> Promp
     return Prompt(list(tokenizer(prompt)["input_ids"]) if prompt else [])  # type: ignore[arg-type]
 
 
-def rendered(tokenizer: "PreTrainedTokenizerBase", name: str, chat: Chat, options: ChatOptions) -> Prompt:
+def rendered(
+    tokenizer: "PreTrainedTokenizerBase", name: str, chat: Chat, options: ChatOptions, context: int | None
+) -> Prompt:
     """By the chat template of the model `name`."""
     messages = parse_chat(chat)
     for i, message in enumerate(messages):
@@ -55,5 +57,5 @@ def rendered(tokenizer: "PreTrainedTokenizerBase", name: str, chat: Chat, option
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidRequest([Problem("messages", f"{name} has no chat template", "use generate()")])
     continued, extra = options.get("continue_final_message", False), options.get("template_options") or {}
-    found = render_chat(tokenizer, messages, continued, extra)  # type: ignore[arg-type]
+    found = render_chat(tokenizer, messages, continued, extra, context)  # type: ignore[arg-type]
     return Prompt(found.token_ids, found.messages, found.open_message)

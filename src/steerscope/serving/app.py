@@ -35,7 +35,13 @@ def create_app(start: Callable[[], Engine] | Engine, settings: Settings | None =
             await serving.close()
 
     app = FastAPI(
-        title="steerscope", version=steerscope.__version__, lifespan=life, redirect_slashes=False, responses=ERRORS
+        title="steerscope",
+        version=steerscope.__version__,
+        lifespan=life,
+        redirect_slashes=False,
+        responses=ERRORS,
+        docs_url=None,  # FastAPI's own would run a program of another site in this one's pages
+        redoc_url=None,
     )
     app.openapi = lambda: describe(app)
     app.state.serving = serving

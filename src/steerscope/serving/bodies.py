@@ -27,10 +27,11 @@ from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Add, Steering
 from steerscope.specs.tokens import Tokens
-from steerscope.specs.watch import Rule, Watch
+from steerscope.specs.watch import MOST_RULES, Rule, Watch
 
 MOST_LOGPROBS = 20
 MOST_PROMPTS = 128
+MOST_CHOICES = 256  # of all prompts together
 
 
 def _steering(value: object) -> object:
@@ -57,7 +58,7 @@ class Asked(Spec):
     steer: Steer | None = None
     capture: Capture | None = None
     watch: Watch | None = None
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Rule, ...] = Field(default=(), max_length=MOST_RULES)
     project: Names = ()
     prompt: Tokens | None = None
 
@@ -261,6 +262,9 @@ class CompletionBody(Body):
         if not self.prompt or len(self.prompts) > MOST_PROMPTS:
             what = f"{len(self.prompts)} prompts" if self.prompt else "there is none"
             problems.append(Problem("prompt", what, f"give 1 to {MOST_PROMPTS}"))
+        elif (choices := len(self.prompts) * (self.n or 1)) > MOST_CHOICES:
+            what = f"{choices} choices of {len(self.prompts)} prompts"
+            problems.append(Problem("n", what, f"ask for at most {MOST_CHOICES} in one request"))
         return problems
 
     @property

@@ -8,9 +8,10 @@ from starlette.responses import JSONResponse, Response
 import steerscope
 from steerscope.engines.base import Engine
 from steerscope.serving.access import serving_of
-from steerscope.serving.bodies import MOST_LOGPROBS, MOST_PROMPTS
+from steerscope.serving.bodies import MOST_CHOICES, MOST_LOGPROBS, MOST_PROMPTS
+from steerscope.serving.fields import MOST_MESSAGES
 from steerscope.specs.errors import SteerscopeError
-from steerscope.specs.steering import SITES
+from steerscope.specs.steering import MOST_OPS, SITES
 
 router = APIRouter()
 
@@ -59,6 +60,9 @@ async def capabilities(request: Request) -> Response:
                 "capture_ttl_s": settings.capture_ttl_s,
                 "max_logprobs": MOST_LOGPROBS,
                 "max_prompts": MOST_PROMPTS,
+                "max_choices": MOST_CHOICES,
+                "max_messages": MOST_MESSAGES,
+                "max_ops": MOST_OPS,
                 "max_n": 128,
                 "max_stop": 4,
             },

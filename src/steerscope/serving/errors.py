@@ -97,6 +97,8 @@ def in_body(problem: Problem) -> Problem:
     first = field_name.partition(".")[0].partition("[")[0]
     if first in _SPECS:
         field_name = f"steerscope.{field_name}".replace("steerscope.steer.ops", "steerscope.steer")
+    elif first == "template_options":
+        field_name = field_name.replace(first, "chat_template_kwargs")
     elif first == "sampling":
         field_name = field_name.removeprefix("sampling.")
     return Problem(field_name, problem.what, problem.remedy)

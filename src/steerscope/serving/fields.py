@@ -12,6 +12,9 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import InvalidRequest
 
+MOST_MESSAGES = 4096
+MOST_PARTS = 256  # of a message
+
 
 def only(accepted: tuple[object, ...], remedy: str) -> AfterValidator:
     """A field that can only be left at values that change nothing."""
@@ -61,8 +64,9 @@ def _is_prompt(value: object) -> bool:
 
 
 def some(value: object) -> object:
-    if isinstance(value, list | tuple) and not value:
-        raise ValueError("there are no messages; give at least one")
+    if isinstance(value, list | tuple) and not 0 < len(value) <= MOST_MESSAGES:
+        what = f"there are {len(value)} messages" if value else "there are no messages"
+        raise ValueError(f"{what}; give 1 to {MOST_MESSAGES}")
     return value
 
 
@@ -82,6 +86,8 @@ def _content(value: object) -> object:
     """Text, or text in parts."""
     if not isinstance(value, list | tuple):
         return value
+    if len(value) > MOST_PARTS:
+        raise ValueError(f"the content has {len(value)} parts; join them to at most {MOST_PARTS}")
     texts, problems = [], []
     for i, part in enumerate(value):
         try:

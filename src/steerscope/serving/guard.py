@@ -22,7 +22,17 @@ from steerscope.specs.errors import SteerscopeError
 log = logging.getLogger("steerscope.serving")
 _OPEN = ("/health", "/ready", "/")  # without a key: nothing about requests or vectors is told there
 _ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(?::[0-9]*)?")
 _CLOSE = {"Connection": "close"}  # what is left of the body is not waited for
+_BODIES = 4  # all bodies of requests that are not answered yet are so many times the largest one at most
+# The page needs no more than this; plotly writes style elements of its own. Nobody may show it inside another page.
+_POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-uri 'none'; "
+_HEADERS = [
+    (b"content-security-policy", (_POLICY + "form-action 'self'; frame-ancestors 'none'").encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"referrer-policy", b"no-referrer"),
+]
 _SMALL, _SMALL_S = 64 << 10, 1.0
 _UPLOAD_SECONDS = 10  # an upload may take so many times as long as another body
 
@@ -32,6 +42,9 @@ class Guard:
         self.app, self.serving = app, serving
         key = serving.settings.api_key
         self._key = key.get_secret_value().encode() if key else None
+        settings = serving.settings
+        self._most_held = _BODIES * max(settings.max_body_bytes, settings.max_upload_bytes)
+        self._held = 0  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,6 +57,7 @@ class Guard:
         )  # a name, not a secret: no system call
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
+        state["body_bytes"] = 0
         state["send"] = send  # for chunks of a stream, which need nothing of what lies between here and there
         began, status = time.perf_counter(), 0
 
@@ -51,7 +65,8 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                own = (b"x-request-id", request_id.encode())
+                message["headers"] = [*message.get("headers", ()), own, *_HEADERS]
             await send(message)
 
         try:
@@ -70,6 +85,7 @@ class Guard:
             state["error"] = found.code or str(found.status)
             await found.response()(scope, receive, sending)
         finally:
+            self._held -= state["body_bytes"]
             self._tell(scope, status, time.perf_counter() - began)
 
     def _let_in(self, scope: Scope, headers: dict[bytes, str]) -> None:
@@ -103,10 +119,10 @@ class Guard:
             raise too_large
         seconds = settings.body_timeout_s * (_UPLOAD_SECONDS if upload else 1)
         deadline = asyncio.get_running_loop().time() + seconds
-        size, complete = 0, False
+        state, complete = scope["state"], False
 
         async def receiving() -> Message:
-            nonlocal size, complete
+            nonlocal complete
             if complete:
                 return await receive()
             try:
@@ -116,9 +132,14 @@ class Guard:
                 what = f"the body did not arrive within {seconds:g} s"
                 raise ApiError(408, what, "body_timeout", headers=_CLOSE) from None
             complete = message["type"] != "http.request" or not message.get("more_body", False)
-            size += len(message.get("body", b""))
-            if size > most:
+            size = len(message.get("body", b""))
+            state["body_bytes"] += size
+            self._held += size
+            if state["body_bytes"] > most:
                 raise too_large
+            if self._held > self._most_held:
+                what = f"requests of {self._most_held} bytes are being answered: try again later"
+                raise ApiError(429, what, "bodies_full", retry_after=5, headers=_CLOSE)
             return message
 
         return receiving
@@ -138,7 +159,9 @@ class Guard:
 
 
 def _hostname(host: str) -> str:
-    return host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+    """Without the port; what has anything else behind a colon is the name of nothing."""
+    found = _HOST.fullmatch(host)
+    return found[1] if found else ""
 
 
 async def _small_body(headers: dict[bytes, str], receive: Receive) -> None:

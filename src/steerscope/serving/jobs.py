@@ -40,21 +40,24 @@ STOPS: dict[FinishReason, str] = {
 }
 MOST_JOBS = 4096  # that are remembered, those that run among them
 MOST_BYTES = 64 << 20  # of one job's events
+MOST_HELD = 512 << 20  # of all jobs together, with the bodies they were asked with
 _METRICS_S = 1.0
 
 
 class Job:
     """One request and all it has said."""
 
-    def __init__(self, running: Running, stopped: Callable[["Job"], None]) -> None:
+    def __init__(self, running: Running, grow: Callable[[int], None], stopped: Callable[["Job"], None]) -> None:
         self.id = running.writer.id
         self.events: list[bytes] = []
         self.ended = False
         self.tokens = 0
-        self._running, self._stopped = running, stopped
+        self._running, self._grow, self._stopped = running, grow, stopped
         self._prompt_length = len(running.prompts[0].token_ids)
         running.on_start = self._start
-        self._size = 0
+        asked = running.note.get("body_bytes", 0)
+        self.size = asked if isinstance(asked, int) else 0
+        grow(self.size)
         self._news = asyncio.Event()
         self._made = time.perf_counter()
         self._first = self._told = 0.0
@@ -109,6 +112,7 @@ class Job:
             self._tell("error", {"code": told.code or str(told.status), "message": told.message})
         finally:
             self.ended = True
+            del self._running  # its body and prompts are not needed to listen
             self._wake()
             self._stopped(self)
 
@@ -156,10 +160,12 @@ class Job:
 
     def _put(self, name: str, data: str) -> None:
         event = f"id: {len(self.events)}\nevent: {name}\ndata: {data}\n\n".encode()
-        self._size += len(event)
-        if self._size > MOST_BYTES and name in ("token", "reading"):
-            what = f"the events of this job take more than {MOST_BYTES >> 20} MiB; ask for fewer tokens or concepts"
-            raise ApiError(413, what, "job_too_large")
+        if name in ("token", "reading"):
+            if self.size + len(event) > MOST_BYTES:
+                what = f"the events of this job take more than {MOST_BYTES >> 20} MiB; ask for fewer tokens or concepts"
+                raise ApiError(413, what, "job_too_large")
+            self._grow(len(event))
+            self.size += len(event)
         self.events.append(event)
 
     def _wake(self) -> None:
@@ -177,15 +183,13 @@ class Jobs:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._jobs: dict[str, Job] = {}
+        self.held = 0
 
     def start(self, running: Running) -> Job:
         self._serving.admission.check()
         if len(self._jobs) >= MOST_JOBS:
-            oldest = next((job.id for job in self._jobs.values() if job.ended), None)
-            if oldest is None:
-                raise ApiError(429, f"{MOST_JOBS} jobs are unfinished: try again later", "queue_full", retry_after=10)
-            del self._jobs[oldest]
-        job = Job(running, self._keep_for_a_while)
+            self._forget_oldest(f"{MOST_JOBS} jobs are unfinished: try again later")
+        job = Job(running, self._grow, self._keep_for_a_while)
         self._jobs[job.id] = job
         return job
 
@@ -195,7 +199,20 @@ class Jobs:
         return self._jobs[name]
 
     def forget(self, name: str) -> None:
-        self._jobs.pop(name, None)
+        if (job := self._jobs.pop(name, None)) is not None:
+            self.held -= job.size
+
+    def _grow(self, size: int) -> None:
+        """Room for so many bytes more, if need be in the place of jobs that have ended."""
+        while self.held + size > MOST_HELD:
+            self._forget_oldest(f"the events of unfinished jobs take {MOST_HELD >> 20} MiB: try again later")
+        self.held += size
+
+    def _forget_oldest(self, otherwise: str) -> None:
+        oldest = next((job.id for job in self._jobs.values() if job.ended), None)
+        if oldest is None:
+            raise ApiError(429, otherwise, "queue_full", retry_after=10)
+        self.forget(oldest)
 
     def _keep_for_a_while(self, job: Job) -> None:
         asyncio.get_running_loop().call_later(self._serving.settings.capture_ttl_s, self.forget, job.id)
@@ -211,7 +228,13 @@ def jobs_of(request: Request) -> Jobs:
 @router.post("/v1/jobs", status_code=202, openapi_extra=body_of(ChatBody, CompletionBody))
 async def start(request: Request) -> Response:
     """The body of a chat (`messages`) or of a completion (`prompt`), for one answer."""
-    given = await json_body(request)
+    body = await json_body(request, _read)
+    running = await prepare(request, body.model_copy(update={"stream": True}), f"job-{secrets.token_hex(12)}")
+    job = jobs_of(request).start(running)
+    return JSONResponse({"job_id": job.id, "sse_url": f"/v1/jobs/{job.id}/stream"}, 202)
+
+
+def _read(given: dict[str, object]) -> ChatBody | CompletionBody:
     body = ChatBody.parse(given) if "messages" in given else CompletionBody.parse(given)
     problems = body.misfits()
     if (body.n or 1) > 1:
@@ -222,9 +245,7 @@ async def start(request: Request) -> Response:
         problems.append(Problem("echo", "a job tells only what is new", "leave it out"))
     if problems:
         raise InvalidRequest(problems)
-    running = await prepare(request, body.model_copy(update={"stream": True}), f"job-{secrets.token_hex(12)}")
-    job = jobs_of(request).start(running)
-    return JSONResponse({"job_id": job.id, "sse_url": f"/v1/jobs/{job.id}/stream"}, 202)
+    return body
 
 
 @router.get("/v1/jobs/{job_id}")

@@ -1,8 +1,6 @@
 """`/v1/models`, `/v1/completions` and `/v1/chat/completions`, as OpenAI's clients use them."""
 
-import asyncio
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -14,14 +12,13 @@ from steerscope.serving.access import serving_of
 from steerscope.serving.answers import Writer
 from steerscope.serving.bodies import Body, ChatBody, CompletionBody
 from steerscope.serving.describing import body_of
-from steerscope.serving.reading import json_body
+from steerscope.serving.reading import aside, json_body
 from steerscope.serving.running import Running
 from steerscope.serving.sse import EventStream, Whole
 from steerscope.serving.state import Serving
 
 router = APIRouter()
-T = TypeVar("T")
-_LONG = 20_000  # characters: what takes longer than a step to tokenise does not hold up the others
+_MESSAGE = 1000  # what a message costs beside its text, in characters
 
 
 @router.get("/v1/models")
@@ -43,14 +40,14 @@ def _model(serving: Serving) -> dict[str, object]:
 @router.post("/v1/chat/completions", openapi_extra=body_of(ChatBody))
 async def chat(request: Request) -> Response:
     serving = serving_of(request)
-    body = ChatBody.read(await json_body(request))
+    body = await json_body(request, ChatBody.read)
     return _answer(serving, body, await prepare(request, body))
 
 
 @router.post("/v1/completions", openapi_extra=body_of(CompletionBody))
 async def completions(request: Request) -> Response:
     serving = serving_of(request)
-    body = CompletionBody.read(await json_body(request))
+    body = await json_body(request, CompletionBody.read)
     return _answer(serving, body, await prepare(request, body))
 
 
@@ -73,7 +70,7 @@ async def _chat(serving: Serving, body: ChatBody) -> tuple[list[Prompt], list[st
             template_options=body.chat_template_kwargs,
         )
 
-    prompt = await _aside(render, sum(len(message["content"]) for message in messages))
+    prompt = await aside(render, sum(_MESSAGE + len(message["content"]) for message in messages))
     return [prompt], [""]
 
 
@@ -83,7 +80,7 @@ async def _completion(serving: Serving, body: CompletionBody) -> tuple[list[Prom
     def tokenise() -> list[Prompt]:
         return [engine.tokenize(one if isinstance(one, str) else TokenPrompt(one)) for one in given]
 
-    prompts = await _aside(tokenise, sum(map(len, given)))
+    prompts = await aside(tokenise, sum(map(len, given)))
     if not body.echo:
         return prompts, [""] * len(given)
     return prompts, [one if isinstance(one, str) else _decoded(engine, one) for one in given]
@@ -93,10 +90,6 @@ def _decoded(engine: Engine, ids: Sequence[int]) -> str:
     """Ids that the model does not have are refused later, with every other problem."""
     fits = all(0 <= one < engine.facts.vocab for one in ids)
     return str(engine.tokenizer.decode(list(ids))) if fits else ""
-
-
-async def _aside(work: Callable[[], T], size: int) -> T:
-    return await asyncio.to_thread(work) if size > _LONG else work()
 
 
 def _answer(serving: Serving, body: Body, running: Running) -> Response:

@@ -1,11 +1,12 @@
 """The page: static files of this package at `/` and `/ui/`, and plotly.js from the plotly wheel."""
 
 import importlib.util
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from steerscope.serving.errors import ApiError
@@ -14,10 +15,22 @@ FOLDER = Path(__file__).parent / "ui"
 router = APIRouter(include_in_schema=False)
 
 
+@router.get("/docs")
+async def docs(request: Request) -> Response:
+    """Every route in a line; all there is to know of them is in /openapi.json."""
+    lines = [
+        f"<tr><td>{method.upper()}<td><code>{escape(path)}</code><td>{escape(about.get('description', ''))}"
+        for path, methods in request.app.openapi()["paths"].items()
+        for method, about in methods.items()
+    ]
+    style = "body{font:15px system-ui;max-width:60rem;margin:2rem auto}td{padding:.3rem 1rem;vertical-align:top}"
+    head = f'<!doctype html><meta charset="utf-8"><title>steerscope</title><style>{style}</style><h1>Routes</h1>'
+    more = '<p>Bodies and answers: <a href="openapi.json">openapi.json</a></p>'
+    return HTMLResponse(f"{head}{more}<table>{''.join(lines)}</table>")
+
+
 @router.get("/")
 async def index() -> Response:
-    if not (FOLDER / "index.html").is_file():
-        return RedirectResponse("/docs")
     return FileResponse(FOLDER / "index.html", headers={"Cache-Control": "no-cache"})
 
 

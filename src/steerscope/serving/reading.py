@@ -1,19 +1,23 @@
-"""Bodies of requests as plain data."""
+"""Bodies of requests as plain data, and work that must not hold up others."""
 
+import asyncio
 import json
+from collections.abc import Callable
+from typing import TypeVar
 
 from starlette.requests import Request
 
 from steerscope.serving.errors import ApiError
+
+T = TypeVar("T")
+_LONG = 20_000  # characters: what takes longer than a step does not hold up the others
 
 
 def _constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-async def any_json(request: Request) -> object:
-    """JSON, or one clear error."""
-    data = await request.body()
+def _json(data: bytes) -> object:
     try:
         return json.loads(data, parse_constant=_constant)
     except RecursionError:
@@ -22,9 +26,23 @@ async def any_json(request: Request) -> object:
         raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
 
 
-async def json_body(request: Request) -> dict[str, object]:
-    """A JSON object, or one clear error."""
-    found = await any_json(request)
-    if not isinstance(found, dict):
-        raise ApiError(400, f"the body is {type(found).__name__}, not an object; send {{…}}", "invalid_json")
-    return found
+async def aside(work: Callable[[], T], size: int) -> T:
+    """In a thread if it is much, `size` being about characters."""
+    return await asyncio.to_thread(work) if size > _LONG else work()
+
+
+async def any_json(request: Request, read: Callable[[object], T]) -> T:
+    """What `read` makes of the body's JSON, or one clear error."""
+    data = await request.body()
+    return await aside(lambda: read(_json(data)), len(data))
+
+
+async def json_body(request: Request, read: Callable[[dict[str, object]], T]) -> T:
+    """The same of a JSON object."""
+
+    def checked(found: object) -> T:
+        if not isinstance(found, dict):
+            raise ApiError(400, f"the body is {type(found).__name__}, not an object; send {{…}}", "invalid_json")
+        return read(found)
+
+    return await any_json(request, checked)

@@ -63,6 +63,13 @@ class Serving:
     def stage(self) -> str:
         return "the engine has failed" if self._warm and not self.ready else self._stage
 
+    @property
+    def told_stage(self) -> str:
+        """For those who have shown no key: what loading is at, or why it failed, may name folders of this machine."""
+        if self.settings.api_key is None or self.ready:
+            return self.stage
+        return "failed" if self.failure is not None else "loading"
+
     @stage.setter
     def stage(self, stage: str) -> None:
         self._stage = stage

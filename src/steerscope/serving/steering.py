@@ -24,15 +24,20 @@ async def get(request: Request) -> Response:
 async def put(request: Request) -> Response:
     """`{"ops": […]}`, a list of ops, or the name of a vector; it acts on requests that come from now on."""
     serving = serving_of(request)
-    engine, given = serving.engine, await any_json(request)
-    if given is None:
-        raise ApiError(400, "there is no steering: send ops, or DELETE to clear it", "invalid_request")
+    engine = serving.engine
     try:
-        engine.default_steering = Asked.parse({"steer": given}).steer
+        engine.default_steering = await any_json(request, _read)
     except InvalidRequest as error:
         raise InvalidRequest([Problem(_own(p.field), p.what, p.remedy) for p in error.problems]) from None
     serving.default = engine.default_steering
     return _shown(serving)
+
+
+def _read(given: object) -> Steering:
+    found = Asked.parse({"steer": given}).steer
+    if found is None:
+        raise ApiError(400, "there is no steering: send ops, or DELETE to clear it", "invalid_request")
+    return found
 
 
 @router.delete("/v1/steering")

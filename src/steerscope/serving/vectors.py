@@ -8,7 +8,6 @@ started again knows the same vectors; without one they live as long as the serve
 import asyncio
 import logging
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from steerscope.engines.base import Engine
 from steerscope.serving.access import serving_of
 from steerscope.serving.errors import ApiError
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem, SteerscopeError
-from steerscope.vectors.files import SUFFIXES, load, save
+from steerscope.vectors.files import SUFFIXES, load, load_upload, save
 from steerscope.vectors.vector import SteeringVector
 
 if TYPE_CHECKING:
@@ -185,7 +184,8 @@ async def upload(request: Request, name: str | None = None) -> Response:
         raise InvalidRequest([Problem("name", what, remedy)])
     async with serving.vectors.changing:
         replaced = name in serving.vectors
-        vector = await asyncio.to_thread(_read, data, name)
+        facts = engine.facts
+        vector = await asyncio.to_thread(load_upload, data, name, facts.layers, facts.hidden)
         await asyncio.to_thread(serving.vectors.keep, engine, name, vector)
     return JSONResponse({**about(name, vector), "replaced": replaced}, 200 if replaced else 201)
 
@@ -201,17 +201,3 @@ async def delete(request: Request, name: str) -> Response:
             raise ApiError(409, what, "vector_in_use", "name")
         serving.vectors.remove(engine, name)
     return JSONResponse({"id": name, "object": "vector", "deleted": True})
-
-
-def _read(data: bytes, name: str) -> SteeringVector:
-    """No pickles: a file that could want to run code is not even opened."""
-    gguf = data.startswith(b"GGUF")
-    if not gguf and data[8:9] != b"{":
-        raise BadFile(f"{name} is neither safetensors nor GGUF: convert it first, e.g. with steerscope vectors convert")
-    with tempfile.TemporaryDirectory(prefix="steerscope-upload-") as folder:
-        path = Path(folder) / ("vector.gguf" if gguf else "vector.safetensors")
-        path.write_bytes(data)
-        try:
-            return load(path)
-        except BadFile as error:
-            raise BadFile(str(error).replace(str(path), name)) from None

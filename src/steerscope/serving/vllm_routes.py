@@ -10,7 +10,6 @@ import re
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -22,7 +21,7 @@ from steerscope.engines.vllm.guards import facts_of
 from steerscope.engines.vllm.settings import Settings, asked_for
 from steerscope.serving.errors import ApiError, api_error
 from steerscope.specs.errors import SteerscopeError
-from steerscope.vectors.files import SUFFIXES, load, save
+from steerscope.vectors.files import SUFFIXES, load, load_upload, save
 from steerscope.vectors.vector import SteeringVector
 
 MOST_BYTES = 256 << 20  # of an uploaded vector
@@ -135,12 +134,7 @@ async def upload(request: Request, name: str) -> Response:
 
 
 def _keep(data: bytes, folder: Path, name: str, facts: Facts) -> SteeringVector:
-    if not data.startswith(b"GGUF") and data[8:9] != b"{":
-        raise ApiError(400, "the body is neither safetensors nor GGUF; send one of them", "bad_file")
-    with TemporaryDirectory() as scratch:
-        path = Path(scratch) / name
-        path.write_bytes(data)
-        vector = load(path)
+    vector = load_upload(data, name, facts.layers, facts.hidden)
     if (hidden := vector.to_spec().hidden) != facts.hidden:
         raise ApiError(400, f"the vector has {hidden} numbers, the model's hidden size is {facts.hidden}", "bad_file")
     folder.mkdir(parents=True, exist_ok=True)

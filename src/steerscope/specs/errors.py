@@ -107,6 +107,9 @@ _REMEDIES = {
 }
 
 
+_MOST_TOLD = 1000
+
+
 def _field(location: tuple[int | str, ...]) -> str:
     text = ""
     for part in location:
@@ -135,5 +138,8 @@ def _problems(detail: ErrorDetails) -> list[Problem]:
 
 
 def problems_of(error: ValidationError) -> list[Problem]:
-    """Translate pydantic's errors; an `InvalidRequest` raised by a nested spec is unfolded in place."""
+    """Translate pydantic's errors; an `InvalidRequest` raised by a nested spec is unfolded in place. Too many are only
+    counted: a list of a million wrong items must not cost a million messages."""
+    if error.error_count() > _MOST_TOLD:
+        return [Problem("", f"there are {error.error_count()} problems, too many to list", "correct the whole shape")]
     return [problem for detail in error.errors() for problem in _problems(detail)]

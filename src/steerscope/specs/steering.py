@@ -28,6 +28,8 @@ SITES: tuple[Site, ...] = get_args(Site)
 LayersLike = int | str | Sequence[int | str]  # what users write; see parse_layers
 # Finite in float64 but infinite in the float32 of the equation would be infinity all the same.
 Strength = Annotated[float, Field(ge=-3.4028234663852886e38, le=3.4028234663852886e38)]
+_MOST_NAMED = 10_000  # layers, in one text
+MOST_OPS = 512
 Coefficients = tuple[float, float, float, float, float]  # c, s, m, lo, hi of the one equation
 
 
@@ -37,6 +39,7 @@ def parse_layers(value: object) -> tuple[int, ...] | Literal["all"]:
         return "all"
     parts: Iterable[object] = value if isinstance(value, list | tuple | range | set | frozenset) else [value]
     layers: set[int] = set()
+    named = 0  # counted twice where it is named twice: a long text of wide ranges must not take hours
     for part in parts:
         if isinstance(part, int) and not isinstance(part, bool):
             layers.add(part)
@@ -48,6 +51,9 @@ def parse_layers(value: object) -> tuple[int, ...] | Literal["all"]:
             first, last = int(match[1]), int(match[2] or match[1])
             if last < first:
                 raise ValueError(f"layer range {item.strip()!r} runs backwards; write '{last}-{first}'")
+            named += last + 1 - first
+            if named > _MOST_NAMED:
+                raise ValueError(f"more than {_MOST_NAMED} layers are named; name each once")
             layers.update(range(first, last + 1))
     if not layers:
         raise ValueError("no layers given; write 12, '10-14', '4,8,10-14' or 'all'")
@@ -256,11 +262,17 @@ class Ablate(_Op):
         return (self.to or 0.0, self.scale, 1.0, -math.inf, math.inf)
 
 
+def _few(ops: object) -> object:
+    if isinstance(ops, list | tuple) and len(ops) > MOST_OPS:
+        raise ValueError(f"there are {len(ops)} ops; give at most {MOST_OPS}")
+    return ops
+
+
 Op = Annotated[Add | Cap | Ablate, Field(discriminator="op")]
 if TYPE_CHECKING:
     Ops = Sequence[Add | Cap | Ablate]
 else:
-    Ops = tuple[Op, ...]
+    Ops = Annotated[tuple[Op, ...], BeforeValidator(_few)]
 
 
 class Steering(Spec):

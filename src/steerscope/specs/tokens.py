@@ -13,7 +13,7 @@ spans are known. Positions are absolute: the prompt is 0 … p−1, generated to
 import functools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -90,7 +90,7 @@ class SelectorError(ValueError):
 _TOKEN = re.compile(
     r"\s*(positions\s*=\s*\[[^\]]*\]|role\s*=\s*[\w-]+(?:\+template)?|message\s*=\s*-?\d{1,9}(?:\+template)?|\w+|[&|!()])"
 )
-_ITEM = re.compile(r"\s*(?:(-?\d{1,18})|(-?\d{1,18})?\s*:\s*(-?\d{1,18})?)\s*")  # a position, or a range
+_ITEM = re.compile(r"(-?\d{1,18})|(-?\d{1,18})?\s*:\s*(-?\d{1,18})?")  # a position, or a range
 _DEEPEST = 50  # brackets and ! inside each other
 _LANGUAGE = (
     "use all, prompt, generated, last_prompt, positions=[0, 4:8, -1], role=user, message=0 "
@@ -104,8 +104,8 @@ def _lex(text: str) -> list[str]:
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
-            raise SelectorError(f"cannot read {text[at:]!r} in selector {text!r}; {_LANGUAGE}")
-        tokens.append(re.sub(r"\s*([=\[\],:])\s*", r"\1", match.group(1)))
+            raise SelectorError(f"cannot read {text[at:]!r:.200} in selector {text!r:.200}; {_LANGUAGE}")
+        tokens.append(re.sub(r" ?([=\[\],:]) ?", r"\1", " ".join(match.group(1).split())))
         at = match.end()
     return tokens
 
@@ -137,22 +137,24 @@ class _Parser:
     def _unexpected(self) -> SelectorError:
         found = self._peek()
         return SelectorError(
-            f"unexpected {'end' if found is None else repr(found)} in selector {self.text!r}; {_LANGUAGE}"
+            f"unexpected {'end' if found is None else repr(found)} in selector {self.text!r:.200}; {_LANGUAGE}"
         )
 
     def _union(self) -> Positions:
-        left = self._intersection()
-        while self._peek() == "|":
-            self.at += 1
-            left = left | self._intersection()
-        return left
+        parts = self._parts("|", self._intersection)
+        return parts[0] if len(parts) == 1 else Positions.of(span for part in parts for span in part.intervals)
 
     def _intersection(self) -> Positions:
-        left = self._unary()
-        while self._peek() == "&":
+        parts = self._parts("&", self._unary)
+        return parts[0] if len(parts) == 1 else ~Positions.of(span for part in parts for span in (~part).intervals)
+
+    def _parts(self, operator: str, part: Callable[[], Positions]) -> list[Positions]:
+        """Of one chain, to be joined at once: joined one by one, a chain of n parts would cost n²."""
+        found = [part()]
+        while self._peek() == operator:
             self.at += 1
-            left = left & self._unary()
-        return left
+            found.append(part())
+        return found
 
     def _unary(self) -> Positions:
         token = self._peek()
@@ -189,9 +191,9 @@ class _Parser:
     def _positions(self, body: str) -> Positions:
         intervals: list[Interval] = []
         for item in filter(None, body.split(",")):
-            match = _ITEM.fullmatch(item)
+            match = _ITEM.fullmatch(item.strip())
             if match is None:
-                raise SelectorError(f"{item!r} is not a position or range; write 3, -1, 4:8, :5 or -4:")
+                raise SelectorError(f"{item!r:.60} is not a position or range; write 3, -1, 4:8, :5 or -4:")
             if self.context:
                 intervals.append(self._interval(*match.groups()))
         return Positions.of(intervals)

@@ -60,6 +60,10 @@ def _one_of(kinds: "Callable[[], dict[str, type[Spec]]]", what: str) -> Callable
     return parse
 
 
+# An engine may take fewer; these keep a long list from being worked through before it says so.
+MOST_RULES = 64
+MOST_CONDITIONS = 64
+
 # --- conditions
 
 
@@ -234,7 +238,7 @@ if TYPE_CHECKING:
     Levels = Sequence[int]
 else:
     PackLike = Annotated[str, WrapValidator(_pack), Field(min_length=1)]
-    Rules = tuple[Rule, ...]
+    Rules = Annotated[tuple[Rule, ...], Field(max_length=MOST_RULES)]
     Levels = Annotated[
         tuple[Annotated[int, Field(ge=0)], ...],
         BeforeValidator(lambda value: (value,) if isinstance(value, int) else value),
@@ -273,6 +277,8 @@ class Watch(Spec):
     @model_validator(mode="after")
     def _check(self) -> Self:
         names = [rule.name for rule in self.rules]
+        if sum(1 for rule in self.rules for _ in rule.when.leaves()) > MOST_CONDITIONS:
+            raise ValueError(f"the rules have more than {MOST_CONDITIONS} conditions; use fewer")
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"several rules are named {', '.join(map(repr, twice))}; give each a name of its own")

@@ -20,6 +20,7 @@ import json
 import re
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast
 
 import numpy as np
@@ -40,6 +41,9 @@ from steerscope.vectors.vector import Json, SteeringVector
 
 FORMAT, VERSION = "steerscope-vector", "1"
 CONTROL_VECTOR = "controlvector"
+_MOST_LAYERS = 10_000
+_ZIP = b"PK\x03\x04"  # how a .pt begins
+_ABOUT_BYTES = 1 << 20  # for the header of an upload, beside its numbers
 SUFFIXES = {".safetensors": "safetensors", ".gguf": "GGUF", ".pt": "pt", ".pth": "pt"}
 
 
@@ -84,13 +88,32 @@ def load(path: str | Path) -> SteeringVector:
         return _load_gguf(path) if kind == "GGUF" else _load_safetensors(path)
 
 
+def load_upload(data: bytes, name: str, layers: int, hidden: int) -> SteeringVector:
+    """A vector that a stranger sent for a model of so many layers: safetensors or GGUF by its first bytes. No pickle is
+    opened, whatever it calls itself, and nothing that is larger than a vector of this model can be."""
+    gguf, most = data.startswith(b"GGUF"), layers * hidden * 8 + _ABOUT_BYTES
+    if not gguf and (data[8:9] != b"{" or data.startswith(_ZIP)):
+        raise BadFile(f"{name} is neither safetensors nor GGUF: convert it first, e.g. with steerscope vectors convert")
+    if len(data) > most:
+        what = f"{name} has {len(data)} bytes; a vector of {layers} layers of {hidden} numbers has at most {most}"
+        raise BadFile(f"{what}: take layers or notes out of it")
+    with TemporaryDirectory(prefix="steerscope-upload-") as folder:
+        path = Path(folder) / "vector"
+        path.write_bytes(data)
+        try:
+            with reading(path, "GGUF vector" if gguf else "safetensors vector"):
+                return _load_gguf(path) if gguf else _load_safetensors(path)
+        except BadFile as error:
+            raise BadFile(str(error).replace(str(path), name)) from None
+
+
 def _kind(path: Path) -> str | None:
     """What the first bytes say, and the suffix where they say nothing."""
     with reading(path, "file"), path.open("rb") as file:
         head = file.read(9)
     if head.startswith(b"GGUF"):
         return "GGUF"
-    if head.startswith(b"PK\x03\x04"):
+    if head.startswith(_ZIP):
         return "pt"
     suffix = SUFFIXES.get(path.suffix.lower())
     return "safetensors" if head[8:] == b"{" and suffix != "pt" else suffix
@@ -143,13 +166,15 @@ def _save_safetensors(vector: SteeringVector, path: Path) -> None:
 
 def _load_safetensors(path: Path) -> SteeringVector:
     with safe_open(str(path), framework="pt") as file:
-        header = file.metadata() or {}
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
-    if header.get("format") != FORMAT:
-        if len(tensors) != 1:
-            names = ", ".join(sorted(tensors)[:8])
-            wanted = "give a file with one tensor, [hidden] or [layers, hidden]"
-            raise BadFile(f"{path} was not written by steerscope and holds {len(tensors)} tensors ({names}); {wanted}")
+        header, names = file.metadata() or {}, file.keys()
+        foreign = header.get("format") != FORMAT
+        if foreign and len(names) != 1:  # perhaps a whole model: nothing of it is read
+            shown, wanted = ", ".join(sorted(names)[:8]), "give a file with one tensor, [hidden] or [layers, hidden]"
+            raise BadFile(f"{path} was not written by steerscope and holds {len(names)} tensors ({shown}); {wanted}")
+        if len(names) > _MOST_LAYERS:
+            raise BadFile(f"{path} holds {len(names)} tensors; a vector has at most {_MOST_LAYERS} layers")
+        tensors = {name: file.get_tensor(name).clone() for name in names}
+    if foreign:
         ((name, tensor),) = tensors.items()
         return plain_tensor(path, tensor, {"tensor": name})
     if header.get("version") != VERSION:

@@ -7,6 +7,7 @@ and the vectors belong to the residual stream after the layer (resid_post).
 
 import json
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -190,6 +191,7 @@ def read_pt(path: Path) -> object:
     if not path.is_file():
         raise BadFile(f"{path} does not exist")
     with reading(path, ".pt file"):
+        _check_zip(path)
         try:
             data = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
@@ -201,6 +203,15 @@ def read_pt(path: Path) -> object:
         if not all(_is_plain(tensor, path.stat().st_size) for tensor in _tensors(data)):
             raise BadFile(f"{path} holds a sparse or quantised tensor, or one that claims to be larger than the file")
     return data
+
+
+def _check_zip(path: Path) -> None:
+    """torch never compresses what it saves; what a stranger compressed may be a thousand times its size."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as file:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
+            raise BadFile(f"{path} was not opened: it is compressed, as torch.save never does; save it anew")
 
 
 def _is_plain(tensor: Tensor, size: int) -> bool:
