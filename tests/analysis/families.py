@@ -2,10 +2,13 @@
 
 import copy
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import tiny
@@ -43,3 +46,21 @@ def named(count: int, hidden: int = 64, seed: int = 7) -> Directions:
     """Random directions d0, d1, …, the same at all layers."""
     rows = np.random.default_rng(seed).standard_normal((1, count, hidden)).astype(np.float32)
     return Directions(tuple(f"d{i}" for i in range(count)), ("drawn",) * count, (None,), rows)
+
+
+@contextmanager
+def watching(*modules: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Input and output of each module's last call."""
+    seen: list = [None] * len(modules)
+
+    def hook(i: int):  # noqa: ANN202
+        def keep(_module: nn.Module, args: tuple, kwargs: dict, out: Tensor | tuple) -> None:
+            given = args[0] if args else kwargs["hidden_states"]
+            seen[i] = given, out[0] if isinstance(out, tuple) else out
+
+        return keep
+
+    handles = [module.register_forward_hook(hook(i), with_kwargs=True) for i, module in enumerate(modules)]
+    yield seen
+    for handle in handles:
+        handle.remove()

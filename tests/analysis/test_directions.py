@@ -68,6 +68,8 @@ def test_signs_agree_from_layer_to_layer_and_follow_the_vector_that_is_named() -
         scores = components(one, 1).scores[:, :, 0]
         assert ((scores[:-1] * scores[1:]).sum(1) > 0).all()
         assert (components(one, 3, positive="v3").scores[:, 3] >= 0).all()
+    random = components(drawn(9, layers=12), 4).scores  # whose signs differ at random before they are fixed
+    assert ((random[:-1] * random[1:]).sum(1) > 0).all()
     first = components(source, 2).scores[0]
     assert (first[np.abs(first).argmax(0), [0, 1]] > 0).all()
     up = components(source, 1, positive="v11").axes[:, 0] @ axis

@@ -28,8 +28,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         names=(NASTY, *(f"v{i}" for i in range(1, 27)), "pc1", "pc2", "pc3"),
         groups=("roles",) * 10 + ("<b>traits",) * 17 + ("components",) * 3,
     )
-    mlp_pass(base, directions, tuned, random=100).save(folder / "out")
-    attention_pass(base, directions, tuned, random=100, distance=3).save(folder / "out")
+    mlp_pass(base, directions, tuned, random=100, against=named(8, seed=8)).save(folder / "out")
+    attention_pass(base, directions, tuned, random=100, distance=3, against=named(8, seed=8)).save(folder / "out")
     return load_results(folder / "out")
 
 
@@ -46,6 +46,8 @@ def test_the_page_has_the_findings_and_no_markup_of_others(results: dict[str, Re
     assert "at a distance of 3" in body
     headings = re.findall(r"<h2>(.*?)</h2>", body)
     assert "Where looking changed" in headings
+    assert "What MLPs make of directions, against the vectors given" in headings
+    assert "Which directions look at which, against the vectors given" in headings
     assert "Is the first component special for MLPs?" in headings
 
 
@@ -86,3 +88,4 @@ def test_one_checkpoint_and_one_direction_make_a_page(tmp_path: Path) -> None:
     page = analysis_page(found)
     assert "without RoPE" in page
     assert "Where looking changed" not in page
+    assert "against the vectors given" not in page

@@ -12,7 +12,8 @@ from torch import nn
 import tiny
 from analysis.families import FAMILIES, family, named, saved
 from steerscope.analysis.checkpoint import Checkpoint
-from steerscope.analysis.layerwise import component_ranks, group_tests, ranking, table_of, z_by_rank
+from steerscope.analysis.directions import Directions
+from steerscope.analysis.layerwise import component_ranks, group_tests, p_by_rank, ranking, table_of, where, z_by_rank
 from steerscope.analysis.mlp import mlp_pass
 from steerscope.specs.errors import InvalidRequest
 
@@ -100,6 +101,40 @@ def test_z_by_rank_is_calibrated_where_tails_are_heavy_and_grows_beyond_them() -
     assert -25 < far[0, 1] < -15
 
 
+def test_directions_of_each_layer_meet_that_layer_or_those_of_one_meet_all(tmp_path: Path) -> None:
+    checkpoint, one, other = Checkpoint(saved(family("llama"), tmp_path)), named(2, seed=1), named(2, seed=2)
+    both = Directions(one.names, one.groups, (1, 3), np.concatenate([one.rows, other.rows]))
+    of = lambda directions, **asked: where(  # noqa: E731
+        mlp_pass(checkpoint, directions, random=100, **asked).tables["written"], "layer", 3
+    )["norm"].to_numpy()
+    np.testing.assert_array_equal(of(both), of(other))
+    np.testing.assert_array_equal(of(both, layer=1), of(one))
+
+
+def test_p_by_rank_is_uniform_whatever_the_tails_are() -> None:
+    generator = torch.Generator().manual_seed(0)
+    baseline = torch.arange(1.0, 20.0)  # 19 of them
+    found = p_by_rank(torch.tensor([0.0, 1.0, 10.0, 18.5, 99.0]), baseline)
+    torch.testing.assert_close(found, torch.tensor([2 / 20, 4 / 20, 1.0, 4 / 20, 2 / 20]))
+    p = torch.cat(
+        [p_by_rank(draws[:40], draws[40:]) for draws in torch.randn(200, 139, generator=generator).pow(3).unbind()]
+    )
+    for level in (0.02, 0.1, 0.5):
+        assert (p <= level + 1e-6).float().mean() == pytest.approx(level, abs=0.2 * level)
+
+
+def test_given_directions_are_a_second_baseline_on_both_sides(tmp_path: Path) -> None:
+    checkpoint, directions, against = Checkpoint(saved(family("qwen3"), tmp_path)), named(2), named(8, seed=8)
+    found = mlp_pass(checkpoint, directions, random=100, against=against).tables["written"]
+    plain, given = (mlp_pass(checkpoint, one, random=100).tables["written"] for one in (directions, against))
+    assert plain["z_norm"].equals(found["z_norm"])
+    for layer in range(4):
+        mine, theirs = (torch.tensor(where(table, "layer", layer)["parallel"].to_pylist()) for table in (found, given))
+        assert len(theirs) == 16
+        expected = z_by_rank(mine, theirs)
+        np.testing.assert_allclose(where(found, "layer", layer)["against_z_parallel"].to_numpy(), expected, **CLOSE)
+
+
 def test_the_opposite_is_measured_along_itself(tmp_path: Path) -> None:
     """An MLP is not odd, so v and −v differ; −v as the direction gives what v's sign −1 gives."""
     checkpoint, directions = Checkpoint(saved(family("qwen3"), tmp_path)), named(2)
@@ -159,9 +194,20 @@ def test_wrong_input_is_refused_with_every_reason(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="2 layers of 64 against 4 of 64") as error:
         mlp_pass(base, named(2, hidden=32), other)
     assert "have 32 numbers" in str(error.value)
-    with pytest.raises(InvalidRequest, match="take 100 or more"):
-        mlp_pass(base, named(2), random=10)
+    with pytest.raises(InvalidRequest) as error:
+        mlp_pass(base, named(2), base, random=10, against=named(7), layer=2)
+    told = [f"{problem.field}: {problem.remedy}" for problem in error.value.problems]
+    assert told == ["tuned: give the checkpoint after training", "random: take 100 or more", "against: give 8 or more"]
+    late = Directions(("d",), ("",), (9,), named(1).rows)
+    with pytest.raises(InvalidRequest, match=r"directions: have no layer of .*; it has 0-3"):
+        mlp_pass(base, late)
+    with pytest.raises(InvalidRequest, match=r"directions: have no layer 3; they have 9"):
+        mlp_pass(base, late, layer=3)
     zero = named(2)
     zero.rows[0, 1] = 0
     with pytest.raises(InvalidRequest, match="zero at layer 0: d1"):
         mlp_pass(base, zero)
+    zero = named(8)
+    zero.rows[0, 5] = 0
+    with pytest.raises(InvalidRequest, match="zero at layer 0: d5"):
+        mlp_pass(base, named(2), against=zero)

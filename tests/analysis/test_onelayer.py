@@ -1,15 +1,13 @@
 """One layer at a time gives what hooks on the whole, real model see."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import tiny
-from analysis.families import FAMILIES, family, saved
+from analysis.families import FAMILIES, family, saved, watching
 from steerscope.analysis.attention import logits
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.onelayer import OneLayer
@@ -25,24 +23,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """The whole model, and its checkpoint a layer at a time."""
     model = family(request.param)
     return model, OneLayer(Checkpoint(saved(model, tmp_path_factory.mktemp(request.param))))
-
-
-@contextmanager
-def watching(*modules: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Input and output of each module's last call."""
-    seen: list = [None] * len(modules)
-
-    def hook(i: int):  # noqa: ANN202
-        def keep(_module: nn.Module, args: tuple, kwargs: dict, out: Tensor | tuple) -> None:
-            given = args[0] if args else kwargs["hidden_states"]
-            seen[i] = given, out[0] if isinstance(out, tuple) else out
-
-        return keep
-
-    handles = [module.register_forward_hook(hook(i), with_kwargs=True) for i, module in enumerate(modules)]
-    yield seen
-    for handle in handles:
-        handle.remove()
 
 
 def addends(layer: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tiny
-from steerscope.analysis.changes import facing
+from steerscope.analysis.changes import Tally, facing
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
 from steerscope.analysis.susceptibility import susceptibility
@@ -97,6 +97,36 @@ def test_the_embedding_counts_at_the_first_layer_and_the_head_at_the_last(tmp_pa
         assert row["alignment"] == pytest.approx(float((change @ unit).norm() / change.norm()), abs=1e-5)
 
 
+def test_a_layers_profile_is_all_its_matrices_together_without_embedding_and_head(tmp_path: Path) -> None:
+    base, tuned, _ = pair(tmp_path, noise())
+    tables = susceptibility(base, tuned, directions(), random=20).tables
+    norms = {(row["layer"], row["matrix"]): row["norm"] for row in tables["changes"].to_pylist()}
+    for row in tables["profile"].to_pylist():
+        cells = [
+            (cell["alignment"] * norms[cell["layer"], cell["matrix"]], norms[cell["layer"], cell["matrix"]])
+            for cell in tables["cells"].to_pylist()
+            if (cell["layer"], cell["direction"]) == (row["layer"], row["direction"]) and "." in cell["matrix"]
+        ]
+        along, whole = (np.linalg.norm(part) for part in zip(*cells, strict=True))
+        assert row["alignment"] == pytest.approx(along / whole, rel=1e-5)
+
+
+def test_rows_that_come_in_parts_keep_their_places() -> None:
+    generator = torch.Generator().manual_seed(0)
+    before, after = torch.zeros(9, HIDDEN), torch.randn(9, HIDDEN, generator=generator)
+    after[4] = 0  # did not change
+    units = torch.nn.functional.normalize(torch.randn(5, HIDDEN, generator=generator), dim=1)
+    whole, parts = Tally("reads"), Tally("reads")
+    whole.add(before, after, units)
+    for start in range(0, 9, 2):
+        parts.add(before[start : start + 2], after[start : start + 2], units)
+    cosines = torch.nn.functional.cosine_similarity(after[:, None], units[None], dim=2).abs()
+    for tally in (whole, parts):
+        assert tally.where.tolist() == cosines.argmax(0).tolist()
+        assert tally.largest == pytest.approx(cosines.max(0).values.numpy(), abs=1e-6)
+        assert (tally.count, tally.seen) == (8, 9)
+
+
 @pytest.mark.parametrize("matrix", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
 def test_a_planted_change_is_found_at_its_layer_and_matrix(matrix: str, tmp_path: Path) -> None:
     """A rank-one change along d1, a tenth of the noise that changed everything else."""
@@ -116,7 +146,7 @@ def test_a_planted_change_is_found_at_its_layer_and_matrix(matrix: str, tmp_path
     result = susceptibility(base, tuned, named)
     cells = sorted(result.tables["cells"].to_pylist(), key=lambda row: -row["z"])
     assert (cells[0]["layer"], cells[0]["matrix"], cells[0]["direction"]) == (2, matrix, "d1")
-    assert cells[0]["p"] < 0.01
+    assert cells[0]["p"] == pytest.approx(1 / 201), "none of 200 random directions reaches it: no p is smaller"
     assert cells[0]["z"] > 2 * cells[1]["z"]
     assert cells[1]["p"] > 0.01
     (peak,) = result.tables["peaks"].to_pylist()
@@ -203,6 +233,20 @@ def test_matrices_that_did_not_change_have_no_cells(tmp_path: Path) -> None:
     assert sizes[1, "mlp.up_proj"] == pytest.approx(weight.numel() ** 0.5 / float(weight.norm()), rel=1e-5)
 
 
+def test_shapes_tell_who_reads_and_who_writes_and_names_only_where_a_matrix_is_square() -> None:
+    shapes = {
+        "a.mystery": (64, 128),
+        "b.mystery": (128, 64),
+        "c.o_proj": (64, 64),
+        "d.mystery": (64, 64),
+        "e.x": (9, 9),
+    }
+    weights = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    found = {kind: (side, len(rows)) for kind, side, rows in facing(weights, HIDDEN)}
+    reads, writes = ("reads", 64), ("writes", 64)
+    assert found == {"a.mystery": ("writes", 128), "b.mystery": ("reads", 128), "c.o_proj": writes, "d.mystery": reads}
+
+
 def test_experts_of_one_kind_are_one_matrix(tmp_path: Path) -> None:
     base = Checkpoint(_saved(tmp_path, "qwen3_moe"))
     found: dict[str, int] = {}
@@ -225,7 +269,7 @@ def test_what_cannot_be_compared_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as error:
         susceptibility(base, short, wide, layer=9, random=5, against=directions(2))
     fields = [problem.field for problem in error.value.problems]
-    assert fields == ["layers", "hidden", "directions", "directions", "against", "random", "against"]
+    assert fields == ["tuned", "directions", "directions", "against", "random", "against"]
     with pytest.raises(InvalidRequest, match="is the base itself"):
         susceptibility(base, base, directions(), random=20)
     twin = Checkpoint(_saved(tmp_path / "twin", "llama"))

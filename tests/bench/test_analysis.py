@@ -39,11 +39,21 @@ def test_the_planted_change_is_found_and_alone_stands_out_from_exchanged_labels(
 
 
 def test_the_study_takes_less_than_ten_minutes_of_a_processor() -> None:
-    assert sum(part["processor"] for part in result("analysis_study")["seconds"].values()) < 600
+    layers = result("layers_study")
+    parts = [*result("analysis_study")["seconds"].values(), *(layers[name]["seconds"] for name in ("mlp", "attention"))]
+    assert sum(part["processor"] for part in parts) < 600
+
+
+def test_few_random_directions_are_called_extreme_in_a_real_model() -> None:
+    shares = result("layers_study")["calibration"]
+    own = {name: share["mean"] for name, share in shares.items() if not name.endswith("(plain)")}
+    assert len(own) == 5
+    assert max(own.values()) < 1  # per cent beyond |z| = 3
 
 
 def test_streaming_two_checkpoints_of_a_3b_model_stays_under_two_gibibytes() -> None:
     data = result("checkpoint_memory")
     assert data["shape"]["num_hidden_layers"] == 36
     assert data["bytes"] > 6e9
-    assert data["peak_rss"] < 2 * 2**30
+    assert set(data["passes"]) == {"susceptibility", "mlp", "attention"}
+    assert all(one["peak_rss"] < 2 * 2**30 for one in data["passes"].values())

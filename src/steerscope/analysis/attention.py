@@ -29,7 +29,7 @@ def logits(queries: Heads, keys: Heads, paired: bool = False) -> Tensor:
 def see(model: OneLayer, inputs: Inputs, distance: int) -> Seen:
     """Of the layer whose weights `model` holds."""
     n = len(inputs)
-    asking = torch.cat([inputs.named, inputs.random])
+    asking = torch.cat([inputs.named, inputs.others])
     queries = model.heads(asking, torch.full((len(asking),), distance))
     keys = model.heads(asking, torch.zeros(len(asking)))
     mirrored = model.heads(inputs.opposite, torch.zeros(n))
@@ -79,15 +79,17 @@ def attention_pass(
     layer: int | None = None,
     distance: int = 0,
     random: int = 1024,
+    against: Directions | None = None,
     seed: int = 0,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Result:
     """Tables `pairs` (all heads together), `heads`, `top` (pairs of single heads), `beyond`, `written`, `ranking`.
 
-    Layer i meets the directions of layer i, or those of `layer` everywhere.
+    Layer i meets the directions of layer i, or those of `layer` everywhere. z is against random directions, and against
+    those of `against`, if given.
     """
-    layers = checked_layers(base, tuned, directions, layer)
+    layers = checked_layers(base, tuned, directions, layer, random, against)
     longest = getattr(base.config, "max_position_embeddings", None)
     if distance < 0 or (longest and distance >= longest):
         what = f"{distance} is out of range"
@@ -95,7 +97,7 @@ def attention_pass(
     models = [OneLayer(checkpoint, device) for checkpoint in (base, tuned) if checkpoint]
     parts: dict[str, list[Columns]] = {}
     for done, number in enumerate(layers):
-        inputs = Inputs.of(directions, number if layer is None else layer, random, seed)
+        inputs = Inputs.of(directions, number if layer is None else layer, random, seed, against)
         seen = []
         for model in models:
             with model.at(number):
@@ -105,5 +107,6 @@ def attention_pass(
         if progress:
             progress("attention", done + 1, len(layers))
     tables, found = finished(parts)
-    told = about("attention", base, tuned, directions, layer=layer, distance=distance, random=random, seed=seed)
+    asked = {"layer": layer, "distance": distance, "random": random, "seed": seed}
+    told = about("attention", base, tuned, directions, against, **asked)
     return Result("attention", {**told, **found}, tables)

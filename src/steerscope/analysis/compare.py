@@ -3,7 +3,7 @@
 A vector takes part at the layers it has; one that is the same on every layer takes part at all of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,11 +122,7 @@ def _layers(names: Sequence[str], vectors: Sequence[SteeringVector]) -> tuple[in
     problems = []
     if len(vectors) < 2:
         problems.append(Problem("compare", f"there are {len(vectors)} vectors", "give at least two"))
-    for field in ("hidden", "site"):
-        found = {getattr(vector, field): name for name, vector in zip(names, vectors, strict=True)}
-        if len(found) > 1:
-            what = ", ".join(f"{value} ({name})" for value, name in found.items())
-            problems.append(Problem(field, f"differs: {what}", f"compare vectors of one {field}"))
+    problems += unlike(dict(zip(names, vectors, strict=True)))
     if problems:
         raise InvalidRequest(problems)
     own = [layer for vector in vectors for layer in vector.layers or ()]
@@ -138,6 +134,17 @@ def _layers(names: Sequence[str], vectors: Sequence[SteeringVector]) -> tuple[in
         what = "no two vectors have a layer in common"
         raise InvalidRequest([Problem("compare", what, "see their layers with vectors show")])
     return common
+
+
+def unlike(vectors: Mapping[str, SteeringVector]) -> list[Problem]:
+    """What keeps vectors from being looked at together."""
+    problems = []
+    for field in ("hidden", "site"):
+        found = {getattr(vector, field): name for name, vector in vectors.items()}
+        if len(found) > 1:
+            what = ", ".join(f"{value} ({name})" for value, name in found.items())
+            problems.append(Problem(field, f"differs: {what}", f"give vectors of one {field}"))
+    return problems
 
 
 def _cosines(vectors: Sequence[SteeringVector], layer: int | None) -> np.ndarray:

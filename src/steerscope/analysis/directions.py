@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from steerscope.analysis.compare import load_found, vector_files
+from steerscope.analysis.compare import load_found, unlike, vector_files
 from steerscope.analysis.results import Result
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 from steerscope.specs.steering import Site
@@ -107,14 +107,9 @@ def _at(vector: SteeringVector, layer: int | None) -> np.ndarray:
 
 
 def _common_layers(vectors: dict[str, SteeringVector]) -> tuple[int | None, ...]:
-    problems = []
+    problems = unlike(vectors)
     if not vectors:
         problems.append(Problem("vectors", "there are none", "give files or folders of them"))
-    for field in ("hidden", "site"):
-        found = {getattr(vector, field): name for name, vector in vectors.items()}
-        if len(found) > 1:
-            what = ", ".join(f"{value} ({name})" for value, name in found.items())
-            problems.append(Problem(field, f"differs: {what}", f"give vectors of one {field}"))
     if problems:
         raise InvalidRequest(problems)
     own = {name: set(vector.layers) for name, vector in vectors.items() if vector.layers is not None}

@@ -1,6 +1,5 @@
 """Plots of the passes through MLPs and attention: pure functions from a result to a figure."""
 
-from html import escape
 from typing import cast
 
 import numpy as np
@@ -52,9 +51,8 @@ def pairs_figure(result: Result, z: str, most: int | None = None) -> go.Figure:
     order = extreme[:most] if most else [extreme[0], *sorted(extreme[1:])]
     grids = {f"layer {layers[i]}": cube[i][np.ix_(kept, kept)] for i in order}
     labels = [names[i] for i in kept]
-    shown = [escape(str(label), quote=False) for label in labels]
-    figure = heat_figure(grids, labels, shown, across="looked at", hover="z %{z:+.1f}")
-    room = 24 + 7 * max(map(len, shown))
+    figure = heat_figure(grids, labels, labels, across="looked at", hover="z %{z:+.1f}")
+    room = 24 + 7 * max(map(len, labels))
     styled(figure, 130 + room + 24 * len(labels), margin={"l": room, "r": 8, "t": 56, "b": 20 + room})
     return figure.update_xaxes(tickangle=-45)
 
@@ -64,6 +62,7 @@ def heads_figure(result: Result) -> go.Figure:
     table = result.tables["beyond"]
     single = table.filter(pa.array(column(table, "head") != ALL))
     titles = {"z": "affinity", "z_change": "change"}
+    titles |= {f"against_{by}": f"{title}, against the vectors given" for by, title in titles.items()}
     views = {
         by: pivot(where(single, "by", by), "head", "layer", "percent") for by in dict.fromkeys(column(table, "by"))
     }

@@ -1,9 +1,10 @@
 """Sections of the page about MLPs and attention."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import numpy as np
+import plotly.graph_objects as go
 
 from steerscope.analysis import layer_plots as plots
 from steerscope.analysis.layerwise import where
@@ -28,22 +29,37 @@ _MEASURES = {
 
 
 def mlp(result: Result) -> Mapping[str, str]:
+    heading = "What MLPs make of directions"
     return {
-        "What MLPs make of directions": "<p>Each direction goes through the norm and MLP of every layer. z of the part "
+        heading: "<p>Each direction goes through the norm and MLP of every layer. z of the part "
         "of the output that lies along it, against random directions: above 0 the layer reinforces it, below 0 it "
         "opposes it, more than others. The menu has the opposite direction, for which an MLP may do something else."
         f"</p>{div(plots.written_figure(result, 'z_parallel'), 'plot-mlp-parallel')}",
+        **_given(result, heading, plots.written_figure, "against_z_parallel"),
         **_passed(result, "MLPs"),
     }
 
 
+def _given(result: Result, heading: str, figure: Callable[[Result, str], go.Figure], z: str) -> Mapping[str, str]:
+    if not result.about.get("against"):
+        return {}
+    said = (
+        "<p>The same z, not against random directions but against vectors that were given and their opposites. Where "
+        "those were made of similar data, they know how activations are spread, and what still stands out is more than "
+        "that.</p>"
+    )
+    return {f"{heading}, against the vectors given": said + div(figure(result, z), f"plot-{result.kind}-against")}
+
+
 def attention(result: Result) -> Mapping[str, str]:
     tuned = result.about["tuned"] is not None
+    heading = "Which directions look at which"
     far = f"at a distance of {result.about['distance']}" if result.about["distance"] else "without RoPE"
     sections = {
-        "Which directions look at which": f"<p>Logits of attention between directions, all heads together, {far}: "
+        heading: f"<p>Logits of attention between directions, all heads together, {far}: "
         "rows look at columns. z is the weaker of two: the column among random keys, the row among random queries. "
         f"{_significant(result, 'p')}</p>{div(plots.pairs_figure(result, 'z'), 'plot-pairs')}",
+        **_given(result, heading, plots.pairs_figure, "against_z"),
         "Single heads": "<p>How many of the pairs are beyond |z| = 3 in each head; of random directions 0.27 % are at "
         f"most. Below, the most extreme pairs.</p>{div(plots.heads_figure(result), 'plot-heads')}{_top(result, 'z')}",
         "Directions that keep themselves": "<p>z of each direction's affinity for itself, and of what a token writes "

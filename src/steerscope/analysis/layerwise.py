@@ -2,7 +2,7 @@
 
 Every direction goes in at a length of √hidden (root mean square 1): the norm in front of an MLP or attention takes the
 length away, and at this one its epsilon does not count. The opposite of each direction goes in, too, and so do random
-directions, against which every measure gets a z-score by its rank among them.
+directions and those given to compare with, against which every measure gets a z-score by its rank among them.
 """
 
 import re
@@ -23,7 +23,7 @@ from steerscope.analysis.statistics import holm
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.vectors.vector import Json
 
-FEWEST_RANDOM = 100
+FEWEST_RANDOM, FEWEST_GIVEN = 100, 8
 _COMPONENT = re.compile(r"(?:^|/)pc(\d+)$")
 Progress = Callable[[str, int, int], None]
 Columns = dict[str, np.ndarray]
@@ -31,28 +31,30 @@ Columns = dict[str, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """`rows` [2n + random, hidden] at root mean square 1: n named directions, their opposites, random ones."""
+    """`rows` at root mean square 1: n named directions, their opposites, `drawn` random ones, then those given to
+    compare with and their opposites: which side of exchanged labels is positive means nothing."""
 
     names: tuple[str, ...]
     groups: tuple[str, ...]
     rows: Tensor
+    drawn: int
 
     @classmethod
-    def of(cls, directions: Directions, layer: int, random: int, seed: int) -> "Inputs":
+    def of(
+        cls, directions: Directions, layer: int, random: int, seed: int, against: Directions | None = None
+    ) -> "Inputs":
         """Directions of one layer; the random ones are the same for all layers."""
         named = torch.from_numpy(directions.at(layer))
-        problems = []
-        zero = [name for name, row in zip(directions.names, named, strict=True) if not row.any()]
-        if zero:
-            problems.append(Problem("directions", f"zero at layer {layer}: {', '.join(zero)}", "leave them out"))
-        if random < FEWEST_RANDOM:
-            problems.append(Problem("random", f"{random} are too few for a baseline", f"take {FEWEST_RANDOM} or more"))
-        if problems:
-            raise InvalidRequest(problems)
         drawn = torch.randn(random, named.shape[1], generator=torch.Generator().manual_seed(seed))
-        whole = torch.cat([named, -named, drawn])
+        given = torch.from_numpy(against.at(layer)) if against else named[:0]
+        names = [*directions.names, *(against.names if against else ())]
+        zero = [name for name, row in zip(names, torch.cat([named, given]), strict=True) if not row.any()]
+        if zero:
+            what = f"zero at layer {layer}: {', '.join(zero)}"
+            raise InvalidRequest([Problem("directions", what, "leave them out")])
+        whole = torch.cat([named, -named, drawn, given, -given])
         rows = torch.nn.functional.normalize(whole, dim=1) * whole.shape[1] ** 0.5
-        return cls(directions.names, directions.groups, rows)
+        return cls(directions.names, directions.groups, rows, random)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -70,23 +72,45 @@ class Inputs:
         return self.rows[len(self) : 2 * len(self)]
 
     @property
-    def random(self) -> Tensor:
+    def others(self) -> Tensor:
         return self.rows[2 * len(self) :]
 
+    @property
+    def baselines(self) -> dict[str, slice]:
+        """What columns of z begin with, and the part of `others` that z is against."""
+        found = {"": slice(0, self.drawn), "against_": slice(self.drawn, None)}
+        return found if len(self.others) > self.drawn else {"": found[""]}
 
-def checked_layers(base: Checkpoint, tuned: Checkpoint | None, directions: Directions, layer: int | None) -> list[int]:
-    """The layers to go through: those the directions have, or all where directions of one `layer` go everywhere."""
+
+def checked_layers(
+    base: Checkpoint,
+    tuned: Checkpoint | None,
+    directions: Directions,
+    layer: int | None,
+    random: int,
+    against: Directions | None = None,
+    fewest: int = FEWEST_RANDOM,
+) -> list[int]:
+    """The layers to go through: those all directions have, or all where directions of one `layer` go everywhere."""
     problems = []
-    if directions.hidden != base.hidden:
-        what = f"have {directions.hidden} numbers, {base.name} has {base.hidden}"
-        problems.append(Problem("directions", what, "make them with this model"))
     if tuned and (tuned.layers, tuned.hidden) != (base.layers, base.hidden):
-        what = f"{tuned.layers} layers of {tuned.hidden} against {base.layers} of {base.hidden} in {base.name}"
-        problems.append(Problem(tuned.name, what, "give two checkpoints of one model"))
-    if layer is not None and not directions.has(layer):
-        known = ", ".join(map(str, directions.layers))
-        problems.append(Problem("layer", f"the directions have no layer {layer}", f"they have {known}"))
-    layers = [i for i in range(base.layers) if layer is not None or directions.has(i)]
+        what = f"has {tuned.layers} layers of {tuned.hidden} against {base.layers} of {base.hidden} in {base.name}"
+        problems.append(Problem("tuned", f"{tuned.name} {what}", "give two checkpoints of one model"))
+    if tuned and tuned.path == base.path:
+        problems.append(Problem("tuned", f"{tuned.name} is the base itself", "give the checkpoint after training"))
+    every = {"directions": directions} if against is None else {"directions": directions, "against": against}
+    for name, found in every.items():
+        if found.hidden != base.hidden:
+            what = f"have {found.hidden} numbers, {base.name} has {base.hidden}"
+            problems.append(Problem(name, what, "make them with this model"))
+        if layer is not None and not found.has(layer):
+            problems.append(Problem(name, f"have no layer {layer}", f"they have {', '.join(map(str, found.layers))}"))
+    if random < fewest:
+        problems.append(Problem("random", f"{random} are too few for a baseline", f"take {fewest} or more"))
+    if against is not None and len(against.names) < FEWEST_GIVEN:
+        what = f"{len(against.names)} are too few for a baseline"
+        problems.append(Problem("against", what, f"give {FEWEST_GIVEN} or more"))
+    layers = [i for i in range(base.layers) if layer is not None or all(one.has(i) for one in every.values())]
     if not layers:
         problems.append(Problem("directions", f"have no layer of {base.name}", f"it has 0-{base.layers - 1}"))
     if problems:
@@ -95,11 +119,17 @@ def checked_layers(base: Checkpoint, tuned: Checkpoint | None, directions: Direc
 
 
 def about(
-    what: str, base: Checkpoint, tuned: Checkpoint | None, directions: Directions, **options: int | None
+    what: str,
+    base: Checkpoint,
+    tuned: Checkpoint | None,
+    directions: Directions,
+    against: Directions | None,
+    **options: int | None,
 ) -> dict[str, Json]:
-    against = f", and of {tuned.name}" if tuned else ""
-    summary = f"{len(directions.names)} directions through the {what} of {base.name}{against}."
-    return {"summary": summary, "base": base.name, "tuned": tuned.name if tuned else None, **options}
+    second = f", and of {tuned.name}" if tuned else ""
+    summary = f"{len(directions.names)} directions through the {what} of {base.name}{second}."
+    given = len(against.names) if against else 0
+    return {"summary": summary, "base": base.name, "tuned": tuned.name if tuned else None, "against": given, **options}
 
 
 def z_by_rank(values: Tensor, baseline: Tensor) -> Tensor:
@@ -119,6 +149,12 @@ def z_by_rank(values: Tensor, baseline: Tensor) -> Tensor:
     out = (values - null[..., -1:]).clamp_min(0) + (values - null[..., :1]).clamp_max(0)
     # No spread: nothing differs between directions, as in a layer that was not tuned.
     return torch.where(spread > 0, inside + out / spread.clamp_min(torch.finfo(null.dtype).tiny), 0.0)
+
+
+def p_by_rank(values: Tensor, baseline: Tensor) -> Tensor:
+    """Two-sided p of values [m] among a baseline [r], by counting: never below 2 / (r + 1), whatever the tails are."""
+    above, below = ((order(baseline, values[:, None])).sum(1) for order in (torch.ge, torch.le))
+    return (2 * (1 + torch.minimum(above, below)) / (1 + len(baseline))).clamp_max(1)
 
 
 def along(units: Tensor, out: Tensor, tuned: Tensor | None = None) -> dict[str, Tensor]:
@@ -152,7 +188,8 @@ def written(inputs: Inputs, layer: int, outs: Sequence[Tensor]) -> Columns:
     }
     for name, values in measures.items():
         columns[name] = values[: 2 * n].cpu().numpy()
-        columns[f"z_{name}"] = z_by_rank(values[: 2 * n], values[2 * n :]).cpu().numpy()
+        for prefix, part in inputs.baselines.items():
+            columns[f"{prefix}z_{name}"] = z_by_rank(values[: 2 * n], values[2 * n :][part]).cpu().numpy()
     return columns
 
 

@@ -30,19 +30,21 @@ def mlp_pass(
     *,
     layer: int | None = None,
     random: int = 1024,
+    against: Directions | None = None,
     seed: int = 0,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Result:
     """Tables `written` (layer, direction, sign) and `ranking` (direction).
 
-    Layer i meets the directions of layer i, or those of `layer` everywhere.
+    Layer i meets the directions of layer i, or those of `layer` everywhere. z is against random directions, and against
+    those of `against`, if given.
     """
-    layers = checked_layers(base, tuned, directions, layer)
+    layers = checked_layers(base, tuned, directions, layer, random, against)
     models = [OneLayer(checkpoint, device) for checkpoint in (base, tuned) if checkpoint]
     parts = []
     for done, number in enumerate(layers):
-        inputs = Inputs.of(directions, number if layer is None else layer, random, seed)
+        inputs = Inputs.of(directions, number if layer is None else layer, random, seed, against)
         outs = []
         for model in models:
             with model.at(number):
@@ -57,5 +59,5 @@ def mlp_pass(
         "groups": group_tests(ranked),
         "components": component_ranks(table, ("z_parallel", "z_norm")),
     }
-    told = about("MLPs", base, tuned, directions, layer=layer, random=random, seed=seed)
+    told = about("MLPs", base, tuned, directions, against, layer=layer, random=random, seed=seed)
     return Result("mlp", {**told, **found}, {"written": table, "ranking": ranked})

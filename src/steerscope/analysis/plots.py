@@ -51,7 +51,7 @@ def heat_figure(
     figure = go.Figure(
         go.Heatmap(
             z=next(iter(plain.values())),
-            x=[str(name) for name in columns],
+            x=[escape(str(name), quote=False) for name in columns],
             y=list(range(len(rows))),
             customdata=[[label] * len(columns) for label in labels],
             colorscale=DIVERGING if signed else SEQUENTIAL,

@@ -11,7 +11,7 @@ compared with the largest one that each random direction reaches anywhere (p): w
 always large. Weights are read a layer at a time from both checkpoints.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -22,12 +22,12 @@ from torch import Tensor
 from steerscope.analysis.changes import Tally, layer_changes
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
+from steerscope.analysis.layerwise import Progress, checked_layers
 from steerscope.analysis.results import Result
 from steerscope.analysis.statistics import z_scores
 from steerscope.specs.errors import InvalidRequest, Problem
 
-Progress = Callable[[str, int, int], None]
-_LEAST_RANDOM = 20
+_FEWEST_RANDOM = 20
 PEAK = 3.0  # z-scores, and how far a peak must stand out
 
 
@@ -49,7 +49,7 @@ def susceptibility(
     compare with besides random ones, such as vectors of shuffled labels: they know how activations are spread, which
     random directions do not.
     """
-    layers = _checked(base, tuned, directions, layer, random, against)
+    layers = checked_layers(base, tuned, directions, layer, random, against, _FEWEST_RANDOM)
     measured: dict[tuple[int, str], Tally] = {}
     for done, number in enumerate(layers):
         units = _units(number if layer is None else layer, directions, random, against, seed + 1000 * number, device)
@@ -72,41 +72,6 @@ def susceptibility(
         f"{len(layers)} layers, {random} random directions.",
     }
     return Result("susceptibility", about, _tables(measured, directions.names, random))
-
-
-def _checked(
-    base: Checkpoint,
-    tuned: Checkpoint,
-    directions: Directions,
-    layer: int | None,
-    random: int,
-    against: Directions | None,
-) -> list[int]:
-    """The layers to go through."""
-    problems = []
-    for name in ("layers", "hidden"):
-        a, b = getattr(base, name), getattr(tuned, name)
-        if a != b:
-            problems.append(Problem(name, f"{base.name} has {a}, {tuned.name} {b}", "give two of one model"))
-    for what, found in (("directions", directions), ("against", against)):
-        if found is not None and found.hidden != base.hidden:
-            wrong = f"are of {found.hidden} numbers, the model of {base.hidden}"
-            problems.append(Problem(what, wrong, "make them with this model"))
-        if found is not None and layer is not None and not found.has(layer):
-            problems.append(Problem(what, f"have no layer {layer}", f"they have {', '.join(map(str, found.layers))}"))
-    if random < _LEAST_RANDOM:
-        problems.append(Problem("random", f"{random} are too few for a spread", f"take at least {_LEAST_RANDOM}"))
-    if against is not None and len(against.names) < 8:
-        problems.append(Problem("against", f"{len(against.names)} are too few for a spread", "give at least 8"))
-    if base.path == tuned.path:
-        problems.append(Problem("tuned", f"{tuned.name} is the base itself", "give the checkpoint after training"))
-    every = [directions] if against is None else [directions, against]
-    layers = [i for i in range(base.layers) if layer is not None or all(one.has(i) for one in every)]
-    if not problems and not layers:
-        problems.append(Problem("directions", f"have no layer of {base.name}", f"it has 0-{base.layers - 1}"))
-    if problems:
-        raise InvalidRequest(problems)
-    return layers
 
 
 def _units(

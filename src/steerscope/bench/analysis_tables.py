@@ -52,6 +52,7 @@ def run(results: Path) -> str:
     found = ", ".join(f"{row['layer']} `{row['matrix']}` {row['z']:.1f} ({row['against_z']:.1f})" for row in own)
     analysed = [seconds[name] for name in ("directions", "susceptibility", "report")]
     change = {side: f"{training['before'][side]:.0f} → {training['after'][side]:.0f}" for side in training["before"]}
+    peaks = [f"{one['peak_rss'] / 2**30:.2f}" for one in memory["passes"].values()]
     return "\n".join(
         [
             "| | |",
@@ -66,7 +67,7 @@ def run(results: Path) -> str:
             f"({sum(one['clock'] for one in seconds.values()):.0f}) |",
             f"| … of these the three analyses and the page | {sum(one['processor'] for one in analysed):.0f} "
             f"({sum(one['clock'] for one in analysed):.0f}) |",
-            f"| two checkpoints of Qwen2.5-3B's shape, {memory['bytes'] / 1e9:.1f} GB each: peak memory of the process "
-            f"| {memory['peak_rss'] / 2**30:.2f} GiB |",
+            f"| two checkpoints of Qwen2.5-3B's shape, {memory['bytes'] / 1e9:.1f} GB each: peak memory of "
+            f"{', '.join(memory['passes'])} | {', '.join(peaks)} GiB |",
         ]
     )

@@ -1,7 +1,8 @@
 """How much memory streaming a checkpoint takes: two checkpoints of a 3B model's shape, one process, its peak.
 
 `python -m steerscope.bench.checkpoint_memory --out bench/results/checkpoint_memory.json` writes both (bf16, a file per
-layer, 12 GB in a temporary folder), and runs `steerscope analyze susceptibility` on them in a process of its own.
+layer, 12 GB in a temporary folder), and runs each pass of `steerscope analyze` on them in a process of its own: the
+weights' through all layers, those of the MLP and the attention, which compute much more, through three.
 """
 
 import argparse
@@ -32,6 +33,12 @@ SHAPE = {
     "tie_word_embeddings": True,
 }
 
+PASSES = {
+    "susceptibility": ["base", "tuned", "vector.safetensors"],
+    "mlp": ["base", "three.safetensors", "--tuned", "tuned"],
+    "attention": ["base", "three.safetensors", "--tuned", "tuned"],
+}
+
 
 def write(folder: Path, seed: int) -> int:
     """Random weights, the same in every layer; the number of bytes."""
@@ -39,12 +46,16 @@ def write(folder: Path, seed: int) -> int:
     h, wide, kv = SHAPE["hidden_size"], SHAPE["intermediate_size"], 2 * 128
     shapes = {f"self_attn.{name}_proj": (kv if name in "kv" else h, h) for name in "qkvo"}
     shapes |= {"mlp.gate_proj": (wide, h), "mlp.up_proj": (wide, h), "mlp.down_proj": (h, wide)}
-    layer = {name: (0.02 * torch.randn(shape, generator=generator)).bfloat16() for name, shape in shapes.items()}
+    layer = {
+        f"{name}.weight": (0.02 * torch.randn(shape, generator=generator)).bfloat16() for name, shape in shapes.items()
+    }
+    layer |= {f"self_attn.{name}_proj.bias": torch.zeros(kv if name in "kv" else h).bfloat16() for name in "qkv"}
+    layer |= {f"{name}_layernorm.weight": torch.ones(h).bfloat16() for name in ("input", "post_attention")}
     embedding = torch.randn(SHAPE["vocab_size"], h, generator=generator, dtype=torch.bfloat16)
     folder.mkdir()
     files = {"embedding.safetensors": {"model.embed_tokens.weight": embedding}}
     for i in range(SHAPE["num_hidden_layers"]):
-        files[f"{i}.safetensors"] = {f"model.layers.{i}.{name}.weight": weight for name, weight in layer.items()}
+        files[f"{i}.safetensors"] = {f"model.layers.{i}.{name}": weight for name, weight in layer.items()}
     for file, tensors in files.items():
         save_file(tensors, folder / file)
     index = {name: file for file, tensors in files.items() for name in tensors}
@@ -63,20 +74,28 @@ def main() -> None:
         console.print("writing two checkpoints …")
         size = write(work / "base", 0)
         write(work / "tuned", 1)
-        save(SteeringVector.shared(torch.randn(SHAPE["hidden_size"])), work / "vector.safetensors")
-        console.print("susceptibility …")
-        began = time.perf_counter()
-        asked = ["base", "tuned", "vector.safetensors", "--out", "out"]
-        command = [sys.executable, "-m", "steerscope.cli.main", "analyze", "susceptibility", *asked]
-        child = subprocess.Popen(command, cwd=work)
-        _, status, usage = os.wait4(child.pid, 0)
-        seconds = time.perf_counter() - began
-    if status:
-        raise SystemExit(f"steerscope analyze susceptibility ended with {status}")
-    result = {"commit": commit(), "machine": machine(), "shape": SHAPE, "bytes": size, "seconds": seconds}
-    result |= {"processor_seconds": usage.ru_utime + usage.ru_stime, "peak_rss": usage.ru_maxrss * 1024}
+        direction = torch.randn(SHAPE["hidden_size"])
+        save(SteeringVector.shared(direction), work / "vector.safetensors")
+        save(SteeringVector(dict.fromkeys((0, 17, 35), direction)), work / "three.safetensors")
+        passes = {}
+        for name, asked in PASSES.items():
+            console.print(f"{name} …")
+            passes[name] = measured([name, *asked, "--out", "out"], work)
+            console.print_json(data=passes[name])
+    result = {"commit": commit(), "machine": machine(), "shape": SHAPE, "bytes": size, "passes": passes}
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    console.print_json(data=result)
+
+
+def measured(asked: list[str], work: Path) -> dict[str, float]:
+    """`steerscope analyze` in a process of its own: how long it took and the most memory it had."""
+    began = time.perf_counter()
+    child = subprocess.Popen([sys.executable, "-m", "steerscope.cli.main", "analyze", *asked], cwd=work)
+    _, status, usage = os.wait4(child.pid, 0)
+    if status:
+        raise SystemExit(f"steerscope analyze {asked[0]} ended with {status}")
+    processor = usage.ru_utime + usage.ru_stime
+    seconds = {"seconds": time.perf_counter() - began, "processor_seconds": processor}
+    return {**seconds, "peak_rss": usage.ru_maxrss * 1024}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -29,6 +30,7 @@ from steerscope.bench.hf import commit, machine
 from steerscope.files import atomic_path
 from steerscope.vectors.files import save
 
+CHANGES = ("z_change_parallel", "against_z_change_parallel")
 MODEL, NAMED, RANDOM, DISTANCE, COMPONENTS = "smollm2-135m", 200, 1024, 1, 10
 
 
@@ -69,12 +71,14 @@ def passes(work: Path, progress: Callable[[str], None]) -> dict[str, object]:
     ):
         save(vector, folder / f"{name}.safetensors")
     directions = load_directions([*(vectors / kind for kind in ("contrast", "roles", "traits")), folder])
-    base, tuned = Checkpoint(MODEL), Checkpoint(work / "tuned")
+    base, tuned, exchanged = Checkpoint(MODEL), Checkpoint(work / "tuned"), load_directions([vectors / "shuffled"])
     told = lambda what, done, total: progress(f"{what}, layer {done} of {total}")  # noqa: E731
     found: dict[str, object] = {"directions": len(directions.names)}
     for run in (
-        lambda: mlp_pass(base, directions, tuned, random=RANDOM, progress=told),
-        lambda: attention_pass(base, directions, tuned, distance=DISTANCE, random=RANDOM, progress=told),
+        lambda: mlp_pass(base, directions, tuned, random=RANDOM, against=exchanged, progress=told),
+        lambda: attention_pass(
+            base, directions, tuned, distance=DISTANCE, random=RANDOM, against=exchanged, progress=told
+        ),
     ):
         clock, processor = time.perf_counter(), time.process_time()
         result = run()
@@ -93,10 +97,18 @@ def _told(result: Result) -> dict[str, object]:
         for name in dict.fromkeys(ranked["measure"].to_pylist())
     }
     told = {name: result.about[name] for name in ("focus", "groups", "components")}
+    contrast = where(where(result.tables["written"], "group", "contrast"), "sign", 1)
+    told["contrast"] = {
+        name: {z: float(np.abs(where(contrast, "name", name)[z].to_numpy()).mean()) for z in CHANGES}
+        for name in dict.fromkeys(contrast["name"].to_pylist())
+    }
     if result.kind == "attention":
         pairs, top = result.tables["pairs"], result.tables["top"]
         told["pairs"] = pairs.num_rows
         told["significant"] = {p: int((pairs[p].to_numpy() < 0.05).sum()) for p in ("p", "p_change")}
+        queries, keys = pairs["query"].to_pylist(), pairs["key"].to_pylist()
+        own = pairs.filter(pa.array([a == b for a, b in zip(queries, keys, strict=True)]))
+        told["selves"] = {p: int((own[p].to_numpy() < 0.05).sum()) for p in ("p", "p_change")}
         told["top"] = {by: where(top, "by", by).slice(0, 5).to_pylist() for by in ("z", "z_change")}
     return {**told, "first": first}
 

@@ -42,10 +42,19 @@ def passes(results: Path) -> str:
     significant = attention["significant"]
     rows.append((f"pairs and layers with p < 0.05, of {attention['pairs']}: affinity, change",
                  f"{significant['p']}, {significant['p_change']}"))  # fmt: skip
+    rows.append(("… of these directions with themselves", "{p}, {p_change}".format(**attention["selves"])))
+    for what, found in (("MLP", mlp), ("attention", attention)):
+        scores = ", ".join("{} {:.1f} ({:.1f})".format(name, *one.values()) for name, one in found["contrast"].items())
+        rows.append(
+            (f"{what}: change along the direction, mean \\|z\\| over layers (against exchanged labels)", scores)
+        )
     for found, measure in ((mlp, "z_parallel"), (attention, "z_self"), (attention, "z_write")):
         one = next(one for one in found["components"] if (one["measure"], one["component"]) == (measure, 1))
         rows.append((f"pc1 among 10 components, mean \\|{measure}\\|", f"{one['mean']:.2f}, p {one['p']:.1f}"))
     seconds = [found["seconds"] for found in (mlp, attention)]
     times = ", ".join(f"{one['processor']:.0f} ({one['clock']:.0f})" for one in seconds)
-    rows.append(("MLP and attention, seconds of the processor (and of the clock, on a busy machine)", times))
+    rows.append(("MLP and attention, seconds of the processor (and of the clock, on a very busy machine)", times))
+    study = json.loads((results / "analysis_study.json").read_text())["seconds"].values()
+    whole = sum(one["processor"] for one in (*study, *seconds))
+    rows.append(("from the untouched model to the page, all that is above: seconds of the processor", f"{whole:.0f}"))
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])

@@ -21,6 +21,7 @@ Vectors = Annotated[list[Path], typer.Argument(metavar="VECTORS…", help="Vecto
 Out = Annotated[Path, typer.Option(help="Folder for the results (Parquet and JSON), and for the page of report.")]
 Base = Annotated[str, typer.Argument(help="smollm2-135m, a model directory, or a hub id.")]
 Tuned = Annotated[str, typer.Argument(help="The same model after training.")]
+Against = Annotated[list[Path] | None, typer.Option(help="Vectors to compare with besides random ones.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random directions.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 
@@ -76,7 +77,7 @@ def susceptibility(
     vectors: Vectors,
     out: Out,
     layer: Annotated[int | None, typer.Option(help="Take the directions of this layer everywhere.")] = None,
-    against: Annotated[list[Path] | None, typer.Option(help="Vectors to compare with besides random ones.")] = None,
+    against: Against = None,
     random: Annotated[int, typer.Option(help="Random directions to compare with.")] = 200,
     seed: Seed = 0,
     device: Device = "cpu",

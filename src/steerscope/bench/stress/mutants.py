@@ -17,6 +17,16 @@ _PARTS = {
     "engines/vllm/guards.py": "tests/engines/vllm/test_guards.py",
     "capture/budget.py": "tests/capture/test_budget.py",
     "capture/transport.py": "tests/capture/test_transport.py",
+    "analysis/attention.py": "tests/analysis/test_attention.py",
+    "analysis/attention_tables.py": "tests/analysis/test_attention.py",
+    "analysis/changes.py": "tests/analysis/test_susceptibility.py",
+    "analysis/checkpoint.py": "tests/analysis/test_checkpoint.py",
+    "analysis/directions.py": "tests/analysis/test_directions.py",
+    "analysis/layerwise.py": "tests/analysis/test_mlp.py",
+    "analysis/mlp.py": "tests/analysis/test_mlp.py",
+    "analysis/onelayer.py": "tests/analysis/test_onelayer.py",
+    "analysis/statistics.py": "tests/analysis/test_statistics.py",
+    "analysis/susceptibility.py": "tests/analysis/test_susceptibility.py",
 }
 
 
@@ -172,5 +182,61 @@ MUTANTS = [
         ("if self.used + size > self.total:", "if self.used >= self.total:"),
         ("                self._queue.remove(turn)", "                pass"),
         ("        self.sweep()\n        with self.lock:\n            if", "        with self.lock:\n            if"),
+    ),
+    *_of(
+        "analysis/attention.py",
+        ("keys.keys.repeat_interleave(keys.group, 1)", "keys.keys.repeat(1, keys.group, 1)"),
+        ("torch.tanh(found / cap) * cap", "found"),
+        ("if distance < 0 or (longest and distance >= longest):", "if distance < 0:"),
+    ),
+    *_of(
+        "analysis/attention_tables.py",
+        ("torch.minimum(by_key.abs(), by_query.abs())", "torch.maximum(by_key.abs(), by_query.abs())"),
+        ("    p.diagonal().copy_(p_by_rank(seen.own[-1, :n], seen.own[-1, n:][part]))\n", ""),
+        ("for part in (own, ~own):", "for part in (own | ~own,):"),
+    ),
+    *_of(
+        "analysis/changes.py",
+        ("in _WRITERS if square else linear.shape[0] == hidden", "in _WRITERS"),
+        ("at = self.seen + changed.nonzero()", "at = changed.nonzero()"),
+        ("    if other:\n        raise BadFile", "    if False:\n        raise BadFile"),
+    ),
+    *_of(
+        "analysis/checkpoint.py",
+        ("opened.get_tensor(name).clone()", "opened.get_tensor(name)"),
+        (" and not any(part in prefix for part in _OTHER_TOWERS)", ""),
+        ("    if missing:\n", "    if False:\n"),
+    ),
+    *_of(
+        "analysis/directions.py",
+        (" - rows.mean(1, keepdims=True, dtype=np.float64)", ""),
+        ("drawn *= (self.norms / np.linalg.norm(drawn, axis=2))[..., None]", "pass"),
+        ("signs.append(signs[-1] * np.where(", "signs.append(np.where("),
+    ),
+    *_of(
+        "analysis/layerwise.py",
+        ("torch.cat([named, -named, drawn, given, -given])", "torch.cat([named, -named, drawn, given, given])"),
+        ("inside + out / spread", "inside + 0 * out / spread"),
+        ("2 * (1 + torch.minimum(above, below))", "2 * torch.minimum(above, below)"),
+        ("equal_var=False", "equal_var=True"),
+        ("    if random < fewest:", "    if False:"),
+    ),
+    *_of("analysis/mlp.py", ("number if layer is None else layer", "number")),
+    *_of(
+        "analysis/onelayer.py",
+        ("        if wrong:\n", "        if False:\n"),
+        ('            module.to("meta")\n', "            pass\n"),
+    ),
+    *_of(
+        "analysis/statistics.py",
+        ("values[order] * np.arange(len(values), 0, -1)", "values[order] * len(values)"),
+        ("np.maximum.accumulate(stepped)", "stepped"),
+    ),
+    *_of(
+        "analysis/susceptibility.py",
+        ("highest = _among_others(alignment[:, n : n + random]).max(0)",
+         "highest = _scores(alignment, n, random)[:, n : n + random].max(0)"),
+        ("p = (1 + (highest >=", "p = (0 + (highest >="),
+        ('if "." in kind]', "if kind]"),
     ),
 ]  # fmt: skip
