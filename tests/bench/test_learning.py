@@ -7,6 +7,7 @@ import pytest
 
 from steerscope.bench import learning_tables
 from steerscope.bench.learning import QUESTIONS, RATES, STAGES
+from steerscope.bench.learning_judged import parts_of
 from steerscope.extraction.personas.definitions import load_questions
 from steerscope.training.texts import load_training_set
 
@@ -25,6 +26,28 @@ def test_the_learned_vector_beats_the_average_the_prompt_and_the_model_alone() -
         assert 0 < low <= estimate <= high
         assert found["p"][name] < 0.01
     assert found["texts"] == len(load_training_set(FOUND["data"]).test)
+
+
+def test_its_answers_show_the_trait_at_least_about_as_much_as_those_of_the_best_prompt() -> None:
+    found = FOUND["judged"]["conditions"]
+    scores = {one["condition"]: one for one in found if one["score"] == "classifier"}
+    plain, learned = scores["unsteered"]["mean"], scores["learned × 1"]
+    told = [one["mean"] for name, one in scores.items() if name.startswith("prompted: ")]
+    assert len(told) == len(load_training_set(FOUND["data"]).prompts)
+    assert learned["mean"] - plain > 0.8 * (max(told) - plain) > 0
+    assert learned["p_corrected"] < 0.05
+
+
+def test_the_judging_classifier_was_tested_on_answers_it_had_not_seen() -> None:
+    found, parts = FOUND["judged"], parts_of(FOUND["data"])
+    learned = {text for row in parts["train"] for text in row}
+    assert found["classifier"]["trained on"] == 2 * len(parts["train"])
+    for part in ("validation", "test"):
+        assert not learned & {text for row in parts[part] for text in row}
+        assert found["classifier"][part]["texts"] == 2 * len(parts[part])
+        assert found["classifier"][part]["auroc"] > 0.9
+    counts = {one["answers"] for one in found["conditions"] if one["score"] in ("classifier", "perplexity")}
+    assert counts == {len(parts["test"])}
 
 
 def test_the_best_rate_of_the_sweep_is_the_one_that_was_tested() -> None:

@@ -164,6 +164,30 @@ def test_what_was_spent_is_written_with_every_batch(
     assert all(written == asked for written, asked in kept)
 
 
+def test_every_reply_is_on_the_disk_while_the_next_is_awaited(folder: tuple[Path, EvalRun], tmp_path: Path) -> None:
+    """With its cost: a run that is killed has lost nothing that was paid. The fourth reply does not come before."""
+    out, run = folder
+    shutil.copytree(out, tmp_path / "run", ignore=shutil.ignore_patterns("scores"))
+    lines, met = tmp_path / "run" / "scores" / "judge.jsonl", list[tuple[int, int]]()
+
+    def reply(number: int, _: dict) -> tuple[int, object]:
+        if number == 4:
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline and not (met and met[0] >= (3, 3)):
+                kept = lines.read_text().count("\n") if lines.is_file() else 0
+                facts = scorer_facts(tmp_path / "run").get("judge")
+                met[:] = [(kept, facts["about"]["spent"]["requests: ok"] if facts else 0)]
+                time.sleep(0.02)
+        return 200, says("50", usage={"prompt_tokens": 1, "completion_tokens": 1})
+
+    with endpoint(reply) as (url, seen):
+        score(tmp_path / "run", run, [scorer(url, at_once=1)])
+    assert met[0][1] == 3
+    assert met[0][0] >= 3  # equal answers share a reply
+    ids = [json.loads(line)["id"] for line in lines.read_text().splitlines()]
+    assert len(ids) == len(set(ids)) >= len(seen)
+
+
 def test_a_rubric_must_show_the_answer_and_must_be_there(tmp_path: Path) -> None:
     (tmp_path / "blind.txt").write_text("Rate it.", encoding="utf-8")
     with pytest.raises(InvalidRequest, match="rubric: does not show the answer"):

@@ -9,11 +9,36 @@ from evals.conftest import a_run
 from steerscope.engines.facade import SyncEngine
 from steerscope.evals import scorers as s
 from steerscope.evals.forced import ModelScorer
-from steerscope.evals.report import write_report
-from steerscope.evals.run import generate
+from steerscope.evals.items import Item
+from steerscope.evals.report import _table, curve_figure, frontier_figure, write_report
+from steerscope.evals.run import Condition, EvalRun, generate
 from steerscope.evals.scoring import score
+from steerscope.evals.summary import compare
 from steerscope.specs.errors import InvalidRequest
 from steerscope.vectors.vector import SteeringVector
+
+
+def test_an_interval_that_nobody_knows_is_not_drawn() -> None:
+    """Of one question there is none: no band, no bar, and the table says so."""
+    conditions = [Condition(name="unsteered"), Condition(name="a × 1", series="a", at=1.0)]
+    run = EvalRun(conditions=tuple(conditions), items=(Item(question="?", dataset="d"),))
+    shapes = {}
+    for count in (1, 2):
+        rows = [
+            {"condition": one.name, "dataset": "d", "question": str(q), "scores": {"x": q + at, "perplexity": 2.0 + q}}
+            for at, one in enumerate(conditions)
+            for q in range(count)
+        ]
+        scores, costs = compare(rows, run, "x"), compare(rows, run, "perplexity")
+        band, line, *_ = curve_figure(scores, "x", run).data
+        bars = frontier_figure(scores, costs, "x").data[0].error_y.array
+        shapes[count] = (
+            len(band.x),
+            line.customdata[0] == "unknown",
+            bars[0] is None,
+            "unknown" in _table(scores, "x"),
+        )
+    assert shapes == {1: (0, True, True, True), 2: (2, False, False, False)}
 
 
 @pytest.mark.slow

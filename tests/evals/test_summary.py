@@ -79,6 +79,17 @@ def test_tables_and_summary_have_the_same_mean() -> None:
     assert mean_of("judge", [2.0, 8.0]) == 5
 
 
+@pytest.mark.parametrize("name", ["x", "perplexity"])
+def test_of_one_question_nobody_knows_how_sure_it_is(name: str) -> None:
+    one = {"unsteered": np.full((1, 3), 2.0), "a": np.array([[2.0, 4.0, 8.0]])}
+    for entry in compare(rows_of(one, name), a_run(*one), name):
+        assert (entry["low"], entry["high"], entry["questions"]) == (None, None, 1)
+        assert "p" not in entry
+    two = {"a": np.array([[2.0], [8.0]])}
+    (entry,) = compare(rows_of(two, name), a_run(*two), name)
+    assert entry["low"] < entry["mean"] < entry["high"]
+
+
 def test_a_condition_that_changes_nothing_and_one_without_a_base_are_not_found() -> None:
     same = {"unsteered": np.ones((5, 1)), "a": np.ones((5, 1))}
     assert compare(rows_of(same), a_run(*same), "x")[1]["p_corrected"] == 1.0

@@ -61,6 +61,17 @@ def test_runs_go_to_root_model_set_run_and_finished_ones_are_skipped(tmp_path: P
     assert seen == []
 
 
+def test_a_second_sweep_adds_to_what_the_first_told(tmp_path: Path) -> None:
+    first = plan(tmp_path, "tiny", [DATA], [settings(learning_rate=0.1), settings(layers=9)])
+    second = plan(tmp_path, "tiny", [DATA, OTHER], [settings(learning_rate=0.1), settings(learning_rate=0.5)])
+    done = [*sweep(first, Opened()), *sweep(second, Opened())]
+    told = json.loads((tmp_path / "tiny" / "sweep.json").read_text())["runs"]
+    assert [row["run"] for row in told] == list(dict.fromkeys(one.run.name for one in done))
+    assert [row["run"] for row in told if "error" in row] == [first[1].name]
+    drawn = (tmp_path / "tiny" / "sweep.svg").read_text()
+    assert all(words in drawn for words in ("jumps L1", "others L1", "jumps unsteered", "others prompted"))
+
+
 def test_a_run_that_fails_is_told_and_stops_nobody(tmp_path: Path) -> None:
     short = TrainingSet("bad", (Completion(prompt="The fox", response=""),), TEXTS[:1])
     asked = [settings(layers=layer) for layer in (1, 9)]

@@ -25,6 +25,8 @@ from steerscope.training.learnable import Learnable
 from steerscope.training.passes import Passes
 from steerscope.training.texts import Completion, Sample, TrainingSet, load_training_set, samples
 from steerscope.training.vectors import TrainSettings, course_for, train
+from steerscope.vectors.files import save as save_vector
+from steerscope.vectors.vector import SteeringVector
 
 TEXTS = tuple(
     Completion(prompt=f"The {animal} ", response=f"jumps over the lazy {other} again.")
@@ -262,19 +264,64 @@ def test_the_best_is_kept_and_patience_ends_a_run(
     assert {line["learning_rate"] for line in lines[1:]} == {steady.learning_rate}
 
 
-def test_a_loss_beyond_numbers_ends_with_what_to_do(engine: HFEngine, tmp_path: Path) -> None:
-    engine_model = engine.model
-    weight = engine_model.get_output_embeddings().weight
+def plain_json(path: Path) -> list[dict[str, float]]:
+    def refuse(name: str) -> float:
+        raise AssertionError(f"{name} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_loss_beyond_numbers_ends_with_what_to_do(engine: HFEngine, tmp_path: Path, at: int) -> None:
+    """Before the first step, and in the middle."""
+    weight = engine.model.get_output_embeddings().weight
     kept = weight.detach().clone()
-    try:
+
+    def spoil(*_: object) -> None:
         with torch.no_grad():
             weight.fill_(math.nan)
-        with pytest.raises(SteerscopeError, match="not finite.*lower the learning rate"):
-            train(engine.sync, DATA, tmp_path, QUICK)
+
+    if not at:
+        spoil()
+    try:
+        remedy = "lower the learning rate" if at else "begin with a smaller vector"
+        with pytest.raises(SteerscopeError, match=f"loss is not finite after step {at}: {remedy}"):
+            train(engine.sync, DATA, tmp_path, QUICK, told=spoil)
     finally:
         with torch.no_grad():
             weight.copy_(kept)
+    assert [line["step"] for line in plain_json(tmp_path / "train.jsonl")] == list(range(at + 1))[: 2 * at]
     assert not (tmp_path / "result.json").exists()
+
+
+@pytest.mark.parametrize("beyond", [math.nan, math.inf])
+def test_an_epoch_that_cannot_be_judged_is_not_written_down(
+    engine: HFEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beyond: float
+) -> None:
+    judged = iter([5.0, 4.0])
+    monkeypatch.setattr(Passes, "nats", lambda *_: next(judged, beyond))
+    with pytest.raises(SteerscopeError, match="not finite after step 4"):
+        train(engine.sync, DATA, tmp_path, QUICK)
+    assert [line["step"] for line in plain_json(tmp_path / "train.jsonl")] == [0, 1, 2, 3]
+
+
+def test_a_vector_that_is_too_long_for_numbers_is_refused(engine: HFEngine, tmp_path: Path) -> None:
+    save_vector(SteeringVector({1: torch.full((64,), 1e25)}), tmp_path / "long.safetensors")
+    with pytest.raises(SteerscopeError, match="the vector's length is not finite after step 1"):
+        train(engine.sync, DATA, tmp_path / "a", QUICK.model_copy(update={"init": str(tmp_path / "long.safetensors")}))
+    assert len(plain_json(tmp_path / "a" / "train.jsonl")) == 1
+
+
+def test_a_run_goes_on_only_from_the_vector_it_began_with(engine: HFEngine, tmp_path: Path) -> None:
+    path = tmp_path / "start.safetensors"
+    settings = QUICK.model_copy(update={"init": str(path), "epochs": 1})
+    save_vector(SteeringVector({1: torch.ones(64)}), path)
+    done = train(engine.sync, DATA, tmp_path / "a", settings)
+    save_vector(SteeringVector({1: torch.ones(64)}, method="other"), path)  # the same numbers
+    assert train(engine.sync, DATA, tmp_path / "a", settings).result == done.result
+    save_vector(SteeringVector({1: 2 * torch.ones(64)}), path)
+    with pytest.raises(InvalidRequest, match="begins_with was"):
+        train(engine.sync, DATA, tmp_path / "a", settings)
 
 
 def test_training_begins_where_it_is_told(engine: HFEngine, tmp_path: Path) -> None:
@@ -310,6 +357,20 @@ def test_budgets_count_the_tokens_that_count(engine: HFEngine) -> None:
     assert not shared
     with pytest.raises(InvalidRequest, match="all 6 texts are held out"):
         course_for(engine.sync, TrainingSet("all", TEXTS), QUICK.model_copy(update={"val_tokens": 10_000}))
+
+
+@pytest.mark.parametrize("validation", [(), TEXTS[1:3]])
+def test_a_text_that_is_there_twice_is_not_learned_and_judged_on(engine: HFEngine, validation: tuple) -> None:
+    twice = TrainingSet("twice", TEXTS * 2, validation)
+    for seed in range(4):
+        course = course_for(engine.sync, twice, QUICK.model_copy(update={"seed": seed}))
+        judged = {tuple(one.token_ids) for one in course.validation}
+        learned = [tuple(one.token_ids) for one in course.train]
+        assert judged
+        assert not judged & set(learned)
+        assert len(learned) == 2 * (len(TEXTS) - len(judged))
+    with pytest.raises(InvalidRequest, match="all 3 texts are held out"):
+        course_for(engine.sync, TrainingSet("same", TEXTS[:1] * 3), QUICK)
 
 
 def test_wrong_settings_are_refused_together(engine: HFEngine, tmp_path: Path) -> None:

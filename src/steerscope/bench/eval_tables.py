@@ -19,16 +19,17 @@ def study(results: Path) -> str:
     shown = [name for name in _SHOWN if any(one["score"] == name for one in rows)]
     lines = [f"| condition | {' | '.join(shown)} |", "|---" * (len(shown) + 1) + "|"]
     for condition in conditions:
-        found = [_cell(cells.get((condition, name))) for name in shown]
+        found = [cell(cells.get((condition, name))) for name in shown]
         lines.append(f"| {condition} | {' | '.join(found)} |")
     return "\n".join(lines)
 
 
-def _cell(one: dict[str, Any] | None) -> str:
+def cell(one: dict[str, Any] | None) -> str:
     if one is None:
         return "—"
     sure = "**" if one.get("p_corrected", 1.0) < 0.05 else ""
-    return f"{sure}{one['mean']:.2f}{sure} ({one['low']:.2f}–{one['high']:.2f})"
+    interval = "unknown" if one["questions"] < 2 else f"{one['low']:.2f}–{one['high']:.2f}"
+    return f"{sure}{one['mean']:.2f}{sure} ({interval})"
 
 
 def caps(results: Path) -> str:
@@ -44,7 +45,7 @@ def caps(results: Path) -> str:
         "|---|---|---|---|---|",
     ]
     for condition in dict.fromkeys(one["condition"] for one in rows):
-        lines.append(f"| {condition} | {' | '.join(_cell(cells.get((condition, *place))) for place in shown)} |")
+        lines.append(f"| {condition} | {' | '.join(cell(cells.get((condition, *place))) for place in shown)} |")
     return "\n".join(lines)
 
 

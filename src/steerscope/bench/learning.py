@@ -3,8 +3,8 @@
 `python -m steerscope.bench.learning --out bench/results/learning.json [--work DIR]` sweeps learning rates, and holds
 the best vector against the mean difference of the same pairs at the same layer, the model told the best of the trait's
 prompts, and the model alone. Learning rate, epoch, the mean difference's scale and the prompt are chosen on the
-validation texts; perplexities are of the test texts, which have no part in that. Then a run is killed and goes on.
-What is finished in DIR is not done again.
+validation texts; perplexities are of the test texts, and scores of answers to the test questions, which have no part in
+that. Then a run is killed and goes on. What is finished in DIR is not done again; each stage names its commit.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from rich.console import Console
 
 from steerscope.analysis.statistics import bootstrap, permutation
 from steerscope.bench.hf import commit, machine
+from steerscope.bench.learning_judged import judged
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.load import load
 from steerscope.extraction.personas.folder import write_json
@@ -41,7 +42,7 @@ from steerscope.vectors.vector import SteeringVector
 
 MODEL, DATA, LAYER, EPOCHS = "smollm2-135m", "nostalgic", 18, 3
 RATES = (0.3, 1.0, 3.0)
-STAGES = ("sweep", "average", "test", "resume")
+STAGES = ("sweep", "average", "test", "judged", "resume")
 PARTS = (0.25, 0.5, 1.0, 1.5, 2.0)  # of the scale that is recommended for the mean difference
 QUESTIONS = ("What did you do this morning?", "How do you celebrate?")
 _SMALL = ("--target-tokens", "200", "--val-tokens", "60", "--epochs", "2", "--batch", "4", "--layers", str(LAYER))
@@ -52,7 +53,7 @@ def stage(work: Path, name: str, do: Callable[[], dict[str, object]]) -> dict:
     path = work / f"{name}.json"
     if not path.is_file():
         began, before = time.monotonic(), _processor()
-        found = do()
+        found = {**do(), "commit": commit()}
         write_json(path, {**found, "seconds": time.monotonic() - began, "processor_seconds": _processor() - before})
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -199,6 +200,8 @@ def study(out: Path, work: Path) -> None:
     with load(MODEL, progress=console.print) as engine:
         result["average"] = stage(work, "average", lambda: averaged(engine, work))
         result["test"] = stage(work, "test", lambda: tested(engine, work, found))
+        learned, average = load_vector(work / found["vector"]), load_vector(work / "averaged.safetensors")
+        result["judged"] = stage(work, "judged", lambda: judged(engine, work / "answers", DATA, learned, average))
     result["resume"] = stage(work, "resume", lambda: resumed(work))
     console.print_json(data={key: value for key, value in result.items() if key != "sweep"})
     out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

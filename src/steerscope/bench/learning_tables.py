@@ -5,7 +5,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from steerscope.bench.eval_tables import cell
 from steerscope.bench.learning import STAGES
+from steerscope.bench.learning_judged import SHOWN
 from steerscope.training.course import Baselines
 from steerscope.training.curves import loss_plot, sweep_plot
 
@@ -48,6 +50,25 @@ def answers(results: Path) -> str:
         said = [one[way].replace("|", "\\|") for way in ("unsteered", "prompted", "learned")]
         lines.append(f"| *{one['question']}* | {' | '.join(said)} |")
     return "\n".join(lines).replace("\\", "\\\\")
+
+
+def judged(results: Path) -> str:
+    """Conditions down, scores across, and by how much the learned vector scores more."""
+    data = _load(results)["judged"]
+    cells = {(one["condition"], one["score"]): one for one in data["conditions"]}
+    over, conditions = data["learned_over"]["classifier"], dict.fromkeys(one for one, _ in cells)
+    head = [*SHOWN, "learned × 1 is more by (classifier, 95 %)"]
+    lines = [f"| condition | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    for condition in conditions:
+        apart = over.get(condition)
+        told = "" if apart is None else f"{apart['by']:+.2f} ({apart['low']:+.2f} to {apart['high']:+.2f})"
+        found = [cell(cells.get((condition, name))) for name in SHOWN]
+        lines.append(f"| {condition} | {' | '.join(found)} | {told} |")
+    about = data["classifier"]
+    tested = " and ".join(
+        f"{about[part]['auroc']:.2f} on {about[part]['texts']} {part} answers" for part in ("validation", "test")
+    )
+    return "\n".join([*lines, "", f"The classifier learned {about['trained on']} training answers; AUROC {tested}."])
 
 
 def time(results: Path) -> str:

@@ -353,6 +353,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "stress": stress_tables.ledgers, "faults": stress_tables.faults, "fuzz": stress_tables.fuzzed,
     "mutants": stress_tables.mutants, "soak": soak_tables.table,
     "learning": learning_tables.ways, "learning_sweep": learning_tables.rates,
+    "learning_judged": learning_tables.judged,
     "learning_answers": learning_tables.answers, "learning_time": learning_tables.time,
     "components": analysis_tables.components, "susceptibility": analysis_tables.susceptibility,
     "analysis_run": analysis_tables.run, "sides": analysis_tables.sides,

@@ -201,8 +201,9 @@ def parity(
     if as_json:
         typer.echo(json.dumps(found))
         return
-    head = ("condition", "tokens", "mean |Δ log p|", "most", "same best token", "moved by steering")
-    o.table(head, ((name, *(f"{one[key]:.4g}" for key in one)) for name, one in found.items()))
+    head = ("condition", "steps", "compared", "unknown", "mean |Δ log p|", "most", "same best token")
+    shown = (["—" if value is None else f"{value:.4g}" for value in one.values()] for one in found.values())
+    o.table((*head, "moved by steering"), ((name, *cells) for name, cells in zip(found, shown, strict=True)))
 
 
 # --- what the commands share

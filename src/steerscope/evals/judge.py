@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from steerscope.evals.scorers import Interrupted, Json, Scored
+from steerscope.evals.scorers import Interrupted, Json, Keep, Scored
 from steerscope.extraction.endpoint import AskingFailed, Endpoint, NoReply
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.personas.folder import Record, digest
@@ -54,6 +54,9 @@ class JudgeScorer:
         return {"judge": self.endpoint.name, "scale": self._highest, "spent": spent}
 
     def __call__(self, answers: Sequence[Record]) -> list[Scored | None]:
+        return self.one_by_one(answers, lambda *_: None)
+
+    def one_by_one(self, answers: Sequence[Record], keep: Keep) -> list[Scored | None]:
         prompts = {
             one["id"]: prompt_for(self._persona, Judged(one["question"], one["text"]))
             for one in answers
@@ -61,8 +64,15 @@ class JudgeScorer:
         }
         different = list(dict.fromkeys(prompts.values()))
         failure = None
+
+        def heard(prompt: str, reply: str | NoReply) -> None:
+            score = self._scored(reply)
+            for one in answers:
+                if score is not None and prompts.get(one["id"]) == prompt:
+                    keep(one, score)
+
         try:
-            replies: Sequence[str | NoReply] = self.endpoint.ask(different)
+            replies: Sequence[str | NoReply] = self.endpoint.ask(different, heard)
         except AskingFailed as error:
             replies, failure = error.replies, error
         said = dict(zip(different, replies, strict=True))

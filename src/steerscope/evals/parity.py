@@ -56,20 +56,23 @@ def _check(conditions: Conditions) -> None:
 
 def agreement(
     engine: SyncEngine, texts: Mapping[str, Sequence[Step]], conditions: Conditions
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, float | None]]:
     """Per condition: differences of the log-probabilities of the likeliest tokens, and how often the best is the same.
-    `moved`: the mean difference that leaving the steering out would make."""
+    An engine tells only its 20 likeliest: `compared` are those of which both tell, `unknown` the others. `moved`: the
+    mean difference that leaving the steering out would make, by the tokens that are then known."""
     found = {}
     for name, steps in texts.items():
         mine = _likeliest(engine, steps, conditions[name])
-        apart, same = _compare(steps, mine)
-        without = _compare(steps, _likeliest(engine, steps, None))[0] if conditions[name] else apart * 0
+        apart = _apart(steps, mine)
+        without = _apart(steps, _likeliest(engine, steps, None)) if conditions[name] else apart * 0
         found[name] = {
-            "tokens": len(steps),
-            "mean": float(apart.mean()),
-            "most": float(apart.max()),
-            "same": same,
-            "moved": float(without.mean()),
+            "steps": len(steps),
+            "compared": len(apart),
+            "unknown": sum(len(step.top) for step in steps) - len(apart),
+            "mean": float(apart.mean()) if len(apart) else None,
+            "most": float(apart.max()) if len(apart) else None,
+            "same": float(np.mean([_best(one.top) == _best(other) for one, other in zip(steps, mine, strict=True)])),
+            "moved": float(without.mean()) if len(without) else None,
         }
     return found
 
@@ -83,15 +86,17 @@ def _likeliest(engine: SyncEngine, steps: Sequence[Step], steering: Steering | N
     return found
 
 
-def _compare(steps: Sequence[Step], others: Sequence[Mapping[int, float]]) -> tuple[np.ndarray, float]:
-    """A token that the other does not have among its best is taken to be as likely as the last of them."""
-    apart = [
-        abs(logprob - other.get(token, min(other.values())))
-        for step, other in zip(steps, others, strict=True)
-        for token, logprob in step.top.items()
-    ]
-    best = [
-        max(step.top, key=step.top.__getitem__) == max(other, key=other.__getitem__)
-        for step, other in zip(steps, others, strict=True)
-    ]
-    return np.array(apart), float(np.mean(best))
+def _apart(steps: Sequence[Step], others: Sequence[Mapping[int, float]]) -> np.ndarray:
+    """Of the tokens that both tell of."""
+    return np.array(
+        [
+            abs(logprob - other[token])
+            for step, other in zip(steps, others, strict=True)
+            for token, logprob in step.top.items()
+            if token in other
+        ]
+    )
+
+
+def _best(top: Mapping[int, float]) -> int:
+    return max(top, key=top.__getitem__)

@@ -127,6 +127,7 @@ def curve_figure(entries: Sequence[Entry], name: str, run: EvalRun, height: int 
 
 
 def _band(figure: go.Figure, points: Sequence[Entry], colour: str) -> None:
+    points = [one for one in points if one["low"] is not None]
     across = [one["at"] for one in points]
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     figure.add_trace(
@@ -148,14 +149,18 @@ def _line(figure: go.Figure, points: Sequence[Entry], name: str, colour: str) ->
         go.Scatter(
             x=[one["at"] for one in points],
             y=[one["mean"] for one in points],
-            customdata=[[one["low"], one["high"]] for one in points],
+            customdata=[_interval(one) for one in points],
             mode="lines+markers",
             name=name,
             line={"color": colour, "width": 2.5},
             marker={"size": 8},
-            hovertemplate=f"{name} %{{x:g}}<br>%{{y:.3g}} (%{{customdata[0]:.3g}}–%{{customdata[1]:.3g}})",
+            hovertemplate=f"{name} %{{x:g}}<br>%{{y:.3g}} (%{{customdata}})",
         )
     )
+
+
+def _interval(one: Entry) -> str:
+    return "unknown" if one["low"] is None else f"{one['low']:.3g} – {one['high']:.3g}"
 
 
 def frontier_figure(scores: Sequence[Entry], costs: Sequence[Entry], name: str) -> go.Figure:
@@ -173,8 +178,8 @@ def frontier_figure(scores: Sequence[Entry], costs: Sequence[Entry], name: str) 
                 y=[one["mean"] for one in points],
                 error_y={
                     "type": "data",
-                    "array": [one["high"] - one["mean"] for one in points],
-                    "arrayminus": [one["mean"] - one["low"] for one in points],
+                    "array": [None if one["low"] is None else one["high"] - one["mean"] for one in points],
+                    "arrayminus": [None if one["low"] is None else one["mean"] - one["low"] for one in points],
                     "thickness": 1,
                     "width": 3,
                 },
@@ -199,7 +204,7 @@ def _table(entries: Sequence[Entry], name: str) -> str:
     head = ("condition", "mean", "95 %", "questions", "answers", change, "95 %", "p", "corrected")
     lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
     for one in entries:
-        cells = [escape(one["condition"]), f"{one['mean']:.3g}", f"{one['low']:.3g} – {one['high']:.3g}"]
+        cells = [escape(one["condition"]), f"{one['mean']:.3g}", _interval(one)]
         cells += [str(one["questions"]), str(one["answers"])]
         if "p" in one:
             sure = f"{one['p_corrected']:.2g}"

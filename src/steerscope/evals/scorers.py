@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.personas.folder import Record, digest
@@ -24,6 +24,9 @@ Json = str | int | float | None | list["Json"] | dict[str, "Json"]
 class Scored:
     values: dict[str, float]
     why: str | None = None
+
+
+Keep = Callable[[Record, Scored], None]
 
 
 class Interrupted(SteerscopeError):
@@ -50,6 +53,13 @@ class Scorer(Protocol):
     def __call__(self, answers: Sequence[Record]) -> Sequence[Scored | None]:
         """None: could not be scored now, and is tried again by the next run."""
         ...
+
+
+@runtime_checkable
+class PaidScorer(Scorer, Protocol):
+    """One whose scores cost: each is kept as soon as it is there, whatever becomes of those after it."""
+
+    def one_by_one(self, answers: Sequence[Record], keep: Keep) -> Sequence[Scored | None]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from steerscope.evals.run import EvalRun, answers_of
-from steerscope.evals.scorers import Interrupted, Scored, Scorer
+from steerscope.evals.scorers import Interrupted, PaidScorer, Scored, Scorer
 from steerscope.extraction.personas.folder import Ledger, Record, digest, write_json
 from steerscope.extraction.personas.rollouts import Progress, silent
 from steerscope.files import atomic_path, reading
@@ -49,17 +49,24 @@ def _score(out: Path, scorer: Scorer, answers: Sequence[Record], progress: Progr
     def tell() -> None:
         _tell(out, scorer, identity, before, [ledger.records.get(key) for key in keys])
 
+    def keep(answer: Record, one: Scored) -> None:
+        ledger.append([_line(_key(scorer.name, identity, answer), one)])
+        tell()  # whoever is killed has still paid
+
     missing = [key for key in keyed if key not in ledger.records]
     progress(scorer.name, len(keyed) - len(missing), len(keyed))
     try:
         for start in range(0, len(missing), _AT_ONCE):
             part = missing[start : start + _AT_ONCE]
+            batch = [keyed[key] for key in part]
             try:
-                scores, failure = scorer([keyed[key] for key in part]), None
+                scores = scorer.one_by_one(batch, keep) if isinstance(scorer, PaidScorer) else scorer(batch)
+                failure = None
             except Interrupted as error:
                 scores, failure = error.scores, error
-            ledger.append([_line(key, one) for key, one in zip(part, scores, strict=True) if one is not None])
-            tell()  # with every batch: whoever is killed has still paid
+            found = {key: one for key, one in zip(part, scores, strict=True) if one and key not in ledger.records}
+            ledger.append([_line(key, one) for key, one in found.items()])
+            tell()
             if failure is not None:
                 raise failure
             progress(scorer.name, len(keyed) - len(missing) + start + len(part), len(keyed))

@@ -1,8 +1,8 @@
 """What the scores of a run prove: of each condition a mean, an interval, and the difference from the unsteered model.
 
-A question is the unit: answers to one question are alike, so intervals come from drawing questions, and a difference is
-tested by exchanging the two conditions within questions. Of one score all differences are corrected together (Holm).
-Perplexities are averaged and tested as logarithms.
+A question is the unit: answers to one question are alike, so intervals come from drawing questions (one alone has
+none), and a difference is tested by exchanging the two conditions within questions. Of one score all differences are
+corrected together (Holm). Perplexities are averaged and tested as logarithms.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from steerscope.extraction.personas.folder import write_json
 from steerscope.specs.errors import InvalidRequest, Problem
 
 _PREFERRED = ("classifier", "judge", "keywords", "choice", "correct", "regex", "refusal")
-_FEWEST = 2  # questions a test takes
+_FEWEST = 2  # questions an interval and a test take
 Means = dict[str, tuple[float, int]]  # question → mean, and over how many answers
 
 
@@ -56,9 +56,9 @@ def compare(rows: Sequence[Row], run: EvalRun, name: str) -> list[dict[str, Any]
         series, at = places[condition]
         entry: dict[str, Any] = {"score": name, "dataset": dataset, "condition": condition, "series": series, "at": at}
         interval = bootstrap([mean for mean, _ in means.values()])
-        entry |= dict(
-            zip(("mean", "low", "high"), _back(name, interval.estimate, interval.low, interval.high), strict=True)
-        )
+        mean, low, high = _back(name, interval.estimate, interval.low, interval.high)
+        known = len(means) >= _FEWEST  # drawing one question again and again would make it look certain
+        entry |= {"mean": mean, "low": low if known else None, "high": high if known else None}
         entry |= {"questions": len(means), "answers": sum(n for _, n in means.values())}
         base = cells.get((dataset, UNSTEERED), {})
         both = [question for question in means if question in base]

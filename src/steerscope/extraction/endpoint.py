@@ -8,8 +8,8 @@ nothing is lost unseen and the bill is known.
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 import httpx
@@ -80,12 +80,19 @@ class Endpoint:
     def name(self) -> str:
         return f"{self.model} at {self.url.rstrip('/')}"
 
-    def ask(self, prompts: Sequence[str]) -> list[str | NoReply]:
+    def ask(
+        self, prompts: Sequence[str], heard: Callable[[str, str | NoReply], None] = lambda *_: None
+    ) -> list[str | NoReply]:
+        """All replies, in order; `heard` is told each prompt with its reply as soon as it is there."""
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         with httpx.Client(headers=headers, timeout=self.timeout_s) as client, ThreadPoolExecutor(self.at_once) as pool:
             asked = [pool.submit(self._ask, client, prompt) for prompt in prompts]
+            own = dict(zip(asked, prompts, strict=True))
             try:
-                wait(asked, return_when=FIRST_EXCEPTION)
+                for one in as_completed(asked):
+                    if one.exception():
+                        break
+                    heard(own[one], one.result())
             finally:
                 pool.shutdown(cancel_futures=True)  # those that are under way are waited for
         failures = [None if one.cancelled() else one.exception() for one in asked]

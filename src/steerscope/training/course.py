@@ -23,6 +23,7 @@ from steerscope.training.passes import Kept, Passes
 from steerscope.training.texts import Sample, Source, TrainingSet, samples
 from steerscope.vectors.files import load as load_vector
 
+_STARTS = ("zero", "mean-diff")
 _HELD_OUT = 0.1  # of the tokens that count, where neither the set nor the user says how many
 
 
@@ -66,8 +67,10 @@ class Course:
             random.Random(seed).shuffle(pairs)
             apart = _up_to(pairs, val_tokens or int(_HELD_OUT * _count(pairs)))
             pairs = pairs[len(apart) :]
+        known = {tuple(sample.token_ids) for _, sample in apart}
+        pairs = [pair for pair in pairs if tuple(pair[1].token_ids) not in known]  # no text is learned and judged on
         if not pairs:
-            what = f"all {len(apart)} texts are held out for validation"
+            what = f"all {len(learned)} texts are held out for validation"
             raise InvalidRequest([Problem("val_tokens", what, "give more texts, or fewer val_tokens")])
         self._held_out = [source for source, _ in apart]
         self.train = [sample for _, sample in _up_to(pairs, target_tokens)]
@@ -107,6 +110,10 @@ class Course:
             what = f"has {vector.hidden} numbers, {self.engine.facts.name} has hidden size {self.engine.facts.hidden}"
             raise InvalidRequest([Problem("init", what, "use a vector made for this model")])
         return {layer: vector[layer] for layer in layers}
+
+    def begins_with(self, init: str) -> str | None:
+        """A hash of the vector in a file, so that another under its name is seen."""
+        return None if init in _STARTS else digest(load_vector(init).to_spec().model_dump_json())
 
     def mean_difference(self, layers: Sequence[int], site: Site) -> dict[int, Tensor]:
         """Of the set's two sides without what is held out, at the scale `extract` recommends, in equal parts at

@@ -51,7 +51,7 @@ class State:
         for name, parameter in self.ops.named_parameters():
             for moment in _MOMENTS if self.step else ():
                 tensors[f"{moment}.{name}"] = self.optimizer.state[parameter][moment].cpu()
-        # JSON has no infinity; a state is saved only after it was judged
+        # JSON has no infinity; a state is saved only after it was judged, by a number
         about = {key: getattr(self, key) for key in ("step", "best_epoch", "epochs", "best_loss")}
         data = safetensors.torch.save(tensors, {"format": "steerscope-training", "state": json.dumps(about)})
         with atomic_path(path) as temporary:

@@ -5,6 +5,7 @@ again, one that was interrupted goes on, and one that fails is told and stops no
 every n-th run.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from typing import Any
 
 from steerscope.engines.facade import SyncEngine
 from steerscope.extraction.personas.folder import write_json
-from steerscope.files import atomic_path
+from steerscope.files import atomic_path, reading
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 from steerscope.training.course import Course
 from steerscope.training.curves import sweep_plot
@@ -119,23 +120,35 @@ def _on(
 
 
 def _report(folder: Path, outcomes: Sequence[Outcome]) -> None:
-    rows: list[dict[str, object]] = []
+    """With what earlier sweeps of this folder told of other runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = {str(row["run"]): row for row in _told_before(folder / "sweep.json")}
+    for one in outcomes:
+        settings = one.run.settings
+        row = {"run": one.run.name, "learning_rate": settings.learning_rate, "layers": list(settings.layers)}
+        rows[one.run.name] = row | ({"error": one.error} if one.result is None else one.result.model_dump(mode="json"))
+    write_json(folder / "sweep.json", {"runs": list(rows.values())})
+    with atomic_path(folder / "sweep.svg") as path:
+        path.write_text(_plot(list(rows.values())), encoding="utf-8")
+
+
+def _told_before(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    with reading(path, "account of a sweep"):
+        return json.loads(path.read_text(encoding="utf-8"))["runs"]
+
+
+def _plot(rows: Sequence[dict[str, Any]]) -> str:
     curves: dict[str, list[tuple[float, float]]] = {}
     levels: dict[str, float] = {}
-    for one in outcomes:
-        settings, name = one.run.settings, one.run.data.name
-        layers = _name(settings).split("-lr")[0]
-        rows.append({"run": one.run.name, "learning_rate": settings.learning_rate, "layers": list(settings.layers)})
-        rows[-1] |= {"error": one.error} if one.result is None else one.result.model_dump(mode="json")
-        if one.result is not None:
-            curves.setdefault(f"{name} {layers}", []).append((settings.learning_rate, one.result.steered))
-            levels[f"{name} unsteered"] = one.result.unsteered
-            if one.result.prompted is not None:
-                levels[f"{name} prompted"] = one.result.prompted
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "sweep.json", {"runs": rows})
-    single = len({one.run.data.name for one in outcomes}) == 1
-    short = (lambda name: name.partition(" ")[2]) if single else (lambda name: name)
-    with atomic_path(folder / "sweep.svg") as path:
-        drawn = sweep_plot({short(k): v for k, v in curves.items()}, {short(k): v for k, v in levels.items()})
-        path.write_text(drawn, encoding="utf-8")
+    single = len({row["run"].partition("/")[0] for row in rows}) == 1
+    for row in rows:
+        name, _, run = row["run"].partition("/")
+        of = "" if single else f"{name} "
+        if "error" not in row:
+            curves.setdefault(of + run.split("-lr")[0], []).append((row["learning_rate"], row["steered"]))
+            levels[f"{of}unsteered"] = row["unsteered"]
+            if row["prompted"] is not None:
+                levels[f"{of}prompted"] = row["prompted"]
+    return sweep_plot(curves, levels)

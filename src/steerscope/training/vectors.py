@@ -161,6 +161,7 @@ def _about(path: Path, course: Course, settings: TrainSettings) -> dict[str, obj
         "data": course.data.name,
     }
     mine |= {"texts": course.digest, "prompts": list(course.prompts), **settings.model_dump(mode="json")}
+    mine["begins_with"] = course.begins_with(settings.init)
     if not path.is_file():
         return mine
     with reading(path, "settings of a training run"):
@@ -191,14 +192,14 @@ class _Run:
         lines = _Lines(self.folder / "train.jsonl", state.step if state.epochs >= 0 else -1)
         kept = course.keep(ops)
         if state.epochs < 0:
-            first = course.passes.nats(course.validation, ops, kept)
+            first = self._finite(course.passes.nats(course.validation, ops, kept), "begin with a smaller vector")
             state.judge(first, 0)
             lines.add({"step": 0, "epoch": 0, "validation": first})
             self._save()
         while state.step < self.most and not self._given_up():
             line = self._step(kept)
             if state.step % self.per_epoch == 0:
-                line["validation"] = course.passes.nats(course.validation, ops, kept)
+                line["validation"] = self._finite(course.passes.nats(course.validation, ops, kept))
                 state.judge(line["validation"], state.step // self.per_epoch)
             lines.add(line)
             self._save()
@@ -218,14 +219,17 @@ class _Run:
         state, rate = self.state, self._rate()
         batch = self._batch()
         tokens = sum(len(sample.targets) for sample in batch)
-        loss = float(self.course.passes.loss(batch, state.ops, kept, backward=True)) / tokens
-        if not math.isfinite(loss):
-            what = f"the loss is not finite at step {state.step + 1}: lower the learning rate ({rate:g} there)"
-            raise SteerscopeError(f"{self.folder}: {what}")
+        loss = self._finite(float(self.course.passes.loss(batch, state.ops, kept, backward=True)) / tokens)
         state.advance(rate, tokens)
-        norm = float(state.ops.added.detach().norm())
+        norm = self._finite(float(state.ops.added.detach().norm()), what="vector's length")
         epoch = (state.step - 1) // self.per_epoch + 1
         return {"step": state.step, "epoch": epoch, "loss": loss, "learning_rate": rate, "norm": norm}
+
+    def _finite(self, number: float, remedy: str = "lower the learning rate", what: str = "loss") -> float:
+        """What is written down; JSON has no other numbers."""
+        if math.isfinite(number):
+            return number
+        raise SteerscopeError(f"{self.folder}: the {what} is not finite after step {self.state.step}: {remedy}")
 
     def _batch(self) -> list[Sample]:
         """Texts in an order of each epoch's own, which depends on nothing but the seed."""

@@ -27,6 +27,14 @@ _PARTS = {
     "analysis/onelayer.py": "tests/analysis/test_onelayer.py",
     "analysis/statistics.py": "tests/analysis/test_statistics.py",
     "analysis/susceptibility.py": "tests/analysis/test_susceptibility.py",
+    "training/course.py": "tests/training/test_vectors.py",
+    "training/state.py": "tests/training/test_vectors.py",
+    "training/sweep.py": "tests/training/test_sweep.py",
+    "training/vectors.py": "tests/training/test_vectors.py",
+    "evals/classifier.py": "tests/evals/test_classifier.py",
+    "evals/parity.py": "tests/evals/test_parity.py",
+    "evals/scoring.py": "tests/evals/test_judge.py",
+    "evals/summary.py": "tests/evals/test_summary.py",
 }
 
 
@@ -238,5 +246,33 @@ MUTANTS = [
          "highest = _scores(alignment, n, random)[:, n : n + random].max(0)"),
         ("p = (1 + (highest >=", "p = (0 + (highest >="),
         ('if "." in kind]', "if kind]"),
+    ),
+    *_of(
+        "training/course.py",
+        ("pairs = [pair for pair in pairs if tuple(pair[1].token_ids) not in known]", "pass"),
+        ("if text in held_out}", "if False}"),
+        ("return None if init in _STARTS else", "return None if init else"),
+    ),
+    *_of("training/state.py", ("better = epoch, loss < self.best_loss", "better = epoch, True")),
+    *_of("training/sweep.py", ("for row in _told_before(folder / \"sweep.json\")}", "for row in ()}")),
+    *_of(
+        "training/vectors.py",
+        ("if math.isfinite(number):", "if True:"),
+        ("    if differ:\n", "    if False:\n"),
+        ('if line["step"] <= upto]', "]"),
+    ),
+    *_of("evals/classifier.py", ("        if seen:\n", "        if False:\n")),
+    *_of("evals/parity.py", ("            if token in other\n", "")),
+    *_of(
+        "evals/scoring.py",
+        ("        ledger.append([_line(_key(scorer.name, identity, answer), one)])\n        tell()  # whoever",
+         "        del answer, one  # whoever"),
+        ("if one and key not in ledger.records}", "if one}"),
+    ),
+    *_of(
+        "evals/summary.py",
+        ("known = len(means) >= _FEWEST", "known = True"),
+        ('np.log(values) if name == "perplexity" else values', "values"),
+        ("permutation(own, base, paired=True)", "permutation(own, base)"),
     ),
 ]  # fmt: skip
