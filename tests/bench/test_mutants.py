@@ -11,7 +11,6 @@ from steerscope.bench.stress.mutate import run_one
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
-OPEN = {"an engine's worker is killed": 1, "vLLM's compile cache is damaged": 1}  # as docs/stress.md says
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.file}: {m.old.strip()[:40]} > {m.new.strip()[:20]}")
@@ -36,8 +35,7 @@ def test_a_guard_that_no_test_looked_at_is_not_taken_for_noticed(tmp_path: Path)
 
 def test_the_committed_result_is_of_this_list_and_every_survivor_is_explained() -> None:
     known = json.loads((RESULTS / "mutants.json").read_text())["mutants"]
-    assert known
-    assert {(one["file"], one["old"], one["new"]) for one in known} <= {(m.file, m.old, m.new) for m in MUTANTS}
+    assert {(one["file"], one["old"], one["new"]) for one in known} == {(m.file, m.old, m.new) for m in MUTANTS}
     assert [one for one in known if not one["killed_by"] and not one["why"]] == []
     assert [one for one in known if one["killed_by"] and one["why"]] == []
 
@@ -54,7 +52,7 @@ def test_the_committed_run_has_every_fault() -> None:
         (fault.name, fault.promise, fault.tests) for fault in FAULTS
     ]
     assert not any(one["missing"] for one in known)
-    assert {one["name"]: one["failed"] for one in known if one["failed"]} == OPEN
+    assert not any(one["failed"] for one in known)
 
 
 @pytest.mark.parametrize(("name", "least"), [("vllm", 10_000), ("hf", 256)])

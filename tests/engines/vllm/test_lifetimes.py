@@ -96,6 +96,7 @@ def test_a_killed_engine_core_ends_its_requests_and_refuses_others() -> None:
     environment = {**os.environ, **VLLM_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     command = [sys.executable, str(script), str(saved("llama", "bytes", None, {}))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert found["running"][0] == "RequestFailed"
     assert found["next"][0] == "EngineClosed"
