@@ -89,6 +89,19 @@ async def test_a_waiting_reservation_gets_room_when_another_gives_some_back():
     assert (reservation.size, budget.used) == (50, 100)
 
 
+async def test_a_small_reservation_does_not_overtake_a_large_one_that_waits():
+    budget = ByteBudget(100, wait_s=30)
+    held = await budget.reserve(80, "a")
+    large = asyncio.create_task(budget.reserve(90, "b"))
+    await asyncio.sleep(0)
+    small = asyncio.create_task(budget.reserve(10, "c"))
+    await asyncio.sleep(0.1)
+    assert not small.done()
+    held.release()
+    await asyncio.wait_for(asyncio.gather(large, small), 5)
+    assert budget.used == 100
+
+
 async def test_a_reservation_that_waited_in_vain_is_refused_with_who_holds_the_room():
     budget = ByteBudget(2048, wait_s=0.05)
     await budget.reserve(1536, "a")
