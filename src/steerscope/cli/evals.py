@@ -335,12 +335,12 @@ def _score(out: Path, run: "EvalRun", scorers: "list[Scorer]", model: bool, devi
 
 
 def _show(out: Path, summary: dict[str, Any]) -> None:
+    from steerscope.evals.report import interval_of
+
     rows = []
     for one in summary["conditions"]:
         if one["score"] == summary["score"]:
             test = f"{one['difference']:+.3g}, p {one['p_corrected']:.3g}" if "difference" in one else ""
-            rows.append(
-                (one["dataset"], one["condition"], f"{one['mean']:.3g}", f"{one['low']:.3g} – {one['high']:.3g}", test)
-            )
+            rows.append((one["dataset"], one["condition"], f"{one['mean']:.3g}", interval_of(one), test))
     o.table(("questions", "condition", summary["score"], "95 %", "against unsteered, corrected"), rows)
     typer.echo(f"{out}: summary.json, report.html")

@@ -149,7 +149,7 @@ def _line(figure: go.Figure, points: Sequence[Entry], name: str, colour: str) ->
         go.Scatter(
             x=[one["at"] for one in points],
             y=[one["mean"] for one in points],
-            customdata=[_interval(one) for one in points],
+            customdata=[interval_of(one) for one in points],
             mode="lines+markers",
             name=name,
             line={"color": colour, "width": 2.5},
@@ -159,7 +159,7 @@ def _line(figure: go.Figure, points: Sequence[Entry], name: str, colour: str) ->
     )
 
 
-def _interval(one: Entry) -> str:
+def interval_of(one: Entry) -> str:
     return "unknown" if one["low"] is None else f"{one['low']:.3g} – {one['high']:.3g}"
 
 
@@ -204,7 +204,7 @@ def _table(entries: Sequence[Entry], name: str) -> str:
     head = ("condition", "mean", "95 %", "questions", "answers", change, "95 %", "p", "corrected")
     lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
     for one in entries:
-        cells = [escape(one["condition"]), f"{one['mean']:.3g}", _interval(one)]
+        cells = [escape(one["condition"]), f"{one['mean']:.3g}", interval_of(one)]
         cells += [str(one["questions"]), str(one["answers"])]
         if "p" in one:
             sure = f"{one['p_corrected']:.2g}"
