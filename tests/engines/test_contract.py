@@ -391,6 +391,27 @@ class TestStreams:
         assert done.rows.n == len(done.prompt_token_ids) + len(done.token_ids) - 1
         assert not engine.cancel("mine")
 
+    def test_so_does_one_that_nobody_was_listening_to(self, engine: SyncEngine) -> None:
+        found: list[Generation] = []
+        sampling, before = Sampling(max_tokens=240, ignore_eos=True), engine.stats()["steps"]
+
+        def ask() -> None:
+            found.append(engine.generate(PROMPT, sampling, capture=Capture(layers=1)))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while engine.stats()["steps"] < before + 6:
+            time.sleep(0.005)
+        for name in list(engine.aio._jobs):
+            engine.cancel(name)
+        thread.join(timeout=30)
+        (done,) = found
+        assert done.finish_reason == "cancelled"
+        assert 4 <= len(done.token_ids) < 240
+        assert done.rows.n == len(done.prompt_token_ids) + len(done.token_ids) - 1
+        assert done.timings.first_token < done.timings.total
+        assert done.token_ids == engine.generate(PROMPT, sampling).token_ids[: len(done.token_ids)]
+
     def test_a_cancelled_task_frees_the_engine(self, engine: SyncEngine) -> None:
         async def run() -> None:
             long = Sampling(max_tokens=240, ignore_eos=True)

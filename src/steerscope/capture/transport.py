@@ -192,7 +192,10 @@ class Regions:
 
     def _merge(self) -> None:
         """Take back what is free and left. All parts are judged before the first is: counters lie in them."""
-        left = [all(self.counters(part.region)[LEFT + s] for s in part.stages) for part in self._returned]
+        words = self.arena.words
+        left = [
+            all(words[(part.region + ALIGN * (LEFT + stage)) // 8] for stage in part.stages) for part in self._returned
+        ]
         returned = [(part.offset, part.size) for part, gone in zip(self._returned, left, strict=True) if gone]
         self._returned = [part for part, gone in zip(self._returned, left, strict=True) if not gone]
         if not returned:

@@ -144,6 +144,7 @@ class SlotTable:
         self._vector_slots = Slots(capacity, "vector")
         self._coefficient_slots = Slots(4 * capacity, "coefficient")
         self._tensors: dict[Key, tuple[Tensor, Tensor]] = {}
+        self._block: tuple[Tensor, Tensor] | None = None  # of all keys, where these are known at the start
         self.version = 0  # of the contents: what was looked up under an older one may be stale
 
     def tensors(self, key: Key) -> tuple[Tensor, Tensor]:
@@ -152,6 +153,15 @@ class SlotTable:
             nothing = torch.tensor(NOTHING, dtype=torch.float32, device=self.device)
             self._tensors[key] = (vectors, nothing.repeat(4 * self.capacity, 1))
         return self._tensors[key]
+
+    def reserve(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor]:
+        """These keys and no others, in one piece of memory: [keys, slots, …]."""
+        vectors = torch.zeros(len(keys), self.capacity, self.hidden, dtype=torch.float32, device=self.device)
+        nothing = torch.tensor(NOTHING, dtype=torch.float32, device=self.device)
+        coefficients = nothing.repeat(len(keys), 4 * self.capacity, 1)
+        self._block = vectors, coefficients
+        self._tensors = {key: (vectors[i], coefficients[i]) for i, key in enumerate(keys)}
+        return self._block
 
     def acquire(self, column: Column) -> Lease:
         vector_key, coefficient_key = column.vector_key, column.coefficient_key
@@ -189,10 +199,10 @@ class SlotTable:
     def _write(self, which: int, slot: int, values: Mapping[Key, Tensor]) -> None:
         """Fill a slot at every layer: what its last owner left at other layers must be gone."""
         self.version += 1
-        for key, tensors in self._tensors.items():
-            if key in values:
-                tensors[which][slot].copy_(values[key])
-            elif which == 0:
-                tensors[which][slot].zero_()
-            else:
-                tensors[which][slot].copy_(tensors[which][0])
+        nothing = torch.zeros(self.hidden) if which == 0 else torch.tensor(NOTHING, dtype=torch.float32)
+        rows = [values.get(key, nothing) for key in self._tensors]
+        if self._block is not None:  # one copy instead of one for each
+            self._block[which][:, slot].copy_(torch.stack(rows))
+            return
+        for tensors, row in zip(self._tensors.values(), rows, strict=True):
+            tensors[which][slot].copy_(row)

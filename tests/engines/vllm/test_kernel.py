@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, STRIDE
+from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, LAID, STRIDE
 from steerscope.engines.vllm.tap import WATCHED
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -31,7 +31,7 @@ def test_the_kernels_equal_their_definitions_in_tritons_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "15 passed" in done.stdout, done.stdout[-4000:]
+    assert "19 passed" in done.stdout, done.stdout[-4000:]
 
 
 @needs_triton
@@ -42,15 +42,16 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from steerscope.engines.vllm import kernel
+    from steerscope.engines.vllm import kernel, laying
 
     fixed = {"COLUMNS": 4, "BLOCK": 1024, "STEER": True, "CAPTURE": True, "RESIDUAL": True, "BESIDE_ONE": False}
     fixed |= {"LAST": True, "LARGE": 3e38, "WATCHED": WATCHED}
     fixed |= {"ASKER": ASKER, "CELL": CELL, "GROUP": GROUP, "STRIDE": STRIDE, "ENTRIES": ENTRIES}
+    fixed |= {"LAID": LAID, "TAIL": laying.TAIL}
     kinds = dict.fromkeys(("delta", "residual", "weight", "normed", "stream", "pool"), "*bf16")
-    kinds |= dict.fromkeys(("vectors", "coefficients", "gates"), "*fp32") | {"before": "*i1", "epsilon": "fp32"}
+    kinds |= dict.fromkeys(("vectors", "coefficients", "gates", "laid"), "*fp32") | {"before": "*i1", "epsilon": "fp32"}
     kinds |= dict.fromkeys(("index", "order", "faults"), "*i32") | dict.fromkeys(fixed, "constexpr")
-    for function in (kernel._kernel, kernel._norm_kernel, kernel._end_kernel):
+    for function in (kernel._kernel, kernel._norm_kernel, kernel._end_kernel, laying._lay_kernel):
         names = function.arg_names
         constants = {(i,): fixed[name] for i, name in enumerate(names) if name in fixed}
         source = ASTSource(function, {name: kinds.get(name, "i32") for name in names}, constants)
@@ -205,9 +206,10 @@ def test_a_steered_row_that_is_not_finite_is_noted_and_silenced_and_others_keep_
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_nor_does_it_leave_the_norm(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rows", [0, 6])
+def test_nor_does_it_leave_the_norm(dtype: torch.dtype, rows: int) -> None:
     given_tables, delta, residual = overflowing(dtype)
-    kernel, wanted = both_normed(delta, residual, torch.ones(16, dtype=dtype), False, given_tables, True)
+    kernel, wanted = both_normed(delta, residual, torch.ones(16, dtype=dtype), False, given_tables, True, rows)
     assert kernel[3].tolist()[:7] == FAULTY
     assert all(close(mine, theirs) for mine, theirs in zip(kernel[:3], wanted[:3], strict=True))
     for silenced in kernel[:3]:
@@ -215,8 +217,26 @@ def test_nor_does_it_leave_the_norm(dtype: torch.dtype) -> None:
     assert not kernel[0][2].isfinite().all()
 
 
+def laid_out(given: list, rows: int) -> torch.Tensor:
+    """What the ops of the first rows add, laid ready; the index says so of all that are steered."""
+    from steerscope.engines.vllm.laying import Laying
+
+    _, index, vectors, coefficients, *_ = given
+    ready = Laying(vectors[None], coefficients[None], index, rows)
+    ready.lay(min(2, rows))
+    ready.lay(rows)
+    index[:, ASKER] += LAID * (index[:, ASKER] != 0)
+    return ready.laid[0]
+
+
 def both_normed(
-    delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, beside_one: bool, given: list, steer: bool
+    delta: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    beside_one: bool,
+    given: list,
+    steer: bool,
+    rows: int = 0,
 ) -> list[list]:
     """What the kernel that is a norm too leaves behind, and what the tap and vLLM's norm do one after the other, in
     (normed, stream, pool, faults)."""
@@ -224,7 +244,9 @@ def both_normed(
     from steerscope.engines.vllm.tap import _torch_tap
 
     rest = [tensor.clone() for tensor in given]
-    normed, stream = _cuda_tap_norm(delta, residual, weight, 1e-6, beside_one, *rest, steer, True, True)
+    laid = laid_out(rest, rows) if rows else torch.zeros(0)
+    normed, stream = _cuda_tap_norm(delta, residual, weight, 1e-6, beside_one, laid, *rest, steer, True, True)
+    rest[1][:, ASKER] %= LAID
     mine, other = copied(delta), [tensor.clone() for tensor in given]
     left = copied(residual)
     _torch_tap(mine, left, *other, steer, True)
@@ -246,10 +268,19 @@ def both_normed(
     beside_one=st.booleans(),
     strided=st.booleans(),
     steer=st.booleans(),
+    rows=st.integers(0, 6),
     seed=st.integers(0, 999),
 )
 def test_any_tokens_through_the_norm(
-    tokens: int, hidden: int, columns: int, dtype: torch.dtype, beside_one: bool, strided: bool, steer: bool, seed: int
+    tokens: int,
+    hidden: int,
+    columns: int,
+    dtype: torch.dtype,
+    beside_one: bool,
+    strided: bool,
+    steer: bool,
+    rows: int,
+    seed: int,
 ) -> None:
     rng = torch.Generator().manual_seed(seed + 2)
     delta, residual = (torch.randn(tokens, 2 * hidden, generator=rng).to(dtype)[:, :hidden] for _ in range(2))
@@ -257,14 +288,34 @@ def test_any_tokens_through_the_norm(
         delta, residual = delta.contiguous(), residual.contiguous()
     weight = torch.randn(hidden, generator=rng).to(dtype)
     before = copied(delta), copied(residual)
-    kernel, wanted = both_normed(
-        delta, residual, weight, beside_one, tables(tokens, hidden, columns, dtype, seed), steer
-    )
+    drawn = tables(tokens, hidden, columns, dtype, seed)
+    kernel, wanted = both_normed(delta, residual, weight, beside_one, drawn, steer, min(rows, tokens))
     assert all(close(mine, theirs) for mine, theirs in zip(kernel[:3], wanted[:3], strict=True))
     assert torch.equal(kernel[3], wanted[3])
     assert torch.equal(kernel[4], wanted[4])
     assert torch.equal(delta, before[0])
     assert torch.equal(residual, before[1])
+
+
+@interpreted
+def test_what_is_laid_out() -> None:
+    """Each kind of row: nothing, a sum of additions, one op that looks at the stream, and those that are looked up."""
+    given_tables = tables(8, 16, 2, torch.float32, 0)
+    _, index, vectors, coefficients, *_ = given_tables
+    coefficients[1], coefficients[2] = torch.tensor([[0.5, 0, 0, -INF, INF], [-2.0, 0, 0, 0.5, INF]])
+    coefficients[3] = torch.tensor([0.0, 1, 1, -INF, 0.1])
+    coefficients[4] = coefficients[0]  # it acts at other layers
+    index[:, ENTRIES:] = 0
+    index[:8, ENTRIES:] = torch.tensor(
+        [[0, 0, 0, 0, 0, 0], [5, 4, 0, 0, 0, 0], [1, 1, 0, 2, 2, 0], [3, 1, 2, 0, 0, 0], [0, 0, 0, 4, 3, 0],
+         [4, 3, 0, 1, 1, 0], [4, 3, 1, 0, 0, 0], [5, 4, 1, 4, 3, 0]]
+    )  # fmt: skip
+    laid = laid_out(given_tables, 8)
+    assert laid[:, 16].tolist() == [0, 0, 1, -1, 2, -1, -1, 2]
+    assert torch.allclose(laid[2, :16], 0.5 * vectors[1] + (0.5 - 2.0) * vectors[2])
+    for row in (4, 7):
+        assert torch.equal(laid[row, :16], vectors[4])
+        assert torch.equal(laid[row, 17:22], coefficients[3])
 
 
 @interpreted

@@ -16,7 +16,9 @@ from torch import Tensor
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm import kernel
 from steerscope.engines.vllm.askers import Asker, Slice
+from steerscope.engines.vllm.laying import Laying
 from steerscope.engines.vllm.pool import Cells, watched_rows
+from steerscope.engines.vllm.step import ASKER, LAID
 from steerscope.specs.errors import CapacityExceeded
 
 _RING = 8  # steps that may be prepared while earlier ones run
@@ -79,6 +81,7 @@ class CudaPool:
         self._stages = [torch.zeros(index.shape, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._stage_events = [torch.cuda.Event() for _ in range(_RING)]
         self._turn, self._sent_tokens = 0, 0
+        self._laying: Laying | None = None
         self.faults = torch.zeros(askers, dtype=torch.int32, device=device)
         self._flags = torch.zeros(askers, dtype=torch.int32, pin_memory=True)
         self._flags_there = torch.cuda.Event()
@@ -91,7 +94,21 @@ class CudaPool:
 
     # --- before the forward
 
-    def send_index(self, tokens: int) -> None:
+    def lay_out(self, vectors: Tensor, coefficients: Tensor, requests: int) -> Tensor:
+        self._laying = Laying(vectors, coefficients, self.index, requests)
+        return self._laying.laid
+
+    def send_index(self, tokens: int, lay: bool = False) -> None:
+        if self._laying is not None:
+            lay = lay and tokens <= self._laying.rows
+            if lay:
+                numbers = self._books[:tokens, ASKER]
+                numbers[numbers != 0] |= LAID
+        self._copy_index(tokens)
+        if self._laying is not None:
+            self._laying.lay(tokens if lay else 0)
+
+    def _copy_index(self, tokens: int) -> None:
         count, self._sent_tokens = max(tokens, self._sent_tokens), tokens
         if not count:
             return

@@ -24,6 +24,7 @@ from steerscope.engines.text import Decoder
 from steerscope.engines.threaded import ThreadedEngine
 from steerscope.engines.vllm import plugin
 from steerscope.engines.vllm.claims import Room
+from steerscope.engines.vllm.entering import Entrance
 from steerscope.engines.vllm.guards import check_version, facts_of
 from steerscope.engines.vllm.packs import Packs
 from steerscope.engines.vllm.running import Running, sampling_params
@@ -83,7 +84,6 @@ class VLLMEngine(ThreadedEngine[Running]):
             raise
 
     def _begin(self, config: Any, name: str, capture_budget: int) -> None:
-        self._llm.input_processor.steerscope_aside = True  # requests are judged here
         self.dtype = config.model_config.dtype
         self.mode = mode_of(config)
         alone = config.parallel_config.pipeline_parallel_size == 1
@@ -96,6 +96,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         self.room = Room(self.facts, self.dtype, self.settings, stage, regions)
         self.separate = hasattr(self._llm.engine_core, "outputs_queue")  # the engine core is another process
         self.numbers = itertools.count()
+        self._entrance = Entrance(self._llm)
         self._lenses = Packs(self._rpc, self._packs_in_use)
         self._resident: dict[bytes, None] = {}  # given to the workers, oldest first
         self._running: dict[str, Running] = {}
@@ -262,7 +263,7 @@ class VLLMEngine(ThreadedEngine[Running]):
                     self._give(column)
                 if one.plan.watch is not None:
                     self._lenses.lend(one.plan.watch.registered)
-                self._llm.add_request(one.key, one.prompt(), one.params())
+                one.enter(self._entrance)
             except Exception as error:
                 if one.claim is not None:
                     one.claim.withdraw()

@@ -4,7 +4,7 @@ through its ops in registers, and written once. The definition is `residual.equa
 There is a kernel for the tap alone, and one that is the model's next RMS norm too: in a decoding step of a few µs per
 kernel, one that is not there is the only one that costs nothing. Within it the answers a tap waits for (which vector,
 which cell) come one after the other from memory: they are asked for first, and rows are kept last, so that the norm
-does not wait for them.
+does not wait for them. What decoding tokens add may lie ready (`laying`): then there is nothing to look up.
 """
 
 import torch
@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from steerscope.engines.vllm import tap
-from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, STRIDE
+from steerscope.engines.vllm.laying import TAIL
+from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, LAID, STRIDE
 
 
 @triton.jit
@@ -51,6 +52,16 @@ def _steered(
                 clipped = tl.minimum(low, hi, propagate_nan=tl.PropagateNan.ALL)
                 total += gate * (c + clipped - m * p) * v
     return (d.to(tl.float32) + total).to(d.dtype)
+
+
+@triton.jit
+def _steered_by_one(d, h, v, five):
+    """The same by one op that lies ready."""
+    c, s, m, lo, hi = tl.load(five), tl.load(five + 1), tl.load(five + 2), tl.load(five + 3), tl.load(five + 4)
+    p = tl.sum(h.to(tl.float32) * v)
+    low = tl.maximum(s * p, lo, propagate_nan=tl.PropagateNan.ALL)
+    clipped = tl.minimum(low, hi, propagate_nan=tl.PropagateNan.ALL)
+    return (d.to(tl.float32) + (c + clipped - m * p) * v).to(d.dtype)
 
 
 @triton.jit
@@ -93,6 +104,7 @@ def _kernel(
     delta_stride, residual_stride, index_width, hidden, first_watched,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
     ASKER: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr,
+    LAID: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     mine = index + token * index_width
@@ -113,7 +125,7 @@ def _kernel(
             if RESIDUAL:
                 x += r.to(tl.float32)
             if _lost(x, kind):  # as in `tap._silence`
-                tl.store(faults + tl.load(mine + ASKER), 1)
+                tl.store(faults + (tl.load(mine + ASKER) & (LAID - 1)), 1)
                 d = tl.zeros([BLOCK], dtype=kind)
                 if RESIDUAL:
                     r = d
@@ -129,11 +141,11 @@ def _kernel(
 
 @triton.jit
 def _norm_kernel(
-    delta, residual, weight, normed, stream, pool, index, vectors, coefficients, gates, order, before, faults,
-    delta_stride, residual_stride, index_width, hidden, first_watched, epsilon,
+    delta, residual, weight, normed, stream, laid, pool, index, vectors, coefficients, gates, order, before, faults,
+    laid_rows, delta_stride, residual_stride, index_width, hidden, first_watched, epsilon,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BESIDE_ONE: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
     LAST: tl.constexpr, LARGE: tl.constexpr, ASKER: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr,
-    STRIDE: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr,
+    STRIDE: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr, LAID: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """The tap, then vLLM's norm: the stream is summed in float32, handed on rounded, and normed unrounded."""
     token = tl.program_id(0).to(tl.int64)
@@ -146,6 +158,12 @@ def _norm_kernel(
         group, busy = _asked(mine, STEER, COLUMNS, GROUP, ENTRIES)
     d = tl.load(delta + token * delta_stride + at, mask=inside, other=0.0)
     r = tl.load(residual + token * residual_stride + at, mask=inside, other=0.0)
+    if STEER:  # asked for before anybody knows whether it lies there: this read waits for no other
+        ready = laid + token * (hidden + TAIL)
+        near = token < laid_rows
+        a = tl.load(ready + at, mask=inside & near, other=0.0)
+        what = tl.load(ready + hidden, mask=near, other=-1.0)
+        what = tl.where(tl.load(mine + ASKER) >= LAID, what, -1.0)
     w = tl.load(weight + at, mask=inside, other=0.0)
     h = d
     if CAPTURE:
@@ -153,7 +171,12 @@ def _norm_kernel(
     if STEER:
         h = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
         if busy != 0:
-            d = _steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
+            if what == 1.0:
+                d = (d.to(tl.float32) + a).to(kind)
+            elif what == 2.0:
+                d = _steered_by_one(d, h, a, ready + hidden + 1)
+            elif what != 0.0:
+                d = _steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
     x = d.to(tl.float32) + r.to(tl.float32)
     tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
     squares = tl.sum(x * x)
@@ -162,7 +185,7 @@ def _norm_kernel(
         if large:
             lost = _lost(x, kind)
             if lost:  # as in `tap._silence`
-                tl.store(faults + tl.load(mine + ASKER), 1)
+                tl.store(faults + (tl.load(mine + ASKER) & (LAID - 1)), 1)
                 x = tl.zeros([BLOCK], dtype=tl.float32)
                 squares = tl.sum(x * x)
                 tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
@@ -231,6 +254,7 @@ def _cuda_tap(
         GROUP=GROUP,
         ENTRIES=ENTRIES,
         WATCHED=tap.WATCHED,
+        LAID=LAID,
         num_warps=_warps(block),
     )
 
@@ -254,6 +278,7 @@ def _cuda_tap_norm(
     weight: Tensor,
     epsilon: float,
     beside_one: bool,
+    laid: Tensor,
     pool: Tensor,
     index: Tensor,
     vectors: Tensor,
@@ -275,6 +300,7 @@ def _cuda_tap_norm(
         weight,
         normed,
         stream,
+        laid,
         pool,
         index,
         vectors,
@@ -283,6 +309,7 @@ def _cuda_tap_norm(
         order,
         before,
         faults,
+        laid.shape[0],
         delta.stride(0),
         residual.stride(0),
         index.shape[1],
@@ -302,6 +329,8 @@ def _cuda_tap_norm(
         STRIDE=STRIDE,
         ENTRIES=ENTRIES,
         WATCHED=tap.WATCHED,
+        LAID=LAID,
+        TAIL=TAIL,
         num_warps=_warps(block),
     )
     return normed, stream

@@ -57,8 +57,13 @@ class Pool(Protocol):
         """They are no longer needed, or not once what is queued has read them."""
         ...
 
-    def send_index(self, tokens: int) -> None:
-        """The books' index holds from now on: rows [0, tokens), zero beyond."""
+    def lay_out(self, vectors: Tensor, coefficients: Tensor, requests: int) -> Tensor | None:
+        """Before the first step: where what tokens add is laid ready, tap by tap, if it ever is."""
+        ...
+
+    def send_index(self, tokens: int, lay: bool = False) -> None:
+        """The books' index holds from now on: rows [0, tokens), zero beyond. `lay`: they are steered, and the same will
+        be asked for again and again."""
         ...
 
     def advance(self, tokens: int) -> None:
@@ -132,7 +137,11 @@ class HostPool:
         free = Cells(cells)
         self.take, self.give = free.take, free.give
 
-    def send_index(self, tokens: int) -> None:
+    def lay_out(self, vectors: Tensor, coefficients: Tensor, requests: int) -> None:
+        del vectors, coefficients, requests  # here a look-up costs nothing beside the rest
+
+    def send_index(self, tokens: int, lay: bool = False) -> None:
+        del lay
         self.faults[0] = tokens > 0  # the taps read the books' own memory, if there is anything to read
 
     def advance(self, tokens: int) -> None:

@@ -72,14 +72,14 @@ def _run(
     columns = () if column is None else (WireColumn.of(column, inline=False),)
     wire = Wire("proof", None, 0, 0, columns, capture)
     leases = [] if column is None else [taps.table.acquire(column)]
-    asker = Asker(wire, leases, 0, len(taps.keys))
+    asker = Asker(wire, leases, 0, len(taps.keys), number=1)
     group = (taps.keys, False, None)
     asker.group, _ = taps.groups.acquire(group)
     taps.set_group(asker.group, group)
     taps.books.askers["proof"] = asker
     filled = taps.books.fill(["proof"], np.array([0, tokens]), np.array([0]), taps.reserve, lambda _: None)
     taps.graphs.use(filled.busy)
-    taps.pool.send_index(tokens)
+    taps.pool.send_index(tokens, lay=uniform)
     try:
         taps.books.proving = True
         dummy_run(tokens, uniform_decode=uniform)

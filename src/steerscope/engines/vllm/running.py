@@ -1,6 +1,5 @@
 """One request inside vLLM: what it carries there, and what comes back."""
 
-import copy
 import functools
 import time
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from steerscope.engines.plan import CapturePlan
 from steerscope.engines.sequence import RunningText, captured
 from steerscope.engines.text import Decoder
 from steerscope.engines.vllm.claims import Claim
+from steerscope.engines.vllm.entering import Entrance
 from steerscope.engines.vllm.wire import reads_cached, salt
 from steerscope.residual.rows import selected
 from steerscope.specs.errors import CapacityExceeded, RequestFailed
@@ -56,17 +56,19 @@ class Running(RunningText):
         if self.claim is not None:
             self.claim.release()
 
-    def prompt(self) -> dict[str, Any]:
-        ids = self.plan.prompt.token_ids
-        asked: dict[str, Any] = {"prompt_token_ids": ids if type(ids[0]) is int else np.asarray(ids).tolist()}
-        if found := salt(self.plan):
-            asked["cache_salt"] = found
-        return asked
+    def enter(self, entrance: Entrance) -> None:
+        ids, extra = self.plan.prompt.token_ids, None
+        if self.claim is not None:
+            hold = self._hold(self.plan.capture) if self.plan.capture else 0
+            extra = {"steerscope": self.claim.wire(self.key, hold).pack()}
+        plain = ids if type(ids[0]) is int else np.asarray(ids).tolist()
+        entrance.add(self.key, plain, salt(self.plan), self._params(), extra)
 
-    def params(self) -> "SamplingParams":
+    def _params(self) -> "SamplingParams":
+        """Equal ones may be one: all that vLLM changes in them is the same for every request to a model."""
         s = self.plan.sampling
         greedy = s.greedy
-        found = self.engine.sampling_params(
+        return self.engine.sampling_params(
             max_tokens=s.max_tokens,
             temperature=0.0 if greedy else s.temperature,
             top_p=1.0 if greedy else s.top_p,
@@ -81,11 +83,6 @@ class Running(RunningText):
             quiet=self.late,
             skip_reading_prefix_cache=None if reads_cached(self.plan) else True,
         )
-        if self.claim is not None:
-            hold = self._hold(self.plan.capture) if self.plan.capture else 0
-            found = copy.copy(found)
-            found.extra_args = {"steerscope": self.claim.wire(self.key, hold).pack()}
-        return found
 
     def _hold(self, capture: CapturePlan) -> int:
         """Rows a reduction keeps back. Where this process finds the end, vLLM hears of it late, and has run on."""
@@ -206,8 +203,7 @@ def _logprobs(token: int, told: Any, most: int) -> TokenLogprobs:
 
 
 def sampling_params(*, quiet: bool, **fields: Any) -> "SamplingParams":
-    """Equal ones may be one: all that vLLM changes in them is the same for every request to a model. So a request needs
-    no deep copy, which would take as long as the rest of its way in."""
+    """Without the deep copy that vLLM would make of them."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

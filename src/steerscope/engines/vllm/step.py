@@ -22,6 +22,7 @@ from steerscope.specs.tokens import Interval, Positions
 # Columns of the index: the asker's number, the first cell, the group, how many cells further the next row of a decoding
 # request lies, and the ops, three numbers each.
 ASKER, CELL, GROUP, STRIDE, ENTRIES = range(5)
+LAID = 1 << 30  # added to the asker's number: what its ops add lies ready (on a GPU, `laying`)
 PAGE = 64  # rows, at most
 _LAST_PAGES = 4  # rows, at least: a page near the end is small, since the last one is waited for
 _TRIES = 4  # of finding room for a step

@@ -27,9 +27,9 @@ library.define(
 # it, and they come one after the other, since all write to the faults.)
 library.define("end(Tensor delta, Tensor index, Tensor(a!) faults) -> ()")
 library.define(
-    "tap_norm(Tensor delta, Tensor residual, Tensor weight, float epsilon, bool beside_one, Tensor(a!) pool, "
-    "Tensor index, Tensor vectors, Tensor coefficients, Tensor gates, Tensor order, Tensor before, Tensor(b!) faults, "
-    "bool steer, bool capture, bool last) -> (Tensor, Tensor)"
+    "tap_norm(Tensor delta, Tensor residual, Tensor weight, float epsilon, bool beside_one, Tensor laid, "
+    "Tensor(a!) pool, Tensor index, Tensor vectors, Tensor coefficients, Tensor gates, Tensor order, Tensor before, "
+    "Tensor(b!) faults, bool steer, bool capture, bool last) -> (Tensor, Tensor)"
 )
 
 
@@ -166,6 +166,7 @@ class Tap(nn.Module):
     vectors: Tensor
     coefficients: Tensor
     order: Tensor
+    laid: Tensor
 
     def __init__(
         self,
@@ -176,6 +177,7 @@ class Tap(nn.Module):
         capture: bool = True,
         noop: bool = False,
         last: bool = False,
+        laid: Tensor | None = None,  # what tokens add, ready, on CUDA
     ) -> None:
         super().__init__()
         self.steer, self.capture, self.noop = steer, capture, noop
@@ -183,6 +185,7 @@ class Tap(nn.Module):
         order = torch.full_like(shared.before, -1, dtype=torch.int32)  # place of this tap in each group, −1: none
         tensors = {"pool": shared.pool, "index": shared.index, "gates": shared.gates, "before": shared.before}
         tensors["faults"] = shared.faults
+        tensors["laid"] = laid if laid is not None else torch.zeros(0, device=vectors.device)
         tensors |= {"vectors": vectors, "coefficients": coefficients, "order": order}
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
@@ -216,6 +219,7 @@ class Tap(nn.Module):
             norm.weight.data,
             norm.variance_epsilon,
             beside_one(norm),
+            self.laid,
             *self._tables(),
             self.steer,
             self.capture,

@@ -70,6 +70,7 @@ class WorkerTaps:
         page = max(1, min(PAGE, tokens // (4 * requests)))
         self.books = Books(tokens, settings.max_columns, page)
         self.table = SlotTable(self.hidden, settings.slots, self.device)
+        table = self.table.reserve(self.keys)
         self.groups = Slots(settings.groups, "capture group")
         self._owners: dict[int, Asker] = {}  # of those numbers, also after they have left
         self._numbers = deque(range(1, 2 * requests + 2))  # of askers; those given back are used again last
@@ -78,6 +79,7 @@ class WorkerTaps:
         self.pool = make_pool(
             self.device, cells, 2 * requests + 2, self.hidden, self.dtype, self.books.index, settings.pool_bytes
         )
+        self._laid = self.pool.lay_out(*table, requests) if settings.steer else None
         self.delivery = Delivery(self.pool, self.hidden, self.dtype, self.stage, self.writes)
         # As many as can be known at once: those that were preempted are, too.
         self.watching = Watching(self.device, 2 * requests + 1, self.pool.cells, tokens, self.delivery)
@@ -103,10 +105,10 @@ class WorkerTaps:
         HERE.add(self)
 
     def _tap(self, key: Key) -> Tap:
-        vectors, coefficients = self.table.tensors(key)
-        settings = self.settings
-        last = self.device.type == "cuda" and key == self.keys[-1]
-        return Tap(self.shared, vectors, coefficients, settings.steer, settings.capture, settings.noop, last)
+        tables, asked, number = self.table.tensors(key), self.settings, self.keys.index(key)
+        last = self.device.type == "cuda" and number == len(self.keys) - 1
+        laid = None if self._laid is None else self._laid[number]
+        return Tap(self.shared, *tables, asked.steer, asked.capture, asked.noop, last, laid)
 
     def _wrap(self, runner: Any) -> None:
         """V2 runners build an input batch for real steps only; V1 runners call `_model_forward` for those only."""
@@ -183,7 +185,7 @@ class WorkerTaps:
         if self._filled.advance:
             self.pool.advance(self._filled.tokens)
         elif not self._filled.same:
-            self.pool.send_index(self._filled.tokens)
+            self.pool.send_index(self._filled.tokens, lay=self._filled.steers)
         self.counts["asked_steps"] += 1
         self.counts["recomputed"] += self._filled.recomputed
         for asker in self._filled.failed:
@@ -378,15 +380,9 @@ class WorkerTaps:
             self.pool.drain()
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "layer_class": self.layer_class,
-            "list": self.list_name,
-            "taps": [[layer, site] for layer, site in self.keys],
-            "stage": self.stage,
-            "runner": type(self.runner).__module__,
-            "returns": self.returns,
-            "pool_bytes": self.pool.cells.numel() * self.pool.cells.element_size(),
-        }
+        found = {"layer_class": self.layer_class, "list": self.list_name, "stage": self.stage, "returns": self.returns}
+        found |= {"taps": [list(key) for key in self.keys], "runner": type(self.runner).__module__}
+        return found | {"pool_bytes": self.pool.cells.numel() * self.pool.cells.element_size()}
 
     def stats(self) -> dict[str, float]:
         now = {"slots_in_use": self.table.in_use, "askers": len(self.books.askers)}

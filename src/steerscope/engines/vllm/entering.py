@@ -1,0 +1,46 @@
+"""The way into vLLM.
+
+vLLM judges the sampling parameters of every request, completes them from the model's configuration, and looks at its
+prompt in several ways. For equal parameters that comes to the same each time, and prompts were judged here: so the
+first request with such parameters goes that way, and those that follow are made from it. Names come from us and never
+come again: vLLM keeps each request under its name, instead of one with a random end that nobody could look up.
+"""
+
+import copy
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+_KEPT = 64
+
+
+class Entrance:
+    def __init__(self, llm: "LLMEngine") -> None:
+        self._llm = llm
+        self._known: dict[int, tuple[SamplingParams, Any]] = {}  # by identity: they are kept, so it stays theirs
+
+    def add(
+        self, name: str, ids: list[int], salt: str | None, params: "SamplingParams", extra: dict[str, Any] | None
+    ) -> None:
+        """A request with a name of its own. Whoever passes the same parameters again must not have changed them."""
+        if id(params) not in self._known:
+            self._known[id(params)] = params, self._judged(name, ids, params)
+            if len(self._known) > _KEPT:
+                del self._known[next(iter(self._known))]
+        _, known = self._known[id(params)]
+        request = copy.copy(known)
+        request.request_id = request.external_req_id = name
+        request.prompt_token_ids, request.cache_salt, request.arrival_time = ids, salt, time.time()
+        if extra is not None:
+            request.sampling_params = copy.copy(known.sampling_params)
+            request.sampling_params.extra_args = extra
+        self._llm.output_processor.add_request(request, None, None, 0)
+        self._llm.engine_core.add_request(request)
+
+    def _judged(self, name: str, ids: list[int], params: "SamplingParams") -> Any:
+        tasks = self._llm.get_supported_tasks()
+        prompt: Any = {"prompt_token_ids": ids}
+        return self._llm.input_processor.process_inputs(name, prompt, params, supported_tasks=tasks)
