@@ -1,0 +1,148 @@
+"""What a tap costs on the GPU alone: the kernel that is tap and norm, layer after layer in one CUDA graph,
+with as many bytes of weights read between two of them as a layer has.
+
+    python -m steerscope.bench.taps --out taps.json
+
+The host has no part in it, so a busy machine does not show. Needs torch and Triton, not vLLM.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steerscope.bench.one import write
+from steerscope.engines.vllm import kernel
+from steerscope.engines.vllm.laying import Laying
+from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, LAID, STRIDE
+from steerscope.residual.equation import NOTHING
+from steerscope.specs import Ablate, Add
+
+CASES = ("norm", "nothing asked", "capture", "add", "add, laid out", "ablate", "ablate, laid out")
+_COLUMNS = 4
+
+
+class Layers:
+    """A model's taps, and weights that nobody multiplies."""
+
+    def __init__(self, layers: int, tokens: int, hidden: int, between: int) -> None:
+        cuda: dict[str, Any] = {"device": "cuda"}
+        self.layers, self.tokens, self.hidden = layers, tokens, hidden
+        self.weights = torch.zeros(layers, between // 4, dtype=torch.float32, **cuda)
+        self.norm = torch.ones(layers, hidden, dtype=torch.bfloat16, **cuda)
+        self.delta, self.residual = torch.randn(2, tokens, hidden, **cuda).to(torch.bfloat16)
+        self.vectors = torch.randn(layers, tokens + 1, hidden, **cuda) / hidden**0.5
+        self.coefficients = torch.tensor(NOTHING, **cuda).repeat(layers, tokens + 1, 1)
+        self.pool = torch.zeros(2 * layers * tokens + tokens, hidden, dtype=torch.bfloat16, **cuda)
+        self.index = torch.zeros(tokens, 16, dtype=torch.int32, **cuda)
+        self.gates = torch.ones(8, **cuda)
+        self.orders = torch.full((layers, 8), -1, dtype=torch.int32, **cuda)
+        self.orders[:, 1] = torch.arange(layers)
+        self.before, self.faults = torch.zeros(8, dtype=torch.bool, **cuda), torch.zeros(tokens + 2, **cuda).int()
+        self.laying = Laying(self.vectors, self.coefficients, self.index, tokens)
+        self.sums = torch.zeros(layers, **cuda)
+
+    def ask(self, case: str) -> None:
+        """Every token another vector."""
+        self.index.zero_()
+        numbers = torch.arange(1, self.tokens + 1, device="cuda", dtype=torch.int32)
+        if case == "capture":
+            self.index[:, GROUP], self.index[:, CELL] = 1, self.layers * (numbers - 1)
+        op = Add(vector=[1.0], scale=0.01) if case.startswith("add") else Ablate(vector=[1.0])
+        if case.startswith(("add", "ablate")):
+            self.index[:, ASKER] = self.index[:, ENTRIES] = self.index[:, ENTRIES + 1] = numbers
+            self.coefficients[:, 1:] = torch.tensor(op.coefficients(), device="cuda")
+        laid = case.endswith("laid out")
+        self.index[:, ASKER] += LAID * laid
+        self.index[:, STRIDE] = 0
+        self.laying.lay(self.tokens if laid else 0)
+
+    def run(self, case: str) -> Tensor:
+        """All layers once; the stream that leaves the last."""
+        delta, stream, taps = self.delta, self.residual, case != "norm"
+        for i in range(self.layers):
+            torch.sum(self.weights[i], 0, out=self.sums[i])
+            tables = (self.pool, self.index, self.vectors[i], self.coefficients[i], self.gates, self.orders[i],
+                      self.before, self.faults)  # fmt: skip
+            _, stream = kernel._cuda_tap_norm(
+                delta, stream, self.norm[i], 1e-6, False, self.laying.laid[i], *tables, taps, taps, False
+            )
+        return stream
+
+
+def graph_of(layers: Layers, case: str) -> torch.cuda.CUDAGraph:
+    layers.ask(case)
+    layers.run(case)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers.run(case)
+    return graph
+
+
+def microseconds(layers: Layers, case: str, graph: torch.cuda.CUDAGraph, times: int) -> float:
+    layers.ask(case)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return 1000 * start.elapsed_time(end) / times
+
+
+def agree(layers: Layers) -> float:
+    """How far what is laid out lies from what is looked up, relative to the stream."""
+    worst = 0.0
+    for case in ("add", "ablate"):
+        found = []
+        for way in (case, f"{case}, laid out"):
+            layers.ask(way)
+            found.append(layers.run(way).float())
+        worst = max(worst, float((found[0] - found[1]).norm() / found[0].norm()))
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--between", type=int, default=170, help="MB of weights that a layer reads")
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args()
+    layers = Layers(args.layers, args.tokens, args.hidden, args.between << 20)
+    worst = agree(layers)
+    graphs = {case: graph_of(layers, case) for case in CASES}
+    rounds = [{case: microseconds(layers, case, graphs[case], 10) for case in CASES} for _ in range(args.rounds)]
+    more = {
+        case: [(one[case] - one["norm"]) / args.layers for one in rounds] for case in CASES if case != "norm"
+    }  # per layer
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "layers": args.layers,
+        "tokens": args.tokens,
+        "hidden": args.hidden,
+        "between_mb": args.between,
+        "columns": _COLUMNS,
+        "rounds": args.rounds,
+        "step_us": statistics.median(one["norm"] for one in rounds),
+        "more_us_per_layer": {case: statistics.median(found) for case, found in more.items()},
+        "spread_us": {case: [min(found), max(found)] for case, found in more.items()},
+        "laid_against_looked_up": worst,
+    }
+    write(args.out, result)
+    for case, value in result["more_us_per_layer"].items():
+        low, high = result["spread_us"][case]
+        print(f"{case:20} {value:+.3f} µs per layer over the norm alone [{low:+.3f}, {high:+.3f}]")  # noqa: T201
+    print(f"laid out against looked up: {worst:.2e}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
