@@ -47,13 +47,14 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
     fixed = {"COLUMNS": 4, "BLOCK": 1024, "STEER": True, "CAPTURE": True, "RESIDUAL": True, "BESIDE_ONE": False}
     fixed |= {"LAST": True, "LARGE": 3e38, "WATCHED": WATCHED}
     fixed |= {"ASKER": ASKER, "CELL": CELL, "GROUP": GROUP, "STRIDE": STRIDE, "ENTRIES": ENTRIES}
-    fixed |= {"LAID": LAID, "TAIL": laying.TAIL}
+    fixed |= {"LAID": LAID, "TAIL": laying.TAIL, "GROUPS": 64}
     kinds = dict.fromkeys(("delta", "residual", "weight", "normed", "stream", "pool"), "*bf16")
     kinds |= dict.fromkeys(("vectors", "coefficients", "gates", "laid"), "*fp32") | {"before": "*i1", "epsilon": "fp32"}
-    kinds |= dict.fromkeys(("index", "order", "faults"), "*i32") | dict.fromkeys(fixed, "constexpr")
-    for function in (kernel._kernel, kernel._norm_kernel, kernel._end_kernel, laying._lay_kernel):
-        names = function.arg_names
-        constants = {(i,): fixed[name] for i, name in enumerate(names) if name in fixed}
+    kinds |= dict.fromkeys(("index", "order", "faults"), "*i32") | dict.fromkeys([*fixed, "FEW"], "constexpr")
+    every = [(function, True) for function in (kernel._kernel, kernel._end_kernel, laying._lay_kernel)]
+    for function, few in [*every, (kernel._norm_kernel, True), (kernel._norm_kernel, False)]:
+        names, now = function.arg_names, fixed | {"FEW": few}
+        constants = {(i,): now[name] for i, name in enumerate(names) if name in now}
         source = ASTSource(function, {name: kinds.get(name, "i32") for name in names}, constants)
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
         assert ".entry" in made.asm["ptx"]
@@ -259,7 +260,7 @@ def both_normed(
 
 
 @interpreted
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(deadline=None, max_examples=60, derandomize=True)
 @given(
     tokens=st.integers(1, 6),
     hidden=st.sampled_from([16, 48, 64]),
@@ -269,6 +270,7 @@ def both_normed(
     strided=st.booleans(),
     steer=st.booleans(),
     rows=st.integers(0, 6),
+    few=st.sampled_from([0, 512]),
     seed=st.integers(0, 999),
 )
 def test_any_tokens_through_the_norm(
@@ -280,8 +282,11 @@ def test_any_tokens_through_the_norm(
     strided: bool,
     steer: bool,
     rows: int,
+    few: int,
     seed: int,
 ) -> None:
+    from steerscope.engines.vllm import kernel as kernels
+
     rng = torch.Generator().manual_seed(seed + 2)
     delta, residual = (torch.randn(tokens, 2 * hidden, generator=rng).to(dtype)[:, :hidden] for _ in range(2))
     if not strided:
@@ -289,7 +294,9 @@ def test_any_tokens_through_the_norm(
     weight = torch.randn(hidden, generator=rng).to(dtype)
     before = copied(delta), copied(residual)
     drawn = tables(tokens, hidden, columns, dtype, seed)
-    kernel, wanted = both_normed(delta, residual, weight, beside_one, drawn, steer, min(rows, tokens))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_FEW", few)  # more tokens than that go the other way
+        kernel, wanted = both_normed(delta, residual, weight, beside_one, drawn, steer, min(rows, tokens))
     assert all(close(mine, theirs) for mine, theirs in zip(kernel[:3], wanted[:3], strict=True))
     assert torch.equal(kernel[3], wanted[3])
     assert torch.equal(kernel[4], wanted[4])

@@ -16,6 +16,8 @@ from steerscope.engines.vllm import tap
 from steerscope.engines.vllm.laying import TAIL
 from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, LAID, STRIDE
 
+_FEW = 512  # tokens
+
 
 @triton.jit
 def _asked(mine, STEER: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr):
@@ -62,6 +64,24 @@ def _steered_by_one(d, h, v, five):
     low = tl.maximum(s * p, lo, propagate_nan=tl.PropagateNan.ALL)
     clipped = tl.minimum(low, hi, propagate_nan=tl.PropagateNan.ALL)
     return (d.to(tl.float32) + (c + clipped - m * p) * v).to(d.dtype)
+
+
+@triton.jit
+def _ready(
+    d, h, a, told, five, mine, vectors, coefficients, gates, at, inside, hidden,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr, ASKER: tl.constexpr, LAID: tl.constexpr,
+):  # fmt: skip
+    """The same by what lies ready, if the index says that it does."""
+    what = -1.0
+    if tl.load(mine + ASKER) >= LAID:
+        what = told
+    if what == 1.0:
+        d = (d.to(tl.float32) + a).to(d.dtype)
+    elif what == 2.0:
+        d = _steered_by_one(d, h, a, five)
+    elif what != 0.0:
+        d = _steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
+    return d
 
 
 @triton.jit
@@ -140,14 +160,26 @@ def _kernel(
 
 
 @triton.jit
+def _of_group(values, group, groups, GROUPS: tl.constexpr):
+    """`values[group]`, where the group is not known yet: all of them are read meanwhile."""
+    number = tl.arange(0, GROUPS)
+    every = tl.load(values + number, mask=number < groups, other=0).to(tl.int32)
+    return tl.sum(tl.where(number == group, every, 0))
+
+
+@triton.jit
 def _norm_kernel(
     delta, residual, weight, normed, stream, laid, pool, index, vectors, coefficients, gates, order, before, faults,
-    laid_rows, delta_stride, residual_stride, index_width, hidden, first_watched, epsilon,
+    laid_rows, delta_stride, residual_stride, index_width, hidden, groups, first_watched, epsilon,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BESIDE_ONE: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
     LAST: tl.constexpr, LARGE: tl.constexpr, ASKER: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr,
     STRIDE: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr, LAID: tl.constexpr, TAIL: tl.constexpr,
+    GROUPS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """The tap, then vLLM's norm: the stream is summed in float32, handed on rounded, and normed unrounded."""
+    """The tap, then vLLM's norm: the stream is summed in float32, handed on rounded, and normed unrounded.
+
+    With FEW tokens the device is mostly idle, and time is what reads wait for each other: what may be wanted is read
+    before it is known whether anybody wants it."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < hidden
@@ -158,24 +190,28 @@ def _norm_kernel(
         group, busy = _asked(mine, STEER, COLUMNS, GROUP, ENTRIES)
     d = tl.load(delta + token * delta_stride + at, mask=inside, other=0.0)
     r = tl.load(residual + token * residual_stride + at, mask=inside, other=0.0)
-    if STEER:  # asked for before anybody knows whether it lies there: this read waits for no other
+    if STEER and FEW:
         ready = laid + token * (hidden + TAIL)
         near = token < laid_rows
         a = tl.load(ready + at, mask=inside & near, other=0.0)
-        what = tl.load(ready + hidden, mask=near, other=-1.0)
-        what = tl.where(tl.load(mine + ASKER) >= LAID, what, -1.0)
+        told = tl.load(ready + hidden, mask=near, other=-1.0)
     w = tl.load(weight + at, mask=inside, other=0.0)
-    h = d
     if CAPTURE:
-        place, was, cell = _where(mine, group, order, before, CELL)
+        if FEW:
+            cell = tl.load(mine + CELL)
+            place, was = _of_group(order, group, groups, GROUPS), _of_group(before, group, groups, GROUPS)
+        else:
+            place, was, cell = _where(mine, group, order, before, CELL)
+    h = d
     if STEER:
         h = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
         if busy != 0:
-            if what == 1.0:
-                d = (d.to(tl.float32) + a).to(kind)
-            elif what == 2.0:
-                d = _steered_by_one(d, h, a, ready + hidden + 1)
-            elif what != 0.0:
+            if FEW:
+                d = _ready(
+                    d, h, a, told, ready + hidden + 1, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS,
+                    BLOCK, ENTRIES, ASKER, LAID,
+                )  # fmt: skip
+            else:
                 d = _steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
     x = d.to(tl.float32) + r.to(tl.float32)
     tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
@@ -314,6 +350,7 @@ def _cuda_tap_norm(
         residual.stride(0),
         index.shape[1],
         hidden,
+        order.shape[0],
         pool.shape[0] - index.shape[0],
         epsilon,
         COLUMNS=(index.shape[1] - ENTRIES) // 3,
@@ -331,7 +368,9 @@ def _cuda_tap_norm(
         WATCHED=tap.WATCHED,
         LAID=LAID,
         TAIL=TAIL,
-        num_warps=_warps(block),
+        GROUPS=triton.next_power_of_2(order.shape[0]),
+        FEW=tokens <= _FEW,
+        num_warps=_warps(block) if tokens <= _FEW else _warps(block // 2),
     )
     return normed, stream
 
