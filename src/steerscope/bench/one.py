@@ -106,7 +106,9 @@ def stream(setup: Setup, iterations: int, cell: str = "zero-layer", warmups: int
     with tempfile.TemporaryDirectory() as scratch:
         driver = Ours(setup, Path(scratch), setup.row_bytes() if capture_of(cell, 4) else 0)
         try:
-            rounds = [stream_round(driver, setup, cell, i) for i in range(warmups + iterations)][warmups:]
+            rounds = [stream_round(driver, setup, cell, setup.prompts(i)) for i in range(warmups + iterations)][
+                warmups:
+            ]
             result = about(setup, cell=cell, iterations=iterations, warmups=warmups) | {"engine": driver.describe()}
         finally:
             driver.close()
@@ -114,7 +116,7 @@ def stream(setup: Setup, iterations: int, cell: str = "zero-layer", warmups: int
     return result | {"iterations": rounds, "summary": figures}
 
 
-def stream_round(driver: Ours, setup: Setup, cell: str, seed: int) -> dict[str, float]:
+def stream_round(driver: Ours, setup: Setup, cell: str, prompts: list[list[int]]) -> dict[str, float]:
     facts, sampling = driver.facts, Sampling(max_tokens=setup.decode, ignore_eos=True)
     steer = steering_of(cell, facts.layers, facts.hidden, setup.batch)
     capture = capture_of(cell, facts.layers)
@@ -136,7 +138,6 @@ def stream_round(driver: Ours, setup: Setup, cell: str, seed: int) -> dict[str, 
         ops = steer if isinstance(steer, list) else [steer] * setup.batch
         return await asyncio.gather(*(one(ids, op) for ids, op in zip(prompts, ops, strict=True)))
 
-    prompts = setup.prompts(seed)
     start = time.perf_counter()
     counts = asyncio.run(all_of_them())
     total = time.perf_counter() - start
