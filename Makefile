@@ -132,8 +132,8 @@ acceptance: setup setup-vllm ## the claims on real models; writes bench/results/
 	@$(BIN)/python -m steerscope.bench.tables
 
 bench: setup setup-vllm ## both engines against bare generate and stock vLLM on the CPU (< 10 min); report in bench-report/
-	@$(BIN)/python -m steerscope.bench.hf --rounds 3 --out bench/results/hf.json
-	@VLLM_CPU_KVCACHE_SPACE=1 $(VLLM)/bin/steerscope bench suite --eager --report bench-report --prefill 32 --decode 16 --iterations 3 \
+	@$(BIN)/python -m steerscope.bench.hf --rounds 2 --out bench/results/hf.json
+	@VLLM_CPU_KVCACHE_SPACE=1 $(VLLM)/bin/steerscope bench suite --eager --report bench-report --prefill 32 --decode 16 --iterations 2 \
 	  $(foreach cell,$(BENCH_CELLS),--cell $(cell)) --out bench/results/cpu_suite.json
 	@$(BIN)/python -m steerscope.bench.tables
 

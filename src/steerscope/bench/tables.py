@@ -222,17 +222,42 @@ def _pairs(data: dict) -> str:
 
 def phases(results: Path) -> str:
     """Where in a round the difference to untouched vLLM arises."""
-    blocks = []
-    for file in sorted((results / "gpu").glob("phases*.json")):
-        data = json.loads(file.read_text())
-        names = list(next(iter(data["cells"].values()))["phases"]["tapped"])
-        lines = [f"| ms more than untouched vLLM | {' | '.join(names)} | rounds |", "|---" * (len(names) + 2) + "|"]
-        for name, cell in data["cells"].items():
-            base, mine = cell["phases"]["baseline"], cell["phases"]["tapped"]
-            shown = " | ".join(f"{mine[part] - base[part]:+.2f}" for part in names)
-            lines.append(f"| {_REQUESTS.get(name, name)} | {shown} | {cell['rounds']} |")
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks) or "*No figures yet.*"
+    files = sorted((results / "gpu").glob("phases*.json"))
+    return "\n\n".join(_phases(json.loads(file.read_text())) for file in files) or "*No figures yet.*"
+
+
+def _phases(data: dict) -> str:
+    names = list(next(iter(data["cells"].values()))["phases"]["tapped"])
+    lines = [f"| ms more than untouched vLLM | {' | '.join(names)} | rounds |", "|---" * (len(names) + 2) + "|"]
+    for name, cell in data["cells"].items():
+        base, mine = cell["phases"]["baseline"], cell["phases"]["tapped"]
+        shown = " | ".join(f"{mine[part] - base[part]:+.2f}" for part in names)
+        lines.append(f"| {_REQUESTS.get(name, name)} | {shown} | {cell['rounds']} |")
+    return "\n".join(lines)
+
+
+def busy(results: Path) -> str:
+    """Pairs of engines on a machine whose processors had other work to do, and where in a round that shows."""
+    found = [json.loads(file.read_text()) for file in sorted((results / "gpu").glob("busy*.json"))]
+    return "\n\n".join(f"{_pairs(data)}\n\n{_phases(data)}" for data in found) or "*No figures yet.*"
+
+
+def taps(results: Path) -> str:
+    """What a tap costs the GPU alone."""
+    file = results / "gpu" / "taps.json"
+    if not file.exists():
+        return "*No figures yet: run `python -m steerscope.bench.taps` where there is a GPU.*"
+    data = json.loads(file.read_text())
+    lines = ["| µs per layer over the norm alone | median | least and most |", "|---|---|---|"]
+    for case, value in data["more_us_per_layer"].items():
+        low, high = data["spread_us"][case]
+        lines.append(f"| {case} | {value:+.2f} | {low:+.2f} to {high:+.2f} |")
+    shape = (
+        f"{data['layers']} layers, {data['tokens']} tokens of {data['hidden']}, {data['between_mb']} MB read between"
+    )
+    run = f"{data['rounds']} rounds; {data['device']}, torch {data['torch'].partition('+')[0]}"
+    lines += ["", f"{shape} two taps; {run}."]
+    return "\n".join(lines)
 
 
 _REQUESTS = {
@@ -347,7 +372,7 @@ def _machine(machine: dict) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu, "versions": versions, "suite": suite,
     "speed": speed, "phases": phases, "hooks": hooks, "lenses": lenses, "served": served, "store": store,
-    "scale": scale, "vectors": vector_tables.study, "vector_answers": vector_tables.answers,
+    "scale": scale, "busy": busy, "taps": taps, "vectors": vector_tables.study, "vector_answers": vector_tables.answers,
     "extraction_peers": vector_tables.peers, "precision": vector_tables.precision, "evals": eval_tables.study,
     "eval_checks": eval_tables.checks, "eval_caps": eval_tables.caps,
     "stress": stress_tables.ledgers, "faults": stress_tables.faults, "fuzz": stress_tables.fuzzed,
