@@ -327,14 +327,14 @@ def served(results: Path) -> str:
         "",
         f"{work['model']} on {work['engine']}, {work['batch']} streams of {work['prefill']} + {work['decode']} tokens, "
         f"{work['iterations']} rounds in turns: HTTP adds {100 * (ratio['median'] - 1):+.1f} % "
-        f"(95 % interval {low:+.1f} to {high:+.1f}).",
+        f"(95 % interval {low:+.1f} to {high:+.1f}; at most 5 is aimed at: {'holds' if high <= 5 else '**missed**'}).",
     ]
     short = _load(results, "served-short.json")
     ratio = short["summary"]["ratio"]
     low, high = (100 * (edge - 1) for edge in ratio["interval"])
     lines[-1] += (
-        f" Short answers cost more, since a request costs more than a token: with {short['configuration']['decode']} "
-        f"tokens each it was {100 * (ratio['median'] - 1):+.1f} % ({low:+.1f} to {high:+.1f})."
+        f" A request costs more than a token; with answers of {short['configuration']['decode']} tokens, in "
+        f"{short['configuration']['iterations']} rounds, it was {100 * (ratio['median'] - 1):+.1f} % ({low:+.1f} to {high:+.1f})."
     )
     return "\n".join(lines)
 
