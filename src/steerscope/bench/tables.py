@@ -332,9 +332,10 @@ def served(results: Path) -> str:
     short = _load(results, "served-short.json")
     ratio = short["summary"]["ratio"]
     low, high = (100 * (edge - 1) for edge in ratio["interval"])
+    asked = short["configuration"]
     lines[-1] += (
-        f" A request costs more than a token; with answers of {short['configuration']['decode']} tokens, in "
-        f"{short['configuration']['iterations']} rounds, it was {100 * (ratio['median'] - 1):+.1f} % ({low:+.1f} to {high:+.1f})."
+        f" A request costs more than a token; with answers of {asked['decode']} tokens, in {asked['iterations']} "
+        f"rounds, it was {100 * (ratio['median'] - 1):+.1f} % ({low:+.1f} to {high:+.1f})."
     )
     return "\n".join(lines)
 

@@ -91,7 +91,7 @@ class WorkerTaps:
             faults=self.pool.faults,
         )
         self.taps = {key: self._tap(key) for key in self.keys}
-        _count_memory(runner, self.device, self.pool.cells)
+        _count_memory(runner, self.device, self.pool.cells, *table, self._laid)
         attach(found, self.taps, norms=not settings.noop and plain_norms(config))
         self.vectors: dict[bytes, dict[Key, np.ndarray]] = {}
         self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "stall_s": 0.0}
@@ -390,7 +390,7 @@ class WorkerTaps:
         return {**self.counts, **self.watching.counts, **self.delivery.counts, **self.pool.stats(), **now}
 
 
-def _count_memory(runner: Any, device: torch.device, pool: torch.Tensor) -> None:
+def _count_memory(runner: Any, device: torch.device, *tensors: torch.Tensor | None) -> None:
     """Older versions size their KV cache by what `load_model` took: what came after it must be added."""
     if device.type == "cuda" and minor_version() < (0, 32) and hasattr(runner, "model_memory_usage"):
-        runner.model_memory_usage += pool.numel() * pool.element_size()
+        runner.model_memory_usage += sum(tensor.nbytes for tensor in tensors if tensor is not None)
