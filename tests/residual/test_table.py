@@ -164,6 +164,18 @@ def test_full_slots_say_how_many_there_are_and_what_to_do():
 
 # --- the table
 
+known_or_not = pytest.mark.parametrize("known", [False, True])
+
+
+def made(capacity: int, known: bool) -> SlotTable:
+    """`known`: all taps are, from the start, and lie in one piece."""
+    table = SlotTable(HIDDEN, capacity, CPU)
+    if known:
+        vectors, coefficients = table.reserve(KEYS)
+        assert [table.tensors(key)[0].data_ptr() for key in KEYS] == [part.data_ptr() for part in vectors]
+        assert [table.tensors(key)[1].data_ptr() for key in KEYS] == [part.data_ptr() for part in coefficients]
+    return table
+
 
 def check(table: SlotTable, lease: Lease, expected: Column) -> None:
     """At every tap the lease's slots hold exactly the column, and nothing where the column has nothing."""
@@ -184,10 +196,14 @@ CONTENTS = st.builds(
 
 
 @settings(PROPERTY, max_examples=120)
-@given(capacity=st.integers(2, 4), steps=st.lists(st.one_of(CONTENTS, st.integers(0, 20)), max_size=50))
-def test_whatever_comes_and_goes_each_lease_finds_exactly_its_own_numbers(capacity: int, steps):
+@given(
+    capacity=st.integers(2, 4),
+    known=st.booleans(),
+    steps=st.lists(st.one_of(CONTENTS, st.integers(0, 20)), max_size=50),
+)
+def test_whatever_comes_and_goes_each_lease_finds_exactly_its_own_numbers(capacity: int, known: bool, steps):
     """A column is acquired, a number releases the lease of that index. Taps appear as they are first used."""
-    table = SlotTable(HIDDEN, capacity, CPU)
+    table = made(capacity, known)
     held: list[tuple[Lease, Column]] = []
     for step in steps:
         if isinstance(step, int):
@@ -248,8 +264,9 @@ def test_contents_that_differ_in_one_number_or_one_tap_never_share():
         check(table, lease, column(content))
 
 
-def test_a_slot_used_again_holds_nothing_of_its_last_owner_at_any_layer():
-    table = SlotTable(HIDDEN, 2, CPU)  # one slot for vectors: it must be used again
+@known_or_not
+def test_a_slot_used_again_holds_nothing_of_its_last_owner_at_any_layer(known: bool):
+    table = made(2, known)  # one slot for vectors: it must be used again
     first = table.acquire(column({KEYS[0]: 1.0, KEYS[1]: 2.0}, c=3.0))
     table.release(first)
     # The second owner comes with a tap that did not exist when the slot was first written.
@@ -261,8 +278,9 @@ def test_a_slot_used_again_holds_nothing_of_its_last_owner_at_any_layer():
     check(table, table.acquire(last := column({KEYS[2]: 9.0})), last)
 
 
-def test_coefficient_slots_used_again_hold_nothing_of_their_last_owner_either():
-    table = SlotTable(HIDDEN, 2, CPU)  # 7 coefficient slots
+@known_or_not
+def test_coefficient_slots_used_again_hold_nothing_of_their_last_owner_either(known: bool):
+    table = made(2, known)  # 7 coefficient slots
     for c in range(1, 8):
         table.release(table.acquire(column({KEYS[0]: 1.0, KEYS[1]: 1.0}, c=float(c))))
     wanted = column({KEYS[1]: 1.0}, c=99.0)
