@@ -75,11 +75,12 @@ def time(results: Path) -> str:
     data = _load(results)
     stages = {name: data[name] for name in STAGES}
     total = sum(one["processor_seconds"] for one in stages.values()) / 60
+    clock = sum(one["seconds"] for one in stages.values()) / 60
     parts = ", ".join(f"{name} {one['processor_seconds'] / 60:.1f}" for name, one in stages.items())
     resume, sizes = data["resume"], data["sweep"]["bytes"]
     same = ", ".join(f"`{name}`" for name, held in resume["same"].items() if held)
     return (
-        f"All of it took {total:.1f} minutes of one processor ({parts}). The vector is a file of "
+        f"All of it took {clock:.1f} minutes by the clock and {total:.1f} of one processor ({parts}). The vector is a file of "
         f"{sizes['vector.safetensors']:,} bytes, a checkpoint has {sizes['checkpoint.safetensors']:,}. A run of "
         f"{resume['steps']} steps that was killed (SIGKILL) after {resume['killed_after']} and started again ended "
         f"with the same numbers, bit by bit, in {same} as one that was left alone."
