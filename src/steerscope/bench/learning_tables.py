@@ -80,9 +80,9 @@ def time(results: Path) -> str:
     resume, sizes = data["resume"], data["sweep"]["bytes"]
     same = ", ".join(f"`{name}`" for name, held in resume["same"].items() if held)
     return (
-        f"All of it took {clock:.1f} minutes by the clock and {total:.1f} of one processor ({parts}). The vector is a file of "
-        f"{sizes['vector.safetensors']:,} bytes, a checkpoint has {sizes['checkpoint.safetensors']:,}. A run of "
-        f"{resume['steps']} steps that was killed (SIGKILL) after {resume['killed_after']} and started again ended "
+        f"All of it took {clock:.1f} minutes by the clock and {total:.1f} of one processor ({parts}). The vector is a "
+        f"file of {sizes['vector.safetensors']:,} bytes, a checkpoint has {sizes['checkpoint.safetensors']:,}. A run "
+        f"of {resume['steps']} steps that was killed (SIGKILL) after {resume['killed_after']} and started again ended "
         f"with the same numbers, bit by bit, in {same} as one that was left alone."
     )
 

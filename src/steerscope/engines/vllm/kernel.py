@@ -186,6 +186,7 @@ def _norm_kernel(
     kind = delta.dtype.element_ty
     mine = index + token * index_width
     group, busy, place, was, cell = 0, 0, -1, 0, 0
+    ready, a, told = laid, 0.0, -1.0
     if STEER or CAPTURE:
         group, busy = _asked(mine, STEER, COLUMNS, GROUP, ENTRIES)
     d = tl.load(delta + token * delta_stride + at, mask=inside, other=0.0)
