@@ -221,19 +221,33 @@ def gathered(work: Path) -> dict[str, Any]:
     return {**found, "simulated": [simulated(effect) for effect in (0.0, 1.0, 2.0)]}
 
 
+def caps_alone(work: Path, files: Sequence[str], out: Path, console: Console) -> dict[str, Any]:
+    """What is known, with caps measured now."""
+    with load(MODEL, progress=console.print) as engine:
+        capped(engine, files, work / "caps")
+    found = _brief(write_report(work / "caps", "refusal")) | {"commit": commit(), "machine": machine()}
+    return json.loads(out.read_text(encoding="utf-8")) | {"caps": found}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, help="keep the runs here; what is there is not done again")
     parser.add_argument("--caps", nargs="*", default=[], help="capping configs of a persona run")
     parser.add_argument("--gather", action="store_true", help="only write down what --work holds")
+    parser.add_argument(
+        "--only-caps", action="store_true", help="measure these alone, and put them into what --out holds"
+    )
     args = parser.parse_args()
     result: dict[str, Any] = {"model": MODEL, "trait": TRAIT, "commit": commit(), "machine": machine()}
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
-        if not args.gather:
-            measure(work, args.caps, Console(stderr=True))
-        result |= gathered(work)
+        if args.only_caps:
+            result = caps_alone(work, args.caps, args.out, Console(stderr=True))
+        else:
+            if not args.gather:
+                measure(work, args.caps, Console(stderr=True))
+            result |= gathered(work)
     args.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
