@@ -60,7 +60,9 @@ def _dataset_sections(
         varied = [name for name in others if len({one["mean"] for one in of(name)}) > 1]
         figures = [div(curve_figure(of(name), name, run, 300), f"{key}-{i}") for i, name in enumerate(varied)]
         plots = "".join(f'<div style="min-width:0">{figure}</div>' for figure in figures)
-        grid = "display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:12px"
+        # The first plot is drawn before the others are there: its column must have its width by then.
+        columns = "auto-fill" if len(figures) > 1 else "auto-fit"
+        grid = f"display:grid;grid-template-columns:repeat({columns},minmax(420px,1fr));gap:12px"
         found[f"{dataset}: other scores"] = f'<div style="{grid}">{plots}</div>'
     if "perplexity" in names and main != "perplexity":
         told = "<p>What a score costs: upwards is more of it, to the right is stranger text to the unsteered model.</p>"
