@@ -1,6 +1,7 @@
 """The typed client against a real server: what comes back equals what the engine itself gives."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -15,6 +16,7 @@ from lenses import packs
 from serving.live import Live, live, tiny_engine
 from steerscope import SteeringVector, load_vector
 from steerscope.client import Answer, AsyncClient, Client, Piece, ServerError
+from steerscope.client.answers import Gathered
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
 from steerscope.specs import Ablate, Add, Capture, InvalidRequest, Sampling, Steering, Watch
@@ -318,3 +320,11 @@ def test_chat_with_a_server_takes_files_and_refuses_what_is_the_servers(
         result = CliRunner().invoke(app, arguments, input="hello\n")
         assert result.exit_code == 2
         assert what in result.stderr
+
+
+@pytest.mark.parametrize("choice", [{"index": "m", "text": "Hi"}, {"index": 0, "text": 5}, {"index": True, "text": ""}])
+def test_a_chunk_whose_choices_have_no_number_or_no_text_is_one_clear_error(choice: dict[str, object]) -> None:
+    stream = Gathered()
+    with pytest.raises(ServerError, match="was not understood"):
+        stream.read(json.dumps({"id": "c", "model": "m", "choices": [choice]}))
+    assert stream.answer().choices == ()

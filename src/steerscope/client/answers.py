@@ -178,7 +178,10 @@ def piece_of(choice: Json, given: Json) -> Piece:
     text = choice["text"] if "text" in choice else (choice.get("delta") or {}).get("content")
     readings = tuple(map(reading_of, given.get("readings") or ()))
     firings = tuple(map(firing_of, given.get("rules") or ()))
-    return Piece(choice["index"], text or "", tokens_of(given), readings, firings)
+    index, text = choice["index"], text or ""
+    if type(index) is not int or not isinstance(text, str):
+        raise TypeError("a choice has a number and a text")
+    return Piece(index, text, tokens_of(given), readings, firings)
 
 
 def usage_of(given: Json) -> Usage | None:
