@@ -46,6 +46,23 @@ def test_help_lists_every_command(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("bench", "capture", "--mode", "custom", "--output", "x.json"), "--layers"),
+        (("serve", "no-such-model", "--lens", "no-such-pack"), "no-such-model"),
+        (("lens", "fit", "--layer", "all", "--out", "x"), "all is too many"),
+        (("train", "--layer", "3", "--bf16", "--data", "no-such-set", "--out", "x"), "no-such-set"),
+    ],
+)
+def test_second_names_of_options_are_understood(cli: Cli, arguments: tuple[str, ...], said: str) -> None:
+    """What is wrong is said of something else."""
+    result = cli(*arguments)
+    assert result.exit_code != 0
+    assert said in result.stderr
+    assert "No such option" not in result.stderr
+
+
+@pytest.mark.parametrize(
     "arguments", [("generate",), ("nonsense",), ("generate", "m", "p", "--nonsense"), ("vectors", "nonsense")]
 )
 def test_wrong_usage_is_exit_code_2(cli: Cli, arguments: tuple[str, ...]) -> None:

@@ -22,7 +22,7 @@ Iterations = Annotated[int, typer.Option(min=1, help="Timed rounds, after one th
 Dtype = Annotated[str, typer.Option(help="auto: bfloat16 on a GPU, float32 elsewhere.")]
 Eager = Annotated[bool, typer.Option("--eager", help="vLLM without compilation and graphs.")]
 BatchedTokens = Annotated[int, typer.Option("--batched-tokens", help="vLLM's max_num_batched_tokens.")]
-Out = Annotated[Path, typer.Option(help="The JSON to write.")]
+Out = Annotated[Path, typer.Option("--out", "--output", help="The JSON to write.")]
 Mode = Literal["baseline", "zero-layer", "all-layers", "custom"]
 
 

@@ -19,7 +19,10 @@ app = typer.Typer(
 @app.command()
 def fit(
     out: Annotated[Path, typer.Option(help="The folder of the pack; rows are kept beside it in OUT.work.")],
-    layers: Annotated[str, typer.Option(help="12, or candidates (8-16 or 8,12,16): validation texts choose one.")],
+    layers: Annotated[
+        str,
+        typer.Option("--layers", "--layer", help="12, or candidates (8-16 or 8,12,16): validation texts choose one."),
+    ],
     model: o.ModelName = "smollm2-135m",
     concepts: Annotated[Path | None, typer.Option(help="Concepts with texts (.jsonl); default: those shipped.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same lenses from the same rows.")] = 0,

@@ -25,7 +25,9 @@ def serve(
     ] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     vectors: Annotated[Path | None, typer.Option(help="Folder of vector files, each known by its name.")] = None,
-    pack: Annotated[list[Path] | None, typer.Option(help="Folder of a lens pack; may be given again.")] = None,
+    pack: Annotated[
+        list[Path] | None, typer.Option("--pack", "--lens", help="Folder of a lens pack; may be given again.")
+    ] = None,
     any_model: Annotated[
         bool, typer.Option("--any-model", help="Take packs that were made for another model's name.")
     ] = False,

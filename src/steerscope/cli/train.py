@@ -37,6 +37,7 @@ Patience = Annotated[
 Checkpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="Less memory for more time.")]
 Init = Annotated[str, typer.Option(help=_INIT)]
 Prompted = Annotated[list[str] | None, typer.Option(help=_PROMPTED)]
+Bf16 = Annotated[bool, typer.Option("--bf16", help="The same as --dtype bfloat16.")]
 Seed = Annotated[int, typer.Option(help="Of the order of texts, and of what is held out.")]
 
 
@@ -45,7 +46,7 @@ def train(
     context: typer.Context,
     data: Annotated[str | None, typer.Option(help=_DATA)] = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the run; an interrupted one goes on.")] = None,
-    layers: Annotated[str | None, typer.Option(help=_LAYERS)] = None,
+    layers: Annotated[str | None, typer.Option("--layers", "--layer", help=_LAYERS)] = None,
     model: o.ModelName = "smollm2-135m",
     lr: Annotated[float, typer.Option(help="Learning rate of Adam.")] = 1.0,
     schedule: Schedule = "cosine",
@@ -61,6 +62,7 @@ def train(
     prompted: Prompted = None,
     gradient_checkpointing: Checkpointing = False,
     dtype: o.Dtype = None,
+    bf16: Bf16 = False,
     seed: Seed = 0,
     device: o.Device = None,
     as_json: o.AsJson = False,
@@ -69,6 +71,7 @@ def train(
 
     Example: steerscope train --data nostalgic --layers 18 --epochs 3 --out run
     """
+    dtype = "bfloat16" if bf16 else dtype
     given = locals()
     if context.invoked_subcommand is not None:
         return
@@ -99,7 +102,9 @@ def train(
 def sweep(
     data: Annotated[list[str], typer.Option(help=f"{_DATA} May be repeated.")],
     out: Annotated[Path, typer.Option(help="Runs go to OUT/MODEL/SET/RUN; what is finished there is skipped.")],
-    layers: Annotated[list[str], typer.Option(help=f"{_LAYERS} Each time it is given is a run.")],
+    layers: Annotated[
+        list[str], typer.Option("--layers", "--layer", help=f"{_LAYERS} Each time it is given is a run.")
+    ],
     lr: Annotated[str, typer.Option(help="Learning rates: 0.03,0.1,0.3.")],
     model: o.ModelName = "smollm2-135m",
     schedule: Schedule = "cosine",
@@ -115,11 +120,13 @@ def sweep(
     prompted: Prompted = None,
     gradient_checkpointing: Checkpointing = False,
     dtype: o.Dtype = None,
+    bf16: Bf16 = False,
     seed: Seed = 0,
     devices: Annotated[str | None, typer.Option(help="cuda:0,cuda:1; default: all GPUs, or the CPU.")] = None,
     as_json: o.AsJson = False,
 ) -> None:
     """Train with every rate at every layer on every set, with one loaded model per device."""
+    dtype = "bfloat16" if bf16 else dtype
     given = locals()
     from steerscope.training import sweep as s
     from steerscope.training.texts import load_training_set
