@@ -8,6 +8,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm import kernel
 from steerscope.engines.vllm.askers import Asker, Slice
-from steerscope.engines.vllm.laying import Laying
 from steerscope.engines.vllm.pool import Cells, watched_rows
 from steerscope.engines.vllm.step import ASKER, LAID
 from steerscope.specs.errors import CapacityExceeded
+
+if TYPE_CHECKING:
+    from steerscope.engines.vllm.laying import Laying
 
 _RING = 8  # steps that may be prepared while earlier ones run
 _PACE = 64 << 20  # bytes per step
@@ -81,7 +84,7 @@ class CudaPool:
         self._stages = [torch.zeros(index.shape, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._stage_events = [torch.cuda.Event() for _ in range(_RING)]
         self._turn, self._sent_tokens = 0, 0
-        self._laying: Laying | None = None
+        self._laying: "Laying | None" = None
         self.faults = torch.zeros(askers, dtype=torch.int32, device=device)
         self._flags = torch.zeros(askers, dtype=torch.int32, pin_memory=True)
         self._flags_there = torch.cuda.Event()
@@ -95,6 +98,8 @@ class CudaPool:
     # --- before the forward
 
     def lay_out(self, vectors: Tensor, coefficients: Tensor, requests: int) -> Tensor:
+        from steerscope.engines.vllm.laying import Laying  # needs Triton
+
         self._laying = Laying(vectors, coefficients, self.index, requests)
         return self._laying.laid
 
