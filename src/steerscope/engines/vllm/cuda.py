@@ -84,7 +84,7 @@ class CudaPool:
         self._stages = [torch.zeros(index.shape, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._stage_events = [torch.cuda.Event() for _ in range(_RING)]
         self._turn, self._sent_tokens = 0, 0
-        self._laying: "Laying | None" = None
+        self._laying: Laying | None = None
         self.faults = torch.zeros(askers, dtype=torch.int32, device=device)
         self._flags = torch.zeros(askers, dtype=torch.int32, pin_memory=True)
         self._flags_there = torch.cuda.Event()
