@@ -255,14 +255,7 @@ def salt_by_name(patch: pytest.MonkeyPatch) -> None:
 def reads_the_cache(patch: pytest.MonkeyPatch) -> None:
     from steerscope.engines.vllm import running
 
-    real = running.Running.params
-
-    def wrong(self):
-        params = real(self)
-        params.skip_reading_prefix_cache = False
-        return params
-
-    patch.setattr(running.Running, "params", wrong)
+    patch.setattr(running, "reads_cached", lambda _plan: True)
 
 
 def memory_reused_at_once(patch: pytest.MonkeyPatch) -> None:
