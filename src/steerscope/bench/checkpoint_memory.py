@@ -1,8 +1,8 @@
 """How much memory streaming a checkpoint takes: two checkpoints of a 3B model's shape, one process, its peak.
 
 `python -m steerscope.bench.checkpoint_memory --out bench/results/checkpoint_memory.json` writes both (bf16, a file per
-layer, 12 GB in a temporary folder), and runs each pass of `steerscope analyze` on them in a process of its own: the
-weights' through all layers, those of the MLP and the attention, which compute much more, through three.
+layer, 12 GB in a temporary folder), and runs each pass of `steerscope analyze` on them, through all layers, in a process
+of its own.
 """
 
 import argparse
@@ -35,8 +35,8 @@ SHAPE = {
 
 PASSES = {
     "susceptibility": ["base", "tuned", "vector.safetensors"],
-    "mlp": ["base", "three.safetensors", "--tuned", "tuned"],
-    "attention": ["base", "three.safetensors", "--tuned", "tuned"],
+    "mlp": ["base", "vector.safetensors", "--tuned", "tuned"],
+    "attention": ["base", "vector.safetensors", "--tuned", "tuned"],
 }
 
 
@@ -76,7 +76,6 @@ def main() -> None:
         write(work / "tuned", 1)
         direction = torch.randn(SHAPE["hidden_size"])
         save(SteeringVector.shared(direction), work / "vector.safetensors")
-        save(SteeringVector(dict.fromkeys((0, 17, 35), direction)), work / "three.safetensors")
         passes = {}
         for name, asked in PASSES.items():
             console.print(f"{name} …")
