@@ -1,8 +1,8 @@
 """How much memory streaming a checkpoint takes: two checkpoints of a 3B model's shape, one process, its peak.
 
 `python -m steerscope.bench.checkpoint_memory --out bench/results/checkpoint_memory.json` writes both (bf16, a file per
-layer, 12 GB in a temporary folder), and runs each pass of `steerscope analyze` on them, through all layers, in a process
-of its own.
+layer, 12 GB in a temporary folder), and runs each pass of `steerscope analyze` on them, through all layers, in a
+process of its own.
 """
 
 import argparse
