@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from steerscope.bench import analysis_tables, eval_tables, layers_tables, learning_tables, vector_tables
+from steerscope.bench import analysis_tables, eval_tables, gpu_tables, layers_tables, learning_tables, vector_tables
 from steerscope.bench.scale import scale, store
 from steerscope.bench.stress import soak_tables
 from steerscope.bench.stress import tables as stress_tables
@@ -242,24 +242,6 @@ def busy(results: Path) -> str:
     return "\n\n".join(f"{_pairs(data)}\n\n{_phases(data)}" for data in found) or "*No figures yet.*"
 
 
-def taps(results: Path) -> str:
-    """What a tap costs the GPU alone."""
-    file = results / "gpu" / "taps.json"
-    if not file.exists():
-        return "*No figures yet: run `python -m steerscope.bench.taps` where there is a GPU.*"
-    data = json.loads(file.read_text())
-    lines = ["| µs per layer over the norm alone | median | least and most |", "|---|---|---|"]
-    for case, value in data["more_us_per_layer"].items():
-        low, high = data["spread_us"][case]
-        lines.append(f"| {case} | {value:+.2f} | {low:+.2f} to {high:+.2f} |")
-    shape = (
-        f"{data['layers']} layers, {data['tokens']} tokens of {data['hidden']}, {data['between_mb']} MB read between"
-    )
-    run = f"{data['rounds']} rounds; {data['device']}, torch {data['torch'].partition('+')[0]}"
-    lines += ["", f"{shape} two taps; {run}."]
-    return "\n".join(lines)
-
-
 _REQUESTS = {
     "noise": "untouched against itself",
     "zero-layer": "nothing is asked",
@@ -373,7 +355,8 @@ def _machine(machine: dict) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu, "versions": versions, "suite": suite,
     "speed": speed, "phases": phases, "hooks": hooks, "lenses": lenses, "served": served, "store": store,
-    "scale": scale, "busy": busy, "taps": taps, "vectors": vector_tables.study, "vector_answers": vector_tables.answers,
+    "scale": scale, "busy": busy, "taps": gpu_tables.taps,
+    "vectors": vector_tables.study, "vector_answers": vector_tables.answers,
     "extraction_peers": vector_tables.peers, "precision": vector_tables.precision, "evals": eval_tables.study,
     "eval_checks": eval_tables.checks, "eval_caps": eval_tables.caps,
     "stress": stress_tables.ledgers, "faults": stress_tables.faults, "fuzz": stress_tables.fuzzed,

@@ -14,7 +14,7 @@ import torch
 from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, Arena, Region, Regions
 from steerscope.engines.vllm.delivery import Delivery
 from steerscope.engines.vllm.pool import Cells, HostPool
-from steerscope.engines.vllm.step import Asker, Slice
+from steerscope.engines.vllm.step import ASKER, LAID, Asker, Slice
 from steerscope.engines.vllm.wire import Wire, WireCapture
 from steerscope.specs.tokens import EVERYWHERE
 
@@ -223,6 +223,26 @@ def test_rows_leave_at_the_pace_and_count_when_they_are_there(cuda_pool, regions
     assert (region.counters[ROWS], region.counters[LEFT]) == (4, 1)
     assert cuda_pool.take(64) is not None
     assert region.tensor((4, HIDDEN), torch.float32)[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_what_lies_ready_is_said_of_steered_tokens_and_only_while_it_does(cuda_pool, monkeypatch):
+    """The index and what is laid out are sent together: a step without room for it takes it back."""
+    told: list[tuple[str, int]] = []
+    laying = types.SimpleNamespace(rows=3, lay=lambda tokens: told.append(("lay", tokens)))
+    cuda_pool._laying = laying
+    monkeypatch.setattr(cuda_pool, "_copy_index", lambda tokens: told.append(("index", tokens)))
+    books = torch.zeros(5, 16, dtype=torch.int32)
+    books[:, ASKER] = torch.tensor([7, 0, 9, 4, 0])
+    cuda_pool._books = books
+    cuda_pool.send_index(3, lay=True)
+    assert books[:, ASKER].tolist() == [7 + LAID, 0, 9 + LAID, 4, 0]
+    cuda_pool.send_index(3, lay=True)  # the same step, another page
+    assert books[:, ASKER].tolist() == [7 + LAID, 0, 9 + LAID, 4, 0]
+    books[:, ASKER] = torch.tensor([7, 0, 9, 4, 0])
+    cuda_pool.send_index(5, lay=True)  # too many
+    cuda_pool.send_index(3)
+    assert books[:, ASKER].tolist() == [7, 0, 9, 4, 0]
+    assert told == [("index", 3), ("lay", 3)] * 2 + [("index", 5), ("lay", 0), ("index", 3), ("lay", 0)]
 
 
 def test_a_region_is_left_only_behind_its_own_rows_and_never_twice(cuda_pool, regions):
