@@ -6,12 +6,8 @@ runs=${*:-"qwen one profile llama-8b llama-1b b1 b64 b256 peer lens"}
 tmp=${TMPDIR:-/tmp}
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$tmp/vllm-cache}
-# Where steerscope is not installed, its entry point (for engine cores of their own) needs a name to be found by.
-meta=$tmp/steerscope-meta/steerscope-0.dist-info
-mkdir -p "$meta" "$out"
-printf 'Metadata-Version: 2.1\nName: steerscope\nVersion: 0\n' > "$meta/METADATA"
-printf '[vllm.general_plugins]\nsteerscope = steerscope.engines.vllm.plugin:register\n' > "$meta/entry_points.txt"
-export PYTHONPATH=$PWD/src:$tmp/steerscope-meta:$PYTHONPATH
+mkdir -p "$out"
+. bench/gpu/named.sh
 limit=${LIMIT:-540}; rounds=${ROUNDS:-20}; seconds=${CELL_SECONDS:-40}
 some="noise zero-layer all-layers generated add cap"
 pair() {  # name, then options of steerscope.bench.paired

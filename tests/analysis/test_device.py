@@ -6,16 +6,19 @@ A GPU is not needed to see that. `meta` is a device of its own without numbers; 
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from analysis.families import family, named, saved
+from analysis.families import FAMILIES, family, named, saved
 from steerscope.analysis.attention import attention_pass
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.mlp import mlp_pass
+from steerscope.analysis.susceptibility import susceptibility
 
 MOVES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 WORK = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.sort.default)
@@ -56,3 +59,21 @@ def test_all_work_is_done_on_the_device_that_was_asked_for(name: str, tmp_path: 
         assert found.tables["written"].num_rows == 3 * 2
         assert set(seen.work) == {"meta"}
         assert seen.work["meta"] > 10, "projections of two checkpoints, and ranks"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_gpu_finds_what_the_processor_finds(name: str, tmp_path: Path) -> None:
+    base, tuned = (Checkpoint(saved(family(name, seed), tmp_path / str(seed))) for seed in (0, 1))
+    asked = {susceptibility: (base, tuned, named(3)), mlp_pass: (base, named(3), tuned)}
+    asked[attention_pass] = asked[mlp_pass]
+    for run, given in asked.items():
+        on_cpu, on_gpu = (run(*given, random=100, device=device).tables for device in ("cpu", "cuda"))
+        assert set(on_cpu) == set(on_gpu)
+        for name, expected in on_cpu.items():
+            for column, kind in zip(expected.column_names, expected.schema.types, strict=True):
+                a, b = (table[column].to_numpy() for table in (expected, on_gpu[name]))
+                if pa.types.is_floating(kind):
+                    np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4, err_msg=f"{name}.{column}")
+                else:
+                    assert b.tolist() == a.tolist(), (name, column)

@@ -2,7 +2,7 @@
 
 `python -m steerscope.bench.checkpoint_memory --out bench/results/checkpoint_memory.json` writes both (bf16, a file per
 layer, 12 GB in a temporary folder), and runs each pass of `steerscope analyze` on them, through all layers, in a
-process of its own.
+process of its own. With `--device cuda` the passes run on a GPU; the memory is the host's.
 """
 
 import argparse
@@ -67,6 +67,7 @@ def write(folder: Path, seed: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as scratch:
@@ -79,9 +80,9 @@ def main() -> None:
         passes = {}
         for name, asked in PASSES.items():
             console.print(f"{name} …")
-            passes[name] = measured([name, *asked, "--out", "out"], work)
+            passes[name] = measured([name, *asked, "--out", "out", "--device", args.device], work)
             console.print_json(data=passes[name])
-    result = {"commit": commit(), "machine": machine(), "shape": SHAPE, "bytes": size, "passes": passes}
+    result = {"commit": commit(), "machine": machine(), "device": args.device, "shape": SHAPE, "bytes": size, "passes": passes}
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -102,12 +102,12 @@ def _vllm(
     check_version()
     from steerscope.engines.vllm.engine import VLLMEngine
     from steerscope.engines.vllm.settings import Settings
-    from steerscope.engines.vllm.starting import usable_dtype
+    from steerscope.engines.vllm.starting import share_of_memory, usable_dtype
 
     columns = {"max_columns": options.pop("max_columns")} if "max_columns" in options else {}
     settings = Settings.parse({**taps, **columns})
     dtype = dtype or usable_dtype()
-    given: dict[str, Any] = {"dtype": dtype} if dtype else {}
+    given: dict[str, Any] = share_of_memory() | ({"dtype": dtype} if dtype else {})
     if "max_batch" in options:
         given["max_num_seqs"] = options.pop("max_batch")
     found = resolve(str(model), progress=progress)

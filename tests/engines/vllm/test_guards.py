@@ -207,3 +207,18 @@ def test_a_processor_without_bf16_is_not_given_bf16(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(starting, "has_bf16", lambda: has)
     assert starting.usable_dtype() == found
+
+
+def test_on_a_cpu_half_of_the_free_memory_is_taken_unless_someone_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from types import SimpleNamespace
+
+    import psutil
+
+    from steerscope.engines.vllm import starting
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=6 << 30, total=24 << 30))
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert starting.share_of_memory() == {}
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    assert starting.share_of_memory() == {"gpu_memory_utilization": 0.125}
