@@ -156,7 +156,8 @@ def _top(names: np.ndarray, layer: int, values: Mapping[str, Tensor], by: str) -
     z = values[by][:-1].abs()
     heads, n, _ = z.shape
     z = z.masked_fill(torch.eye(n, dtype=torch.bool, device=z.device), -1.0).flatten(1)
-    best = z.topk(min(_TOP_OF_HEAD, n * n - n), dim=1).indices
+    order = z.sort(dim=1, descending=True, stable=True).indices  # equal ones in their order, on every device
+    best = order[:, : min(_TOP_OF_HEAD, n * n - n)]
     at = best.flatten().cpu().numpy()
     return {
         "by": np.full(len(at), by, object),

@@ -96,7 +96,8 @@ def main() -> None:
                 errors[f"{engine} {dtype}"] = error_line(error)
                 console.print(errors)
         cells = compare(folder, errors)
-    result = {"model": MODEL, "set": SET, "commit": commit(), "machine": machine(), "cells": cells}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    result = {"model": MODEL, "set": SET, "commit": commit(), "machine": machine(), "gpu": gpu, "cells": cells}
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return None
 

@@ -49,18 +49,24 @@ def peers(results: Path) -> str:
 
 
 def precision(results: Path) -> str:
-    data = json.loads((results / "precision.json").read_text())
-    lines = ["| engine, dtype | 1 − cosine: most, at layer | median | length |", "|---|---|---|---|"]
-    for name, cell in data["cells"].items():
-        if "error" in cell:
-            lines.append(f"| {name} | — ({cell['error']}) | | |")
-            continue
-        off, lengths = [abs(1 - cosine) for cosine in cell["cosine"]], cell["length"]
-        lines.append(
-            f"| {name} | {max(off):.0e}, {off.index(max(off))} | {sorted(off)[len(off) // 2]:.0e} "
-            f"| ×{min(lengths):.4f} – ×{max(lengths):.4f} |"
-        )
-    return "\n".join(lines)
+    parts = []
+    for file in ("precision.json", "gpu/precision.json"):
+        data = json.loads((results / file).read_text())
+        versions = data["machine"]["versions"]
+        where = data.get("gpu") or f"{data['machine']['processor']}, {data['machine']['cores']} cores"
+        lines = [f"| on {where}, torch {versions['torch']} | 1 − cosine: most, at layer | median | length |"]
+        lines.append("|---|---|---|---|")
+        for name, cell in data["cells"].items():
+            if "error" in cell:
+                lines.append(f"| {name} | — ({cell['error']}) | | |")
+                continue
+            off, lengths = [abs(1 - cosine) for cosine in cell["cosine"]], cell["length"]
+            lines.append(
+                f"| {name} | {max(off):.0e}, {off.index(max(off))} | {sorted(off)[len(off) // 2]:.0e} "
+                f"| ×{min(lengths):.4f} – ×{max(lengths):.4f} |"
+            )
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
 def plot(results: Path) -> str:

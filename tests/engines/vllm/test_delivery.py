@@ -197,7 +197,9 @@ def cuda_pool(monkeypatch):
     pool._side.cuda_stream = 0
     pool.cells = torch.zeros(64, HIDDEN)
     pool._address, pool._cell, pool._copy = pool.cells.data_ptr(), HIDDEN * 4, pool._copy_by_torch
+    pool._parts, pool._pace = deque(), 2 * HIDDEN * 4
     monkeypatch.setattr(cuda, "_PACE", 2 * HIDDEN * 4)  # two rows per step
+    monkeypatch.setattr(cuda, "_PIECE", HIDDEN * 4)
     yield pool
     sys.modules.pop("steerscope.engines.vllm.cuda", None)
 
@@ -223,6 +225,28 @@ def test_rows_leave_at_the_pace_and_count_when_they_are_there(cuda_pool, regions
     assert (region.counters[ROWS], region.counters[LEFT]) == (4, 1)
     assert cuda_pool.take(64) is not None
     assert region.tensor((4, HIDDEN), torch.float32)[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_where_the_bus_is_slower_than_steps_less_is_sent_and_nothing_is_lost(cuda_pool, regions, monkeypatch):
+    region = allocate(regions, rows=12)
+    delivery, asker = deliver(regions, cuda_pool), asking(region, rows=12)
+    delivery.meet(asker)
+    delivery.expect(asker)
+    delivery.bring_out([Slice(asker, 0, 12, cuda_pool.take(12), 12, 12)])
+    row, waiting = HIDDEN * 4, []
+    PlayedEvent.happened = False  # nothing arrives
+    for _ in range(5):
+        cuda_pool.pump()
+        waiting.append(cuda_pool._backlog // row)
+    assert waiting == [10, 8, 6, 6, 6], "three parts are under way: no more until one is there"
+    assert cuda_pool._pace == row, "and then less at a time"
+    PlayedEvent.happened = True
+    cuda_pool.pump()
+    assert cuda_pool._backlog == 4 * row, "the pace rises again, a little"
+    while cuda_pool._backlog:
+        cuda_pool.pump()
+    cuda_pool.pump()
+    assert region.counters[ROWS] == 12
 
 
 def test_what_lies_ready_is_said_of_steered_tokens_and_only_while_it_does(cuda_pool, monkeypatch):

@@ -1,7 +1,8 @@
 """The row pool on a GPU: rows leave on a side stream, paced.
 
 Copying all rows of a large prompt at once would keep the engine's own small copies (sampled tokens out, indices in)
-waiting behind gigabytes, step after step. So each step sends a bounded part, and the backlog stays in the pool.
+waiting behind gigabytes, step after step. So each step sends a bounded part, and the backlog stays in the pool. Where
+the bus is slower than that, parts become smaller until each arrives while its step runs.
 """
 
 import ctypes
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from steerscope.engines.vllm.laying import Laying
 
 _RING = 8  # steps that may be prepared while earlier ones run
-_PACE = 64 << 20  # bytes per step
+_PACE, _PIECE = 64 << 20, 16 << 20  # bytes per step, and in one copy; a slow bus gets one copy per step
+_AHEAD = 2  # parts that may be under way: the host prepares a step while the one before it runs
 _LOOK = 4  # steps between two looks at the fault flags
 _TO_HOST = 2  # cudaMemcpyDeviceToHost
 _MAPPED = 2  # cudaHostRegisterMapped
@@ -94,6 +96,8 @@ class CudaPool:
         self._moves: deque[Move] = deque()  # sent ones first
         self._unsent: deque[Move] = deque()
         self._backlog = 0  # bytes of the unsent
+        self._pace = _PACE
+        self._parts: deque[torch.cuda.Event] = deque()  # of the last few steps
 
     # --- before the forward
 
@@ -133,14 +137,14 @@ class CudaPool:
         return self.cells[cell : cell + count * width].view(count, width, -1)
 
     def move(self, part: Slice, used: int, offset: int, note: Callable[[], None]) -> None:
-        """In parts that the pace can send one by one; the last one frees the cells."""
+        """In pieces, so that the pace may be small; the last one frees the cells."""
         asker, total = part.asker, used * self._cell
         assert asker.arena is not None
         source, target = self._address + part.cell * self._cell, asker.arena.address + offset
-        for at in range(0, total, _PACE):
+        for at in range(0, total, _PIECE):
             left = total - at
-            if left > _PACE:
-                self._queue(Move(asker, source + at, target + at, _PACE, 0, 0, None))
+            if left > _PIECE:
+                self._queue(Move(asker, source + at, target + at, _PIECE, 0, 0, None))
             else:
                 self._queue(Move(asker, source + at, target + at, left, part.cell, part.size, note))
 
@@ -155,12 +159,20 @@ class CudaPool:
         self._arrived()
 
     def pump(self) -> None:
+        """A part of what waits; none while more than _AHEAD are under way, and smaller ones from then on."""
         if self._moves:
             self._arrived()
-        if self._unsent:
-            self._ready.record()
-            self._side.wait_event(self._ready)
-            self._send(_PACE)
+        while self._parts and self._parts[0].query():
+            self._parts.popleft()
+        if not self._unsent:
+            return
+        if len(self._parts) > _AHEAD:
+            self._pace = max(_PIECE, self._pace // 2)
+            return
+        self._pace = min(_PACE, self._pace + self._pace // 8)
+        self._ready.record()
+        self._side.wait_event(self._ready)
+        self._parts.append(self._send(self._pace))
 
     def drain(self, names: set[str] | None = None) -> None:
         while any(names is None or move.asker.wire.name in names for move in self._moves):
@@ -190,23 +202,24 @@ class CudaPool:
             self.faults[number] = 0
         return found
 
-    def _send(self, size: int) -> None:
+    def _send(self, size: int) -> torch.cuda.Event:
         """Queue moves until so many bytes are on their way. Their rows are complete: a step waits for its forward."""
-        event = torch.cuda.Event()
-        with torch.cuda.stream(self._side):
-            while self._unsent and size > 0:
-                move = self._unsent.popleft()
-                self._copy(move.target, move.source, move.bytes, self._side.cuda_stream)
-                move.sent = event
-                size -= move.bytes
-                self._backlog -= move.bytes
-            event.record()
+        event, stream = torch.cuda.Event(), self._side.cuda_stream
+        while self._unsent and size > 0:
+            move = self._unsent.popleft()
+            self._copy(move.target, move.source, move.bytes, stream)
+            move.sent = event
+            size -= move.bytes
+            self._backlog -= move.bytes
+        event.record(self._side)
+        return event
 
     def _copy_by_torch(self, target: int, source: int, size: int, _stream: int) -> None:
         memory = (ctypes.c_uint8 * size).from_address(target)
         start = source - self._address
         flat = self.cells.view(torch.uint8).view(-1)[start : start + size]
-        torch.frombuffer(memory, dtype=torch.uint8).copy_(flat, non_blocking=True)
+        with torch.cuda.stream(self._side):
+            torch.frombuffer(memory, dtype=torch.uint8).copy_(flat, non_blocking=True)
 
     def _arrived(self, wait: bool = False) -> None:
         there: torch.cuda.Event | None = None  # many moves share one
@@ -216,9 +229,10 @@ class CudaPool:
                 if move.bytes:
                     return
             elif move.sent is not there:
-                if not (wait or move.sent.query()):
+                if wait:
+                    move.sent.synchronize()
+                elif not move.sent.query():
                     return
-                move.sent.synchronize()
                 there = move.sent
             self._moves.popleft()
             if move.size:
@@ -241,4 +255,4 @@ class CudaPool:
         runtime.cudaHostUnregister(arena.address)
 
     def stats(self) -> dict[str, float]:
-        return {"backlog_bytes": float(self._backlog)}
+        return {"backlog_bytes": float(self._backlog), "pace_bytes": float(self._pace)}

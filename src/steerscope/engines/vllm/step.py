@@ -26,6 +26,7 @@ LAID = 1 << 30  # added to the asker's number: what its ops add lies ready (on a
 PAGE = 64  # rows, at most
 _LAST_PAGES = 4  # rows, at least: a page near the end is small, since the last one is waited for
 _TRIES = 4  # of finding room for a step
+_ENDLESS = np.iinfo(np.int64).max
 _LINE = 16  # an index row fills whole cache lines
 
 
@@ -202,7 +203,7 @@ class Books:
             width=np.array(rows),
             cell=np.array([page.cell + page.count * w if page else 0 for page, w in zip(pages, rows, strict=True)]),
             room=np.array([0 if page is None else page.size - page.count for page in pages]),
-            most=np.array([asker.wire.capture.most if w and asker.wire.capture else np.iinfo(np.int64).max
+            most=np.array([asker.wire.capture.most if w and asker.wire.capture else _ENDLESS
                            for asker, w in zip(askers, rows, strict=True)]),
             filled=again,
             alone=int(starts[len(names)]) == len(names),

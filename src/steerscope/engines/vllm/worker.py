@@ -4,6 +4,7 @@ The runner's own methods are wrapped on the instance. Nothing here may stop the 
 is written into its counters and kept for the client to read, and the request's rows are void.
 """
 
+import functools
 import logging
 import threading
 import time
@@ -97,6 +98,7 @@ class WorkerTaps:
         self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "stall_s": 0.0}
         self.graphs = Graphs(runner)
         self.lock = threading.RLock()  # a client in the same process may ask from another thread
+        self._share = functools.lru_cache(maxsize=256)(self._share_of)  # requests ask alike
         self._filled = NOTHING
         self._spoilt = Recent()  # steering that left the numbers
         self._looking = 0  # steps in which steered rows may still be found not to be finite
@@ -271,7 +273,7 @@ class WorkerTaps:
     def _join_groups(self, asker: Asker) -> None:
         """Numbers for its tokens that are captured, watched, or both, as far as these taps are here."""
         capture, watch = asker.wire.capture, asker.wire.watch
-        keys = tuple(key for key in capture.keys if key in self.taps) if capture else ()
+        keys, before = self._share(capture.keys) if capture else ((), 0)
         watched = watch.key if watch and watch.key in self.taps else None
         numbers: dict[Group, int] = {}
         for group in groups_of(keys or None, bool(capture and capture.before_steering), watched):
@@ -281,11 +283,14 @@ class WorkerTaps:
                 self.set_group(numbers[group], group)
         found = list(numbers.values())
         if capture and keys:
-            asker.group, asker.width = found[0], len(keys)
-            asker.before = sum(layer < self.first_layer for layer, _ in capture.keys)
+            asker.group, asker.width, asker.before = found[0], len(keys), before
             self.delivery.expect(asker)
         if watch and watched:
             self.watching.admit(asker, watch, found[1 if keys else 0], found[-1])
+
+    def _share_of(self, keys: tuple[Key, ...]) -> tuple[tuple[Key, ...], int]:
+        """Those of these taps that are here, and how many are on earlier stages."""
+        return tuple(key for key in keys if key in self.taps), sum(layer < self.first_layer for layer, _ in keys)
 
     def set_group(self, number: int, group: Group) -> None:
         """From now on, tokens of this group are captured and watched at its taps."""
@@ -385,8 +390,7 @@ class WorkerTaps:
         return found | {"pool_bytes": self.pool.cells.numel() * self.pool.cells.element_size()}
 
     def stats(self) -> dict[str, float]:
-        now = {"slots_in_use": self.table.in_use, "askers": len(self.books.askers)}
-        now["packs"] = len(self.watching.monitor)
+        now = {"slots_in_use": self.table.in_use, "askers": len(self.books.askers), "packs": len(self.watching.monitor)}
         return {**self.counts, **self.watching.counts, **self.delivery.counts, **self.pool.stats(), **now}
 
 
