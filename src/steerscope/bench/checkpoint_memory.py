@@ -82,7 +82,14 @@ def main() -> None:
             console.print(f"{name} …")
             passes[name] = measured([name, *asked, "--out", "out", "--device", args.device], work)
             console.print_json(data=passes[name])
-    result = {"commit": commit(), "machine": machine(), "device": args.device, "shape": SHAPE, "bytes": size, "passes": passes}
+    result = {
+        "commit": commit(),
+        "machine": machine(),
+        "device": args.device,
+        "shape": SHAPE,
+        "bytes": size,
+        "passes": passes,
+    }
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -249,7 +249,7 @@ def test_where_the_bus_is_slower_than_steps_less_is_sent_and_nothing_is_lost(cud
     assert region.counters[ROWS] == 12
 
 
-def test_what_lies_ready_is_said_of_steered_tokens_and_only_while_it_does(cuda_pool, monkeypatch):
+def test_what_lies_ready_is_said_of_the_tokens_of_a_step_and_only_while_it_does(cuda_pool, monkeypatch):
     """The index and what is laid out are sent together: a step without room for it takes it back."""
     told: list[tuple[str, int]] = []
     laying = types.SimpleNamespace(rows=3, lay=lambda tokens: told.append(("lay", tokens)))
@@ -259,9 +259,9 @@ def test_what_lies_ready_is_said_of_steered_tokens_and_only_while_it_does(cuda_p
     books[:, ASKER] = torch.tensor([7, 0, 9, 4, 0])
     cuda_pool._books = books
     cuda_pool.send_index(3, lay=True)
-    assert books[:, ASKER].tolist() == [7 + LAID, 0, 9 + LAID, 4, 0]
+    assert books[:, ASKER].tolist() == [7 + LAID, LAID, 9 + LAID, 4, 0]
     cuda_pool.send_index(3, lay=True)  # the same step, another page
-    assert books[:, ASKER].tolist() == [7 + LAID, 0, 9 + LAID, 4, 0]
+    assert books[:, ASKER].tolist() == [7 + LAID, LAID, 9 + LAID, 4, 0]
     books[:, ASKER] = torch.tensor([7, 0, 9, 4, 0])
     cuda_pool.send_index(5, lay=True)  # too many
     cuda_pool.send_index(3)

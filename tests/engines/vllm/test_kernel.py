@@ -47,10 +47,10 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
     fixed = {"COLUMNS": 4, "BLOCK": 1024, "STEER": True, "CAPTURE": True, "RESIDUAL": True, "BESIDE_ONE": False}
     fixed |= {"LAST": True, "LARGE": 3e38, "WATCHED": WATCHED}
     fixed |= {"ASKER": ASKER, "CELL": CELL, "GROUP": GROUP, "STRIDE": STRIDE, "ENTRIES": ENTRIES}
-    fixed |= {"LAID": LAID, "TAIL": laying.TAIL, "GROUPS": 64}
+    fixed |= {"LAID": LAID, "TAIL": laying.TAIL, "PLACE": laying.PLACE, "BEFORE": laying.BEFORE}
     kinds = dict.fromkeys(("delta", "residual", "weight", "normed", "stream", "pool"), "*bf16")
     kinds |= dict.fromkeys(("vectors", "coefficients", "gates", "laid"), "*fp32") | {"before": "*i1", "epsilon": "fp32"}
-    kinds |= dict.fromkeys(("index", "order", "faults"), "*i32") | dict.fromkeys([*fixed, "FEW"], "constexpr")
+    kinds |= dict.fromkeys(("index", "order", "orders", "faults"), "*i32") | dict.fromkeys([*fixed, "FEW"], "constexpr")
     every = [(function, True) for function in (kernel._kernel, kernel._end_kernel, laying._lay_kernel)]
     for function, few in [*every, (kernel._norm_kernel, True), (kernel._norm_kernel, False)]:
         names, now = function.arg_names, fixed | {"FEW": few}
@@ -219,14 +219,14 @@ def test_nor_does_it_leave_the_norm(dtype: torch.dtype, rows: int) -> None:
 
 
 def laid_out(given: list, rows: int) -> torch.Tensor:
-    """What the ops of the first rows add, laid ready; the index says so of all that are steered."""
+    """What is done to the first rows, laid ready; the index says so."""
     from steerscope.engines.vllm.laying import Laying
 
-    _, index, vectors, coefficients, *_ = given
-    ready = Laying(vectors[None], coefficients[None], index, rows)
+    _, index, vectors, coefficients, _, order, before, _ = given
+    ready = Laying(vectors[None], coefficients[None], order[None], before, index, rows)
     ready.lay(min(2, rows))
     ready.lay(rows)
-    index[:, ASKER] += LAID * (index[:, ASKER] != 0)
+    index[:, ASKER] += LAID
     return ready.laid[0]
 
 
@@ -307,6 +307,8 @@ def test_any_tokens_through_the_norm(
 @interpreted
 def test_what_is_laid_out() -> None:
     """Each kind of row: nothing, a sum of additions, one op that looks at the stream, and those that are looked up."""
+    from steerscope.engines.vllm.laying import BEFORE, PLACE
+
     given_tables = tables(8, 16, 2, torch.float32, 0)
     _, index, vectors, coefficients, *_ = given_tables
     coefficients[1], coefficients[2] = torch.tensor([[0.5, 0, 0, -INF, INF], [-2.0, 0, 0, 0.5, INF]])
@@ -323,6 +325,10 @@ def test_what_is_laid_out() -> None:
     for row in (4, 7):
         assert torch.equal(laid[row, :16], vectors[4])
         assert torch.equal(laid[row, 17:22], coefficients[3])
+    order, before = given_tables[5], given_tables[6]
+    group = index[:8, GROUP].long()
+    assert laid[:, 16 + PLACE].tolist() == order[group].tolist()
+    assert laid[:, 16 + BEFORE].tolist() == before[group].float().tolist()
 
 
 @interpreted

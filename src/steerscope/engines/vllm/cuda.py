@@ -101,18 +101,17 @@ class CudaPool:
 
     # --- before the forward
 
-    def lay_out(self, vectors: Tensor, coefficients: Tensor, requests: int) -> Tensor:
+    def lay_out(self, vectors: Tensor, coefficients: Tensor, orders: Tensor, before: Tensor, requests: int) -> Tensor:
         from steerscope.engines.vllm.laying import Laying  # needs Triton
 
-        self._laying = Laying(vectors, coefficients, self.index, requests)
+        self._laying = Laying(vectors, coefficients, orders, before, self.index, requests)
         return self._laying.laid
 
     def send_index(self, tokens: int, lay: bool = False) -> None:
         if self._laying is not None:
             lay = lay and tokens <= self._laying.rows
             if lay:
-                numbers = self._books[:tokens, ASKER]
-                numbers[numbers != 0] |= LAID
+                self._books[:tokens, ASKER] |= LAID
         self._copy_index(tokens)
         if self._laying is not None:
             self._laying.lay(tokens if lay else 0)

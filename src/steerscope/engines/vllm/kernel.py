@@ -4,7 +4,7 @@ through its ops in registers, and written once. The definition is `residual.equa
 There is a kernel for the tap alone, and one that is the model's next RMS norm too: in a decoding step of a few µs per
 kernel, one that is not there is the only one that costs nothing. Within it the answers a tap waits for (which vector,
 which cell) come one after the other from memory: they are asked for first, and rows are kept last, so that the norm
-does not wait for them. What decoding tokens add may lie ready (`laying`): then there is nothing to look up.
+does not wait for them. What a tap does to decoding tokens may lie ready (`laying`): then there is nothing to look up.
 """
 
 import torch
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from steerscope.engines.vllm import tap
-from steerscope.engines.vllm.laying import TAIL
+from steerscope.engines.vllm.laying import BEFORE, PLACE, TAIL
 from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, LAID, STRIDE
 
 _FEW = 512  # tokens
@@ -68,13 +68,10 @@ def _steered_by_one(d, h, v, five):
 
 @triton.jit
 def _ready(
-    d, h, a, told, five, mine, vectors, coefficients, gates, at, inside, hidden,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr, ASKER: tl.constexpr, LAID: tl.constexpr,
+    d, h, a, what, five, mine, vectors, coefficients, gates, at, inside, hidden,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The same by what lies ready, if the index says that it does."""
-    what = -1.0
-    if tl.load(mine + ASKER) >= LAID:
-        what = told
+    """The same by what lies ready, as far as it does."""
     if what == 1.0:
         d = (d.to(tl.float32) + a).to(d.dtype)
     elif what == 2.0:
@@ -93,9 +90,7 @@ def _lost(x, kind):
 @triton.jit
 def _where(mine, group, order, before, CELL: tl.constexpr):
     """Whether and where a token of this group is kept: asked for early, since the answers come one after the other."""
-    place = tl.load(order + group)
-    was = tl.load(before + group)
-    return place, was, tl.load(mine + CELL)
+    return tl.load(order + group), tl.load(before + group).to(tl.int32), tl.load(mine + CELL)
 
 
 @triton.jit
@@ -160,21 +155,13 @@ def _kernel(
 
 
 @triton.jit
-def _of_group(values, group, groups, GROUPS: tl.constexpr):
-    """`values[group]`, where the group is not known yet: all of them are read meanwhile."""
-    number = tl.arange(0, GROUPS)
-    every = tl.load(values + number, mask=number < groups, other=0).to(tl.int32)
-    return tl.sum(tl.where(number == group, every, 0))
-
-
-@triton.jit
 def _norm_kernel(
     delta, residual, weight, normed, stream, laid, pool, index, vectors, coefficients, gates, order, before, faults,
-    laid_rows, delta_stride, residual_stride, index_width, hidden, groups, first_watched, epsilon,
+    laid_rows, delta_stride, residual_stride, index_width, hidden, first_watched, epsilon,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BESIDE_ONE: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
     LAST: tl.constexpr, LARGE: tl.constexpr, ASKER: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr,
     STRIDE: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr, LAID: tl.constexpr, TAIL: tl.constexpr,
-    GROUPS: tl.constexpr, FEW: tl.constexpr,
+    PLACE: tl.constexpr, BEFORE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The tap, then vLLM's norm: the stream is summed in float32, handed on rounded, and normed unrounded.
 
@@ -186,7 +173,7 @@ def _norm_kernel(
     kind = delta.dtype.element_ty
     mine = index + token * index_width
     group, busy, place, was, cell = 0, 0, -1, 0, 0
-    ready, a, told = laid, 0.0, -1.0
+    ready, a, what, lies = laid, 0.0, -1.0, False
     if STEER or CAPTURE:
         group, busy = _asked(mine, STEER, COLUMNS, GROUP, ENTRIES)
     d = tl.load(delta + token * delta_stride + at, mask=inside, other=0.0)
@@ -194,13 +181,17 @@ def _norm_kernel(
     if STEER and FEW:
         ready = laid + token * (hidden + TAIL)
         near = token < laid_rows
+        lies = near & (tl.load(mine + ASKER) >= LAID)
         a = tl.load(ready + at, mask=inside & near, other=0.0)
-        told = tl.load(ready + hidden, mask=near, other=-1.0)
+        what = tl.where(lies, tl.load(ready + hidden, mask=near, other=0.0), -1.0)
     w = tl.load(weight + at, mask=inside, other=0.0)
     if CAPTURE:
-        if FEW:
+        if STEER and FEW:
             cell = tl.load(mine + CELL)
-            place, was = _of_group(order, group, groups, GROUPS), _of_group(before, group, groups, GROUPS)
+            place = tl.load(ready + hidden + PLACE, mask=near, other=0.0).to(tl.int32)
+            was = tl.load(ready + hidden + BEFORE, mask=near, other=0.0).to(tl.int32)
+            if not lies:
+                place, was, cell = _where(mine, group, order, before, CELL)
         else:
             place, was, cell = _where(mine, group, order, before, CELL)
     h = d
@@ -209,8 +200,8 @@ def _norm_kernel(
         if busy != 0:
             if FEW:
                 d = _ready(
-                    d, h, a, told, ready + hidden + 1, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS,
-                    BLOCK, ENTRIES, ASKER, LAID,
+                    d, h, a, what, ready + hidden + 1, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS,
+                    BLOCK, ENTRIES,
                 )  # fmt: skip
             else:
                 d = _steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
@@ -351,7 +342,6 @@ def _cuda_tap_norm(
         residual.stride(0),
         index.shape[1],
         hidden,
-        order.shape[0],
         pool.shape[0] - index.shape[0],
         epsilon,
         COLUMNS=(index.shape[1] - ENTRIES) // 3,
@@ -369,7 +359,8 @@ def _cuda_tap_norm(
         WATCHED=tap.WATCHED,
         LAID=LAID,
         TAIL=TAIL,
-        GROUPS=triton.next_power_of_2(order.shape[0]),
+        PLACE=PLACE,
+        BEFORE=BEFORE,
         FEW=tokens <= _FEW,
         num_warps=_warps(block) if tokens <= _FEW else _warps(block // 2),
     )

@@ -1,10 +1,10 @@
-"""What the ops of decoding tokens add to the stream, laid out before the steps that use it.
+"""What a tap does to decoding tokens, laid out before the steps that use it.
 
 To steer a token, a tap looks up which vector, then reads it, and the second read waits for the first: in a decoding
-step that is most of what steering costs. But from one step to the next the tokens of a decoding batch ask for the same.
-So when the batch changes, one kernel writes for every tap and token what is to be added, or the vector of an op that
-depends on the stream, at a place that only depends on the token. What rules switch, and tokens with several such ops,
-are looked up as ever.
+step that is most of what steering costs. Keeping a row is the same with its place in its group. But from one step to
+the next the tokens of a decoding batch ask for the same. So when the batch changes, one kernel writes for every tap and
+token what is to be added, or the vector of an op that depends on the stream, and the place of the tap in the token's
+group, where only the token's number leads. What rules switch, and tokens with several such ops, are looked up as ever.
 """
 
 import torch
@@ -12,16 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from steerscope.engines.vllm.step import ENTRIES
+from steerscope.engines.vllm.step import ENTRIES, GROUP
 
-TAIL = 16  # numbers behind a row: what it is, and the five coefficients of an op; a whole cache line
+# Numbers behind a row, a whole cache line: what it is, the five coefficients of an op, the place in the group, and
+# whether that keeps rows as they were before their ops.
+TAIL, PLACE, BEFORE = 16, 6, 7
 _MOST = 128 << 20  # bytes, at most
 
 
 @triton.jit
 def _lay_kernel(
-    laid, index, vectors, coefficients, tokens, rows, index_width, hidden, slots, numbers,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr, TAIL: tl.constexpr,
+    laid, index, vectors, coefficients, orders, before, tokens, rows, index_width, hidden, slots, numbers, groups,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr, TAIL: tl.constexpr,
+    PLACE: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """−1: look it up; 0: nothing; 1: add this row; 2: this is the vector of the only op, its coefficients follow."""
     token, tap = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -31,6 +34,9 @@ def _lay_kernel(
         at = tl.arange(0, BLOCK)
         inside = at < hidden
         mine = index + token * index_width
+        group = tl.load(mine + GROUP)
+        tl.store(out + hidden + PLACE, tl.load(orders + tap * groups + group).to(tl.float32))
+        tl.store(out + hidden + BEFORE, tl.load(before + group).to(tl.float32))
         row = tl.zeros([BLOCK], dtype=tl.float32)
         last = tl.zeros([BLOCK], dtype=tl.float32)
         acting, hard, gated, five = 0, 0, 0, coefficients + tap * numbers * 5
@@ -65,9 +71,12 @@ def _lay_kernel(
 class Laying:
     """For the taps of a worker, [taps, slots, …] as the slot table has them."""
 
-    def __init__(self, vectors: Tensor, coefficients: Tensor, index: Tensor, requests: int) -> None:
+    def __init__(
+        self, vectors: Tensor, coefficients: Tensor, orders: Tensor, before: Tensor, index: Tensor, requests: int
+    ) -> None:
         taps, _, hidden = vectors.shape
         self._vectors, self._coefficients, self._index = vectors, coefficients, index
+        self._orders, self._before = orders, before  # [taps, groups], [groups]
         self.rows = min(requests, _MOST // (4 * taps * (hidden + TAIL)))  # tokens of a step that has this
         self.laid = torch.zeros(taps, self.rows, hidden + TAIL, device=vectors.device)
         self.laid[:, :, hidden] = -1
@@ -85,15 +94,21 @@ class Laying:
             self._index,
             self._vectors,
             self._coefficients,
+            self._orders,
+            self._before,
             tokens,
             self.rows,
             self._index.shape[1],
             hidden,
             slots,
             self._coefficients.shape[1],
+            self._orders.shape[1],
             COLUMNS=(self._index.shape[1] - ENTRIES) // 3,
             BLOCK=block,
+            GROUP=GROUP,
             ENTRIES=ENTRIES,
             TAIL=TAIL,
+            PLACE=PLACE,
+            BEFORE=BEFORE,
             num_warps=max(1, min(16, block // 256)),
         )

@@ -57,13 +57,15 @@ class Pool(Protocol):
         """They are no longer needed, or not once what is queued has read them."""
         ...
 
-    def lay_out(self, vectors: Tensor, coefficients: Tensor, requests: int) -> Tensor | None:
-        """Before the first step: where what tokens add is laid ready, tap by tap, if it ever is."""
+    def lay_out(
+        self, vectors: Tensor, coefficients: Tensor, orders: Tensor, before: Tensor, requests: int
+    ) -> Tensor | None:
+        """Before the first step: where what taps do to tokens is laid ready, tap by tap, if it ever is."""
         ...
 
     def send_index(self, tokens: int, lay: bool = False) -> None:
-        """The books' index holds from now on: rows [0, tokens), zero beyond. `lay`: they are steered, and the same will
-        be asked for again and again."""
+        """The books' index holds from now on: rows [0, tokens), zero beyond. `lay`: the same will be asked
+        for again and again."""
         ...
 
     def advance(self, tokens: int) -> None:
@@ -137,8 +139,8 @@ class HostPool:
         free = Cells(cells)
         self.take, self.give = free.take, free.give
 
-    def lay_out(self, vectors: Tensor, coefficients: Tensor, requests: int) -> None:
-        del vectors, coefficients, requests  # here a look-up costs nothing beside the rest
+    def lay_out(self, *_: object) -> None:
+        """Here nothing waits for a read."""
 
     def send_index(self, tokens: int, lay: bool = False) -> None:
         del lay

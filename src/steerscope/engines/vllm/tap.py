@@ -177,12 +177,13 @@ class Tap(nn.Module):
         capture: bool = True,
         noop: bool = False,
         last: bool = False,
-        laid: Tensor | None = None,  # what tokens add, ready, on CUDA
+        laid: Tensor | None = None,  # what is done to tokens, ready, on CUDA
+        order: Tensor | None = None,  # [groups]: place of this tap in each, −1: none
     ) -> None:
         super().__init__()
         self.steer, self.capture, self.noop = steer, capture, noop
         self.last = last  # of a step, on CUDA
-        order = torch.full_like(shared.before, -1, dtype=torch.int32)  # place of this tap in each group, −1: none
+        order = torch.full_like(shared.before, -1, dtype=torch.int32) if order is None else order
         tensors = {"pool": shared.pool, "index": shared.index, "gates": shared.gates, "before": shared.before}
         tensors["faults"] = shared.faults
         tensors["laid"] = laid if laid is not None else torch.zeros(0, device=vectors.device)

@@ -8,6 +8,7 @@ to know them itself, it waits: tiers load what they need, and what a rule has sw
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +42,11 @@ def groups_of(keys: tuple[Key, ...] | None, before: bool, watched: Key | None) -
     return found
 
 
-def order_of(group: Group, key: Key) -> int:
-    """What the tap `key` finds in its order for this group."""
+def places_of(group: Group, taps: Sequence[Key]) -> list[int]:
+    """What each of these taps finds in its order for this group."""
     keys, _, watched = group
-    return (keys.index(key) if key in keys else -1) + (WATCHED if key == watched else 0)
+    place = {key: i for i, key in enumerate(keys)}
+    return [place.get(key, -1) + (WATCHED if key == watched else 0) for key in taps]
 
 
 @dataclass(slots=True)

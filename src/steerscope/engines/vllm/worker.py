@@ -29,7 +29,7 @@ from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.steady import Filled
 from steerscope.engines.vllm.step import PAGE, Books
 from steerscope.engines.vllm.tap import Shared, Tap
-from steerscope.engines.vllm.watching import Group, Watching, groups_of, order_of
+from steerscope.engines.vllm.watching import Group, Watching, groups_of, places_of
 from steerscope.engines.vllm.wire import OVERFLOW, Recent, Wire, WireColumn
 from steerscope.residual.table import Column, Key, Slots, SlotTable
 from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
@@ -80,17 +80,14 @@ class WorkerTaps:
         self.pool = make_pool(
             self.device, cells, 2 * requests + 2, self.hidden, self.dtype, self.books.index, settings.pool_bytes
         )
-        self._laid = self.pool.lay_out(*table, requests) if settings.steer else None
+        self.orders = torch.full((len(self.keys), settings.groups), -1, dtype=torch.int32, device=self.device)
+        before = torch.zeros(settings.groups, dtype=torch.bool, device=self.device)
+        self._laid = self.pool.lay_out(*table, self.orders, before, requests) if settings.steer else None
         self.delivery = Delivery(self.pool, self.hidden, self.dtype, self.stage, self.writes)
         # As many as can be known at once: those that were preempted are, too.
         self.watching = Watching(self.device, 2 * requests + 1, self.pool.cells, tokens, self.delivery)
-        self.shared = Shared(
-            pool=self.pool.cells,
-            index=self.pool.index,
-            gates=self.watching.monitor.rules.gates,
-            before=torch.zeros(settings.groups, dtype=torch.bool, device=self.device),
-            faults=self.pool.faults,
-        )
+        gates = self.watching.monitor.rules.gates
+        self.shared = Shared(self.pool.cells, self.pool.index, gates, before, self.pool.faults)
         self.taps = {key: self._tap(key) for key in self.keys}
         _count_memory(runner, self.device, self.pool.cells, *table, self._laid)
         attach(found, self.taps, norms=not settings.noop and plain_norms(config))
@@ -107,10 +104,10 @@ class WorkerTaps:
         HERE.add(self)
 
     def _tap(self, key: Key) -> Tap:
-        tables, asked, number = self.table.tensors(key), self.settings, self.keys.index(key)
+        number, asked, laid = self.keys.index(key), self.settings, self._laid
         last = self.device.type == "cuda" and number == len(self.keys) - 1
-        laid = None if self._laid is None else self._laid[number]
-        return Tap(self.shared, *tables, asked.steer, asked.capture, asked.noop, last, laid)
+        how = asked.steer, asked.capture, asked.noop, last, None if laid is None else laid[number], self.orders[number]
+        return Tap(self.shared, *self.table.tensors(key), *how)
 
     def _wrap(self, runner: Any) -> None:
         """V2 runners build an input batch for real steps only; V1 runners call `_model_forward` for those only."""
@@ -187,7 +184,7 @@ class WorkerTaps:
         if self._filled.advance:
             self.pool.advance(self._filled.tokens)
         elif not self._filled.same:
-            self.pool.send_index(self._filled.tokens, lay=self._filled.steers)
+            self.pool.send_index(self._filled.tokens, lay=self._filled.busy)
         self.counts["asked_steps"] += 1
         self.counts["recomputed"] += self._filled.recomputed
         for asker in self._filled.failed:
@@ -295,8 +292,8 @@ class WorkerTaps:
     def set_group(self, number: int, group: Group) -> None:
         """From now on, tokens of this group are captured and watched at its taps."""
         self.shared.before[number] = group[1]
-        for key, tap in self.taps.items():
-            tap.order[number] = order_of(group, key)
+        places = torch.tensor(places_of(group, self.keys), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self.orders[:, number].copy_(places, non_blocking=True)
 
     def _release(self, asker: Asker) -> None:
         while asker.leases:
