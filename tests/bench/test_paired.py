@@ -124,7 +124,6 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     profile = {"cell": "add", "hooks": {"WorkerTaps._stage": {"us_per_step": 12.34, "calls_per_step": 1.0}}}
     (tmp_path / "gpu" / "profile-add.json").write_text(json.dumps({"profile": profile}))
     found["cells"].pop("cap")
-    (tmp_path / "gpu" / "phases-x.json").write_text(json.dumps(found))
     assert "| ms more than untouched vLLM | coming | step | rounds |\n|---|---|---|---|" in phases(tmp_path)
     assert "| nothing is asked | +0.01 | +0.00 | 6 |" in phases(tmp_path)
     text = speed(tmp_path)
@@ -135,7 +134,7 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     assert "| `WorkerTaps._stage` | 12.3 | 1 |" in hooks(tmp_path)
 
 
-def test_a_round_is_split_at_its_first_step_the_end_of_its_prompts_and_its_last_step(
+def test_a_round_is_split_at_both_ends_of_its_first_step_the_end_of_its_prompts_and_its_last_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ticks = [10.0, *(10.5, 11.0), *(11.0, 12.0), *(12.0, 13.0), *(13.0, 13.25), *(13.25, 13.5), 14.5]
@@ -144,4 +143,5 @@ def test_a_round_is_split_at_its_first_step_the_end_of_its_prompts_and_its_last_
     steps = drivers.Steps(lambda: None)
     seconds, _ = drivers.clocked(lambda: [steps() for _ in range(5)], steps)
     assert seconds == 4.5
-    assert steps.phases() == {"coming": 500.0, "prompts": 2500.0, "decoding": 500.0, "going": 1000.0, "step": 250.0}
+    split = {"coming": 500.0, "starting": 500.0, "prompts": 2000.0, "decoding": 500.0, "going": 1000.0}
+    assert steps.phases() == {**split, "step": 250.0}

@@ -85,11 +85,13 @@ class Steps:
         self.done.clear()
 
     def phases(self) -> dict[str, float]:
-        """Milliseconds until the first step, of the steps that read prompts (an asynchronous engine prepares one more
-        meanwhile), of the rest, of one of them, and behind the last."""
+        """Milliseconds until the first step, of that step (where the engine is asynchronous, until the device is busy),
+        of the steps until the prompts are read (such an engine prepares one more meanwhile), of the rest, behind the
+        last, and of one that decodes."""
         first = min(_PROMPT_STEPS, len(self.done)) - 1
-        edges = [self.start, self.begun[0], self.done[first], self.done[-1], self.end]
-        found = dict(zip(("coming", "prompts", "decoding", "going"), np.diff(edges) * 1e3, strict=True))
+        edges = [self.start, self.begun[0], self.done[0], self.done[first], self.done[-1], self.end]
+        names = "coming", "starting", "prompts", "decoding", "going"
+        found = dict(zip(names, np.diff(edges) * 1e3, strict=True))
         return {name: float(value) for name, value in found.items()} | {
             "step": float(np.median(np.diff(self.done[first:])) * 1e3) if len(self.done) > first + 1 else 0.0
         }

@@ -222,24 +222,26 @@ def _pairs(data: dict) -> str:
 
 def phases(results: Path) -> str:
     """Where in a round the difference to untouched vLLM arises."""
-    files = sorted((results / "gpu").glob("phases*.json"))
+    files = sorted((results / "gpu").glob("speed*.json"))
     return "\n\n".join(_phases(json.loads(file.read_text())) for file in files) or "*No figures yet.*"
 
 
 def _phases(data: dict) -> str:
-    names = list(next(iter(data["cells"].values()))["phases"]["tapped"])
+    cells = {name: cell for name, cell in data["cells"].items() if "phases" in cell}
+    names = list(next(iter(cells.values()))["phases"]["tapped"])
     lines = [f"| ms more than untouched vLLM | {' | '.join(names)} | rounds |", "|---" * (len(names) + 2) + "|"]
-    for name, cell in data["cells"].items():
+    for name, cell in cells.items():
         base, mine = cell["phases"]["baseline"], cell["phases"]["tapped"]
         shown = " | ".join(f"{mine[part] - base[part]:+.2f}" for part in names)
         lines.append(f"| {_REQUESTS.get(name, name)} | {shown} | {cell['rounds']} |")
     return "\n".join(lines)
 
 
-def busy(results: Path) -> str:
-    """Pairs of engines on a machine whose processors had other work to do, and where in a round that shows."""
-    found = [json.loads(file.read_text()) for file in sorted((results / "gpu").glob("busy*.json"))]
-    return "\n\n".join(f"{_pairs(data)}\n\n{_phases(data)}" for data in found) or "*No figures yet.*"
+def earlier(results: Path) -> str:
+    """What has not been measured again since the taps or their surroundings were changed."""
+    data = _load(results / "gpu", "earlier-qwen2.5-3b.json")
+    now = _load(results / "gpu", "speed-qwen2.5-3b.json")
+    return _pairs({**data, "cells": {name: cell for name, cell in data["cells"].items() if name not in now["cells"]}})
 
 
 _REQUESTS = {
@@ -355,7 +357,7 @@ def _machine(machine: dict) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu, "versions": versions, "suite": suite,
     "speed": speed, "phases": phases, "hooks": hooks, "lenses": lenses, "served": served, "store": store,
-    "scale": scale, "busy": busy, "taps": gpu_tables.taps,
+    "scale": scale, "earlier": earlier, "taps": gpu_tables.taps,
     "vectors": vector_tables.study, "vector_answers": vector_tables.answers,
     "extraction_peers": vector_tables.peers, "precision": vector_tables.precision, "evals": eval_tables.study,
     "eval_checks": eval_tables.checks, "eval_caps": eval_tables.caps,

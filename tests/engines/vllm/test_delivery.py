@@ -227,7 +227,7 @@ def test_rows_leave_at_the_pace_and_count_when_they_are_there(cuda_pool, regions
     assert region.tensor((4, HIDDEN), torch.float32)[:, 0].tolist() == [0, 1, 2, 3]
 
 
-def test_where_the_bus_is_slower_than_steps_less_is_sent_and_nothing_is_lost(cuda_pool, regions, monkeypatch):
+def test_where_the_bus_is_slower_than_steps_less_is_sent_and_nothing_is_lost(cuda_pool, regions):
     region = allocate(regions, rows=12)
     delivery, asker = deliver(regions, cuda_pool), asking(region, rows=12)
     delivery.meet(asker)
