@@ -85,7 +85,7 @@ demo: setup ## extract a vector from a real model, steer with it, write demo-rep
 
 test: setup ## all tests, on transformers and on vLLM
 	@$(BIN)/pytest -n 2
-	@$(MAKE) --no-print-directory test-vllm test-vllm-oldest
+	@$(MAKE) --no-print-directory test-vllm
 
 # Of our own code around vLLM, without any of vLLM's: make test has run these already.
 WITHOUT_VLLM := $(foreach name,delivery graphs step tap versions,--ignore=tests/engines/vllm/test_$(name).py)
