@@ -98,7 +98,7 @@ test-vllm-oldest: setup-vllm-oldest ## what every engine promises, and the silen
 	@$(OLDEST)/bin/pytest -n 2 -m "not slow" $(WITHOUT_VLLM) tests/engines/test_contract.py tests/engines/vllm \
 	  -k "vllm and not kernel"
 
-test-fast: setup ## without the real model and the slow ones (two to three minutes)
+test-fast: setup ## without the real model and the slow ones (two minutes)
 	@$(BIN)/pytest -n 2 -m "not slow and not smollm"
 
 check: setup ## ruff and pyright

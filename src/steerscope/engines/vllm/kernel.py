@@ -173,7 +173,7 @@ def _norm_kernel(
     kind = delta.dtype.element_ty
     mine = index + token * index_width
     group, busy, place, was, cell = 0, 0, -1, 0, 0
-    ready, a, what, lies = laid, 0.0, -1.0, False
+    ready, a, what, near, lies = laid, 0.0, -1.0, False, False
     if STEER or CAPTURE:
         group, busy = _asked(mine, STEER, COLUMNS, GROUP, ENTRIES)
     d = tl.load(delta + token * delta_stride + at, mask=inside, other=0.0)
