@@ -1,6 +1,7 @@
 """The console script `steerscope`: a user's mistake ends as `error: …` lines on stderr and exit code 2; a traceback is
 a bug. The library is imported by the commands when they run, so `--help` does not wait for torch."""
 
+import signal
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -94,7 +95,15 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end a generation
+    signal.signal(signal.SIGTERM, _terminated)
     app()
+
+
+def _terminated(*_: object) -> None:
+    """Ends like an error, so that engines close: one of vLLM's is another process, which would live on. The second time
+    at once."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":
