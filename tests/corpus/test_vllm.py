@@ -51,6 +51,7 @@ def test_a_run_that_is_told_to_end_leaves_no_engine_behind(
     """vLLM's engine core is another process: it must not live on, with all the memory it has."""
     for name, value in {"KVCACHE_SPACE": "1", "OMP_THREADS_BIND": "nobind"}.items():
         monkeypatch.setenv(f"VLLM_CPU_{name}", value)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # other tests have it otherwise
     data, out = tmp_path / "corpus.jsonl", tmp_path / "rows"
     data.write_text("".join(json.dumps({"text": f"The weather on day {i} was good."}) + "\n" for i in range(4000)))
     command = [sys.executable, "-c", EAGER, "capture", "run", "--model", model, "--data", str(data)]
