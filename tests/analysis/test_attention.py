@@ -20,6 +20,8 @@ from steerscope.analysis.layerwise import z_by_rank
 from steerscope.analysis.results import Result, load_results
 from steerscope.specs.errors import InvalidRequest
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 UNBIASED = [name for name in FAMILIES if name != "qwen2"]
 
 

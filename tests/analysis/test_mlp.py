@@ -17,6 +17,8 @@ from steerscope.analysis.layerwise import component_ranks, group_tests, p_by_ran
 from steerscope.analysis.mlp import mlp_pass
 from steerscope.specs.errors import InvalidRequest
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 

@@ -5,6 +5,8 @@ from statsmodels.stats.multitest import multipletests
 
 from steerscope.analysis.statistics import benjamini_hochberg, bootstrap, holm, permutation, z_scores
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 RANDOM = np.random.default_rng(7)
 
 

@@ -16,6 +16,8 @@ from steerscope.analysis.directions import Directions
 from steerscope.analysis.susceptibility import susceptibility
 from steerscope.specs.errors import BadFile, InvalidRequest
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 HIDDEN = 64
 Change = Callable[[str, nn.Parameter], Tensor | None]
 

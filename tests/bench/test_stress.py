@@ -27,6 +27,8 @@ from steerscope.lenses import Pack
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
 from steerscope.specs.watch import Watch, steer, stop, when
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 PLAN = Plan(requests=48, concurrent=12, seed=3)
 
 

@@ -13,6 +13,8 @@ from typer.testing import Result
 import tiny
 from steerscope import Sampling, Steering, load, load_rows, load_vector
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 Cli = Callable[..., Result]
 Chat = Callable[..., tuple[list[str], str]]
 Answers = Callable[..., list[str]]

@@ -13,6 +13,8 @@ from steerscope import SteeringVector, __version__
 from steerscope.cli import doctor as module
 from steerscope.cli import options
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 Cli = Callable[..., Result]
 SITES = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 

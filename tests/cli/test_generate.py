@@ -16,6 +16,8 @@ from typer.testing import Result
 import tiny
 from steerscope import SteeringVector, load_rows, save_vector
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 Cli = Callable[..., Result]
 Refused = Callable[..., list[str]]
 

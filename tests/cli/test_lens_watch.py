@@ -10,6 +10,8 @@ from typer.testing import Result
 from lenses.packs import make
 from steerscope.lenses import Pack
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 Cli = Callable[..., Result]
 PROMPT = "The quick brown fox"
 

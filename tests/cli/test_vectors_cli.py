@@ -12,6 +12,8 @@ from typer.testing import Result
 
 from steerscope import SteeringVector, load_vector, save_vector
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 Cli = Callable[..., Result]
 Refused = Callable[..., list[str]]
 

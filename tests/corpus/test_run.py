@@ -33,6 +33,8 @@ from steerscope.engines.load import load
 from steerscope.specs import Capture, InvalidRequest
 from steerscope.specs.errors import BadFile, RequestFailed
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 CAPTURE = Capture(layers="1,3", sites=("resid_post", "mlp_out"))
 
 

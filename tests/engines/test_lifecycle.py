@@ -23,6 +23,8 @@ from steerscope.engines.hf.sequence import Row
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling
 from steerscope.specs.errors import EngineClosed, RequestFailed
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 PROMPT = "The quick brown fox jumps over"
 SHORT = Sampling(max_tokens=8, ignore_eos=True)
 LONG = Sampling(max_tokens=200, ignore_eos=True)

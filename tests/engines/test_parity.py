@@ -12,6 +12,8 @@ from reference import Reference, RefOp, distance, same_until_tie
 from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering
 from steerscope.specs.steering import SITES
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 PROMPTS = ["Hello", "The quick brown fox jumps over the lazy dog, and then it rained", "How was your week at work?"]
 LENGTHS = Sampling(max_tokens=9, ignore_eos=True)
 # float32 carries 7 digits; a forward of a few layers in another batch shape loses one or two of them.

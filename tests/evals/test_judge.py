@@ -26,6 +26,8 @@ from steerscope.serving.run import Server
 from steerscope.serving.settings import Settings
 from steerscope.specs.errors import InvalidRequest
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 
 @pytest.fixture(scope="module")
 def folder(engine: SyncEngine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EvalRun]:

@@ -17,6 +17,8 @@ from steerscope.extraction.reading import last, read_rows
 from steerscope.extraction.strategies import STRATEGIES, strategy
 from steerscope.specs.errors import InvalidRequest
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 RESULTS = Path(__file__).parent.parent.parent / "bench" / "results"
 WORDS = ["dog", "week", "work", "beach", "fox", "time", "range", "Fuchs"]
 PAIRS = [

@@ -7,6 +7,8 @@ from sklearn.metrics import roc_auc_score
 from steerscope.extraction.quality import folds, heldout_split, measure
 from steerscope.extraction.strategies import STRATEGIES, strategy
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 N, HIDDEN = 40, 64
 
 

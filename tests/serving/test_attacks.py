@@ -26,6 +26,8 @@ from steerscope.serving.logs import JsonLines
 from steerscope.serving.settings import Settings
 from steerscope.vectors.files import load_upload
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 KEY = "a-key-nobody-knows"
 

@@ -22,6 +22,8 @@ from steerscope.engines.hf import HFEngine
 from steerscope.specs import Ablate, Add, Capture, InvalidRequest, Sampling, Steering, Watch
 from steerscope.specs.watch import flag, when
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 CHAT = [{"role": "user", "content": "The quick brown fox"}]
 SHORT = Sampling(max_tokens=12, ignore_eos=True)
 PUSH = Add(vector=np.random.default_rng(4).normal(size=64).astype(np.float32), scale=4.0, layers=1)

@@ -22,6 +22,8 @@ from serving.live import eventually
 from steerscope.capture.rows import load_rows
 from steerscope.serving import captures
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 BODY = {"prompt": "Hello there", "max_tokens": 40, "ignore_eos": True, "steerscope": {"capture": {"layers": "all"}}}
 
 

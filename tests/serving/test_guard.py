@@ -12,6 +12,8 @@ from serving.conftest import KEY, Serve
 from steerscope.serving.settings import Settings
 from steerscope.specs.errors import InvalidRequest
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 BODY = {"prompt": "one two", "max_tokens": 2}
 
 

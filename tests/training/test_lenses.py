@@ -21,6 +21,8 @@ from steerscope.training.concepts import ConceptSet, ConceptTexts
 from steerscope.training.lenses import LensSettings, fit_pack, shuffled_labels
 from steerscope.training.rows import RowChoice, read_texts
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 WORDS = {"fox": "quick brown fox", "dog": "lazy dog jumps", "week": "week at work", "beach": "wonderful beach"}
 FRAMES = {
     "statement": "There was the {0} and the {0} over here",

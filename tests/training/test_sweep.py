@@ -16,6 +16,8 @@ from steerscope.training.sweep import plan, sweep
 from steerscope.training.texts import Completion, TrainingSet
 from steerscope.training.vectors import TrainSettings
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 TEXTS = tuple(
     Completion(prompt=f"The {word} ", response=f"jumps over {word} again.") for word in ("fox", "dog", "week")
 )

@@ -28,6 +28,8 @@ from steerscope.training.vectors import TrainSettings, course_for, train
 from steerscope.vectors.files import save as save_vector
 from steerscope.vectors.vector import SteeringVector
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 TEXTS = tuple(
     Completion(prompt=f"The {animal} ", response=f"jumps over the lazy {other} again.")
     for animal, other in zip(

@@ -18,6 +18,8 @@ from steerscope.extraction.personas.judges import (
 )
 from steerscope.specs.errors import InvalidRequest, SteerscopeError
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 PIRATE = Persona.parse(
     {"name": "pirate", "instruction": [{"pos": "p"}], "keywords": {"pos": ["ship", "gold", "the sea"]}}
 )

@@ -29,6 +29,8 @@ from steerscope.extraction.personas.run import Folder, PersonaRun, generate
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem, RequestFailed
 from steerscope.vectors.legacy import load_capping, load_persona, read_pt
 
+pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+
 ANSWERS = 3 + 3 * 6 + 12  # the default's, three roles', a trait's
 
 
