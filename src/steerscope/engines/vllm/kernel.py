@@ -190,8 +190,6 @@ def _norm_kernel(
             cell = tl.load(mine + CELL)
             place = tl.load(ready + hidden + PLACE, mask=near, other=0.0).to(tl.int32)
             was = tl.load(ready + hidden + BEFORE, mask=near, other=0.0).to(tl.int32)
-            if not lies:
-                place, was, cell = _where(mine, group, order, before, CELL)
         else:
             place, was, cell = _where(mine, group, order, before, CELL)
     h = d
@@ -228,6 +226,9 @@ def _norm_kernel(
         late = x.to(kind)
         if not STEER:
             h = late
+        if STEER and FEW:
+            if not lies:
+                place, was, cell = _where(mine, group, order, before, CELL)
         _kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
     if LAST and CAPTURE:
         _advance(mine, CELL, STRIDE)
