@@ -1,5 +1,5 @@
-"""What a tap costs on the GPU alone: the kernel that is tap and norm, layer after layer in one CUDA graph,
-with as many bytes of weights read between two of them as a layer has.
+"""What a tap costs on the GPU alone: the kernel that is tap and norm, layer after layer in one CUDA graph, with the
+matrix products of a layer between two of them: they read its weights, and leave neither data nor code in the caches.
 
     python -m steerscope.bench.taps --out taps.json
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from steerscope.bench.one import write
 from steerscope.engines.vllm import kernel
 from steerscope.engines.vllm.laying import Laying
-from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, LAID, STRIDE
+from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, LAID, PAGE, STRIDE
 from steerscope.residual.equation import NOTHING
 from steerscope.specs import Ablate, Add
 
@@ -28,31 +28,32 @@ _COLUMNS, _GROUPS = 4, 64  # as an engine has them
 
 
 class Layers:
-    """A model's taps, and weights that nobody multiplies."""
+    """A model's taps and matrices. Nobody reads the products: every tap meets the same stream."""
 
-    def __init__(self, layers: int, tokens: int, hidden: int, between: int) -> None:
+    def __init__(self, layers: int, tokens: int, hidden: int, inner: int) -> None:
         cuda: dict[str, Any] = {"device": "cuda"}
         self.layers, self.tokens, self.hidden = layers, tokens, hidden
-        self.weights = torch.zeros(layers, between // 4, dtype=torch.float32, **cuda)
+        half: dict[str, Any] = {"dtype": torch.bfloat16, **cuda}
+        self.attention = torch.zeros(layers, hidden, 2 * hidden, **half)
+        self.up, self.down = torch.zeros(layers, hidden, 2 * inner, **half), torch.zeros(layers, inner, hidden, **half)
         self.norm = torch.ones(layers, hidden, dtype=torch.bfloat16, **cuda)
         self.delta, self.residual = torch.randn(2, tokens, hidden, **cuda).to(torch.bfloat16)
         self.vectors = torch.randn(layers, tokens + 1, hidden, **cuda) / hidden**0.5
         self.coefficients = torch.tensor(NOTHING, **cuda).repeat(layers, tokens + 1, 1)
-        self.pool = torch.zeros(2 * layers * tokens + tokens, hidden, dtype=torch.bfloat16, **cuda)
+        self.pool = torch.zeros(PAGE * layers * tokens + tokens, hidden, **half)  # a page for each
         self.index = torch.zeros(tokens, 16, dtype=torch.int32, **cuda)
         self.gates = torch.ones(8, **cuda)
         self.orders = torch.full((layers, _GROUPS), -1, dtype=torch.int32, **cuda)
         self.orders[:, 1] = torch.arange(layers)
         self.before, self.faults = torch.zeros(_GROUPS, dtype=torch.bool, **cuda), torch.zeros(tokens + 2, **cuda).int()
         self.laying = Laying(self.vectors, self.coefficients, self.orders, self.before, self.index, tokens)
-        self.sums = torch.zeros(layers, **cuda)
 
     def ask(self, case: str) -> None:
         """Every token another vector."""
         self.index.zero_()
         numbers = torch.arange(1, self.tokens + 1, device="cuda", dtype=torch.int32)
         if case.startswith("capture"):
-            self.index[:, GROUP], self.index[:, CELL] = 1, self.layers * (numbers - 1)
+            self.index[:, GROUP], self.index[:, CELL] = 1, PAGE * self.layers * (numbers - 1)
         op = Add(vector=[1.0], scale=0.01) if case.startswith("add") else Ablate(vector=[1.0])
         if case.startswith(("add", "ablate")):
             self.index[:, ASKER] = self.index[:, ENTRIES] = self.index[:, ENTRIES + 1] = numbers
@@ -66,12 +67,14 @@ class Layers:
         """All layers once; the stream that leaves the last."""
         delta, stream, taps = self.delta, self.residual, case != "norm"
         for i in range(self.layers):
-            torch.sum(self.weights[i], 0, out=self.sums[i])
             tables = (self.pool, self.index, self.vectors[i], self.coefficients[i], self.gates, self.orders[i],
                       self.before, self.faults)  # fmt: skip
-            _, stream = kernel._cuda_tap_norm(
+            normed, stream = kernel._cuda_tap_norm(
                 delta, stream, self.norm[i], 1e-6, False, self.laying.laid[i], *tables, taps, taps, False
             )
+            (normed @ self.attention[i])[:, : self.hidden] @ self.attention[i, :, : self.hidden]
+            gate, up = (normed @ self.up[i]).chunk(2, 1)
+            (torch.nn.functional.silu(gate) * up) @ self.down[i]
         return stream
 
 
@@ -115,10 +118,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--between", type=int, default=170, help="MB of weights that a layer reads")
+    parser.add_argument("--inner", type=int, default=11008, help="size of the MLP")
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
-    layers = Layers(args.layers, args.tokens, args.hidden, args.between << 20)
+    layers = Layers(args.layers, args.tokens, args.hidden, args.inner)
     worst = agree(layers)
     graphs = {case: graph_of(layers, case) for case in CASES}
     rounds = [{case: microseconds(layers, case, graphs[case], 10) for case in CASES} for _ in range(args.rounds)]
@@ -131,7 +134,7 @@ def main() -> None:
         "layers": args.layers,
         "tokens": args.tokens,
         "hidden": args.hidden,
-        "between_mb": args.between,
+        "inner": args.inner,
         "columns": _COLUMNS,
         "rounds": args.rounds,
         "step_us": statistics.median(one["norm"] for one in rounds),

@@ -1,4 +1,4 @@
-"""Two sets of whole-step graphs, by a manager that is shaped like vLLM's (whose own needs a GPU)."""
+"""Three sets of whole-step graphs, by a manager that is shaped like vLLM's (whose own needs a GPU)."""
 
 from enum import Enum
 from types import SimpleNamespace
@@ -24,22 +24,23 @@ def capture(found: SimpleNamespace) -> int:
     manager = found.cudagraph_manager
     for mode, names in manager._capture_descs.items():
         for name in names:
-            found.captured.append((name, tap.kernels))
+            found.captured.append((name, tap.working(True, True)))
             if mode is Mode.FULL:
-                manager.graphs[name] = tap.kernels
+                manager.graphs[name] = tap.working(True, True)
     return 10
 
 
-def test_whole_steps_are_captured_with_the_kernels_and_without():
+def test_whole_steps_are_captured_with_all_that_taps_do_and_with_less():
     found = runner()
     graphs, every = Graphs(found), found.cudagraph_manager._capture_descs
-    assert graphs.capture(lambda: capture(found)) == 20
-    assert found.captured == [("a", True), ("b", True), ("c", True), ("a", False), ("b", False)]
+    assert graphs.capture(lambda: capture(found)) == 30
+    whole, reading, nothing = (True, True), (False, True), (False, False)
+    first = [("a", whole), ("b", whole), ("c", whole)]
+    assert found.captured == [*first, ("a", reading), ("b", reading), ("a", nothing), ("b", nothing)]
     assert found.cudagraph_manager._capture_descs is every
-    graphs.use(busy=True)
-    assert found.cudagraph_manager.graphs == {"a": True, "b": True}
-    graphs.use(busy=False)
-    assert found.cudagraph_manager.graphs == {"a": False, "b": False}
+    for use, wanted in (((True, True), whole), ((False, True), reading), ((), nothing)):
+        graphs.use(*use)
+        assert found.cudagraph_manager.graphs == {"a": wanted, "b": wanted}
 
 
 def test_a_capture_that_fails_leaves_the_switches_as_they_were():
@@ -47,7 +48,7 @@ def test_a_capture_that_fails_leaves_the_switches_as_they_were():
     turns = iter([lambda: capture(found), lambda: (_ for _ in ()).throw(MemoryError)])
     with pytest.raises(MemoryError):
         Graphs(found).capture(lambda: next(turns)())
-    assert tap.kernels
+    assert tap.working(True, True) == (True, True)
     assert set(found.cudagraph_manager._capture_descs) == set(Mode)
 
 
@@ -56,5 +57,5 @@ def test_a_runner_without_such_graphs_is_left_alone(manager):
     found = SimpleNamespace(cudagraph_manager=manager)
     graphs = Graphs(found)
     assert graphs.capture(lambda: 3) == 3
-    graphs.use(busy=True)
+    graphs.use(True, True)
     assert found.cudagraph_manager is manager

@@ -3,9 +3,11 @@ kernel's own code on a CPU, in a process of its own: whether Triton interprets i
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +18,13 @@ from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, LAID, STRI
 from steerscope.engines.vllm.tap import WATCHED
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+compiles = pytest.mark.skipif(INTERPRETED or not HAS_TRITON, reason="needs Triton's compiler")
 GROUPS, SLOTS, CELLS = 5, 7, 64
 NAN, INF = float("nan"), float("inf")
 
 
-@needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.skipif(INTERPRETED or not HAS_TRITON, reason="this is that process, or there is none")
 def test_the_kernels_equal_their_definitions_in_tritons_interpreter() -> None:
     """Runs the tests below, and those of the kernels for readings and reductions."""
     here, root = Path(__file__), Path(__file__).parents[3]
@@ -34,30 +36,69 @@ def test_the_kernels_equal_their_definitions_in_tritons_interpreter() -> None:
     assert "19 passed" in done.stdout, done.stdout[-4000:]
 
 
-@needs_triton
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
-def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
+def compiled(function: Any, **fixed: Any) -> Any:
+    """For a GPU that is not here, as an engine launches it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from steerscope.engines.vllm import kernel, laying
+    from steerscope.engines.vllm import laying
 
-    fixed = {"COLUMNS": 4, "BLOCK": 1024, "STEER": True, "CAPTURE": True, "RESIDUAL": True, "BESIDE_ONE": False}
-    fixed |= {"LAST": True, "LARGE": 3e38, "WATCHED": WATCHED}
-    fixed |= {"ASKER": ASKER, "CELL": CELL, "GROUP": GROUP, "STRIDE": STRIDE, "ENTRIES": ENTRIES}
-    fixed |= {"LAID": LAID, "TAIL": laying.TAIL, "PLACE": laying.PLACE, "BEFORE": laying.BEFORE}
+    now: dict[str, Any] = {"COLUMNS": 4, "BLOCK": 2048, "STEER": True, "CAPTURE": True, "RESIDUAL": True, "FEW": True}
+    now |= {"BESIDE_ONE": False, "LAST": True, "LARGE": 3e38, "WATCHED": WATCHED}
+    now |= {"ASKER": ASKER, "CELL": CELL, "GROUP": GROUP, "STRIDE": STRIDE, "ENTRIES": ENTRIES}
+    now |= {"LAID": LAID, "TAIL": laying.TAIL, "PLACE": laying.PLACE, "BEFORE": laying.BEFORE} | fixed
     kinds = dict.fromkeys(("delta", "residual", "weight", "normed", "stream", "pool"), "*bf16")
     kinds |= dict.fromkeys(("vectors", "coefficients", "gates", "laid"), "*fp32") | {"before": "*i1", "epsilon": "fp32"}
-    kinds |= dict.fromkeys(("index", "order", "orders", "faults"), "*i32") | dict.fromkeys([*fixed, "FEW"], "constexpr")
-    every = [(function, True) for function in (kernel._kernel, kernel._end_kernel, laying._lay_kernel)]
-    for function, few in [*every, (kernel._norm_kernel, True), (kernel._norm_kernel, False)]:
-        names, now = function.arg_names, fixed | {"FEW": few}
-        constants = {(i,): now[name] for i, name in enumerate(names) if name in now}
-        source = ASTSource(function, {name: kinds.get(name, "i32") for name in names}, constants)
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-        assert ".entry" in made.asm["ptx"]
+    kinds |= dict.fromkeys(("index", "order", "orders", "faults"), "*i32")
+    names = function.arg_names
+    kinds = {name: "constexpr" if name in now else kinds.get(name, "i32") for name in names}
+    constants = {(i,): now[name] for i, name in enumerate(names) if name in now}
+    aligned = [name for name, kind in kinds.items() if kind.startswith("*") or name.endswith(("stride", "hidden"))]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(function, kinds, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+
+
+@compiles
+def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
+    from steerscope.engines.vllm import kernel, laying
+
+    for function in (kernel._kernel, kernel._end_kernel, laying._lay_kernel, kernel._norm_kernel):
+        assert ".entry" in compiled(function).asm["ptx"]
+    assert ".entry" in compiled(kernel._norm_kernel, FEW=False).asm["ptx"]
+
+
+def instructions(made: Any, folder: Path) -> list[str]:
+    import triton
+
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    (folder / "kernel.cubin").write_bytes(made.asm["cubin"])
+    found = subprocess.run([program, "-c", folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    return [line.split("*/", 1)[1].strip() for line in found.splitlines() if re.match(r"\s+/\*[0-9a-f]{4}\*/", line)]
+
+
+@compiles
+@pytest.mark.parametrize(("steer", "most"), [(True, 5), (False, 2)])
+def test_no_read_of_a_decoding_step_waits_for_another(tmp_path: Path, steer: bool, most: int) -> None:
+    """Which tables are read is a matter of a microsecond in every layer: where the compiler puts a use of one answer
+    before the next question, the memory's time is paid twice. `most` are the wide reads that are asked for so: the
+    stream, its change, what lies ready; and the weights, which without steering may come later."""
+    from steerscope.engines.vllm import kernel
+
+    asked: set[int] = set()  # registers that wait for an answer
+    wide = 0
+    for line in instructions(compiled(kernel._norm_kernel, STEER=steer), tmp_path):
+        used = {int(number) for number in re.findall(r"\bR(\d+)", line)}
+        read = re.search(r"LDG\S* R(\d+), \S*\[R(\d+)", line)
+        if re.search(r"\b(BRA|BAR)\b", line) or (read is None and asked & used):
+            break
+        if read is not None:
+            assert int(read[2]) not in asked, f"{line} waits for an answer"
+            many = 4 if ".128" in line else 1
+            wide += many == 4
+            asked |= set(range(int(read[1]), int(read[1]) + many))
+    assert wide >= most
 
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that the test above starts")
@@ -333,11 +374,11 @@ def test_what_is_laid_out() -> None:
 
 @interpreted
 def test_without_the_kernels_the_norm_is_the_models_own() -> None:
-    from steerscope.engines.vllm.tap import kernels_off
+    from steerscope.engines.vllm.tap import kernels
 
     delta, residual = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(3))
     given_tables = tables(4, 16, 2, torch.float32, 1)
-    with kernels_off():
+    with kernels(False, False):
         kernel, _ = both_normed(delta, residual, torch.ones(16), False, given_tables, True)
     x = delta + residual
     assert torch.equal(kernel[1], x)

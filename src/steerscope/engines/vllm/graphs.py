@@ -1,11 +1,12 @@
-"""Two sets of vLLM's CUDA graphs of whole decoding steps: with the kernels of the taps, and without. A step in which
-nobody needs them replays what vLLM would replay without us."""
+"""Three sets of vLLM's CUDA graphs of whole decoding steps: with taps that do everything, with taps that only read, so
+that the model's norms wait for nothing, and without. A step in which nobody needs them replays what vLLM would replay
+without us."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
-from steerscope.engines.vllm.tap import kernels_off
+from steerscope.engines.vllm.tap import kernels
 
 
 def around(target: Any, name: str, wrapper: Callable) -> None:
@@ -24,25 +25,27 @@ class Graphs:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._sets: dict[bool, Any] = {}
+        self._sets: dict[tuple[bool, bool], Any] = {}  # by what their taps do: steer, capture
 
     def capture(self, run: Callable[[], int]) -> int:
-        """In place of vLLM's own capturing: once with everything, then whole steps again without."""
+        """In place of vLLM's own capturing: once with everything, then whole steps again with less."""
         size, manager = run(), getattr(self._runner, "cudagraph_manager", None)
         if not getattr(manager, "graphs", None) or not hasattr(manager, "_capture_descs"):
             return size
         assert manager is not None
         every = manager._capture_descs
-        self._sets[True], manager.graphs = manager.graphs, {}
+        self._sets[True, True] = manager.graphs
         try:
             manager._capture_descs = {mode: found for mode, found in every.items() if mode.name == "FULL"}
-            with kernels_off():
-                size += run()
+            for less in ((False, True), (False, False)):
+                manager.graphs = {}
+                with kernels(*less):
+                    size += run()
+                self._sets[less] = manager.graphs
         finally:
             manager._capture_descs = every
-        self._sets[False] = manager.graphs
         return size
 
-    def use(self, busy: bool) -> None:
+    def use(self, steers: bool = False, busy: bool = False) -> None:
         if self._sets:
-            self._runner.cudagraph_manager.graphs = self._sets[busy]
+            self._runner.cudagraph_manager.graphs = self._sets[steers, steers or busy]

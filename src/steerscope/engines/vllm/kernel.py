@@ -178,15 +178,16 @@ def _norm_kernel(
         group, busy = _asked(mine, STEER, COLUMNS, GROUP, ENTRIES)
     d = tl.load(delta + token * delta_stride + at, mask=inside, other=0.0)
     r = tl.load(residual + token * residual_stride + at, mask=inside, other=0.0)
-    if STEER and FEW:
+    if FEW and (STEER or CAPTURE):
         ready = laid + token * (hidden + TAIL)
         near = token < laid_rows
         lies = near & (tl.load(mine + ASKER) >= LAID)
-        a = tl.load(ready + at, mask=inside & near, other=0.0)
-        what = tl.where(lies, tl.load(ready + hidden, mask=near, other=0.0), -1.0)
+        if STEER:
+            a = tl.load(ready + at, mask=inside & near, other=0.0)
+            what = tl.where(lies, tl.load(ready + hidden, mask=near, other=0.0), -1.0)
     w = tl.load(weight + at, mask=inside, other=0.0)
     if CAPTURE:
-        if STEER and FEW:
+        if FEW:
             cell = tl.load(mine + CELL)
             place = tl.load(ready + hidden + PLACE, mask=near, other=0.0).to(tl.int32)
             was = tl.load(ready + hidden + BEFORE, mask=near, other=0.0).to(tl.int32)
@@ -205,6 +206,9 @@ def _norm_kernel(
                 d = _steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
     x = d.to(tl.float32) + r.to(tl.float32)
     tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
+    if STEER and CAPTURE and FEW:  # noqa: SIM102 # what is known when it is compiled stands alone
+        if lies:  # while the sum is waited for
+            _kept(h, x.to(kind), token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
     squares = tl.sum(x * x)
     if STEER:
         large = (busy != 0) & ~(squares < LARGE)  # it may hold what is not finite: this is at hand, the rest is rare
@@ -215,6 +219,9 @@ def _norm_kernel(
                 x = tl.zeros([BLOCK], dtype=tl.float32)
                 squares = tl.sum(x * x)
                 tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
+                if CAPTURE and FEW:  # noqa: SIM102
+                    if lies:
+                        _kept(h, x.to(kind), token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
     y = x * tl.math.rsqrt(squares / hidden + epsilon)
     if BESIDE_ONE:
         y = y * (w.to(tl.float32) + 1.0)
@@ -226,10 +233,15 @@ def _norm_kernel(
         late = x.to(kind)
         if not STEER:
             h = late
-        if STEER and FEW:
-            if not lies:
+        if FEW:
+            if not STEER:  # noqa: SIM102
+                if lies:
+                    _kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
+            if (group != 0) & ~lies:
                 place, was, cell = _where(mine, group, order, before, CELL)
-        _kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
+                _kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
+        else:
+            _kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
     if LAST and CAPTURE:
         _advance(mine, CELL, STRIDE)
 
@@ -253,7 +265,8 @@ def _cuda_tap(
     steer: bool,
     capture: bool,
 ) -> None:
-    if not tap.kernels:
+    steer, capture = tap.working(steer, capture)
+    if not (steer or capture):
         return
     tokens, hidden = _checked(delta, residual, index)
     block = triton.next_power_of_2(hidden)
@@ -320,6 +333,7 @@ def _cuda_tap_norm(
     capture: bool,
     last: bool,
 ) -> tuple[Tensor, Tensor]:
+    steer, capture = tap.working(steer, capture)
     tokens, hidden = _checked(delta, residual, index)
     normed, stream = (torch.empty(tokens, hidden, dtype=delta.dtype, device=delta.device) for _ in range(2))
     block = triton.next_power_of_2(hidden)
@@ -348,8 +362,8 @@ def _cuda_tap_norm(
         COLUMNS=(index.shape[1] - ENTRIES) // 3,
         BLOCK=block,
         BESIDE_ONE=beside_one,
-        STEER=steer and tap.kernels,
-        CAPTURE=capture and tap.kernels,
+        STEER=steer,
+        CAPTURE=capture,
         LAST=last,
         LARGE=min(torch.finfo(delta.dtype).max ** 2, torch.finfo(torch.float32).max),
         ASKER=ASKER,
@@ -370,7 +384,7 @@ def _cuda_tap_norm(
 
 def _cuda_end(delta: Tensor, index: Tensor, faults: Tensor) -> None:
     del faults
-    if tap.kernels:
+    if tap.working(False, True)[1]:
         _end_kernel[(delta.shape[0],)](index, index.shape[1], CELL=CELL, STRIDE=STRIDE, num_warps=1)  # type: ignore[index]
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("steerscope")
 _BATCHES = ((2, False), (1, True))  # tokens, and whether as decoding requests; one token must not be traced first
 _FACTOR = 4.0  # the value, in units of what the row's norm is without it
+_BLANK = 7.0  # what a row holds before the taps write to it
 _TRIES = 3  # dummy batches may read memory that was never written: now and then it is not finite
 
 
@@ -78,14 +79,16 @@ def _run(
     taps.set_group(asker.group, group)
     taps.books.askers["proof"] = asker
     filled = taps.books.fill(["proof"], np.array([0, tokens]), np.array([0]), taps.reserve, lambda _: None)
-    taps.graphs.use(filled.busy)
+    taps.graphs.use(filled.steers, filled.busy)
     taps.pool.send_index(tokens, lay=uniform)
     try:
         taps.books.proving = True
-        dummy_run(tokens, uniform_decode=uniform)
         (part,) = filled.slices
-        rows = taps.pool.rows(part.cell, tokens, len(taps.keys)).double().cpu()
+        cells = taps.pool.rows(part.cell, tokens, len(taps.keys)).fill_(_BLANK)
+        dummy_run(tokens, uniform_decode=uniform)
+        rows = cells.double().cpu()
         taps.pool.give(part.cell, part.size)
+        _judge_kept(taps, rows)
         return rows
     finally:
         taps.books.proving = False
@@ -95,6 +98,14 @@ def _run(
         taps.groups.release(group)
         for lease in leases:
             taps.table.release(lease)
+
+
+def _judge_kept(taps: "WorkerTaps", rows: torch.Tensor) -> None:
+    if len(blank := (rows == _BLANK).all(dim=-1).any(dim=0).nonzero().flatten()):
+        layer, site = taps.keys[int(blank[0])]
+        raise UnsupportedModel(
+            f"self-test failed: no row of {site} of layer {layer} was captured in the mode that will run"
+        )
 
 
 def _judge(taps: "WorkerTaps", rows: torch.Tensor, directions: dict[Key, np.ndarray], values: dict[Key, float]) -> None:

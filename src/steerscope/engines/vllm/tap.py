@@ -51,17 +51,23 @@ def _fake_norm(delta: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 # In `order`, added to a place: a group that reads the row too. It is left behind the cells, at the token's own number,
 # so that whoever is watched needs no cells: the rows of one step are looked at before the next.
 WATCHED = 1 << 16
-kernels = True  # whether a CUDA tap does anything; graphs may be captured without
+_working = (True, True)  # whether CUDA taps steer, and whether they keep rows; graphs may be captured without
 
 
 @contextlib.contextmanager
-def kernels_off() -> Iterator[None]:
-    global kernels
-    kernels = False
+def kernels(steer: bool, capture: bool) -> Iterator[None]:
+    """What is launched meanwhile does no more than this."""
+    global _working
+    _working = steer, capture
     try:
         yield
     finally:
-        kernels = True
+        _working = True, True
+
+
+def working(steer: bool, capture: bool) -> tuple[bool, bool]:
+    """What of this a kernel does now."""
+    return steer and _working[0], capture and _working[1]
 
 
 def _torch_tap(

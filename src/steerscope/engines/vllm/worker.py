@@ -166,7 +166,7 @@ class WorkerTaps:
 
     def _stage(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
         if self.books.resting or (not self.books.askers and self.books.clean):
-            self.graphs.use(busy=False)
+            self.graphs.use()
         else:
             self._fill(names, starts, computed)
         self.pool.pump()  # beside the forward: the inputs, which the device fetches over the same bus, are there
@@ -180,7 +180,7 @@ class WorkerTaps:
                 self.delivery.fail(asker, f"{type(error).__name__}: {error}")
             # Steered they must be, or the step must not run: their keys are cached as steered ones.
             self._filled = self.books.fill(names, starts, computed, self.reserve, bring_out)
-        self.graphs.use(self._filled.busy)
+        self.graphs.use(self._filled.steers, self._filled.busy)
         if self._filled.advance:
             self.pool.advance(self._filled.tokens)
         elif not self._filled.same:
