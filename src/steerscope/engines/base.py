@@ -246,15 +246,23 @@ class Engine(Scopes, ABC):
         watches = per_prompt(watch, (Watch,), len(prompts), many, "watch", problems)
         if problems:
             raise InvalidRequest(problems)
-        around = self.surrounding()
+        around, usual = self.surrounding(), Sampling()
         plans: list[Plan] = []
+        planned: dict[tuple[int, ...], Plan] = {}  # by the specs themselves: requests of one call ask alike
         for i, prompt in enumerate(prompts):
             name = request_id or next(n for i in self._numbers if (n := f"r{i}") not in self._jobs)
-            spec = around.then(as_steering(steers[i]))
-            planner, asked = Planner(self.facts, self._vectors, self._packs), samplings[i] or Sampling()
-            planner.problems += self._check_sampling(asked)
+            planner, asked = Planner(self.facts, self._vectors, self._packs), samplings[i] or usual
+            specs = id(asked), id(steers[i]), id(captures[i]), id(watches[i]), len(prompt.token_ids)
+            known = planned.get(specs) if prompt.messages is None else None
             try:
+                if known is not None:
+                    plans.append(planner.alike(name, prompt, known))
+                    continue
+                planner.problems += self._check_sampling(asked)
+                spec = around.then(as_steering(steers[i]))
                 plans.append(planner.plan(name, prompt, asked, spec, captures[i], watches[i]))
+                if prompt.messages is None:
+                    planned[specs] = plans[-1]
             except InvalidRequest as error:
                 problems += [p.under(f"prompts[{i}]") if many else p for p in error.problems]
         if problems:

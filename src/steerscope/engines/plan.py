@@ -73,7 +73,7 @@ class Applied:
     rule: str | None = None  # it acts there only while this rule has switched it on
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # the same one serves all that ask alike
 class CapturePlan:
     asked: tuple[Key, ...]  # as the user named them
     keys: tuple[Key, ...]  # the taps they come from, without repeats
@@ -131,6 +131,24 @@ class Planner:
         watch: Watch | None = None,
     ) -> Plan:
         self._check_prompt(prompt, sampling)
+        return self._resolved(request_id, prompt, sampling, steering, capture, watch)
+
+    def alike(self, request_id: str, prompt: Prompt, plan: Plan) -> Plan:
+        """The plan of another prompt of the same length, without messages, for which the same is asked."""
+        self._check_prompt(prompt, plan.sampling)
+        if self.problems:
+            raise InvalidRequest(self.problems)
+        return Plan(request_id, 0, prompt, plan.sampling, plan.columns, plan.applied, plan.capture, plan.watch)
+
+    def _resolved(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: Sampling,
+        steering: Steering,
+        capture: Capture | None,
+        watch: Watch | None,
+    ) -> Plan:
         if steering.ops and not self.facts.steers:
             self._problem("steer", "the engine was started with taps that only read", "start it with steer on")
         if capture and not self.facts.captures:

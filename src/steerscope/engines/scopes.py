@@ -12,7 +12,7 @@ from steerscope.lenses.pack import Pack
 from steerscope.lenses.reader import PackOptions, Registered
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling
-from steerscope.specs.steering import Add, Steering, Vector, VectorData
+from steerscope.specs.steering import Ablate, Add, Cap, Steering, Vector, VectorData
 
 _NOTHING = Steering()
 
@@ -116,4 +116,6 @@ class Scopes:
 def as_steering(steer: SteerLike | None) -> Steering:
     if steer is None:
         return _NOTHING
+    if isinstance(steer, Add | Cap | Ablate):  # which is checked already
+        return Steering.model_construct(ops=(steer,))
     return steer if isinstance(steer, Steering) else Steering(ops=(steer,))

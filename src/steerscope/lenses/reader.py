@@ -4,6 +4,7 @@ A pack that the device holds is a bank: every lens is evaluated, and nothing wai
 tiers: concepts are found by expansion, and rules may only name concepts that are always there (base levels, pinned).
 """
 
+import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -46,6 +47,11 @@ class Registered:
     @cached_property
     def key(self) -> tuple[str, PackOptions]:
         return self.pack.digest, self.options
+
+    @cached_property
+    def word(self) -> str:
+        """The same as one word."""
+        return hashlib.blake2b(repr(self.key).encode(), digest_size=16).hexdigest()
 
     @cached_property
     def always(self) -> dict[int, int] | None:

@@ -81,35 +81,42 @@ def digest(content: Mapping[Key, bytes]) -> bytes:
     return found.digest()
 
 
+@dataclass(slots=True)
+class _Slot:
+    number: int
+    users: int = 0
+
+
 class Slots:
-    """Numbers 1 … capacity−1 handed out by content key, with reference counts; 0 means "do nothing"."""
+    """Numbers 1 … capacity−1 handed out by content key, with reference counts; 0 means "do nothing". Keys may be long
+    tuples, whose hash is worked out each time: a key is looked up once."""
 
     def __init__(self, capacity: int, what: str) -> None:
         self.capacity, self.what = capacity, what
         self._free = list(range(capacity - 1, 0, -1))
-        self._slot: dict[Hashable, int] = {}
-        self._users: dict[Hashable, int] = {}
-        self._idle: OrderedDict[Hashable, None] = OrderedDict()
+        self._slots: dict[Hashable, _Slot] = {}
+        self._idle: OrderedDict[int, Hashable] = OrderedDict()  # by number
 
     def acquire(self, key: Hashable) -> tuple[int, bool]:
         """The slot for this content and whether it must be written first."""
-        known = key in self._slot
-        if not known:
+        slot, known = self._slots.get(key), True
+        if slot is None:
             if not self._free:
                 self._evict()
-            self._slot[key] = self._free.pop()
-            self._users[key] = 0
-        self._users[key] += 1
-        self._idle.pop(key, None)
-        return self._slot[key], not known
+            slot = self._slots[key] = _Slot(self._free.pop())
+            known = False
+        slot.users += 1
+        self._idle.pop(slot.number, None)
+        return slot.number, not known
 
     def __contains__(self, key: Hashable) -> bool:
-        return key in self._slot
+        return key in self._slots
 
     def release(self, key: Hashable) -> None:
-        self._users[key] -= 1
-        if self._users[key] == 0:
-            self._idle[key] = None
+        slot = self._slots[key]
+        slot.users -= 1
+        if slot.users == 0:
+            self._idle[slot.number] = key
 
     def _evict(self) -> None:
         if not self._idle:
@@ -117,13 +124,13 @@ class Slots:
                 f"all {self.capacity - 1} {self.what} slots are in use by running requests: "
                 f"wait for some to finish, or start the engine with more slots"
             )
-        key, _ = self._idle.popitem(last=False)
-        self._free.append(self._slot.pop(key))
-        del self._users[key]
+        number, key = self._idle.popitem(last=False)
+        del self._slots[key]
+        self._free.append(number)
 
     @property
     def in_use(self) -> int:
-        return len(self._slot) - len(self._idle)
+        return len(self._slots) - len(self._idle)
 
 
 @dataclass(frozen=True, slots=True)

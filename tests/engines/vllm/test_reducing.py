@@ -87,3 +87,21 @@ def test_results_of_requests_that_end_together_go_to_their_own_places() -> None:
     road.flush()
     assert torch.equal(memory[:2], cells[:6].view(3, 2, 5).mean(0))
     assert torch.equal(memory[2], cells[7])
+
+
+@interpreted
+def test_memory_that_is_used_again_starts_from_nothing() -> None:
+    from steerscope.engines.vllm.reducing_cuda import DeviceReductions
+
+    cells = torch.arange(60.0).view(12, 5)
+    road, memory, places = DeviceReductions(cells), torch.empty(1, HIDDEN), []
+    for cell in (0, 6, 9):
+        one = asker("mean", 1, 1)
+        held = road.start(one.wire.capture, 1)
+        places.append(held.total.data_ptr())
+        road.push([(held, part(one, 0, 2, cell))])
+        road.push([(held, part(one, 2, 3, cell + 2))])
+        road.finish(held, 3, 3, memory)
+        road.flush()
+        assert torch.equal(memory[0], cells[cell : cell + 3].mean(0))
+    assert len(set(places)) == 1

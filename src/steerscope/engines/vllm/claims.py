@@ -12,13 +12,15 @@ import numpy as np
 import torch
 
 from steerscope.capture.transport import ALIGN, LEFT, READ, Region, Regions
-from steerscope.engines.plan import Facts, Plan
+from steerscope.engines.plan import CapturePlan, Facts, Plan
 from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch
 from steerscope.lenses.compile import MOST_RULES
 from steerscope.lenses.monitor import SeenOnHost
 from steerscope.residual.table import Key, Slots
 from steerscope.specs.errors import CapacityExceeded, RequestFailed
+
+_KEPT = 256
 
 
 class Room:
@@ -32,6 +34,9 @@ class Room:
         self.vectors = Slots(settings.slots, "vector")
         self._coefficients = Slots(4 * settings.slots, "coefficient")
         self._groups = Slots(settings.groups, "capture group")
+        # A plan of a capture serves all that ask alike.
+        self._capture_bytes = functools.lru_cache(maxsize=_KEPT)(self._bytes_of)
+        self.wire_capture = functools.lru_cache(maxsize=_KEPT)(_wire_capture)
 
     def needs(self, plan: Plan) -> list[tuple[Slots, Hashable]]:
         found: list[tuple[Slots, Hashable]] = []
@@ -47,22 +52,27 @@ class Room:
     def row_bytes(self, plan: Plan) -> int:
         """What arrives in shared memory: captured rows, and behind them the readings."""
         watch = self.watch(plan)
-        return self._capture_bytes(plan) if watch is None else watch.place + watch.bytes
+        return self._capture_bytes(plan.capture, plan.most_rows) if watch is None else watch.place + watch.bytes
 
-    def _capture_bytes(self, plan: Plan) -> int:
-        if plan.capture is None:
+    def _bytes_of(self, capture: CapturePlan | None, most: int) -> int:
+        if capture is None:
             return 0
-        size = 4 if plan.capture.spec.reduce else self.dtype.itemsize
-        return plan.capture.rows(plan.most_rows) * len(plan.capture.keys) * self.facts.hidden * size
+        size = 4 if capture.spec.reduce else self.dtype.itemsize
+        return capture.rows(most) * len(capture.keys) * self.facts.hidden * size
 
     def watch(self, plan: Plan) -> WireWatch | None:
         if plan.watch is None:
             return None
-        return WireWatch.of(plan.watch, plan.most_rows, -(-self._capture_bytes(plan) // ALIGN) * ALIGN)
+        place = -(-self._capture_bytes(plan.capture, plan.most_rows) // ALIGN) * ALIGN
+        return WireWatch.of(plan.watch, plan.most_rows, place)
 
     def stages_of(self, keys: Sequence[Key]) -> list[int]:
         """The pipeline stages that hold these taps, in order."""
         return self.stages if len(self.stages) == 1 else sorted({self.stage[key] for key in keys})
+
+
+def _wire_capture(plan: CapturePlan, hold: int, most: int) -> WireCapture:
+    return WireCapture(plan.keys, plan.positions, plan.spec.before_steering, plan.spec.reduce, hold, most)
 
 
 class Claim:
@@ -107,12 +117,8 @@ class Claim:
     def wire(self, name: str, hold: int = 0, arena: tuple[str, int] | None = None) -> Wire:
         """For the workers. With an arena of its own it also carries the vectors: nobody gave them before."""
         assert self.region is not None
-        capture, plan = None, self.plan.capture
-        if plan is not None:
-            spec = plan.spec
-            capture = WireCapture(
-                plan.keys, plan.positions, spec.before_steering, spec.reduce, hold, self.plan.most_rows
-            )
+        plan = self.plan.capture
+        capture = None if plan is None else self.room.wire_capture(plan, hold, self.plan.most_rows)
         columns = tuple(WireColumn.of(column, inline=arena is not None) for column in self.plan.columns)
         return Wire(name, arena, self.region.offset, self.region.owner, columns, capture, self.watch)
 

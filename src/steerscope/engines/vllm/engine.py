@@ -69,7 +69,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         self.settings = settings or Settings()
         self.capture_ttl = capture_ttl
         self.tokenizer = tokenizer or tokenizer_of(model)
-        self._llm, config = self._start_vllm(model, vllm_options)
+        self._llm, config = self._start_vllm(model, name or str(model), vllm_options)
         try:
             self._begin(config, name or str(model), capture_budget)
         except BaseException:
@@ -105,7 +105,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         self._failures = 0  # what the shared memory said when it was last looked at
         self.sampling_params = functools.lru_cache(maxsize=64)(sampling_params)
 
-    def _start_vllm(self, model: str | Path, options: dict[str, Any]) -> "tuple[LLMEngine, Any]":
+    def _start_vllm(self, model: str | Path, name: str, options: dict[str, Any]) -> "tuple[LLMEngine, Any]":
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -119,7 +119,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         except SteerscopeError:
             raise
         except Exception as error:
-            raise ModelNotFound(f"vLLM cannot start {model}: {reason_of(error)}") from error
+            raise ModelNotFound(f"vLLM cannot start {name}: {reason_of(error)}") from error
 
     def _watch(self) -> None:
         """A core that is killed says nothing, and vLLM's synchronous client waits for it for ever."""

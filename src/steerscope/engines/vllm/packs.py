@@ -36,8 +36,11 @@ class Packs:
     def lend(self, registered: Registered) -> None:
         """For a request that is about to run."""
         self._bring(registered)
+        loose = [name for name in self._there if not self._registered[name]]
+        if len(loose) < _IDLE:
+            return
         used = self._used() | {pack_name(registered)}
-        idle = [name for name in self._there if not self._registered[name] and name not in used]
+        idle = [name for name in loose if name not in used]
         for name in idle[: max(0, len(idle) - _IDLE + 1)]:  # this one will be idle too
             self._take_back(name)
 

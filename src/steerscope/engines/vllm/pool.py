@@ -17,6 +17,8 @@ from steerscope.engines.vllm.askers import Asker, Slice
 from steerscope.engines.vllm.step import CELL, STRIDE
 from steerscope.specs.errors import CapacityExceeded
 
+_FEW = 4
+
 
 class Cells:
     """Which cells are free: first fit, neighbours merged."""
@@ -128,6 +130,16 @@ def make_pool(
 
         return CudaPool(device, cells, askers, hidden, dtype, index)
     return HostPool(cells, askers, hidden, dtype, index)
+
+
+def clear_faults(faults: Tensor, numbers: list[int]) -> None:
+    """Those of new askers: whoever had the number before may have left one. A launch costs a GPU more than they do."""
+    if len(numbers) < _FEW:
+        for number in numbers:
+            faults[number] = 0
+        return
+    wanted = torch.tensor(numbers, pin_memory=faults.is_cuda).to(faults.device, non_blocking=True)
+    faults.index_fill_(0, wanted, 0)
 
 
 class HostPool:

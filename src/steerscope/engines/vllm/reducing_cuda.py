@@ -18,6 +18,7 @@ TOTAL, RING, WIDTH, HOLD, LAST, CELL, FIRST, COUNT = range(8)
 TARGET, SURE, COUNTED = CELL, FIRST, COUNT  # of those that end
 _LINE = 8
 _BLOCK = 1024
+_SPARE = 64 << 20  # bytes, at most
 
 
 @triton.jit
@@ -45,7 +46,7 @@ def _take(
         sums = tl.load(mine + TOTAL).to(tl.pointer_type(tl.float32)) + tap * hidden + at
         ring = tl.load(mine + RING).to(cells.dtype) + tap * hidden + at
         rows = cells + (tl.load(mine + CELL) + tap) * hidden + at
-        total = tl.load(sums, mask=inside, other=0.0)
+        total = tl.load(sums, mask=inside & (first > 0), other=0.0)
         for i in range(tl.maximum(first - hold, 0), tl.minimum(first, first + count - hold)):
             total = _joined(total, tl.load(ring + i % hold * width * hidden, mask=inside, other=0.0), last)
         for i in range(0, count - hold):
@@ -103,12 +104,16 @@ class DeviceReductions:
         self._cells = cells
         self._ending: list[list[int]] = []
         self._kept: list[Held] = []  # until the device has done with them
+        self._spare: dict[tuple[int, int], list[Held]] = {}  # by width and hold: whose memory may be used again
 
     def start(self, capture: WireCapture, width: int) -> Held:
-        hidden, device = self._cells.shape[1], self._cells.device
-        total = torch.zeros(width, hidden, dtype=torch.float32, device=device)
+        hidden, device, last = self._cells.shape[1], self._cells.device, capture.reduce == "last"
+        if spare := self._spare.get((width, capture.hold)):
+            used = spare.pop()
+            return Held(used.total, used.ring, capture.hold, last)
+        total = torch.empty(width, hidden, dtype=torch.float32, device=device)  # whose first rows find nothing there
         ring = torch.empty(max(1, capture.hold), width, hidden, dtype=self._cells.dtype, device=device)
-        return Held(total, ring, capture.hold, capture.reduce == "last")
+        return Held(total, ring, capture.hold, last)
 
     def push(self, parts: Sequence[tuple[Held, Slice]]) -> None:
         lines = []
@@ -137,6 +142,11 @@ class DeviceReductions:
             self._launch(_end, self._ending, TARGET=TARGET, SURE=SURE, COUNTED=COUNTED)
             if self._cells.device.type == "cuda":
                 torch.cuda.current_stream(self._cells.device).synchronize()
+            self._spare, room = {}, _SPARE  # not those of requests that ended longer ago
+            for held in self._kept:
+                room -= held.total.nbytes + held.ring.nbytes
+                if room >= 0:
+                    self._spare.setdefault((held.total.shape[0], held.hold), []).append(held)
         self._ending, self._kept = [], []
 
     def _launch(self, kernel: triton.JITFunction, lines: list[list[int]], **columns: int) -> None:

@@ -6,6 +6,7 @@ later, uses the same tensors again. On a GPU readings go to the client without t
 to know them itself, it waits: tiers load what they need, and what a rule has switched may have to be computed again.
 """
 
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -47,6 +48,11 @@ def places_of(group: Group, taps: Sequence[Key]) -> list[int]:
     keys, _, watched = group
     place = {key: i for i, key in enumerate(keys)}
     return [place.get(key, -1) + (WATCHED if key == watched else 0) for key in taps]
+
+
+@functools.lru_cache(maxsize=64)  # requests ask alike
+def _spec(pack: str, top_k: int, levels: tuple[int, ...] | None) -> Watch:
+    return Watch(pack=pack, top_k=top_k, levels=None if levels is None else list(levels))
 
 
 @dataclass(slots=True)
@@ -104,8 +110,7 @@ class Watching:
         pack = self.packs.get(watch.pack)
         if pack is None:
             raise RequestFailed("its lens pack is not on this worker")
-        levels = None if watch.levels is None else list(watch.levels)
-        spec = Watch(pack=watch.pack, top_k=watch.top_k, levels=levels)
+        spec = _spec(watch.pack, watch.top_k, watch.levels)
         seat = self.monitor.admit(WatchPlan(pack, watch.key, watch.positions, watch.compiled, spec))
         gates = [self.monitor.gate(seat, column.gate) for column in asker.wire.columns]
         asker.watched = Watched(seat, gates, alone, both, watch.positions.count(watch.most))

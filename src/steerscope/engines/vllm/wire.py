@@ -11,13 +11,12 @@ from typing import Any, Literal
 from steerscope.engines.plan import Plan
 from steerscope.lenses.compile import Compiled, CompiledRule, Term
 from steerscope.lenses.monitor import WatchPlan
-from steerscope.lenses.reader import PackOptions, Registered
+from steerscope.lenses.reader import Registered
 from steerscope.residual.table import Column, Key
 from steerscope.specs.steering import Coefficients
 from steerscope.specs.tokens import EVERYWHERE, Positions
 
 OVERFLOW = "its steering makes the hidden states not finite; lower the strength"  # why a worker gives a request up
-Packed = dict[str, Any]  # plain data that msgpack takes
 _KEPT, _RECENT = 256, 4096
 
 
@@ -95,12 +94,7 @@ class WireWatch:
 
 def pack_name(registered: Registered) -> str:
     """What a pack is and how it is kept, as one word."""
-    return _pack_name(*registered.key)
-
-
-@functools.lru_cache(maxsize=64)
-def _pack_name(digest: str, options: PackOptions) -> str:
-    return hashlib.blake2b(repr((digest, options)).encode(), digest_size=16).hexdigest()
+    return registered.word
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,49 +122,39 @@ class Wire:
         """One piece, which vLLM copies and sends as it is."""
         import msgspec  # vLLM has it
 
-        return msgspec.msgpack.encode(self._plain())
-
-    def _plain(self) -> Packed:
-        columns = [
-            [_pack_ops(c.vectors, c.strengths, tuple(c.coefficients.items())), c.content,
-             _pack_positions(c.positions), c.gate]
-            for c in self.columns
-        ]  # fmt: skip
-        capture = None
-        if self.capture:
-            c = self.capture
-            capture = [_pack_keys(c.keys), _pack_positions(c.positions), c.before_steering, c.reduce, c.hold, c.most]
-        return {"name": self.name, "place": [self.arena, self.offset, self.owner], "columns": columns,
-                "capture": capture, "watch": self.watch and self.watch.plain()}  # fmt: skip
+        columns = [[_pack_ops(c), c.content, _pack_positions(c.positions), c.gate] for c in self.columns]
+        capture = None if self.capture is None else _pack_capture(self.capture)
+        watch = None if self.watch is None else self.watch.plain()
+        return msgspec.msgpack.encode([self.name, self.arena, self.offset, self.owner, columns, capture, watch])
 
     @classmethod
     def unpack(cls, packed: bytes) -> "Wire":
         import msgspec
 
-        data: Packed = msgspec.msgpack.decode(packed)
+        name, arena, offset, owner, plain, captured, watched = msgspec.msgpack.decode(packed)
         columns = []
-        for ops, content, at, gate in data["columns"]:
+        for ops, content, at, gate in plain:
             vectors, strengths, coefficients = _unpack_ops(bytes(ops))
             columns.append(WireColumn(vectors, strengths, content, coefficients, _positions(at), gate))
-        capture = None
-        if data["capture"] is not None:
-            keys, at, *rest = data["capture"]
-            capture = WireCapture(_unpack_keys(bytes(keys)), _positions(at), *rest)
-        watch = None if data["watch"] is None else WireWatch.unplain(data["watch"])
-        arena, offset, owner = data["place"]
-        own = None if arena is None else (arena[0], arena[1])
-        return cls(data["name"], own, offset, owner, tuple(columns), capture, watch)
+        capture = None if captured is None else _unpack_capture(bytes(captured))
+        watch = None if watched is None else WireWatch.unplain(watched)
+        return cls(name, None if arena is None else (arena[0], arena[1]), offset, owner, tuple(columns), capture, watch)
 
 
 # Requests ask alike: what names many layers is packed, and unpacked, once for all of them.
+_packed_ops: dict[tuple[bytes, bytes], bytes] = {}  # by the hashes of their contents, which name the layers too
 
 
-@functools.lru_cache(maxsize=_KEPT)
-def _pack_ops(vectors: bytes, strengths: bytes, coefficients: tuple[tuple[Key, Coefficients], ...]) -> bytes:
+def _pack_ops(column: WireColumn) -> bytes:
     import msgspec
 
-    keys, values = zip(*coefficients, strict=True)
-    return msgspec.msgpack.encode([vectors, strengths, _plain_keys(keys), values])
+    name = column.vectors, column.strengths
+    if (known := _packed_ops.get(name)) is not None:
+        return known
+    if len(_packed_ops) >= _KEPT:
+        _packed_ops.pop(next(iter(_packed_ops)), None)
+    values = [*name, _plain_keys(column.coefficients), list(column.coefficients.values())]
+    return _packed_ops.setdefault(name, msgspec.msgpack.encode(values))
 
 
 @functools.lru_cache(maxsize=_KEPT)
@@ -182,17 +166,20 @@ def _unpack_ops(packed: bytes) -> tuple[bytes, bytes, dict[Key, Coefficients]]:
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _pack_keys(keys: tuple[Key, ...]) -> bytes:
+def _pack_capture(capture: WireCapture) -> bytes:
     import msgspec
 
-    return msgspec.msgpack.encode(_plain_keys(keys))
+    c = capture
+    plain = [_plain_keys(c.keys), _pack_positions(c.positions), c.before_steering, c.reduce, c.hold, c.most]
+    return msgspec.msgpack.encode(plain)
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _unpack_keys(packed: bytes) -> tuple[Key, ...]:
+def _unpack_capture(packed: bytes) -> WireCapture:
     import msgspec
 
-    return _keys(msgspec.msgpack.decode(packed))
+    keys, at, *rest = msgspec.msgpack.decode(packed)
+    return WireCapture(_keys(keys), _positions(at), *rest)
 
 
 def _plain_keys(keys: Iterable[Key]) -> list[list[int | str]]:

@@ -22,7 +22,7 @@ from steerscope.engines.vllm.delivery import Delivery
 from steerscope.engines.vllm.graphs import Graphs, around
 from steerscope.engines.vllm.guards import check_config, graph_sizes, layer_count, minor_version, plain_norms
 from steerscope.engines.vllm.layers import attach, find_layers, returned
-from steerscope.engines.vllm.pool import make_pool
+from steerscope.engines.vllm.pool import clear_faults, make_pool
 from steerscope.engines.vllm.proof import prove
 from steerscope.engines.vllm.seeds import mend
 from steerscope.engines.vllm.settings import Settings
@@ -129,8 +129,9 @@ class WorkerTaps:
             self.counts["steps"] += 1
             for name in output.finished_req_ids:
                 self._forget(name)
-            for new in output.scheduled_new_reqs:
-                self._admit(new)
+            if output.scheduled_new_reqs:
+                fresh = [number for new in output.scheduled_new_reqs if (number := self._admit(new))]
+                clear_faults(self.pool.faults, fresh)
             self._filled = NOTHING
             result = run(output, *args, **kwargs)
             if self._filled.looks is not None:
@@ -225,16 +226,17 @@ class WorkerTaps:
 
     # --- requests
 
-    def _admit(self, new: Any) -> None:
+    def _admit(self, new: Any) -> int:
+        """Which fault flag is its own, if it steers."""
         params = new.sampling_params
         packed = ((params.extra_args or {}) if params else {}).get("steerscope")
         if packed is None or new.req_id in self.books.askers:  # a request that was preempted comes again
-            return
+            return 0
         try:
             wire = Wire.unpack(packed)
         except Exception as error:
             log.error("a request carries a steerscope entry that cannot be read: %s", error)
-            return
+            return 0
         asker = Asker(wire, [], 0, 0, cached=new.num_computed_tokens > 0)
         try:
             self.delivery.meet(asker)
@@ -244,7 +246,6 @@ class WorkerTaps:
             if wire.columns:
                 asker.number = self._numbers.popleft()
                 self._owners[asker.number] = asker
-                self.pool.faults[asker.number] = 0
             if asker.wire.capture or asker.wire.watch:
                 self._join_groups(asker)
         except Exception as error:
@@ -253,6 +254,7 @@ class WorkerTaps:
             self.delivery.fail(asker, OVERFLOW)
         asker.wire = asker.wire.without_content()
         self.books.admit(new.req_id, asker)
+        return asker.number
 
     def _column(self, column: WireColumn) -> Column:
         if column.content is None:

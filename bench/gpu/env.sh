@@ -1,3 +1,6 @@
+# What all programs here need.
+export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-${TMPDIR:-/tmp}/vllm-cache}
 # Where steerscope is not installed, its entry point (for engine cores of their own) needs a name to be found by.
 meta=${TMPDIR:-/tmp}/steerscope-meta/steerscope-0.dist-info
 mkdir -p "$meta"
