@@ -2,7 +2,7 @@
 # What each kind of request costs on a GPU against untouched vLLM, in pairs. Usage: speed.sh OUT [run ...]
 # Needs vLLM on PYTHONPATH; writes OUT/speed-<run>.json, OUT/profile-<cell>.json and a log of each.
 out=$1; shift
-runs=${*:-"qwen one profile llama-8b llama-1b b1 b64 b256 peer lens"}
+runs=${*:-"qwen one profile llama-8b llama-1b batches peer lens"}
 tmp=${TMPDIR:-/tmp}
 mkdir -p "$out"
 . bench/gpu/env.sh
@@ -25,7 +25,7 @@ for run in $runs; do
     noop)      pair speed-qwen2.5-3b-noop --model qwen2.5-3b --noop --cells noise zero-layer ;;
     llama-8b)  pair speed-llama-8b --model llama-8b --cells $some ;;
     llama-1b)  pair speed-llama-1b --model llama-1b --cells $some ;;
-    b1|b64|b256) pair "speed-qwen2.5-3b-$run" --model qwen2.5-3b --batch "${run#b}" --cells $some ;;
+    batches)   pair speed-qwen2.5-3b --model qwen2.5-3b --batches 1 64 256 --cells $some ;;  # one pair of engines
     peer)      pair speed-qwen2.5-3b-peer --model qwen2.5-3b --utilisation 0.4 --cells noise all-layers hidden-states ;;
     lens)      for size in "267 --compile 8" "7947 --rounds 3 --levels="; do
                  set -- $size

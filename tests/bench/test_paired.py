@@ -29,8 +29,12 @@ class FakeChild:
         self.about = {"engine": engine, "start_s": 1.0, "hardware": {"gpu": "G"}}
         FakeChild.log.append(("start", kind))
 
+    def ready(self) -> None: ...
+
     def order(self, what: str, cell: str, seed: int, *how: bool) -> dict[str, Any]:
         FakeChild.log.append((what, self.kind, cell, str(seed)))
+        if what == "batch":
+            return {}
         if cell in FakeChild.broken and self.kind == "ours":
             self.alive = False
             raise ChildFailed("ours: the process died")
@@ -60,7 +64,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "cell_seconds": 60.0,
             "baseline": "baseline",
         }
-        given |= {"profile": None, "noop": False, "out": tmp_path / "speed.json"}
+        given |= {"batches": None, "profile": None, "noop": False, "out": tmp_path / "speed.json"}
         return paired.measure(argparse.Namespace(**given | more), tmp_path)
 
     return measure
@@ -79,7 +83,19 @@ def test_rounds_go_there_and_back_with_the_same_prompts(run: Any) -> None:
         "baseline": {"coming": 2.0, "step": 0.5},
         "tapped": {"coming": 2.008, "step": 0.5},
     }
-    assert FakeChild.log[-2:] == [("close", "baseline"), ("close", "ours")]
+    assert FakeChild.log[:2] == [("start", "ours"), ("start", "baseline")]  # before anybody is waited for
+    assert set(FakeChild.log[-2:]) == {("close", "baseline"), ("close", "ours")}
+
+
+def test_batches_of_several_sizes_share_two_engines(run: Any, tmp_path: Path) -> None:
+    run("noise", "zero-layer", batches=[2, 1])
+    assert [entry for entry in FakeChild.log if entry[0] == "start"] == [("start", "ours"), ("start", "baseline")]
+    told = [(entry[1], entry[3]) for entry in FakeChild.log if entry[0] == "batch"]
+    assert list(dict.fromkeys(told)) == [("baseline", "2"), ("ours", "2"), ("baseline", "1"), ("ours", "1")]
+    for size in (2, 1):
+        found = json.loads((tmp_path / f"speed-b{size}.json").read_text())
+        assert found["configuration"]["batch"] == size
+        assert set(found["cells"]) == {"noise", "zero-layer"}
 
 
 def test_rows_are_verified_and_a_missed_goal_is_said(run: Any) -> None:

@@ -125,14 +125,14 @@ def vllm_arguments(setup: Setup, scratch: Path) -> dict[str, Any]:
     found |= {"max_model_len": setup.prefill + setup.decode, "max_num_seqs": max(setup.batch, 32)}
     found |= {"max_num_batched_tokens": setup.tokens, "enable_prefix_caching": False, "enforce_eager": setup.eager}
     found |= {"skip_tokenizer_init": True, "disable_log_stats": True}
-    if setup.device == "cuda":
-        return found | {"gpu_memory_utilization": setup.utilisation}
     config, blocks = model_config(setup.model), -(-(setup.prefill + setup.decode) // 128) + 1
     heads = config.num_key_value_heads * (
         getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
     )
     per_token = 2 * config.num_hidden_layers * heads * setup.torch_dtype.itemsize
-    return found | {"kv_cache_memory_bytes": max(64 << 20, setup.batch * blocks * 128 * per_token)}
+    # Said, so that nobody has to measure what is free: engines start beside each other.
+    found |= {"kv_cache_memory_bytes": max(64 << 20, setup.batch * blocks * 128 * per_token)}
+    return found | ({"gpu_memory_utilization": setup.utilisation} if setup.device == "cuda" else {})
 
 
 def vllm_environment(setup: Setup, plugins: bool) -> None:
@@ -218,7 +218,8 @@ class HiddenStates(BareVLLM):
         transfer = KVTransferConfig(
             kv_connector="ExampleHiddenStatesConnector", kv_role="kv_producer", kv_connector_extra_config=where
         )
-        super().__init__(setup, scratch, speculative_config=method, kv_transfer_config=transfer)
+        more = {"speculative_config": method, "kv_transfer_config": transfer, "kv_cache_memory_bytes": None}
+        super().__init__(setup, scratch, **more)
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
         """The clock stops when every file is complete: only then has the client its rows."""
@@ -294,7 +295,9 @@ class Ours:
             llm.step = self._steps = Steps(llm.step)
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
-        asked: dict[str, Any] = {"steer": self._steer(cell), "capture": capture_of(cell, self.facts.layers)}
+        steer = self._steer(cell)
+        steer = steer[: len(prompts)] if isinstance(steer, list) else steer
+        asked: dict[str, Any] = {"steer": steer, "capture": capture_of(cell, self.facts.layers)}
         if cell == "watch":
             asked["watch"] = self._watch()
         sampling = Sampling(max_tokens=self.setup.decode, ignore_eos=True)

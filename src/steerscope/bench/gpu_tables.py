@@ -14,9 +14,7 @@ def taps(results: Path) -> str:
     for case, value in data["more_us_per_layer"].items():
         low, high = data["spread_us"][case]
         lines.append(f"| {case} | {value:+.2f} | {low:+.2f} to {high:+.2f} |")
-    shape = (
-        f"{data['layers']} layers, {data['tokens']} tokens of {data['hidden']}, {data['between_mb']} MB read between"
-    )
+    size = f"{data['layers']} layers, {data['tokens']} tokens of {data['hidden']}"
     run = f"{data['rounds']} rounds; {data['device']}, torch {data['torch'].partition('+')[0]}"
-    lines += ["", f"{shape} two taps; {run}."]
+    lines += ["", f"{size}, the matrix products of a layer between two taps; {run}."]
     return "\n".join(lines)

@@ -3,9 +3,10 @@
     python -m steerscope.bench.paired --model qwen2.5-3b --out speed.json
 
 Two engines live side by side on one GPU, each in a process of its own: stock vLLM without any plugin (A), and the
-tapped one (B). Only one runs at a time. Rounds go A B, B A, A B, …, and each round's ratio is B over A with the same
-prompts, so that what changes slowly hits both. The first cell runs A against itself: that is the noise. A cell holds
-when the upper end of the 95 % interval of its median ratio does. The file is written after every cell.
+tapped one (B). They start beside each other, and then only one runs at a time. Rounds go A B, B A, A B, …, and each
+round's ratio is B over A with the same prompts, so that what changes slowly hits both. The first cell runs A against
+itself: that is the noise. A cell holds when the upper end of the 95 % interval of its median ratio does. The file is
+written after every cell.
 """
 
 import argparse
@@ -17,7 +18,8 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import asdict, fields
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,10 @@ def serve(pipe: Connection, kind: str, setup: Setup, scratch: Path, budget: int,
         while (order := pipe.recv())[0] != "close":
             what, cell, seed, *how = order
             try:
-                if what == "profile":
+                if what == "batch":
+                    driver.setup = setup = replace(setup, batch=seed)
+                    pipe.send({})
+                elif what == "profile":
                     assert isinstance(driver, Ours)
                     pipe.send(profile(driver, setup, cell, timer))
                 else:
@@ -91,8 +96,14 @@ class Child:
         self._process = context.Process(target=serve, args=(theirs, kind, setup, scratch, budget, noop))
         self._process.start()
         theirs.close()
-        self.about = self._answer(START_S)
-        self.about["start_s"] = time.perf_counter() - began
+        self._began = began
+        self.about: dict[str, Any] = {}
+
+    def ready(self) -> None:
+        """Wait until it is up."""
+        if not self.about:
+            self.about = self._answer(START_S)
+            self.about["start_s"] = time.perf_counter() - self._began
 
     def order(self, *order: Any, limit: float = RUN_S) -> dict[str, Any]:
         self._pipe.send(order)
@@ -204,42 +215,67 @@ def shown(cell: str, found: dict[str, Any]) -> str:
     return text
 
 
+def run_cells(
+    cells: list[str], up: Callable[[str], Child], children: dict[str, Child], result: dict[str, Any],
+    args: argparse.Namespace,
+) -> None:  # fmt: skip
+    base, out = up(args.baseline), args.out
+    if args.batches:
+        out = out.with_name(f"{out.stem}-b{args.setup.batch}{out.suffix}")
+    for cell in cells:
+        if cell == PEER and "ours" in children:  # the peer needs its room
+            children.pop("ours").close()
+        kind = args.baseline if cell == NOISE else PEER if cell == PEER else "ours"
+        try:
+            other = up(kind)
+            found = run_cell("baseline" if cell in (NOISE, PEER) else cell, base, other, args)
+        except ChildFailed as error:
+            if not base.alive:
+                raise
+            children.pop(kind, None)  # the next cell starts another
+            found = {"error": str(error)}
+        result["cells"][cell] = found
+        write(out, result)
+        say(shown(cell, found))
+
+
 def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    setup: Setup = args.setup
+    setup: Setup = replace(args.setup, batch=max(args.batches or [args.setup.batch]))  # what the engines can take
     cells = list(args.cells)
-    result = about(setup, rounds=args.rounds, warmups=args.warmups, baseline=args.baseline, noop=args.noop)
-    result |= {"engines": {}, "cells": {}}
     budget = setup.row_bytes() if any(capture_of(cell, 4) for cell in [*cells, args.profile or ""]) else 0
     children: dict[str, Child] = {}
+    result: dict[str, Any] = {}
 
     def start(kind: str) -> Child:
-        """One after the other: vLLM measures the free memory while it starts."""
-        children[kind] = Child(kind, setup, scratch, budget, args.noop)
-        result["engines"][kind] = children[kind].about["engine"] | {"start_s": children[kind].about["start_s"]}
-        result["hardware"] = children[kind].about["hardware"]
-        say(f"{kind} is up after {children[kind].about['start_s']:.0f} s: {children[kind].about['engine']}")
+        children[kind] = children.get(kind) or Child(kind, setup, scratch, budget, args.noop)
         return children[kind]
 
+    def up(kind: str) -> Child:
+        child = start(kind)
+        child.ready()
+        result["engines"][kind] = child.about["engine"] | {"start_s": child.about["start_s"]}
+        result["hardware"] = child.about["hardware"]
+        child.order("batch", "", args.setup.batch)
+        return child
+
+    def begin() -> None:
+        kept = {"rounds": args.rounds, "warmups": args.warmups, "baseline": args.baseline, "noop": args.noop}
+        result.clear()
+        result.update(about(args.setup, **kept) | {"engines": {}, "cells": {}})
+
+    begin()
     try:
         if args.profile:
-            result["profile"] = start("profiled").order("profile", args.profile, 0)
+            child = start("profiled")
+            child.ready()
+            result["profile"] = child.order("profile", args.profile, 0)
             return result
-        base = start(args.baseline)
-        for cell in cells:
-            if cell == PEER and "ours" in children:  # the peer needs its room
-                children.pop("ours").close()
-            kind = args.baseline if cell == NOISE else PEER if cell == PEER else "ours"
-            try:
-                other = children.get(kind) or start(kind)
-                found = run_cell("baseline" if cell in (NOISE, PEER) else cell, base, other, args)
-            except ChildFailed as error:
-                if not base.alive:
-                    raise
-                children.pop(kind, None)  # the next cell starts another
-                found = {"error": str(error)}
-            result["cells"][cell] = found
-            write(args.out, result)
-            say(shown(cell, found))
+        if set(cells) - {NOISE, PEER}:
+            start("ours")
+        for batch in args.batches or [args.setup.batch]:
+            args.setup = replace(setup, batch=batch)
+            begin()
+            run_cells(cells, up, children, result, args)
     except ChildFailed as error:
         result["failed"] = str(error)
         say(str(error))
@@ -258,6 +294,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cells", nargs="*", default=CELLS, help=f"of bench/workload.py, {NOISE} and {PEER}")
     parser.add_argument("--baseline", choices=("baseline", "llm"), default="baseline", help="llm: through vLLM's LLM")
+    parser.add_argument("--batches", type=int, nargs="*", help="each of these, with the same engines; OUT-b<size>.json")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmups", type=int, default=2)
     parser.add_argument("--cell-seconds", type=float, default=60.0, help="a cell ends after so long, with fewer rounds")
@@ -281,7 +318,8 @@ def main() -> None:
     args = parse()
     with tempfile.TemporaryDirectory() as scratch:
         result = measure(args, args.scratch or Path(scratch))
-    write(args.out, result)
+    if not args.batches:
+        write(args.out, result)
     raise SystemExit(1 if "failed" in result else 0)
 
 
