@@ -237,13 +237,6 @@ def _phases(data: dict) -> str:
     return "\n".join(lines)
 
 
-def earlier(results: Path) -> str:
-    """What has not been measured again since the taps or their surroundings were changed."""
-    data = _load(results / "gpu", "earlier-qwen2.5-3b.json")
-    now = _load(results / "gpu", "speed-qwen2.5-3b.json")
-    return _pairs({**data, "cells": {name: cell for name, cell in data["cells"].items() if name not in now["cells"]}})
-
-
 _REQUESTS = {
     "noise": "untouched against itself",
     "zero-layer": "nothing is asked",
@@ -357,7 +350,7 @@ def _machine(machine: dict) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu, "versions": versions, "suite": suite,
     "speed": speed, "phases": phases, "hooks": hooks, "lenses": lenses, "served": served, "store": store,
-    "scale": scale, "earlier": earlier, "taps": gpu_tables.taps,
+    "scale": scale, "taps": gpu_tables.taps,
     "vectors": vector_tables.study, "vector_answers": vector_tables.answers,
     "extraction_peers": vector_tables.peers, "precision": vector_tables.precision, "evals": eval_tables.study,
     "eval_checks": eval_tables.checks, "eval_caps": eval_tables.caps,

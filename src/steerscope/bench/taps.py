@@ -22,7 +22,8 @@ from steerscope.residual.equation import NOTHING
 from steerscope.specs import Ablate, Add
 
 CASES = (
-    "norm", "nothing asked", "capture", "capture, laid out", "add", "add, laid out", "ablate", "ablate, laid out",
+    "norm", "nothing asked", "capture", "capture, laid out", "capture, nobody steers, laid out", "add",
+    "add, laid out", "ablate", "ablate, laid out",
 )  # fmt: skip
 _COLUMNS, _GROUPS = 4, 64  # as an engine has them
 
@@ -65,12 +66,13 @@ class Layers:
 
     def run(self, case: str) -> Tensor:
         """All layers once; the stream that leaves the last."""
-        delta, stream, taps = self.delta, self.residual, case != "norm"
+        delta, stream = self.delta, self.residual
+        taps = case != "norm" and "nobody steers" not in case, case != "norm"
         for i in range(self.layers):
             tables = (self.pool, self.index, self.vectors[i], self.coefficients[i], self.gates, self.orders[i],
                       self.before, self.faults)  # fmt: skip
             normed, stream = kernel._cuda_tap_norm(
-                delta, stream, self.norm[i], 1e-6, False, self.laying.laid[i], *tables, taps, taps, False
+                delta, stream, self.norm[i], 1e-6, False, self.laying.laid[i], *tables, *taps, False
             )
             (normed @ self.attention[i])[:, : self.hidden] @ self.attention[i, :, : self.hidden]
             gate, up = (normed @ self.up[i]).chunk(2, 1)
