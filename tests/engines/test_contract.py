@@ -5,6 +5,7 @@ import contextlib
 import gc
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,6 +145,28 @@ class TestMixedBatches:
             assert done.rows.n == single.rows.n
             for key, rows in done.rows.items():
                 assert distance(rows, single.rows[key]) < 1e-4, (i, key)
+
+    def test_prompts_that_ask_alike_are_answered_as_each_alone(self, engine: SyncEngine) -> None:
+        """They are planned once, as far as they are alike: not where a length or a chat decides what is asked."""
+        vector = np.random.default_rng(3).standard_normal(engine.facts.hidden).astype(np.float32)
+        prompts = [TokenPrompt(ids) for ids in ([5, 6, 7, 8], [9, 10, 11, 12], [5, 6, 7, 8, 9], [12, 11, 10, 9])]
+        asked: Any = {"steer": Add(vector=vector, scale=2.0, layers=1, tokens="last_prompt")}
+        asked["capture"] = Capture(layers="all", tokens="positions=[-2, -1]")
+        sampling = Sampling(max_tokens=4, ignore_eos=True)
+        for prompt, done in zip(prompts, engine.generate(prompts, sampling, **asked), strict=True):
+            single = engine.generate(prompt, sampling, **asked)
+            assert done.prompt_token_ids == list(prompt.token_ids)
+            assert done.token_ids == single.token_ids
+            assert [label.position for label in done.rows.labels] == [
+                len(prompt.token_ids) - 2,
+                len(prompt.token_ids) - 1,
+            ]
+            assert [op.positions for op in done.steered] == [op.positions for op in single.steered]
+            for key, rows in done.rows.items():
+                assert distance(rows, single.rows[key]) < 1e-4
+        beyond = TokenPrompt([5, 6, 7, engine.facts.vocab])
+        with pytest.raises(InvalidRequest, match=r"prompts\[1\].*does not exist"):
+            engine.generate([prompts[0], beyond], sampling, **asked)
 
     def test_requests_join_a_running_batch_and_nobody_notices(self, start: Start) -> None:
         engine = start()
