@@ -256,9 +256,9 @@ _REQUESTS = {
 
 
 def lenses(results: Path) -> str:
-    """Banks and tiers on a GPU, and readings of the vLLM engine there against the transformers engine's."""
+    """Banks and tiers on a GPU and a CPU, and readings of vLLM on a GPU against the transformers engine's."""
     lines: list[str] = []
-    for file in sorted((results / "gpu").glob("lens-*.json")):
+    for file in [*sorted((results / "gpu").glob("lens-*.json")), *sorted(results.glob("lens-*.json"))]:
         data = json.loads(file.read_text())
         banks = data["banks"]
         lines += [f"**{data['lenses']:,} lenses, hidden size {data['hidden']}, on {data['device']}**", ""]

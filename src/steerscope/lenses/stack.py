@@ -14,6 +14,7 @@ Nothing here waits for the device or depends on values, so an evaluation can be 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,13 +161,13 @@ class Stack:
             wide, h = w.to(dtype), h.to(dtype)
             if w.dtype == torch.int8:
                 scale = self.tensors[f"s{i}"][start:stop].unsqueeze(-1)
-                product = _product(wide, h) if i == 0 else torch.bmm(wide, h)
+                product = _product(wide, h) if i == 0 else _products(wide, h)
                 h = product.mul_(scale).add_(b)
             elif i == 0:
                 flat = torch.addmm(b.flatten(0, 1), wide.flatten(0, 1), h)
                 h = flat.unflatten(0, wide.shape[:2])
             else:
-                h = torch.baddbmm(b, wide, h)
+                h = torch.baddbmm(b, wide, h) if h.is_cuda else _products(wide, h).add_(b)
             if i < self.depth - 1:
                 h = h.relu_()
         return h.squeeze(1).float()
@@ -175,6 +176,13 @@ class Stack:
 def _product(weights: Tensor, columns: Tensor) -> Tensor:
     """[lenses, out, in] × [in, n] as one matrix product."""
     return torch.mm(weights.flatten(0, 1), columns).unflatten(0, weights.shape[:2])
+
+
+def _products(weights: Tensor, columns: Tensor) -> Tensor:
+    """[lenses, out, in] × [lenses, in, n]. On a CPU torch goes through its dispatcher once for every lens."""
+    if weights.device.type == "cpu":
+        return torch.from_numpy(np.matmul(weights.numpy(), columns.numpy()))
+    return torch.bmm(weights, columns)
 
 
 def _layer_norm(rows: Tensor) -> Tensor:
