@@ -41,6 +41,8 @@ class Run:
 
 
 class Driver(Protocol):
+    setup: Setup
+
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run: ...
 
     def describe(self) -> dict[str, Any]: ...

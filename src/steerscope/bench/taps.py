@@ -74,9 +74,9 @@ class Layers:
             normed, stream = kernel._cuda_tap_norm(
                 delta, stream, self.norm[i], 1e-6, False, self.laying.laid[i], *tables, *taps, False
             )
-            (normed @ self.attention[i])[:, : self.hidden] @ self.attention[i, :, : self.hidden]
+            torch.mm((normed @ self.attention[i])[:, : self.hidden], self.attention[i, :, : self.hidden])
             gate, up = (normed @ self.up[i]).chunk(2, 1)
-            (torch.nn.functional.silu(gate) * up) @ self.down[i]
+            torch.mm(torch.nn.functional.silu(gate) * up, self.down[i])
         return stream
 
 
