@@ -171,7 +171,8 @@ class Regions:
         is large enough. What was freed is handed out again only when its writers have left it."""
         size = self.bytes_for(data)
         with self._lock:
-            if len(self._returned) > self._kept:  # memory that was used is mapped, and may be in the caches
+            # Memory that was used is mapped, and may be in the caches; but with many gaps merging takes long.
+            if len(self._returned) > self._kept + len(self._free) // 8:
                 self._merge()
             offset = self._take(size)
             if offset is None:

@@ -131,24 +131,6 @@ class Planner:
         watch: Watch | None = None,
     ) -> Plan:
         self._check_prompt(prompt, sampling)
-        return self._resolved(request_id, prompt, sampling, steering, capture, watch)
-
-    def alike(self, request_id: str, prompt: Prompt, plan: Plan) -> Plan:
-        """The plan of another prompt of the same length, without messages, for which the same is asked."""
-        self._check_prompt(prompt, plan.sampling)
-        if self.problems:
-            raise InvalidRequest(self.problems)
-        return Plan(request_id, 0, prompt, plan.sampling, plan.columns, plan.applied, plan.capture, plan.watch)
-
-    def _resolved(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        sampling: Sampling,
-        steering: Steering,
-        capture: Capture | None,
-        watch: Watch | None,
-    ) -> Plan:
         if steering.ops and not self.facts.steers:
             self._problem("steer", "the engine was started with taps that only read", "start it with steer on")
         if capture and not self.facts.captures:
@@ -166,6 +148,13 @@ class Planner:
             raise InvalidRequest(self.problems)
         applied = tuple(applied for _, applied in placed)
         return Plan(request_id, 0, prompt, sampling, columns, applied, capture_plan, watch_plan)
+
+    def alike(self, request_id: str, prompt: Prompt, plan: Plan) -> Plan:
+        """The plan of another prompt of the same length, without messages, for which the same is asked."""
+        self._check_prompt(prompt, plan.sampling)
+        if self.problems:
+            raise InvalidRequest(self.problems)
+        return Plan(request_id, 0, prompt, plan.sampling, plan.columns, plan.applied, plan.capture, plan.watch)
 
     def _problem(self, field: str, what: str, remedy: str) -> None:
         self.problems.append(Problem(field, what, remedy))

@@ -152,7 +152,7 @@ def _pack_ops(column: WireColumn) -> bytes:
     if (known := _packed_ops.get(name)) is not None:
         return known
     if len(_packed_ops) >= _KEPT:
-        _packed_ops.pop(next(iter(_packed_ops)), None)
+        _packed_ops.clear()  # in one go: several threads come here
     values = [*name, _plain_keys(column.coefficients), list(column.coefficients.values())]
     return _packed_ops.setdefault(name, msgspec.msgpack.encode(values))
 
