@@ -220,6 +220,19 @@ def _pairs(data: dict) -> str:
     return "\n".join(lines)
 
 
+def costs(results: Path) -> str:
+    """The same for the README: how much longer a batch takes."""
+    data = _load(results / "gpu", "speed-qwen2.5-3b.json")
+    work, gpu = data["configuration"], data["hardware"]["gpu"]
+    size = f"{work['batch']} requests of {work['prefill']} + {work['decode']} tokens, {work['model']} on one {gpu}"
+    lines = [f"| {size} | longer than untouched vLLM, 95 % interval |", "|---|---|"]
+    for name, cell in data["cells"].items():
+        if "ratio" in cell and name != "noise":
+            over, low, high = (100 * (x - 1) for x in (cell["ratio"]["median"], *cell["ratio"]["interval"]))
+            lines.append(f"| {_REQUESTS.get(name, name)} | {over:+.1f} % [{low:+.1f}, {high:+.1f}] |")
+    return "\n".join(lines)
+
+
 def phases(results: Path) -> str:
     """Where in a round the difference to untouched vLLM arises."""
     files = sorted((results / "gpu").glob("speed*.json"))
@@ -350,7 +363,7 @@ def _machine(machine: dict) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu, "versions": versions, "suite": suite,
     "speed": speed, "phases": phases, "hooks": hooks, "lenses": lenses, "served": served, "store": store,
-    "scale": scale, "taps": gpu_tables.taps,
+    "scale": scale, "costs": costs, "taps": gpu_tables.taps,
     "vectors": vector_tables.study, "vector_answers": vector_tables.answers,
     "extraction_peers": vector_tables.peers, "precision": vector_tables.precision, "evals": eval_tables.study,
     "eval_checks": eval_tables.checks, "eval_caps": eval_tables.caps,
