@@ -13,7 +13,7 @@ import torch
 
 from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, Arena, Region, Regions
 from steerscope.engines.vllm.delivery import Delivery
-from steerscope.engines.vllm.pool import Cells, HostPool
+from steerscope.engines.vllm.pool import Cells, HostPool, clear_faults
 from steerscope.engines.vllm.step import ASKER, LAID, Asker, Slice
 from steerscope.engines.vllm.wire import Wire, WireCapture
 from steerscope.specs.tokens import EVERYWHERE
@@ -296,3 +296,10 @@ def test_the_region_lies_where_the_client_looks(regions):
     region = allocate(regions)
     region.tensor((1, HIDDEN), torch.float32).fill_(7)
     assert regions.arena.view(region.offset + HEADER, (HIDDEN,), torch.float32).eq(7).all()
+
+
+@pytest.mark.parametrize("numbers", [[], [2], [1, 3, 4, 6, 7]])
+def test_new_askers_begin_without_a_fault_and_others_keep_theirs(numbers: list[int]) -> None:
+    faults = torch.ones(9, dtype=torch.int32)
+    clear_faults(faults, numbers)
+    assert faults.tolist() == [int(number not in numbers) for number in range(9)]

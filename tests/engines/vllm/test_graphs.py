@@ -3,10 +3,14 @@
 from enum import Enum
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from engines.conftest import HAS_VLLM, saved, start_vllm
+from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.vllm import tap
 from steerscope.engines.vllm.graphs import Graphs
+from steerscope.specs import Add, Capture, Sampling
 
 
 class Mode(Enum):
@@ -59,3 +63,27 @@ def test_a_runner_without_such_graphs_is_left_alone(manager):
     assert graphs.capture(lambda: 3) == 3
     graphs.use(True, True)
     assert found.cudagraph_manager is manager
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+def test_a_step_replays_taps_that_do_what_its_requests_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's choice, in a real engine: a steered step with taps that only read would be silently wrong."""
+    used: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(Graphs, "use", lambda _, steers=False, busy=False: used.append((steers, busy)))
+    engine = start_vllm(saved("llama", "bytes", None, {}), "llama", {"enable_prefix_caching": False})
+    add = Add(vector=np.ones(engine.facts.hidden, np.float32), scale=0.1, layers="all")
+    prompts, sampling = [TokenPrompt([5, 6, 7]), TokenPrompt([8, 9, 10])], Sampling(max_tokens=4, ignore_eos=True)
+    for steer, capture, wanted in (
+        (None, None, (False, False)),
+        (None, [Capture(), None], (False, True)),
+        ([add, None], None, (True, True)),
+        ([add, None], [None, Capture()], (True, True)),
+    ):
+        used.clear()
+        done = engine.generate(prompts, sampling, steer=steer, capture=capture)
+        assert used.count(wanted) >= 4  # the prompts, and every token but the last
+        assert set(used) <= {wanted, (False, False)}  # an engine that schedules ahead may run a step too many
+        for one in done:
+            if one.capture is not None:
+                one.capture.close()
+    engine.close()
