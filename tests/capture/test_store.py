@@ -4,6 +4,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,14 +202,36 @@ def test_a_shard_whose_rows_cannot_be_made_leaves_nothing(tmp_path: Path) -> Non
     assert not ActivationStore(tmp_path).complete
 
 
+ENDED = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from capture import stores
+
+def submit(self, *work, inner=ThreadPoolExecutor.submit):
+    inner(self, *work)
+    raise SystemExit(143)  # a signal comes when the thread has work and nobody yet holds the other end
+
+ThreadPoolExecutor.submit = submit
+stores.make(Path(sys.argv[1]))
+"""
+
+
+def test_a_signal_when_a_shard_begins_leaves_nobody_waiting(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDED, str(tmp_path)]
+    assert subprocess.run(command, cwd=Path(__file__).parents[1], timeout=60, check=False).returncode == 143
+    assert not committed(tmp_path)
+    assert not [*tmp_path.glob("*/.steerscope-*")]
+
+
 def test_an_interrupt_at_the_end_of_a_shard_stops_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create(tmp_path, stores.info())
-    real, told = writing._put, []
+    real, told = writing._Shard.end, []
 
-    def interrupted(pieces, item, future):  # type: ignore[no-untyped-def]
-        if item is None:
+    def interrupted(shard: writing._Shard, error: BaseException | None) -> None:
+        if error is None:
             raise KeyboardInterrupt
-        real(pieces, item, future)
+        real(shard, error)
 
     def run() -> None:
         try:
@@ -215,7 +239,7 @@ def test_an_interrupt_at_the_end_of_a_shard_stops_the_writing(tmp_path: Path, mo
         except KeyboardInterrupt:
             told.append("interrupted")
 
-    monkeypatch.setattr(writing, "_put", interrupted)
+    monkeypatch.setattr(writing._Shard, "end", interrupted)
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(30)

@@ -38,6 +38,24 @@ def test_it_runs_as_a_module() -> None:
     assert done.stderr == "error: /no/such/file.safetensors does not exist\n"
 
 
+STUCK = """
+import signal, threading
+from steerscope.cli import main
+main._ENDING_S = 0.2
+signal.signal(signal.SIGTERM, main._terminated)
+held = threading.Lock()
+held.acquire()
+try:
+    signal.raise_signal(signal.SIGTERM)
+finally:
+    held.acquire()  # as when the signal came between a lock and the block that gives it back
+"""
+
+
+def test_a_command_that_cannot_close_what_it_has_ends_all_the_same() -> None:
+    assert python("-c", STUCK).returncode == 143
+
+
 def test_help_lists_every_command(cli: Cli) -> None:
     result = cli("--help")
     assert result.exit_code == 0

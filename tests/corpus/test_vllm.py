@@ -1,6 +1,7 @@
 """The same job with vLLM as its engine."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from steerscope.capture.store import ActivationStore
+from steerscope.corpus import reader
 from steerscope.corpus.job import Job, begin
 from steerscope.corpus.run import run_here
 from steerscope.specs import Capture
@@ -24,7 +26,10 @@ def test_vllm_gives_the_rows_that_transformers_gives(
 ) -> None:
     for name, value in {"KVCACHE_SPACE": "1", "OMP_THREADS_BIND": "nobind"}.items():
         monkeypatch.setenv(f"VLLM_CPU_{name}", value)
+    eager = functools.partial(reader.load, vllm={"enforce_eager": True})  # without the minute that compiling takes
     for engine in ("hf", "vllm"):
+        if engine == "vllm":
+            monkeypatch.setattr(reader, "load", eager)
         job = Job.parse({"model": model, "engine": engine, "dtype": "float32", "batch": 16, "shard_documents": 25})
         begin(tmp_path / engine, [corpus], job, Capture(layers="1,3"), "bfloat16", False)
         assert run_here(tmp_path / engine) is not None
@@ -42,11 +47,12 @@ from steerscope.cli.main import main
 from steerscope.corpus import reader
 reader.load = functools.partial(reader.load, vllm={"enforce_eager": True})
 main()
-"""  # the command, without the minute that compiling takes
+"""
 
 
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_told_to_end_leaves_no_engine_behind(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
     """vLLM's engine core is another process: it must not live on, with all the memory it has."""
     for name, value in {"KVCACHE_SPACE": "1", "OMP_THREADS_BIND": "nobind"}.items():
@@ -64,10 +70,11 @@ def test_a_run_that_is_told_to_end_leaves_no_engine_behind(
             assert time.monotonic() < patience
             time.sleep(0.05)
         assert len(_of_session(run.pid)) > 1, "the engine core is there"
-        run.terminate()
-        _, said = run.communicate(timeout=180)
-        assert run.returncode == 143, said.decode()[-2000:]
-        assert "go on with --resume" in said.decode()
+        run.send_signal(how)
+        said = run.communicate(timeout=180)[1].decode()
+        if how is signal.SIGTERM:
+            assert run.returncode == 143, said[-2000:]
+            assert "go on with --resume" in said
         until = time.monotonic() + 60
         while (left := _of_session(run.pid)) and time.monotonic() < until:
             time.sleep(0.2)

@@ -29,7 +29,34 @@ class Piece(NamedTuple):
     n: int = 1  # tokens that each row stands for
 
 
-Pieces = queue.Queue[list[Piece] | BaseException | None]  # the end is None, or what went wrong
+class _Shard:
+    """What goes to the thread that writes one shard. Nothing in it can be left half done by a signal that ends the main
+    thread: a `queue.Queue` can, and then both sides wait for ever."""
+
+    def __init__(self) -> None:
+        self.pieces: queue.SimpleQueue[list[Piece] | BaseException | None] = queue.SimpleQueue()
+        self.room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.room.put(None)
+
+    def put(self, some: list[Piece], writing: Future[Commit]) -> None:
+        while True:
+            try:
+                self.room.get(timeout=_LOOK_S)
+                return self.pieces.put(some)
+            except queue.Empty:
+                if writing.done():
+                    writing.result()  # raises what stopped it
+                    return None
+
+    def end(self, error: BaseException | None) -> None:
+        self.pieces.put(error)
+
+    def __iter__(self) -> Iterator[Piece]:
+        while (some := self.pieces.get()) is not None:
+            self.room.put(None)
+            if isinstance(some, BaseException):
+                raise some
+            yield from some
 
 
 def write_shards(
@@ -38,15 +65,15 @@ def write_shards(
     """Write each shard from its pieces; its commit comes when it is on disk."""
     running: deque[Future[Commit]] = deque()
     with ThreadPoolExecutor(2, "steerscope-disk") as disk:
-        for shard, made in shards:
-            pieces: Pieces = queue.Queue(1)
-            running.append(disk.submit(_write, folder, info, shard, pieces))
+        for number, made in shards:
+            shard = _Shard()
             try:
+                running.append(disk.submit(_write, folder, info, number, shard))
                 for some in made:
-                    _put(pieces, some, running[-1])
-                _put(pieces, None, running[-1])
+                    shard.put(some, running[-1])
+                shard.end(None)
             except BaseException as error:
-                _put(pieces, error, running[-1])
+                shard.end(error)
                 raise
             while len(running) > 1:
                 yield running.popleft().result()
@@ -54,21 +81,8 @@ def write_shards(
             yield running.popleft().result()
 
 
-def _put(pieces: Pieces, item: list[Piece] | BaseException | None, writing: Future[Commit]) -> None:
-    while True:
-        try:
-            return pieces.put(item, timeout=_LOOK_S)
-        except queue.Full:
-            if writing.done():
-                writing.result()  # raises what stopped it
-                return None
-
-
-def _write(folder: Path, info: StoreInfo, shard: int, pieces: Pieces) -> Commit:
-    with writing_shard(folder, info, shard) as writer:
-        while (some := pieces.get()) is not None:
-            if isinstance(some, BaseException):
-                raise some
-            for piece in some:
-                writer.add(*piece)
+def _write(folder: Path, info: StoreInfo, number: int, shard: _Shard) -> Commit:
+    with writing_shard(folder, info, number) as writer:
+        for piece in shard:
+            writer.add(*piece)
     return writer.commit

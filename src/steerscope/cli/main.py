@@ -1,8 +1,11 @@
 """The console script `steerscope`: a user's mistake ends as `error: …` lines on stderr and exit code 2; a traceback is
 a bug. The library is imported by the commands when they run, so `--help` does not wait for torch."""
 
+import _thread
+import os
 import signal
 import sys
+import time
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +30,9 @@ from steerscope.cli.serve import serve
 from steerscope.cli.stress import stress
 from steerscope.cli.train import app as train
 from steerscope.cli.vectors import app as vectors
+
+_TERMINATED = 128 + signal.SIGTERM
+_ENDING_S = 60.0
 
 
 class _Group(TyperGroup):
@@ -100,10 +106,17 @@ def main() -> None:
 
 
 def _terminated(*_: object) -> None:
-    """Ends like an error, so that engines close: one of vLLM's is another process, which would live on. The second time
-    at once."""
+    """Ends like an error, so that engines close and jobs say how far they came. That cuts through whatever the main
+    thread was doing and may leave a lock behind that others wait for: after a minute it ends anyway, and the second
+    time at once."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise SystemExit(128 + signal.SIGTERM)
+    _thread.start_new_thread(_give_up, ())  # `threading` has locks of its own
+    raise SystemExit(_TERMINATED)
+
+
+def _give_up() -> None:
+    time.sleep(_ENDING_S)
+    os._exit(_TERMINATED)
 
 
 if __name__ == "__main__":

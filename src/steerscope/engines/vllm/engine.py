@@ -115,7 +115,8 @@ class VLLMEngine(ThreadedEngine[Running]):
         try:
             args = EngineArgs(model=str(model), additional_config=extra, **{**defaults, **options})
             config = args.create_engine_config()
-            return LLMEngine.from_engine_args(args), config
+            with plugin.followed():
+                return LLMEngine.from_engine_args(args), config
         except SteerscopeError:
             raise
         except Exception as error:

@@ -6,11 +6,17 @@ if not, vLLM stays as it is.
 """
 
 import functools
-from collections.abc import Callable
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 RPC = ("attach_arena", "detach_arena", "register", "unregister", "keep_pack", "drop_pack")
 RPC += ("finish", "forget", "settle", "describe", "stats")
+_CLIENT = "STEERSCOPE_CLIENT"  # environment variable of the processes that an engine of ours starts
 
 
 def register() -> None:
@@ -53,7 +59,39 @@ def _create_engine_config(inner: Callable, self: Any, *args: Any, **kwargs: Any)
     return config
 
 
+@contextmanager
+def followed() -> Iterator[None]:
+    """Workers started inside the block end when this process does, however it ends."""
+    os.environ[_CLIENT] = str(os.getpid())
+    try:
+        yield
+    finally:
+        os.environ.pop(_CLIENT, None)
+
+
+def _follow() -> None:
+    """vLLM's engine core outlives a client that is killed, but not its workers; with one device it mostly is one."""
+    client = int(os.environ.pop(_CLIENT, 0))
+    if client in (0, os.getpid()):
+        return
+    try:
+        ended = os.pidfd_open(client)
+    except ProcessLookupError:
+        os._exit(1)
+    except (OSError, AttributeError):  # a system that has no such thing
+        return
+
+    def follow() -> None:
+        poll = select.poll()
+        poll.register(ended, select.POLLIN)
+        poll.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="steerscope-follow", daemon=True).start()
+
+
 def _load_model(inner: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    _follow()
     inner(self, *args, **kwargs)
     from steerscope.engines.vllm.settings import asked_for
 
