@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 import tiny
 from engines.conftest import Start
+from steerscope.engines import facade
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent
 from steerscope.engines.hf import HFEngine
@@ -190,6 +192,18 @@ def test_closing_tells_everybody_who_waits(start: Start) -> None:
     assert kept.rows.n > 0  # what was captured stays in hand
     with pytest.raises(EngineClosed):
         engine.generate(PROMPT, SHORT)
+
+
+@ON_TRANSFORMERS
+def test_closing_ends_what_does_not_end_by_itself(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facade, "_CLOSING_S", 0.1)
+    engine = start()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(engine._run, asyncio.sleep(3600))
+        time.sleep(0.2)
+        engine.close()
+        with pytest.raises(EngineClosed, match="meanwhile"):
+            waiting.result(timeout=20)
 
 
 @pytest.mark.slow

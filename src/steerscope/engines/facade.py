@@ -3,9 +3,9 @@ threads, and inside notebooks whose loop is already running; context variables (
 
 import asyncio
 import atexit
-import concurrent.futures
 import contextlib
 import contextvars
+import queue
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
@@ -27,6 +27,7 @@ from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Steering, Vector, VectorData
 
 T = TypeVar("T")
+_CLOSING_S = 5.0  # what still runs then is cancelled
 
 
 class SyncEngine:
@@ -61,15 +62,16 @@ class SyncEngine:
         atexit.register(lambda: (found := close()) and found())
 
     def _run(self, coroutine: Coroutine[object, object, T]) -> T:
-        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+        # A Future has a lock in Python, which a signal that ends this thread may leave locked for the loop's.
+        answers: queue.SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = queue.SimpleQueue()
         context = contextvars.copy_context()
         tasks: list[asyncio.Task[None]] = []
 
         async def work() -> None:
             try:
-                done.set_result(await coroutine)
+                answers.put((await coroutine, None))
             except BaseException as error:
-                done.set_exception(error)
+                answers.put((None, error))
 
         with self._lock:
             if self._closing:
@@ -77,12 +79,18 @@ class SyncEngine:
                 raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
             self._loop.call_soon_threadsafe(lambda: tasks.append(self._loop.create_task(work(), context=context)))
         try:
-            return done.result()
-        except concurrent.futures.CancelledError:
-            raise EngineClosed(f"the engine of {self.facts.name} was closed meanwhile") from None
+            answer = answers.get()
         except (KeyboardInterrupt, SystemExit):
             self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
             raise
+        if answer[1] is None:
+            return answer[0]
+        try:
+            if isinstance(answer[1], asyncio.CancelledError):
+                raise EngineClosed(f"the engine of {self.facts.name} was closed meanwhile") from None
+            raise answer[1]
+        finally:
+            del answer  # it has this frame in its trace, and all that the frame holds
 
     @property
     def facts(self) -> Facts:
@@ -231,11 +239,11 @@ class SyncEngine:
     async def _shut_down(self) -> None:
         await self.aio.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        _, late = await asyncio.wait(others, timeout=5) if others else (None, ())
+        _, late = await asyncio.wait(others, timeout=_CLOSING_S) if others else (None, ())
         for task in late:
             task.cancel()
         if late:
-            await asyncio.wait(late, timeout=5)
+            await asyncio.wait(late, timeout=_CLOSING_S)
         await self._loop.shutdown_default_executor()
 
     def __enter__(self) -> Self:
