@@ -42,7 +42,7 @@ STUCK = """
 import signal, threading
 from steerscope.cli import main
 main._ENDING_S = 0.2
-signal.signal(signal.SIGTERM, main._terminated)
+main.end_when_told()
 held = threading.Lock()
 held.acquire()
 try:
@@ -50,10 +50,30 @@ try:
 finally:
     held.acquire()  # as when the signal came between a lock and the block that gives it back
 """
+LOST = """
+import signal, time
+from steerscope.cli import main
+
+class Going:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+main.end_when_told()
+try:
+    Going()
+    time.sleep(30)
+finally:
+    print("closed")
+"""
 
 
 def test_a_command_that_cannot_close_what_it_has_ends_all_the_same() -> None:
     assert python("-c", STUCK).returncode == 143
+
+
+def test_a_signal_that_python_drops_comes_once_more() -> None:
+    done = python("-c", LOST)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "closed\n", "")
 
 
 def test_help_lists_every_command(cli: Cli) -> None:

@@ -5,6 +5,7 @@ import _thread
 import os
 import signal
 import sys
+import threading
 import time
 from io import TextIOWrapper
 from pathlib import Path
@@ -101,17 +102,36 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end a generation
-    signal.signal(signal.SIGTERM, _terminated)
+    end_when_told()
     app()
 
 
+def end_when_told() -> None:
+    """SIGTERM ends like an error, so that engines close and jobs say how far they came; a second one ends at once."""
+    signal.signal(signal.SIGTERM, _terminated)
+    sys.unraisablehook = _unraisable
+
+
 def _terminated(*_: object) -> None:
-    """Ends like an error, so that engines close and jobs say how far they came. That cuts through whatever the main
-    thread was doing and may leave a lock behind that others wait for: after a minute it ends anyway, and the second
-    time at once."""
+    """The exception cuts through whatever the main thread was doing, and may leave a lock behind that others wait for:
+    after a minute it ends anyway."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _thread.start_new_thread(_give_up, ())  # `threading` has locks of its own
     raise SystemExit(_TERMINATED)
+
+
+def _unraisable(lost: "sys.UnraisableHookArgs") -> None:
+    """It came while something was being deleted, where Python drops exceptions: it comes once more."""
+    if lost.exc_type is not SystemExit or threading.current_thread() is not threading.main_thread():
+        sys.__unraisablehook__(lost)
+        return
+    signal.signal(signal.SIGTERM, _terminated)
+    _thread.start_new_thread(_again, ())
+
+
+def _again() -> None:
+    time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _give_up() -> None:
