@@ -671,11 +671,12 @@ class TestLife:
     def test_a_stream_left_open_when_the_engine_closes_ends_and_nothing_hangs(self, start: Start) -> None:
         engine = start()
         stream = engine.stream(PROMPT, Sampling(max_tokens=200, ignore_eos=True))
-        next(stream)
+        first = next(stream)
         engine.close()
-        with pytest.raises(EngineClosed):
-            next(stream)
-        stream.close()  # type: ignore[attr-defined]
+        *rest, last = stream
+        assert isinstance(last, EndEvent)
+        assert last.generation.finish_reason == "cancelled"
+        assert "".join(event.text for event in (first, *rest) if isinstance(event, TokenEvent)) == last.generation.text
         with pytest.raises(EngineClosed):
             engine.generate(PROMPT, SHORT)
 

@@ -6,7 +6,6 @@ import sys
 import textwrap
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +14,13 @@ import torch
 
 import tiny
 from engines.conftest import Start
-from steerscope.engines import facade
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf import engine as engine_module
 from steerscope.engines.hf.kv import BatchCache
 from steerscope.engines.hf.sequence import Row
+from steerscope.engines.outbox import Mailbox, in_this_thread, waits_here
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling
 from steerscope.specs.errors import EngineClosed, RequestFailed
 
@@ -83,6 +82,54 @@ def test_a_name_belongs_to_one_request_from_the_call_on(start: Start) -> None:
     asyncio.run(run())
     names = {engine.generate(PROMPT, SHORT).request_id for _ in range(3)}
     assert len(names) == 3
+
+
+def test_of_threads_that_take_one_name_at_once_one_gets_it(engine: SyncEngine) -> None:
+    together, told = threading.Barrier(8), []
+
+    def ask() -> None:
+        together.wait()
+        try:
+            told.append(list(engine.stream(PROMPT, LONG, request_id="one"))[-1])
+        except InvalidRequest as error:
+            told.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert len(told) == 8
+    assert [type(one) for one in told].count(EndEvent) == 1
+    assert all("already running" in str(one) for one in told if not isinstance(one, EndEvent))
+    assert len(list(engine.stream(PROMPT, SHORT, request_id="one"))) == 9  # free again
+
+
+def test_an_interrupt_ends_the_request_that_was_waited_for(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C, when the thread waits for its texts."""
+
+    async def interrupted(_: Mailbox) -> None:
+        while not engine.stats()["running"]:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Mailbox, "take", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([PROMPT] * 3, LONG, capture=Capture())
+    until = time.monotonic() + 60
+    while engine.stats()["running"] and time.monotonic() < until:
+        time.sleep(0.01)
+    now = engine.stats()
+    assert (now["running"], now["waiting"], now["capture_bytes"]) == (0, 0, 0)
+    assert not engine.aio._jobs
+    assert engine.generate(PROMPT, SHORT).finish_reason == "length"
+
+
+def test_a_coroutine_that_wants_a_loop_is_not_left_hanging() -> None:
+    with pytest.raises(RuntimeError, match="wants a loop"):
+        in_this_thread(asyncio.sleep(0))
+    assert not waits_here()
 
 
 def test_a_vanishing_temperature_is_greedy(engine: SyncEngine) -> None:
@@ -151,7 +198,7 @@ def test_one_long_text_does_not_bloat_the_cache_of_those_after_it(start: Start) 
 
 
 def test_gathered_captures_wait_their_turn_as_long_as_somebody_finishes(start: Start) -> None:
-    engine = start(capture_budget=40_000, capture_wait=2)
+    engine = start(capture_budget=40_000, capture_wait=20)
 
     async def run() -> list[int]:
         async def one() -> int:
@@ -192,18 +239,6 @@ def test_closing_tells_everybody_who_waits(start: Start) -> None:
     assert kept.rows.n > 0  # what was captured stays in hand
     with pytest.raises(EngineClosed):
         engine.generate(PROMPT, SHORT)
-
-
-@ON_TRANSFORMERS
-def test_closing_ends_what_does_not_end_by_itself(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facade, "_CLOSING_S", 0.1)
-    engine = start()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(engine._run, asyncio.sleep(3600))
-        time.sleep(0.2)
-        engine.close()
-        with pytest.raises(EngineClosed, match="meanwhile"):
-            waiting.result(timeout=20)
 
 
 @pytest.mark.slow

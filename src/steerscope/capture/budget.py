@@ -5,7 +5,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from steerscope.specs.errors import CapacityExceeded, EngineClosed
 
@@ -54,7 +54,9 @@ class ByteBudget:
         self._queue: deque[object] = deque()  # who waits for room, in order
         self._expire: dict[int, tuple[float, Callable[[], None]]] = {}
 
-    async def reserve(self, size: int, what: str) -> Reservation:
+    async def reserve(
+        self, size: int, what: str, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> Reservation:
         if size > self.total:
             raise CapacityExceeded(
                 f"{what} needs {human(size)}, the capture budget is {human(self.total)}: capture fewer layers or "
@@ -77,7 +79,7 @@ class ByteBudget:
                         f"and gave nothing back for {self.wait_s:g} s: close handles you have fetched, or raise "
                         "capture_budget"
                     )
-                await asyncio.sleep(_POLL_S)
+                await sleep(_POLL_S)
             return reservation
         finally:
             with self.lock:

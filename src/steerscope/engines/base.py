@@ -9,7 +9,6 @@ import contextlib
 import functools
 import itertools
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Self, Unpack, overload
@@ -41,7 +40,7 @@ from steerscope.engines.options import (
     for_request,
     per_prompt,
 )
-from steerscope.engines.outbox import Inbox, Outbox, Pause, discard
+from steerscope.engines.outbox import Box, Boxes, Pause, discard, sleep, waits_here
 from steerscope.engines.plan import Plan, Planner, Prompt
 from steerscope.engines.prompts import all_of, rendered, tokenized
 from steerscope.engines.scopes import Scopes, as_steering
@@ -72,7 +71,7 @@ class Engine(Scopes, ABC):
         self._jobs: dict[str, list[Job]] = {}
         self._numbers = itertools.count()
         self._noticed = threading.Event()  # a job was cancelled
-        self._outboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Outbox] = weakref.WeakKeyDictionary()
+        self._boxes = Boxes()
         self._sync: SyncEngine | None = None
         self.closed = False
 
@@ -201,7 +200,10 @@ class Engine(Scopes, ABC):
     async def close(self) -> None:
         self.budget.closed = True
         try:
-            await asyncio.to_thread(self._stop)
+            if waits_here():
+                self._stop()
+            else:
+                await asyncio.to_thread(self._stop)
         except RuntimeError:  # the interpreter is ending and starts no threads any more
             self._stop()
 
@@ -269,22 +271,21 @@ class Engine(Scopes, ABC):
             raise InvalidRequest(problems)
         return plans
 
-    async def _start(self, plans: Sequence[Plan], stream: bool, pause: Pause | None = None) -> tuple[list[Job], Inbox]:
+    async def _start(self, plans: Sequence[Plan], stream: bool, pause: Pause | None = None) -> tuple[list[Job], Box]:
         """Reserve room, fan n out into single sequences, and submit them together."""
-        loop = asyncio.get_running_loop()
-        inbox, outbox = Inbox(loop, pause), self._outboxes.get(loop)
-        if outbox is None:
-            outbox = self._outboxes[loop] = Outbox(loop)
+        inbox, tell = self._boxes.open(pause)
         jobs: list[Job] = []
-        for plan in plans:
-            for single in singles(plan):
-                job = Job(single, lambda _: None, stream, None, noticed=self._noticed)
-                job.report = functools.partial(outbox.put, inbox, job)
-                jobs.append(job)
-                self._jobs.setdefault(plan.request_id, []).append(job)
         try:
+            for plan in plans:
+                mine = [Job(single, lambda _: None, stream, None, noticed=self._noticed) for single in singles(plan)]
+                if self._jobs.setdefault(plan.request_id, mine) is not mine:
+                    what = f"{plan.request_id!r} is already running"
+                    raise InvalidRequest([Problem("request_id", what, "choose another")])
+                for job in mine:
+                    job.report = functools.partial(tell, job)
+                jobs += mine
             needs = [self._row_bytes(job.plan) for job in jobs]
-            pool = await self.budget.reserve(sum(needs), "this capture") if any(needs) else None
+            pool = await self.budget.reserve(sum(needs), "this capture", sleep) if any(needs) else None
             for job, need in zip(jobs, needs, strict=True):
                 job.held = pool.split(need) if pool and need else None
             self._submit(jobs)
@@ -296,7 +297,7 @@ class Engine(Scopes, ABC):
             raise
         return jobs, inbox
 
-    def _finish(self, jobs: Sequence[Job], inbox: Inbox | None = None, ended: bool = False) -> None:
+    def _finish(self, jobs: Sequence[Job], inbox: Box | None = None, ended: bool = False) -> None:
         """Whatever happened: unfinished jobs (none, if they have `ended`) are cancelled, rows nobody took are given
         back, and the names are free."""
         for job in jobs:
@@ -369,9 +370,6 @@ class Engine(Scopes, ABC):
                         discard(choice)
 
     async def _batches(self, plan: Plan, pause: Pause | None) -> AsyncGenerator[list[Event]]:
-        if plan.request_id in self._jobs:
-            what = f"{plan.request_id!r} is already running"
-            raise InvalidRequest([Problem("request_id", what, "choose another")])
         jobs, inbox = await self._start([plan], stream=True, pause=pause)
         choices: list[Choice] = []
         told = False

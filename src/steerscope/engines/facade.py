@@ -1,33 +1,24 @@
-"""The Engine without await. Coroutines run on a loop in a thread of their own, so that this works in scripts, in
-threads, and inside notebooks whose loop is already running; context variables (steering blocks) go along."""
+"""The Engine without await. Its coroutines run in the caller's thread, which waits where a loop would do others' work.
+So this works in scripts, in threads, and inside notebooks whose loop is already running; nobody else has to be woken on
+the way, and steering blocks (context variables) are the caller's own."""
 
-import asyncio
-import atexit
-import contextlib
-import contextvars
-import queue
-import threading
-import weakref
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar, Unpack, overload
+from typing import Self, Unpack, overload
 
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
 from steerscope.engines.base import Engine
 from steerscope.engines.generation import Event, Generation, PromptLike, TokenPrompt
 from steerscope.engines.options import Each, Many, ManyChat, One, OneChat, PackKeywords, SteerLike, Stream, StreamChat
+from steerscope.engines.outbox import in_this_thread
 from steerscope.engines.plan import Facts, Prompt
 from steerscope.lenses.pack import Pack
 from steerscope.specs.chat import Chat
-from steerscope.specs.errors import EngineClosed
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Steering, Vector, VectorData
-
-T = TypeVar("T")
-_CLOSING_S = 5.0  # what still runs then is cancelled
 
 
 class SyncEngine:
@@ -53,44 +44,6 @@ class SyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.aio = engine
-        self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()  # nothing is started once closing has begun
-        self._closing = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="steerscope-sync", daemon=True)
-        self._thread.start()
-        close = weakref.WeakMethod(self.close)  # before the interpreter freezes the thread that others wait for
-        atexit.register(lambda: (found := close()) and found())
-
-    def _run(self, coroutine: Coroutine[object, object, T]) -> T:
-        # A Future has a lock in Python, which a signal that ends this thread may leave locked for the loop's.
-        answers: queue.SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = queue.SimpleQueue()
-        context = contextvars.copy_context()
-        tasks: list[asyncio.Task[None]] = []
-
-        async def work() -> None:
-            try:
-                answers.put((await coroutine, None))
-            except BaseException as error:
-                answers.put((None, error))
-
-        with self._lock:
-            if self._closing:
-                coroutine.close()
-                raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
-            self._loop.call_soon_threadsafe(lambda: tasks.append(self._loop.create_task(work(), context=context)))
-        try:
-            answer = answers.get()
-        except (KeyboardInterrupt, SystemExit):
-            self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
-            raise
-        if answer[1] is None:
-            return answer[0]
-        try:
-            if isinstance(answer[1], asyncio.CancelledError):
-                raise EngineClosed(f"the engine of {self.facts.name} was closed meanwhile") from None
-            raise answer[1]
-        finally:
-            del answer  # it has this frame in its trace, and all that the frame holds
 
     @property
     def facts(self) -> Facts:
@@ -111,7 +64,7 @@ class SyncEngine:
 
         Options: `steer`, `capture`, `watch`.
         """
-        return self._run(self.aio.generate(prompt, sampling, **options))
+        return in_this_thread(self.aio.generate(prompt, sampling, **options))
 
     @overload
     def chat(self, messages: Chat, sampling: Sampling | None = None, **options: Unpack[OneChat]) -> Generation: ...
@@ -124,7 +77,7 @@ class SyncEngine:
 
         Options: `steer`, `capture`, `watch`, `continue_final_message`, `template_options`.
         """
-        return self._run(self.aio.chat(messages, sampling, **options))
+        return in_this_thread(self.aio.chat(messages, sampling, **options))
 
     def stream(
         self, prompt: PromptLike, sampling: Sampling | None = None, **options: Unpack[Stream]
@@ -154,16 +107,18 @@ class SyncEngine:
         async def step() -> Event | None:
             return await anext(events, None)
 
+        async def end() -> None:
+            await events.aclose()
+
         try:
-            while (event := self._run(step())) is not None:
+            while (event := in_this_thread(step())) is not None:
                 yield event
         finally:
-            with contextlib.suppress(EngineClosed):
-                self._run(events.aclose())
+            in_this_thread(end())
 
     def fetch_all(self, handles: Sequence[CaptureHandle]) -> list[Rows]:
         """The rows of many captures in one round trip."""
-        return self._run(self.aio.fetch_all(handles))
+        return in_this_thread(self.aio.fetch_all(handles))
 
     def cancel(self, request_id: str) -> bool:
         """End a request between two steps; it finishes with what it has. False if it is not running."""
@@ -227,24 +182,7 @@ class SyncEngine:
 
     def close(self) -> None:
         """Running requests end as cancelled; whoever waits for anything else is told that the engine was closed."""
-        with self._lock:
-            first, self._closing = not self._closing, True
-        if first:
-            asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=60)
-        if first:
-            self._loop.close()
-
-    async def _shut_down(self) -> None:
-        await self.aio.close()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        _, late = await asyncio.wait(others, timeout=_CLOSING_S) if others else (None, ())
-        for task in late:
-            task.cancel()
-        if late:
-            await asyncio.wait(late, timeout=_CLOSING_S)
-        await self._loop.shutdown_default_executor()
+        in_this_thread(self.aio.close())
 
     def __enter__(self) -> Self:
         return self

@@ -4,18 +4,26 @@ An Outbox serves all calls of one event loop, so that a step of many sequences w
 call waits at; it hands over everything that has come, and where it is asked to, not more often than every `pause`
 seconds: who writes each batch to a socket then writes less often than tokens come. What an engine tells `together`
 wakes each loop once: a wake-up is a system call, and the thread that wakes competes with the engine's.
+
+A call without a loop waits at a Mailbox, in its own thread (`in_this_thread`).
 """
 
 import asyncio
+import functools
+import queue
 import threading
+import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from steerscope.engines.generation import Choice, Job, Outcome
 
 Pause = Callable[[], float]
-_here = threading.local()  # .held: outboxes that this thread has put something into and not woken
+T = TypeVar("T")
+_here = threading.local()  # .held: who was told something by this thread and not woken; .waits: in_this_thread
 
 
 @contextmanager
@@ -31,6 +39,71 @@ def together() -> Iterator[None]:
         held, _here.held = _here.held, None
         for outbox in held:
             outbox.wake()
+
+
+def in_this_thread(coroutine: Coroutine[object, object, T]) -> T:
+    """Run a coroutine of an engine to its end without a loop: wherever it waits, this thread does."""
+    before, _here.waits = waits_here(), True
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    finally:
+        _here.waits = before
+    coroutine.close()
+    raise RuntimeError(f"{coroutine} wants a loop")
+
+
+def waits_here() -> bool:
+    """Whether coroutines may hold up this thread."""
+    return getattr(_here, "waits", False)
+
+
+async def sleep(seconds: float) -> None:
+    if waits_here():
+        time.sleep(seconds)
+    else:
+        await asyncio.sleep(seconds)
+
+
+class Mailbox:
+    """What has come for one call that holds up its thread, in order. Nothing in it can be left half done by a signal
+    that ends the main thread."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[Job, Outcome]] = deque()
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def put(self, job: Job, outcome: Outcome) -> None:
+        self._items.append((job, outcome))
+        if job.abandoned:  # perhaps since the caller looked for the last time
+            for _, left in self.rest():
+                discard(left)
+        _wake(self)
+
+    def wake(self) -> None:
+        self._woken.put(None)
+
+    async def take(self) -> list[tuple[Job, Outcome]]:
+        """Everything since the last time, at least one."""
+        while not self._items:
+            self._woken.get()
+        return self.rest()
+
+    def rest(self) -> list[tuple[Job, Outcome]]:
+        found = []
+        while self._items:
+            found.append(self._items.popleft())
+        return found
+
+
+def _wake(box: "Mailbox | Outbox") -> None:
+    """Now, or at the end of what is told together."""
+    held = getattr(_here, "held", None)
+    if held is None:
+        box.wake()
+    else:
+        held[box] = None
 
 
 class Inbox:
@@ -86,6 +159,9 @@ class Inbox:
             self._waiter.set_result(None)
 
 
+Box = Inbox | Mailbox
+
+
 class Outbox:
     """From any thread into the inboxes of one loop: one wake-up for all that has come until the loop looks."""
 
@@ -96,11 +172,7 @@ class Outbox:
 
     def put(self, inbox: Inbox, job: Job, outcome: Outcome) -> None:
         self._waiting.append((inbox, job, outcome))
-        held = getattr(_here, "held", None)
-        if held is None:
-            self.wake()
-        else:
-            held[self] = None
+        _wake(self)
 
     def wake(self) -> None:
         with self._lock:
@@ -125,6 +197,25 @@ class Outbox:
                 discard(outcome)
             else:
                 inbox.put(job, outcome)
+
+
+class Boxes:
+    """Where the calls of one engine wait."""
+
+    def __init__(self) -> None:
+        self._outboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Outbox] = weakref.WeakKeyDictionary()
+
+    def open(self, pause: Pause | None) -> tuple[Box, Callable[[Job, Outcome], None]]:
+        """For a call of this thread, or of the loop that runs here; and how it is told something."""
+        if waits_here():
+            box = Mailbox()
+            return box, box.put
+        loop = asyncio.get_running_loop()
+        outbox = self._outboxes.get(loop)
+        if outbox is None:
+            outbox = self._outboxes[loop] = Outbox(loop)
+        inbox = Inbox(loop, pause)
+        return inbox, functools.partial(outbox.put, inbox)
 
 
 def discard(outcome: Outcome) -> None:
