@@ -1,9 +1,9 @@
-"""Wake-ups of an event loop, counted."""
+"""Wake-ups of an event loop, counted; and what a thread waits at."""
 
 import asyncio
 from types import SimpleNamespace
 
-from steerscope.engines.outbox import Inbox, Outbox, together
+from steerscope.engines.outbox import Inbox, Mailbox, Outbox, in_this_thread, together
 
 
 class Counted:
@@ -46,3 +46,22 @@ async def test_alone_each_wakes_at_once():
     await asyncio.to_thread(outbox.put, inbox, SimpleNamespace(abandoned=False), "one")  # type: ignore[arg-type]
     assert loop.woken == 1
     assert [outcome for _, outcome in await inbox.take()] == ["one"]
+
+
+def test_a_thread_is_woken_once_for_what_is_told_together():
+    box, job = Mailbox(), SimpleNamespace(abandoned=False)
+    with together():
+        for number in range(5):
+            box.put(job, number)  # type: ignore[arg-type]
+        assert box._woken.empty()
+    assert box._woken.qsize() == 1
+    assert [outcome for _, outcome in in_this_thread(box.take())] == list(range(5))
+    box.put(job, 5)  # type: ignore[arg-type]
+    assert [outcome for _, outcome in in_this_thread(box.take())] == [5]
+
+
+def test_what_comes_for_a_caller_that_has_left_is_not_kept():
+    box = Mailbox()
+    box.put(SimpleNamespace(abandoned=False), "before")  # type: ignore[arg-type]
+    box.put(SimpleNamespace(abandoned=True), "after")  # type: ignore[arg-type]
+    assert box.rest() == []

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from steerscope.engines.generation import Choice, Job, Outcome
@@ -91,9 +91,10 @@ class Mailbox:
         return self.rest()
 
     def rest(self) -> list[tuple[Job, Outcome]]:
-        found = []
-        while self._items:
-            found.append(self._items.popleft())
+        found: list[tuple[Job, Outcome]] = []
+        with suppress(IndexError):  # of a caller that leaves, both threads may take what is left
+            while True:
+                found.append(self._items.popleft())
         return found
 
 
