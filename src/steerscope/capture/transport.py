@@ -122,6 +122,11 @@ class Region:
         where = self._regions.arena.address + self.offset + HEADER
         return {"version": 3, "shape": (self.size - HEADER,), "typestr": "|u1", "data": (where, False)}
 
+    def part(self, start: int, stop: int) -> np.ndarray:
+        """A part of the data, for now: this does not keep the region."""
+        first = self.offset + HEADER
+        return self._regions.arena.bytes[first + start : first + stop]
+
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The data as a tensor that keeps this region."""
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

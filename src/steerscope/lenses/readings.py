@@ -125,7 +125,7 @@ class Notes:
     def add(self, positions: Sequence[int] | np.ndarray, values: np.ndarray, indices: np.ndarray) -> None:
         """Readings [n, k] of ascending positions; those that were there before are passed over."""
         at = np.asarray(positions)
-        fresh = int((at < self._next).sum())
+        fresh = int(np.searchsorted(at, self._next)) if len(at) and at[0] < self._next else 0
         if fresh < len(at):
             k = self.top_k
             self._parts.append((at[fresh:], values[fresh:, :k], indices[fresh:, :k]))
@@ -171,7 +171,7 @@ class Notes:
             at, values, indices = at[:kept], values[:kept], indices[:kept]
         first, last = (int(at[0]), int(at[-1])) if len(at) else (0, -1)
         tokens = np.array(history[first : last + 1], np.int64)  # a list of all of them takes long to convert
-        return Readings(self.pack, at, tokens[at - first], values, indices)
+        return Readings(self.pack, at, tokens if len(tokens) == len(at) else tokens[at - first], values, indices)
 
     def __iter__(self) -> Iterator[Firing]:
         return iter(self._firings)

@@ -97,6 +97,8 @@ def make_labels(
 def selected(positions: Positions, stop: int) -> np.ndarray:
     """The selected positions below `stop`, ascending."""
     parts = [np.arange(a, b, dtype=np.int64) for a, b in positions.within(0, stop)]
+    if len(parts) == 1:
+        return parts[0]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 

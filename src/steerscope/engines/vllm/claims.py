@@ -133,7 +133,7 @@ class Claim:
         assert watch is not None
         assert region is not None
         size, k = 4 * watch.words, watch.kept
-        words = np.asarray(region)[watch.place + start * size : watch.place + stop * size].view(np.int32)
+        words = region.part(watch.place + start * size, watch.place + stop * size).view(np.int32)
         words = words.reshape(-1, watch.words).copy()
         values, indices = words[:, :k].view(np.float32), words[:, k : 2 * k].astype(np.int64)
         if not watch.compiled.rules:
