@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Page
 
 ARTEFACTS = Path(__file__).parents[2] / "test-artefacts"
-_LONG_S = 300.0  # nothing is measured against it: it only ends a test that hangs
+LONG_S = 300.0  # nothing is measured against it: it only ends a test that hangs
 
 
 def chromium_path() -> str:
@@ -51,7 +51,7 @@ def served(start: Callable[[], Engine], settings: Settings, ready: bool = True) 
 
 
 def wait_for(done: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + _LONG_S
+    end = time.monotonic() + LONG_S
     while not done():
         if time.monotonic() > end:
             raise TimeoutError(f"{what} did not come")
@@ -80,7 +80,7 @@ class Screen:
 
     def open(self) -> None:
         self.page.goto(self.address)
-        self.page.wait_for_selector('#status[data-state="ready"]', timeout=30_000)
+        self.page.wait_for_selector('#status[data-state="ready"]')
 
     def js(self, expression: str) -> Any:
         return self.page.evaluate(expression)
@@ -131,6 +131,7 @@ def screen(context: "BrowserContext", address: str, **settings: object) -> Itera
     if settings:
         text, key = json.dumps(json.dumps(settings)), "steerscope.settings"
         context.add_init_script(f'localStorage["{key}"] ??= {text}')
+    context.set_default_timeout(LONG_S * 1000)
     made = Screen(context.new_page(), address)
     made.listen()
     made.open()

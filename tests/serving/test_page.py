@@ -17,7 +17,7 @@ from sklearn.linear_model import LogisticRegression
 import steerscope
 import tiny
 from lenses import packs
-from serving.browser import Screen, chromium_path, screen, served, wait_for
+from serving.browser import LONG_S, Screen, chromium_path, screen, served, wait_for
 from steerscope.engines.base import Engine
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.load import load_engine
@@ -82,7 +82,9 @@ def browser() -> Iterator[object]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=path, args=["--headless", "--no-sandbox"])
+        made = playwright.chromium.launch(
+            executable_path=path, args=["--headless", "--no-sandbox"], timeout=LONG_S * 1000
+        )
         yield made
         made.close()
 
