@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from steerscope.bench import drivers, paired
+from steerscope.bench.gpu_tables import hooks, phases, shapes, speed
 from steerscope.bench.paired import CELLS, ChildFailed, parse
-from steerscope.bench.tables import hooks, phases, speed
 from steerscope.bench.workload import Setup
 
 SETUP = Setup("tiny", batch=2, prefill=6, decode=4)
@@ -136,7 +136,9 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     assert "No figures yet" in speed(tmp_path)
     assert "No profile yet" in hooks(tmp_path)
     assert "No figures yet" in phases(tmp_path)
-    (tmp_path / "gpu" / "speed-x.json").write_text(json.dumps(found))
+    assert "No figures yet" in shapes(tmp_path)
+    for name in ("qwen2.5-3b", "x"):
+        (tmp_path / "gpu" / f"speed-{name}.json").write_text(json.dumps(found))
     profile = {"cell": "add", "hooks": {"WorkerTaps._stage": {"us_per_step": 12.34, "calls_per_step": 1.0}}}
     (tmp_path / "gpu" / "profile-add.json").write_text(json.dumps({"profile": profile}))
     found["cells"].pop("cap")
@@ -147,6 +149,8 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     assert "| nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | ≤ +0.5 %: holds | +0.0 % |  |" in text
     assert "| ≤ +1.0 %: **missed** | +0.0 % | 100.0 (goal ≥ 10) |" in text
     assert "the process died" in text
+    assert "| tiny, 2 × (6 + 4) | nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | 6 |" in shapes(tmp_path)
+    assert "| tiny, 2 × (6 + 4) | cap, likewise | — | — |" in shapes(tmp_path)
     assert "| `WorkerTaps._stage` | 12.3 | 1 |" in hooks(tmp_path)
 
 

@@ -1,7 +1,28 @@
-"""The table of `bench.taps`."""
+"""The tables of what was measured on a GPU: `bench.paired` and `bench.taps`."""
 
 import json
+import statistics
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+_MAIN = "speed-qwen2.5-3b.json"  # the run that has goals
+_AROUND = ("WorkerTaps._around_step", "WorkerTaps._after_inputs", "WorkerTaps._before_forward")  # vLLM's own is in them
+_REQUESTS = {
+    "noise": "untouched against itself",
+    "zero-layer": "nothing is asked",
+    "all-layers": "every row of every layer",
+    "one-layer": "every row of one layer",
+    "generated": "all layers, generated tokens",
+    "last": "all layers, last prompt token",
+    "mean": "all layers, mean",
+    "add": "add at every layer, each request another vector",
+    "cap": "cap, likewise",
+    "ablate": "ablate, likewise",
+    "add:one": "add at one layer, likewise",
+    "add:same": "add at every layer, one vector for all",
+    "hidden-states": "vLLM's own `extract_hidden_states`",
+    "watch": "267 lenses on every generated token",
+}
 
 
 def taps(results: Path) -> str:
@@ -18,3 +39,106 @@ def taps(results: Path) -> str:
     run = f"{data['rounds']} rounds; {data['device']}, torch {data['torch'].partition('+')[0]}"
     lines += ["", f"{size}, the matrix products of a layer between two taps; {run}."]
     return "\n".join(lines)
+
+
+def _main(results: Path) -> dict:
+    return json.loads((results / "gpu" / _MAIN).read_text())
+
+
+def _shape(data: dict) -> str:
+    work = data["configuration"]
+    return f"{work['model']}, {work['batch']} × ({work['prefill']} + {work['decode']})"
+
+
+def _cells(data: dict, ending: Callable[[dict], str]) -> Iterator[str]:
+    """A line for each: what was asked, both times, and how much longer ours is."""
+    for name, cell in data["cells"].items():
+        asked = _REQUESTS.get(name, name)
+        if "error" in cell:
+            yield f"| {asked} | — | — | {cell['error'].splitlines()[0][:80]} | {ending(cell)} |"
+            continue
+        base, mine = (statistics.median(cell[key]) for key in ("baseline_s", "tapped_s"))
+        yield f"| {asked} | {base:.4f} | {mine:.4f} | {_interval(cell, 2)} | {ending(cell)} |"
+
+
+def _interval(cell: dict, digits: int) -> str:
+    over, low, high = (f"{100 * (x - 1):+.{digits}f}" for x in (cell["ratio"]["median"], *cell["ratio"]["interval"]))
+    return f"{over} % [{low}, {high}]"
+
+
+def speed(results: Path) -> str:
+    """What each kind of request costs against untouched vLLM, next to its goal."""
+    if not (results / "gpu" / _MAIN).exists():
+        return "*No figures yet: run `bench/gpu/speed.sh` where there is a GPU.*"
+    data = _main(results)
+    head = "| request | untouched s | steerscope s | overhead, 95 % interval | goal | drift | fetch GB/s |"
+    lines = [f"**{_shape(data)}**", "", head, "|---" * 7 + "|", *_cells(data, _goals)]
+    rounds = [cell["rounds"] for cell in data["cells"].values() if "rounds" in cell]
+    versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("vllm", "torch") if name in data["versions"])
+    lines += ["", f"At least {min(rounds, default=0)} rounds; {data['engines'].get('ours', {}).get('mode')}; "]
+    lines[-1] += f"{data['hardware']['gpu']}, {versions}."
+    return "\n".join(lines)
+
+
+def _goals(cell: dict) -> str:
+    goal = fetch = ""
+    if "goal" in cell:
+        goal = f"≤ {100 * (cell['goal'] - 1):+.1f} %: {'holds' if cell['holds'] else '**missed**'}"
+    if cell.get("fetch_gb_per_s"):
+        fetch = f"{cell['fetch_gb_per_s']:.1f}"
+    if "fetch_goal" in cell:
+        fetch += f" (goal ≥ {cell['fetch_goal']:.0f})"
+    return f"{goal} | {100 * cell['drift']:+.1f} % | {fetch}" if "drift" in cell else " | | "
+
+
+def shapes(results: Path) -> str:
+    """Other models and batches, which have no goals."""
+    files = [file for file in sorted((results / "gpu").glob("speed*.json")) if file.name != _MAIN]
+    lines = ["| shape | request | untouched s | steerscope s | overhead, 95 % interval | rounds |", "|---" * 6 + "|"]
+    for data in (json.loads(file.read_text()) for file in files):
+        lines += [f"| {_shape(data)} {line}" for line in _cells(data, lambda cell: cell.get("rounds", ""))]
+    return "\n".join(lines) if files else "*No figures yet.*"
+
+
+def costs(results: Path) -> str:
+    """The same for the README: how much longer a batch takes."""
+    data = _main(results)
+    work, gpu = data["configuration"], data["hardware"]["gpu"]
+    size = f"{work['batch']} requests of {work['prefill']} + {work['decode']} tokens, {work['model']} on one {gpu}"
+    lines = [f"| {size} | longer than untouched vLLM, 95 % interval |", "|---|---|"]
+    for name, cell in data["cells"].items():
+        if "ratio" in cell and name != "noise":
+            lines.append(f"| {_REQUESTS.get(name, name)} | {_interval(cell, 1)} |")
+    return "\n".join(lines)
+
+
+def phases(results: Path) -> str:
+    """Where in a round the difference to untouched vLLM arises."""
+    if not (results / "gpu" / _MAIN).exists():
+        return "*No figures yet.*"
+    data = _main(results)
+    cells = {name: cell for name, cell in data["cells"].items() if "phases" in cell}
+    names = list(next(iter(cells.values()))["phases"]["tapped"])
+    lines = [f"| ms more than untouched vLLM | {' | '.join(names)} | rounds |", "|---" * (len(names) + 2) + "|"]
+    for name, cell in cells.items():
+        base, mine = cell["phases"]["baseline"], cell["phases"]["tapped"]
+        shown = " | ".join(f"{mine[part] - base[part]:+.2f}" for part in names)
+        lines.append(f"| {_REQUESTS.get(name, name)} | {shown} | {cell['rounds']} |")
+    return "\n".join(lines)
+
+
+def hooks(results: Path) -> str:
+    """What our code does on the host in a step, from the profiles."""
+    lines = []
+    for file in sorted((results / "gpu").glob("profile*.json")):
+        data = json.loads(file.read_text())["profile"]
+        lines += [
+            "",
+            f"| host work per step, {_REQUESTS.get(data['cell'], data['cell'])} | µs | calls |",
+            "|---|---|---|",
+        ]
+        lines += [
+            f"| `{name}` | {one['us_per_step']:.1f} | {one['calls_per_step']:.2g} |"
+            for name, one in [pair for pair in data["hooks"].items() if pair[0] not in _AROUND][:8]
+        ]
+    return "\n".join(lines).strip() or "*No profile yet: `bench/gpu/speed.sh OUT profile`.*"

@@ -8,7 +8,6 @@ A block stands between `<!-- figures: NAME -->` and `<!-- end -->`.
 
 import json
 import re
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -181,93 +180,6 @@ def suite(results: Path) -> str:
     return markdown(_load(results, "cpu_suite.json"))
 
 
-def speed(results: Path) -> str:
-    """Every pair of engines that was measured on a GPU: what each kind of request costs, next to its goal."""
-    files = sorted((results / "gpu").glob("speed*.json"))
-    blocks = [_pairs(json.loads(file.read_text())) for file in files]
-    return "\n\n".join(blocks) or "*No figures yet: run `bench/gpu/speed.sh` where there is a GPU.*"
-
-
-def _pairs(data: dict) -> str:
-    work, engines = data["configuration"], data["engines"]
-    lines = [
-        f"**{work['model']}, {work['batch']} × ({work['prefill']} + {work['decode']})**",
-        "",
-        "| request | untouched s | steerscope s | overhead, 95 % interval | goal | drift | fetch GB/s |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, cell in data["cells"].items():
-        if "error" in cell:
-            lines.append(f"| {_REQUESTS.get(name, name)} | — | — | {cell['error'].splitlines()[0][:80]} | | | |")
-            continue
-        base, mine = (statistics.median(cell[key]) for key in ("baseline_s", "tapped_s"))
-        over, low, high = (100 * (x - 1) for x in (cell["ratio"]["median"], *cell["ratio"]["interval"]))
-        goal = (
-            f"≤ {100 * (cell['goal'] - 1):+.1f} %: {'holds' if cell['holds'] else '**missed**'}"
-            if "goal" in cell
-            else ""
-        )
-        fetch = f"{cell['fetch_gb_per_s']:.1f}" if cell.get("fetch_gb_per_s") else ""
-        fetch += f" (goal ≥ {cell['fetch_goal']:.0f})" if "fetch_goal" in cell else ""
-        lines.append(
-            f"| {_REQUESTS.get(name, name)} | {base:.4f} | {mine:.4f} | {over:+.2f} % [{low:+.2f}, {high:+.2f}] "
-            f"| {goal} | {100 * cell['drift']:+.1f} % | {fetch} |"
-        )
-    rounds = [cell["rounds"] for cell in data["cells"].values() if "rounds" in cell]
-    versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("vllm", "torch") if name in data["versions"])
-    lines += ["", f"At least {min(rounds, default=0)} rounds; {engines.get('ours', {}).get('mode')}; "]
-    lines[-1] += f"{data['hardware']['gpu']}, {versions}."
-    return "\n".join(lines)
-
-
-def costs(results: Path) -> str:
-    """The same for the README: how much longer a batch takes."""
-    data = _load(results / "gpu", "speed-qwen2.5-3b.json")
-    work, gpu = data["configuration"], data["hardware"]["gpu"]
-    size = f"{work['batch']} requests of {work['prefill']} + {work['decode']} tokens, {work['model']} on one {gpu}"
-    lines = [f"| {size} | longer than untouched vLLM, 95 % interval |", "|---|---|"]
-    for name, cell in data["cells"].items():
-        if "ratio" in cell and name != "noise":
-            over, low, high = (100 * (x - 1) for x in (cell["ratio"]["median"], *cell["ratio"]["interval"]))
-            lines.append(f"| {_REQUESTS.get(name, name)} | {over:+.1f} % [{low:+.1f}, {high:+.1f}] |")
-    return "\n".join(lines)
-
-
-def phases(results: Path) -> str:
-    """Where in a round the difference to untouched vLLM arises."""
-    files = sorted((results / "gpu").glob("speed*.json"))
-    return "\n\n".join(_phases(json.loads(file.read_text())) for file in files) or "*No figures yet.*"
-
-
-def _phases(data: dict) -> str:
-    cells = {name: cell for name, cell in data["cells"].items() if "phases" in cell}
-    names = list(next(iter(cells.values()))["phases"]["tapped"])
-    lines = [f"| ms more than untouched vLLM | {' | '.join(names)} | rounds |", "|---" * (len(names) + 2) + "|"]
-    for name, cell in cells.items():
-        base, mine = cell["phases"]["baseline"], cell["phases"]["tapped"]
-        shown = " | ".join(f"{mine[part] - base[part]:+.2f}" for part in names)
-        lines.append(f"| {_REQUESTS.get(name, name)} | {shown} | {cell['rounds']} |")
-    return "\n".join(lines)
-
-
-_REQUESTS = {
-    "noise": "untouched against itself",
-    "zero-layer": "nothing is asked",
-    "all-layers": "every row of every layer",
-    "one-layer": "every row of one layer",
-    "generated": "all layers, generated tokens",
-    "last": "all layers, last prompt token",
-    "mean": "all layers, mean",
-    "add": "add at every layer, each request another vector",
-    "cap": "cap, likewise",
-    "ablate": "ablate, likewise",
-    "add:one": "add at one layer, likewise",
-    "add:same": "add at every layer, one vector for all",
-    "hidden-states": "vLLM's own `extract_hidden_states`",
-    "watch": "267 lenses on every generated token",
-}
-
-
 def lenses(results: Path) -> str:
     """Banks and tiers on a GPU and a CPU, and readings of vLLM on a GPU against the transformers engine's."""
     lines: list[str] = []
@@ -330,26 +242,6 @@ def served(results: Path) -> str:
     return "\n".join(lines)
 
 
-_AROUND = ("WorkerTaps._around_step", "WorkerTaps._after_inputs", "WorkerTaps._before_forward")  # vLLM's own is in them
-
-
-def hooks(results: Path) -> str:
-    """What our code does on the host in a step, from the profiles."""
-    lines = []
-    for file in sorted((results / "gpu").glob("profile*.json")):
-        data = json.loads(file.read_text())["profile"]
-        lines += [
-            "",
-            f"| host work per step, {_REQUESTS.get(data['cell'], data['cell'])} | µs | calls |",
-            "|---|---|---|",
-        ]
-        lines += [
-            f"| `{name}` | {one['us_per_step']:.1f} | {one['calls_per_step']:.2g} |"
-            for name, one in [pair for pair in data["hooks"].items() if pair[0] not in _AROUND][:8]
-        ]
-    return "\n".join(lines).strip() or "*No profile yet: `bench/gpu/speed.sh OUT profile`.*"
-
-
 def _workload(work: dict) -> str:
     shape = f"Llama shape {work['layers']}×{work['hidden']}, {work['dtype']}"
     return f"{shape}, batch {work['batch']}, {work['prefill']} + {work['decode']} tokens"
@@ -362,8 +254,9 @@ def _machine(machine: dict) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu, "versions": versions, "suite": suite,
-    "speed": speed, "phases": phases, "hooks": hooks, "lenses": lenses, "served": served, "store": store,
-    "scale": scale, "costs": costs, "taps": gpu_tables.taps,
+    "speed": gpu_tables.speed, "shapes": gpu_tables.shapes, "phases": gpu_tables.phases, "hooks": gpu_tables.hooks,
+    "lenses": lenses, "served": served, "store": store,
+    "scale": scale, "costs": gpu_tables.costs, "taps": gpu_tables.taps,
     "vectors": vector_tables.study, "vector_answers": vector_tables.answers,
     "extraction_peers": vector_tables.peers, "precision": vector_tables.precision, "evals": eval_tables.study,
     "eval_checks": eval_tables.checks, "eval_caps": eval_tables.caps,

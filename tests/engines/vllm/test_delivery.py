@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, Arena, Region, Regions
+from steerscope.engines.vllm import pacing
 from steerscope.engines.vllm.delivery import Delivery
+from steerscope.engines.vllm.pacing import Pace
 from steerscope.engines.vllm.pool import Cells, HostPool, clear_faults
 from steerscope.engines.vllm.step import ASKER, LAID, Asker, Slice
 from steerscope.engines.vllm.wire import Wire, WireCapture
@@ -169,7 +171,15 @@ class PlayedEvent:
 
     happened = True
 
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.timed = enable_timing
+
     def record(self, *_: object) -> None: ...
+
+    def elapsed_time(self, other: "PlayedEvent") -> float:
+        assert self.timed
+        assert other.timed
+        return 1.0
 
     def query(self) -> bool:
         return PlayedEvent.happened
@@ -197,8 +207,8 @@ def cuda_pool(monkeypatch):
     pool._side.cuda_stream = 0
     pool.cells = torch.zeros(64, HIDDEN)
     pool._address, pool._cell, pool._copy = pool.cells.data_ptr(), HIDDEN * 4, pool._copy_by_torch
-    pool._parts, pool._pace = deque(), 2 * HIDDEN * 4
-    monkeypatch.setattr(cuda, "_PACE", 2 * HIDDEN * 4)  # two rows per step
+    pool._parts, pool._pace, pool._mark = deque(), Pace(), None
+    monkeypatch.setattr(pacing, "_FIRST", 2 * HIDDEN * 4)  # two rows per step
     monkeypatch.setattr(cuda, "_PIECE", HIDDEN * 4)
     yield pool
     sys.modules.pop("steerscope.engines.vllm.cuda", None)
@@ -214,39 +224,101 @@ def test_rows_leave_at_the_pace_and_count_when_they_are_there(cuda_pool, regions
     delivery.bring_out([Slice(asker, 0, 4, cell, 4, 4)])
     delivery.leave(asker)
     PlayedEvent.happened = False
-    cuda_pool.pump()
+    cuda_pool.pump(1)
     assert cuda_pool._backlog == 2 * HIDDEN * 4  # half of it is under way
-    cuda_pool.pump()
+    cuda_pool.pump(1)
     assert cuda_pool._backlog == 0
     assert region.counters[ROWS] == region.counters[LEFT] == 0  # but not there
     assert cuda_pool.take(61) is None
     PlayedEvent.happened = True
-    cuda_pool.pump()
+    cuda_pool.pump(1)
     assert (region.counters[ROWS], region.counters[LEFT]) == (4, 1)
     assert cuda_pool.take(64) is not None
     assert region.tensor((4, HIDDEN), torch.float32)[:, 0].tolist() == [0, 1, 2, 3]
 
 
-def test_where_the_bus_is_slower_than_steps_less_is_sent_and_nothing_is_lost(cuda_pool, regions):
-    region = allocate(regions, rows=12)
-    delivery, asker = deliver(regions, cuda_pool), asking(region, rows=12)
+def sending(regions, pool, rows: int):
+    """A request with so many rows that wait to be sent."""
+    region = allocate(regions, rows=rows)
+    delivery, asker = deliver(regions, pool), asking(region, rows=rows)
     delivery.meet(asker)
     delivery.expect(asker)
-    delivery.bring_out([Slice(asker, 0, 12, cuda_pool.take(12), 12, 12)])
-    row, waiting = HIDDEN * 4, []
-    PlayedEvent.happened = False  # nothing arrives
+    delivery.bring_out([Slice(asker, 0, rows, pool.take(rows), rows, rows)])
+    return region
+
+
+def test_where_nothing_arrives_nothing_more_is_sent_and_nothing_is_lost(cuda_pool, regions):
+    region, row, waiting = sending(regions, cuda_pool, 12), HIDDEN * 4, []
+    PlayedEvent.happened = False
     for _ in range(5):
-        cuda_pool.pump()
+        cuda_pool.pump(1)
         waiting.append(cuda_pool._backlog // row)
     assert waiting == [10, 8, 6, 6, 6], "three parts are under way: no more until one is there"
-    assert cuda_pool._pace == row, "and then less at a time"
     PlayedEvent.happened = True
-    cuda_pool.pump()
-    assert cuda_pool._backlog == 4 * row, "the pace rises again, a little"
     while cuda_pool._backlog:
-        cuda_pool.pump()
-    cuda_pool.pump()
+        cuda_pool.pump(1)
+    cuda_pool.pump(1)
     assert region.counters[ROWS] == 12
+
+
+class Bus:
+    """A device whose steps end with a small copy, behind the rows that are on their way; the host is a step ahead."""
+
+    def __init__(self, pool, monkeypatch, row_ms: float) -> None:
+        self.pool, self.main, self.side, self.now, bus = pool, 0.0, 0.0, 0.0, self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None: ...
+
+            def record(self, stream: object = None) -> None:
+                self.at = bus.main if stream is None else bus.side
+
+            def query(self) -> bool:
+                return self.at <= bus.now
+
+            def elapsed_time(self, other: "Event") -> float:
+                assert max(self.at, other.at) <= bus.now, "not there yet: the driver would raise"
+                return other.at - self.at
+
+        def wait(event: Event) -> None:
+            self.side = max(self.side, event.at)
+
+        def copy(_target: int, _source: int, size: int, _stream: int) -> None:
+            self.side += row_ms * size / (HIDDEN * 4)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(pacing, "_ENOUGH", 1)
+        pool._side.wait_event, pool._copy = wait, copy
+
+    def step(self, tokens: int, ms: float) -> tuple[float, int]:
+        """How long it took, and the rows that left beside it."""
+        before, self.now, began = self.pool._backlog, self.main, self.main
+        self.pool.pump(tokens)
+        self.main = max(self.main + ms, self.side)
+        return self.main - began, (before - self.pool._backlog) // (HIDDEN * 4)
+
+
+def test_on_a_slow_bus_steps_are_not_held_up_by_rows(cuda_pool, regions, monkeypatch):
+    """A step that waits for its rows lasts as long as they do: that they arrive in time says nothing."""
+    sending(regions, cuda_pool, 60)
+    bus = Bus(cuda_pool, monkeypatch, row_ms=2.0)  # two rows, 4 ms, beside a step of 3
+    found = [bus.step(32, 3.0) for _ in range(40)]
+    assert found[0] == (4.0, 2), "nobody knows yet"
+    assert all(took == 3.0 for took, _ in found[6:]), found
+    left = sum(rows for _, rows in found[6:])
+    assert 0.3 * 34 * 3.0 <= 2.0 * left <= 0.4 * 34 * 3.0 + 2.0, "all that the bus may carry meanwhile, and no more"
+
+
+def test_beside_a_step_that_reads_prompts_more_leaves(cuda_pool, regions, monkeypatch):
+    sending(regions, cuda_pool, 60)
+    bus = Bus(cuda_pool, monkeypatch, row_ms=0.5)
+    found: dict[int, list[tuple[float, int]]] = {16: [], 4096: []}
+    for turn in range(9):
+        tokens, ms = ((16, 3.0), (4096, 20.0))[turn % 3 == 0]
+        found[tokens].append(bus.step(tokens, ms))
+    assert [rows for _, rows in found[4096]][1:3] == [16, 16], found  # 0.4 of 20 ms
+    assert all(rows <= 3 for _, rows in found[16]), found
+    assert all(took == ms for kind, ms in ((16, 3.0), (4096, 20.0)) for took, _ in found[kind]), found
 
 
 def test_what_lies_ready_is_said_of_the_tokens_of_a_step_and_only_while_it_does(cuda_pool, monkeypatch):

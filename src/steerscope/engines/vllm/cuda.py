@@ -1,15 +1,15 @@
 """The row pool on a GPU: rows leave on a side stream, paced.
 
 Copying all rows of a large prompt at once would keep the engine's own small copies (sampled tokens out, indices in)
-waiting behind gigabytes, step after step. So each step sends a bounded part, and the backlog stays in the pool. Where
-the bus is slower than that, parts become smaller until each arrives while its step runs.
+waiting behind gigabytes, step after step. So each step sends a part that takes less time than the step (`pacing.py`),
+and the backlog stays in the pool.
 """
 
 import ctypes
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm import kernel
 from steerscope.engines.vllm.askers import Asker, Slice
+from steerscope.engines.vllm.pacing import Pace
 from steerscope.engines.vllm.pool import Cells, watched_rows
 from steerscope.engines.vllm.step import ASKER, LAID
 from steerscope.specs.errors import CapacityExceeded
@@ -26,11 +27,21 @@ if TYPE_CHECKING:
     from steerscope.engines.vllm.laying import Laying
 
 _RING = 8  # steps that may be prepared while earlier ones run
-_PACE, _PIECE = 64 << 20, 16 << 20  # bytes per step, and in one copy; a slow bus gets one copy per step
+_PIECE, _DRAIN = 16 << 20, 64 << 20  # bytes in one copy, and at once where everything has to leave
 _AHEAD = 2  # parts that may be under way: the host prepares a step while the one before it runs
 _LOOK = 4  # steps between two looks at the fault flags
 _TO_HOST = 2  # cudaMemcpyDeviceToHost
 _MAPPED = 2  # cudaHostRegisterMapped
+
+
+class Part(NamedTuple):
+    """What was sent beside one step: when its first and last byte left, and when the step before began and ended."""
+
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    bytes: int
+    before: tuple[torch.cuda.Event, int] | None
+    mark: torch.cuda.Event
 
 
 @dataclass(slots=True)
@@ -62,6 +73,10 @@ def _memcpy() -> Callable[[int, int, int, int], None] | None:
             raise RuntimeError(f"copying rows to the host failed with CUDA error {code}")
 
     return copy
+
+
+def _timed() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
 
 
 class CudaPool:
@@ -96,8 +111,9 @@ class CudaPool:
         self._moves: deque[Move] = deque()  # sent ones first
         self._unsent: deque[Move] = deque()
         self._backlog = 0  # bytes of the unsent
-        self._pace = _PACE
-        self._parts: deque[torch.cuda.Event] = deque()  # of the last few steps
+        self._pace = Pace()
+        self._parts: deque[Part] = deque()  # of the last few steps
+        self._mark: tuple[torch.cuda.Event, int] | None = None  # the last step's begin and size, if rows waited
 
     # --- before the forward
 
@@ -157,27 +173,37 @@ class CudaPool:
         self._queue(Move(asker, 0, 0, 0, 0, 0, note, event))
         self._arrived()
 
-    def pump(self) -> None:
-        """A part of what waits; none while more than _AHEAD are under way, and smaller ones from then on."""
+    def pump(self, tokens: int) -> None:
+        """A part of what waits; none while more than _AHEAD are under way."""
         if self._moves:
             self._arrived()
-        while self._parts and self._parts[0].query():
-            self._parts.popleft()
+        while self._parts and self._parts[0].end.query():
+            part = self._parts.popleft()
+            self._pace.rows_took(part.bytes, part.begin.elapsed_time(part.end))
+            if part.before is not None:
+                self._pace.step_took(part.before[1], part.before[0].elapsed_time(part.mark))
         if not self._unsent:
+            self._mark = None
             return
+        before, mark, begin, end = self._mark, _timed(), _timed(), _timed()
+        mark.record()
+        self._mark = mark, tokens
         if len(self._parts) > _AHEAD:
-            self._pace = max(_PIECE, self._pace // 2)
             return
-        self._pace = min(_PACE, self._pace + self._pace // 8)
-        self._ready.record()
-        self._side.wait_event(self._ready)
-        self._parts.append(self._send(self._pace))
+        self._side.wait_event(mark)
+        begin.record(self._side)
+        allowed = self._pace.beside(tokens)
+        size = self._send(allowed, end)
+        self._pace.sent(size, allowed)
+        if size:
+            self._parts.append(Part(begin, end, size, before, mark))
 
     def drain(self, names: set[str] | None = None) -> None:
+        self._mark = None
         while any(names is None or move.asker.wire.name in names for move in self._moves):
             self._ready.record()
             self._side.wait_event(self._ready)
-            self._send(_PACE)
+            self._send(_DRAIN, torch.cuda.Event())
             self._arrived(wait=True)
 
     def faulty(self, wait: bool = False) -> list[int]:
@@ -201,17 +227,18 @@ class CudaPool:
             self.faults[number] = 0
         return found
 
-    def _send(self, size: int) -> torch.cuda.Event:
-        """Queue moves until so many bytes are on their way. Their rows are complete: a step waits for its forward."""
-        event, stream = torch.cuda.Event(), self._side.cuda_stream
-        while self._unsent and size > 0:
+    def _send(self, size: int, event: torch.cuda.Event) -> int:
+        """Queue moves until so many bytes are on their way, and the event behind them; how many they are. Their rows
+        are complete: a step waits for its forward."""
+        stream, sent = self._side.cuda_stream, 0
+        while self._unsent and sent < size:
             move = self._unsent.popleft()
             self._copy(move.target, move.source, move.bytes, stream)
             move.sent = event
-            size -= move.bytes
-            self._backlog -= move.bytes
+            sent += move.bytes
+        self._backlog -= sent
         event.record(self._side)
-        return event
+        return sent
 
     def _copy_by_torch(self, target: int, source: int, size: int, _stream: int) -> None:
         memory = (ctypes.c_uint8 * size).from_address(target)
@@ -254,4 +281,4 @@ class CudaPool:
         runtime.cudaHostUnregister(arena.address)
 
     def stats(self) -> dict[str, float]:
-        return {"backlog_bytes": float(self._backlog), "pace_bytes": float(self._pace)}
+        return {"backlog_bytes": float(self._backlog), "bus_gb_per_s": self._pace.rate / 1e6}

@@ -82,8 +82,8 @@ class Pool(Protocol):
         """Copy that many cells of a slice to its asker's arena, then give the slice's cells back and call this."""
         ...
 
-    def pump(self) -> None:
-        """Between two steps: send some of what waits, and see what has arrived."""
+    def pump(self, tokens: int) -> None:
+        """Beside a step with so many: send some of what waits, and see what has arrived."""
         ...
 
     def afterwards(self, asker: Asker, note: Callable[[], None], event: torch.cuda.Event | None = None) -> None:
@@ -119,7 +119,11 @@ def make_pool(
     index: np.ndarray,
     limit: int | None,
 ) -> Pool:
-    size = (cells + watched_rows(cells, index)) * hidden * dtype.itemsize
+    """With so many cells, or as many as `limit` bytes hold, if that is more."""
+    row = hidden * dtype.itemsize
+    size = (cells + watched_rows(cells, index)) * row
+    if cells and limit is not None:
+        cells = max(cells, limit // row - len(index))
     if limit is not None and size > limit:
         raise CapacityExceeded(
             f"the rows of one step, and those that wait to be sent, can take {size >> 20} MiB, pool_bytes is "
@@ -171,7 +175,7 @@ class HostPool:
         self.give(part.cell, part.size)
         note()
 
-    def pump(self) -> None: ...
+    def pump(self, tokens: int) -> None: ...
 
     def afterwards(self, asker: Asker, note: Callable[[], None], event: torch.cuda.Event | None = None) -> None:
         del asker, event

@@ -96,7 +96,7 @@ class WorkerTaps:
         self.graphs = Graphs(runner)
         self.lock = threading.RLock()  # a client in the same process may ask from another thread
         self._share = functools.lru_cache(maxsize=256)(self._share_of)  # requests ask alike
-        self._filled = NOTHING
+        self._filled, self._tokens = NOTHING, 0  # of the step
         self._spoilt = Recent()  # steering that left the numbers
         self._looking = 0  # steps in which steered rows may still be found not to be finite
         self._wrap(runner)
@@ -132,7 +132,7 @@ class WorkerTaps:
             if output.scheduled_new_reqs:
                 fresh = [number for new in output.scheduled_new_reqs if (number := self._admit(new))]
                 clear_faults(self.pool.faults, fresh)
-            self._filled = NOTHING
+            self._filled, self._tokens = NOTHING, output.total_num_scheduled_tokens
             result = run(output, *args, **kwargs)
             if self._filled.looks is not None:
                 self.watching.read(self._filled.looks)
@@ -170,7 +170,7 @@ class WorkerTaps:
             self.graphs.use()
         else:
             self._fill(names, starts, computed)
-        self.pool.pump()  # beside the forward: the inputs, which the device fetches over the same bus, are there
+        self.pool.pump(self._tokens)  # beside the forward: its inputs, which come over the same bus, are there
 
     def _fill(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
         bring_out = self.delivery.bring_out
