@@ -67,11 +67,16 @@ class Arena:
         self.bytes = self.memory.numpy()
         self.words = self.bytes[: size // 8 * 8].view(np.int64)
 
+    def at(self, offset: int, size: int) -> int:
+        """The address of so many bytes."""
+        if offset < 0 or offset + size > self.size:
+            raise ValueError(f"[{offset}, {offset + size}) lies outside an arena of {self.size} bytes")
+        return self.address + offset
+
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Shared memory as a tensor; writing to it is seen by everybody."""
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if offset < 0 or offset + size > self.size:
-            raise ValueError(f"[{offset}, {offset + size}) lies outside an arena of {self.size} bytes")
+        self.at(offset, size)
         return self.memory[offset : offset + size].view(dtype).view(shape)
 
     def fail(self, offset: int, why: str) -> None:

@@ -1,4 +1,7 @@
-"""What an engine gives back: generations, events of a stream, and the job that a running sequence reports to."""
+"""What an engine gives back: generations, events of a stream, and the job that a running sequence reports to.
+
+They are not frozen: that would make each of them five times as expensive to make, while a device waits.
+"""
 
 import secrets
 import threading
@@ -26,7 +29,7 @@ class TokenPrompt:
 PromptLike = str | TokenPrompt | Prompt  # text, ids, or what `tokenize` and `render` made of them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Timings:
     """Seconds: waiting to be admitted, until the first token, and in all."""
 
@@ -44,7 +47,7 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """One completion."""
 
@@ -62,7 +65,7 @@ class Choice:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where they were asked for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Generation:
     """The answer to one prompt: `n` choices; all of the first one is also at the top (`text`, `rows`, `readings`, …).
     `steered` tells where each op really acted."""
@@ -117,7 +120,7 @@ class Generation:
         return self.choices[0].rule
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenEvent:
     """One sampled token. The texts of all events of a choice concatenate to its text."""
 
@@ -130,7 +133,7 @@ class TokenEvent:
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RuleEvent:
     """A rule changed; the token it came with is the next event of the choice."""
 
@@ -138,7 +141,7 @@ class RuleEvent:
     firing: Firing
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EndEvent:
     """The last event of a stream."""
 
@@ -185,5 +188,5 @@ def singles(plan: Plan) -> list[Plan]:
 
 
 def assembled(plan: Plan, choices: list[Choice]) -> Generation:
-    ordered = tuple(sorted(choices, key=lambda choice: choice.index))
+    ordered = tuple(choices) if len(choices) == 1 else tuple(sorted(choices, key=lambda choice: choice.index))
     return Generation(plan.request_id, list(plan.prompt.token_ids), ordered, plan.applied)

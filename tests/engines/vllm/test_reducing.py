@@ -1,12 +1,14 @@
 """Reductions of a GPU, in Triton's interpreter, against those in torch: in the process that test_kernel.py starts."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steerscope.capture.transport import Arena
 from steerscope.engines.vllm.askers import Asker, Slice
 from steerscope.engines.vllm.reducing import HostReductions
 from steerscope.engines.vllm.wire import Wire, WireCapture
@@ -16,6 +18,12 @@ from steerscope.specs.tokens import EVERYWHERE
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_kernel.py starts")
 LENGTH, HIDDEN = 24, 5
+
+
+@pytest.fixture(scope="module")
+def arena(tmp_path_factory: pytest.TempPathFactory) -> Arena:
+    folder: Path = tmp_path_factory.mktemp("arena")
+    return Arena(folder / "arena", 4096, create=True)
 
 
 def asker(kind: str, width: int, hold: int) -> Asker:
@@ -36,7 +44,7 @@ def part(one: Asker, start: int, stop: int, cell: int) -> Slice:
     over=st.integers(0, 5),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )  # fmt: skip
-def test_any_chunks_of_many_requests_give_what_each_gives_alone(kinds, steps, over, dtype) -> None:
+def test_any_chunks_of_many_requests_give_what_each_gives_alone(arena, kinds, steps, over, dtype) -> None:
     """Steps begin at or before what was taken in, as after a preemption; the text ends some rows before the last."""
     from steerscope.engines.vllm.reducing_cuda import DeviceReductions
 
@@ -58,11 +66,11 @@ def test_any_chunks_of_many_requests_give_what_each_gives_alone(kinds, steps, ov
     for i, one in enumerate(askers):
         found = []
         for road, mine in zip(roads, held, strict=True):
-            target = torch.full((one.width, HIDDEN), torch.nan)
+            target = arena.view(64, (one.width, HIDDEN), torch.float32).fill_(torch.nan)
             try:
-                n = road.finish(mine[i], rows, rows, target)
+                n = road.finish(mine[i], rows, rows, arena, 64)
                 road.flush()
-                found.append((n, target))
+                found.append((n, target.clone()))
             except RequestFailed:
                 found.append(None)
         assert (found[0] is None) == (found[1] is None) == (over > kinds[i][2] and reached > rows + kinds[i][2])
@@ -72,7 +80,7 @@ def test_any_chunks_of_many_requests_give_what_each_gives_alone(kinds, steps, ov
 
 
 @interpreted
-def test_results_of_requests_that_end_together_go_to_their_own_places() -> None:
+def test_results_of_requests_that_end_together_go_to_their_own_places(arena) -> None:
     from steerscope.engines.vllm.reducing_cuda import DeviceReductions
 
     cells = torch.arange(60.0).view(12, 5)
@@ -81,8 +89,8 @@ def test_results_of_requests_that_end_together_go_to_their_own_places() -> None:
     held = [road.start(a.wire.capture, a.width) for a in (one, other)]
     road.push([(held[0], part(one, 0, 3, 0)), (held[1], part(other, 0, 4, 6))])
     road.push([])
-    memory = torch.full((3, HIDDEN), -1.0)
-    assert [road.finish(held[0], 3, 3, memory[:2]), road.finish(held[1], 2, 2, memory[2:])] == [3, 2]
+    memory = arena.view(64, (3, HIDDEN), torch.float32).fill_(-1.0)
+    assert [road.finish(held[0], 3, 3, arena, 64), road.finish(held[1], 2, 2, arena, 64 + 2 * HIDDEN * 4)] == [3, 2]
     assert (memory == -1).all()  # nothing is there before it is asked for
     road.flush()
     assert torch.equal(memory[:2], cells[:6].view(3, 2, 5).mean(0))
@@ -90,18 +98,32 @@ def test_results_of_requests_that_end_together_go_to_their_own_places() -> None:
 
 
 @interpreted
-def test_memory_that_is_used_again_starts_from_nothing() -> None:
+def test_memory_that_is_used_again_starts_from_nothing(arena) -> None:
     from steerscope.engines.vllm.reducing_cuda import DeviceReductions
 
     cells = torch.arange(60.0).view(12, 5)
-    road, memory, places = DeviceReductions(cells), torch.empty(1, HIDDEN), []
+    road, memory, places = DeviceReductions(cells), arena.view(64, (1, HIDDEN), torch.float32), []
     for cell in (0, 6, 9):
         one = asker("mean", 1, 1)
         held = road.start(one.wire.capture, 1)
         places.append(held.total.data_ptr())
         road.push([(held, part(one, 0, 2, cell))])
         road.push([(held, part(one, 2, 3, cell + 2))])
-        road.finish(held, 3, 3, memory)
+        road.finish(held, 3, 3, arena, 64)
         road.flush()
         assert torch.equal(memory[0], cells[cell : cell + 3].mean(0))
     assert len(set(places)) == 1
+
+
+@interpreted
+def test_nothing_is_written_outside_the_arena(arena) -> None:
+    from steerscope.engines.vllm.reducing_cuda import DeviceReductions
+
+    cells = torch.arange(60.0).view(12, 5)
+    for road in (HostReductions(cells), DeviceReductions(cells)):
+        one = asker("mean", 1, 1)
+        held = road.start(one.wire.capture, 1)
+        road.push([(held, part(one, 0, 3, 0))])
+        with pytest.raises(ValueError, match="outside an arena"):
+            road.finish(held, 3, 3, arena, arena.size - 8)
+        road.flush()

@@ -145,7 +145,8 @@ class Claim:
         """Rows that every stage of the capture has written."""
         assert self.region is not None
         assert self.plan.capture is not None
-        return min(int(self.region.counters[stage]) for stage in self.room.stages_of(self.plan.capture.keys))
+        stages, counters = self.room.stages_of(self.plan.capture.keys), self.region.counters
+        return int(counters[stages[0]]) if len(stages) == 1 else min(int(counters[stage]) for stage in stages)
 
     def left(self) -> bool:
         """Every stage has said that it writes no more."""

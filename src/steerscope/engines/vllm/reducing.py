@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from steerscope.capture.transport import Arena
 from steerscope.engines.vllm.askers import Slice
 from steerscope.engines.vllm.wire import WireCapture
 from steerscope.residual.reduce import HeldBack, Reducer
@@ -24,9 +25,9 @@ class Reductions(Protocol):
         """Take rows in; their cells may be used again by whatever is queued from now on."""
         ...
 
-    def finish(self, held: Any, rows: int, counted: int, target: torch.Tensor) -> int:
-        """Of `counted` rows, all at positions below `rows`, the result is to be in this shared memory [taps, hidden]
-        after `flush`; how many rows it stands for."""
+    def finish(self, held: Any, rows: int, counted: int, arena: Arena, place: int) -> int:
+        """Of `counted` rows, all at positions below `rows`, the result [taps, hidden] is to be at this place of the
+        shared memory after `flush`; how many rows it stands for."""
         ...
 
     def flush(self) -> None: ...
@@ -46,10 +47,11 @@ class HostReductions:
             rows = self._cells[part.cell : part.cell + count * width].view(count, width, -1)
             held.push(range(part.start, part.stop), rows)
 
-    def finish(self, held: HeldBack, rows: int, counted: int, target: torch.Tensor) -> int:
+    def finish(self, held: HeldBack, rows: int, counted: int, arena: Arena, place: int) -> int:
         del counted  # the rows themselves say
         reducer = held.finish(rows)
-        target.copy_(reducer.result())
+        result = reducer.result()
+        arena.view(place, tuple(result.shape), torch.float32).copy_(result)
         return reducer.n
 
     def flush(self) -> None: ...

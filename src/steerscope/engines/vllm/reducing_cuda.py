@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from steerscope.capture.transport import Arena
 from steerscope.engines.vllm.askers import Slice
 from steerscope.engines.vllm.wire import WireCapture
 from steerscope.specs.errors import RequestFailed
@@ -125,14 +126,14 @@ class DeviceReductions:
                 held.next, held.count = part.stop, held.count + count
         self._launch(_take, lines, CELL=CELL, FIRST=FIRST, COUNT=COUNT)
 
-    def finish(self, held: Held, rows: int, counted: int, target: torch.Tensor) -> int:
+    def finish(self, held: Held, rows: int, counted: int, arena: Arena, place: int) -> int:
         del rows
         sure = max(0, held.count - held.hold)
         if sure > counted:
             raise RequestFailed(f"the engine ran {sure - counted} rows too far before it heard of the end")
         counted = min(counted, held.count)
         if counted:
-            self._ending.append(held.line(target.data_ptr(), sure, counted))
+            self._ending.append(held.line(arena.at(place, held.total.nbytes), sure, counted))
             self._kept.append(held)
         return counted
 
