@@ -321,6 +321,19 @@ def test_beside_a_step_that_reads_prompts_more_leaves(cuda_pool, regions, monkey
     assert all(took == ms for kind, ms in ((16, 3.0), (4096, 20.0)) for took, _ in found[kind]), found
 
 
+def test_whatever_was_timed_rows_go_on_leaving():
+    pace = Pace()
+    pace.rows_took(16 << 20, 1e6)
+    pace.step_took(32, 0.0)
+    left = 0
+    for _ in range(64):
+        allowed = pace.beside(32)
+        size = 16 << 20 if allowed > 0 else 0
+        pace.sent(size, allowed)
+        left += size
+    assert left == 64 << 20
+
+
 def test_what_lies_ready_is_said_of_the_tokens_of_a_step_and_only_while_it_does(cuda_pool, monkeypatch):
     """The index and what is laid out are sent together: a step without room for it takes it back."""
     told: list[tuple[str, int]] = []

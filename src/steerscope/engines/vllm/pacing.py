@@ -5,7 +5,7 @@ lasts as long as they do, so that they seem to fit beside it: steps and rows are
 """
 
 _FIRST = 64 << 20  # while nobody knows better
-_ENOUGH = 1 << 20  # smaller ones tell how long a copy takes, not how fast the bus is
+_ENOUGH = 1 << 20  # the least; smaller ones tell how long a copy takes, not how fast the bus is
 _SHARE = 0.4  # of a step: what is left over is for the step's own
 
 
@@ -30,7 +30,8 @@ class Pace:
         known = self._steps.get(tokens.bit_length())
         if known is None or not self.rate:
             return _FIRST - self._owed
-        return int(_SHARE * min(known) * self.rate) - self._owed  # one of two may have waited for somebody to come
+        fits = int(_SHARE * min(known) * self.rate)  # one of two may have waited for somebody to come
+        return max(_ENOUGH, fits) - self._owed  # some, always: else nobody would find out that there is time again
 
     def sent(self, size: int, allowed: int) -> None:
         """Copies are not cut to size: what was too much is not sent with the next step, what was too little is gone."""
