@@ -1,6 +1,6 @@
 """What an engine gives back: generations, events of a stream, and the job that a running sequence reports to.
 
-They are not frozen: that would make each of them five times as expensive to make, while a device waits.
+They are not frozen: that would make each of them twice as expensive to make, while a device waits.
 """
 
 import secrets

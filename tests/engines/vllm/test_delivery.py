@@ -321,6 +321,19 @@ def test_beside_a_step_that_reads_prompts_more_leaves(cuda_pool, regions, monkey
     assert all(took == ms for kind, ms in ((16, 3.0), (4096, 20.0)) for took, _ in found[kind]), found
 
 
+def test_a_step_without_room_waits_for_rows_on_their_way_and_not_for_the_step_before(cuda_pool, regions):
+    """What that one leaves is complete at its end: the device would stand still from then on."""
+    sending(regions, cuda_pool, 32)
+    while cuda_pool._backlog:
+        cuda_pool.pump(1)
+    PlayedEvent.happened = False
+    sending(regions, cuda_pool, 24)  # of the step that runs
+    assert cuda_pool.take(32) is None
+    assert cuda_pool.take_late(32) is not None
+    assert cuda_pool._backlog == 24 * HIDDEN * 4
+    assert cuda_pool.take_late(32) is None, "nothing is on its way"
+
+
 def test_whatever_was_timed_rows_go_on_leaving():
     pace = Pace()
     pace.rows_took(16 << 20, 1e6)

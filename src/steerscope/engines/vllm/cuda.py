@@ -143,6 +143,14 @@ class CudaPool:
         self.index[:count].copy_(stage, non_blocking=True)
         self._stage_events[turn].record()
 
+    def take_late(self, count: int) -> int | None:
+        while self._moves and (sent := self._moves[0].sent) is not None:
+            sent.synchronize()
+            self._arrived()
+            if (first := self.take(count)) is not None:
+                return first
+        return None
+
     def advance(self, tokens: int) -> None:
         del tokens  # the last tap of the step before has done it
 

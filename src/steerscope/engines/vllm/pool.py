@@ -55,6 +55,10 @@ class Pool(Protocol):
         """The first of so many cells in a row; None: there is no room."""
         ...
 
+    def take_late(self, count: int) -> int | None:
+        """The same, when enough of what is on its way has arrived: beside the step that runs."""
+        ...
+
     def give(self, first: int, count: int) -> None:
         """They are no longer needed, or not once what is queued has read them."""
         ...
@@ -153,7 +157,7 @@ class HostPool:
         self.index = torch.from_numpy(index)
         self.faults = torch.zeros(askers, dtype=torch.int32)
         free = Cells(cells)
-        self.take, self.give = free.take, free.give
+        self.take, self.take_late, self.give = free.take, free.take, free.give
 
     def lay_out(self, vectors: Tensor, coefficients: Tensor, orders: Tensor, before: Tensor, requests: int) -> None:
         del vectors, coefficients, orders, before, requests  # here a look-up costs nothing beside the rest

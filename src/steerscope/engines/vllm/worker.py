@@ -192,14 +192,15 @@ class WorkerTaps:
             self.delivery.fail(asker, asker.failed or "")
 
     def reserve(self, cells: int) -> int:
-        """Cells in a row. When there are none, everything that can leave the pool does; nothing runs meanwhile."""
+        """Cells in a row. When not even what is on its way makes room, all rows leave; nothing runs meanwhile."""
         first = self.pool.take(cells)
         if first is None:
             began = time.perf_counter()
-            for asker in self.books.askers.values():
-                self.delivery.bring_out(self.books.close(asker))
-            self.pool.drain()
-            first = self.pool.take(cells)
+            if (first := self.pool.take_late(cells)) is None:
+                for asker in self.books.askers.values():
+                    self.delivery.bring_out(self.books.close(asker))
+                self.pool.drain()
+                first = self.pool.take(cells)
             self.counts["stall_s"] += time.perf_counter() - began
         if first is None:
             raise CapacityExceeded("the rows of one step do not fit the pool")
