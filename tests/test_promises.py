@@ -24,6 +24,7 @@ from steerscope.specs import Add, Cap, Capture, InvalidRequest, Sampling, Steeri
 from steerscope.specs.errors import BadFile, CapacityExceeded, CaptureClosed, RequestFailed, UnsupportedModel
 from steerscope.specs.tokens import Positions
 from steerscope.vectors import load as load_vector
+from waiting import HUNG_S
 
 PROMPTS = ["Hello", "The quick brown fox jumps over the lazy dog, and then it rained", "How was your week?"]
 GREEDY = Sampling(max_tokens=7, ignore_eos=True)
@@ -168,7 +169,7 @@ def nothing_dropped_silently(start: Start, _: Path) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         engine.generate("Hello", GREEDY, capture=Capture())
-        deadline = time.monotonic() + 2  # the engine's thread lets go of the result a moment after we have it
+        deadline = time.monotonic() + HUNG_S  # the engine's thread lets go of the result a moment after we have it
         while engine.stats()["capture_bytes"] and time.monotonic() < deadline:
             time.sleep(0.005)
     assert any("dropped unfetched" in str(w.message) for w in seen)

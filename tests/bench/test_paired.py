@@ -60,6 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "setup": SETUP,
             "cells": cells,
             "rounds": 6,
+            "rounds_of": {},
             "warmups": 1,
             "cell_seconds": 60.0,
             "baseline": "baseline",
@@ -106,6 +107,18 @@ def test_rows_are_verified_and_a_missed_goal_is_said(run: Any) -> None:
     assert "MISSES" in paired.shown("all-layers", cell)
 
 
+def test_a_cell_may_have_rounds_of_its_own(run: Any) -> None:
+    found = run("noise", "zero-layer", "add", rounds_of={"add": 9, "noise": 5})["cells"]
+    assert [one["rounds"] for one in found.values()] == [5, 6, 9]
+
+
+def test_two_untouched_engines_are_compared_like_any_others(run: Any) -> None:
+    found = run("twin", "zero-layer")["cells"]["twin"]
+    assert found["ratio"]["median"] == 1.0
+    assert "goal" not in found
+    assert [what[1] for what in FakeChild.log if what[0] == "start"] == ["ours", "baseline", "baseline"]
+
+
 def test_a_cell_that_takes_too_long_ends_with_fewer_rounds(run: Any) -> None:
     assert run("zero-layer", cell_seconds=0.0)["cells"]["zero-layer"]["rounds"] == 4
 
@@ -121,10 +134,15 @@ def test_a_dead_engine_costs_its_cell_only(run: Any, tmp_path: Path) -> None:
 
 def test_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = ["--model", "llama-8b", "--batch", "64", "--eager", "--cells", "noise", "layers=0,5", "--out", "x.json"]
+    words += ["--rounds-of", "noise=3"]
     monkeypatch.setattr(sys, "argv", ["paired", *words])
     args = parse()
     assert (args.setup.model, args.setup.batch, args.setup.eager, args.setup.engine) == ("llama-8b", 64, True, "vllm")
     assert args.cells == ["noise", "layers=0,5"]
+    assert args.rounds_of == {"noise": 3}
+    monkeypatch.setattr(sys, "argv", ["paired", *words, "--rounds-of", "nois=3"])
+    with pytest.raises(SystemExit):
+        parse()
     monkeypatch.setattr(sys, "argv", ["paired", "--out", str(tmp_path)])
     assert tuple(parse().cells) == CELLS
 
@@ -142,12 +160,15 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     profile = {"cell": "add", "hooks": {"WorkerTaps._stage": {"us_per_step": 12.34, "calls_per_step": 1.0}}}
     (tmp_path / "gpu" / "profile-add.json").write_text(json.dumps({"profile": profile}))
     found["cells"].pop("cap")
-    assert "| ms more than untouched vLLM | coming | step | rounds |\n|---|---|---|---|" in phases(tmp_path)
+    head = "| ms more than untouched vLLM | coming | step | rounds | it starts in |\n|---|---|---|---|---|"
+    assert head in phases(tmp_path)
     assert "| nothing is asked | +0.01 | +0.00 | 6 |" in phases(tmp_path)
     text = speed(tmp_path)
     assert "**tiny, 2 × (6 + 4)**" in text
-    assert "| nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | ≤ +0.5 %: holds | +0.0 % |  |" in text
-    assert "| ≤ +1.0 %: **missed** | +0.0 % | 100.0 (goal ≥ 10) |" in text
+    assert "| nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | ≤ +0.5 %: holds |  | +0.0 % |  |" in text
+    (tmp_path / "gpu" / "earlier-qwen2.5-3b.json").write_text(json.dumps(found))
+    assert "≤ +0.5 %: holds | +0.40 % [+0.40, +0.40] | +0.0 % |  |" in speed(tmp_path)
+    assert "| ≤ +1.0 %: **missed** |  | +0.0 % | 100.0 (goal ≥ 10) |" in text
     assert "the process died" in text
     assert "| tiny, 2 × (6 + 4) | nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | 6 |" in shapes(tmp_path)
     assert "| tiny, 2 × (6 + 4) | cap, likewise | — | — |" in shapes(tmp_path)

@@ -23,6 +23,7 @@ from steerscope.capture.shards import StoreInfo, writing_shard
 from steerscope.capture.store import ActivationStore, committed, create, finish
 from steerscope.capture.writing import Piece, write_shards
 from steerscope.specs.errors import BadFile, InvalidRequest
+from waiting import HUNG_S
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +220,7 @@ stores.make(Path(sys.argv[1]))
 
 def test_a_signal_when_a_shard_begins_leaves_nobody_waiting(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDED, str(tmp_path)]
-    assert subprocess.run(command, cwd=Path(__file__).parents[1], timeout=60, check=False).returncode == 143
+    assert subprocess.run(command, cwd=Path(__file__).parents[1], timeout=HUNG_S, check=False).returncode == 143
     assert not committed(tmp_path)
     assert not [*tmp_path.glob("*/.steerscope-*")]
 

@@ -177,3 +177,25 @@ def test_nobody_else_may_read_the_memory_that_rows_travel_in(tmp_path: Path) -> 
             Arena(tmp_path / "arena", 4096, create=True)
     finally:
         os.umask(before)
+
+
+def test_what_a_finaliser_gives_back_while_parts_are_judged_is_not_lost(arena: Arena) -> None:
+    regions = Regions(arena)
+    first, others = regions.allocate(100, (0,)), [regions.allocate(100)]
+    assert first is not None
+    first.counters[LEFT] = 1
+
+    class Collected(tuple):
+        __slots__ = ()
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            others.clear()  # as the garbage collector may at any moment
+            return super().__iter__()
+
+    first.stages = Collected((0,))
+    del first
+    regions.tidy()
+    assert regions.untidy
+    regions.tidy()
+    assert not regions.untidy
+    assert regions.used == 0

@@ -12,6 +12,7 @@ from typer.testing import Result
 
 import tiny
 from steerscope import Sampling, Steering, load, load_rows, load_vector
+from waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 
@@ -197,5 +198,5 @@ def test_ctrl_c_stops_only_the_answer(tmp_path: Path) -> None:
             assert note, "the process ended"
         process.stdout.read(1 << 20)  # the rest of this answer, at least its line end
     process.stdin.close()
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=HUNG_S) == 0
     assert b"Traceback" not in process.stderr.read()

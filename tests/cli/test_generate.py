@@ -15,6 +15,7 @@ from typer.testing import Result
 
 import tiny
 from steerscope import SteeringVector, load_rows, save_vector
+from waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 
@@ -353,7 +354,7 @@ def test_text_is_streamed_and_ctrl_c_ends_with_130_and_no_traceback(long_model: 
     assert process.stdout is not None
     assert len(process.stdout.read(8)) == 8  # long before the 8,000 tokens are there
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=HUNG_S)
     assert process.returncode == 130
     assert b"Traceback" not in stderr
     assert b"tokens/s" not in stderr
@@ -368,4 +369,4 @@ def test_a_reader_that_leaves_early_ends_it_quietly(long_model: str) -> None:
     process.stdout.close()
     assert process.stderr is not None
     assert b"Traceback" not in process.stderr.read()
-    assert process.wait(timeout=120) == 1
+    assert process.wait(timeout=HUNG_S) == 1

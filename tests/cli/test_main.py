@@ -12,12 +12,13 @@ from typer.testing import Result
 from steerscope import __version__
 from steerscope.cli import options
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
+from waiting import HUNG_S
 
 Cli = Callable[..., Result]
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=HUNG_S)
 
 
 def test_building_the_whole_app_imports_nothing_heavy() -> None:

@@ -32,6 +32,7 @@ from steerscope.engines.hf import HFEngine
 from steerscope.engines.load import load
 from steerscope.specs import Capture, InvalidRequest
 from steerscope.specs.errors import BadFile, RequestFailed
+from waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 
@@ -318,7 +319,7 @@ def test_a_worker_whose_parent_was_gone_before_it_began_ends(tmp_path: Path, mod
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     command = [sys.executable, "-m", "steerscope.corpus.worker", str(tmp_path / "s"), "0", "1", str(gone.pid)]
-    done = subprocess.run(command, start_new_session=True, capture_output=True, check=False, timeout=120)
+    done = subprocess.run(command, start_new_session=True, capture_output=True, check=False, timeout=HUNG_S)
     assert done.returncode == -signal.SIGKILL
     assert missing(tmp_path / "s", read_info(tmp_path / "s"))
 
@@ -344,7 +345,7 @@ def test_killed_at_twenty_random_moments_it_ends_with_the_same_checksum(
     command += ["--sites", "resid_post,mlp_out", "--batch", "4", "--shard-documents", "3"]
     script = Path(__file__).with_name("kill_script.py")
     arguments = [sys.executable, str(script), str(tmp_path), "20", "7", *command]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=HUNG_S)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert len(found["kills"]) == 20

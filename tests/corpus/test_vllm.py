@@ -17,6 +17,7 @@ from steerscope.corpus import reader
 from steerscope.corpus.job import Job, begin
 from steerscope.corpus.run import run_here
 from steerscope.specs import Capture
+from waiting import HUNG_S
 
 pytest.importorskip("vllm")
 
@@ -64,18 +65,18 @@ def test_a_run_that_is_told_to_end_leaves_no_engine_behind(
     command += ["--out", str(out), "--layers", "1", "--engine", "vllm", "--dtype", "float32", "--shard-documents", "10"]
     run = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
-        patience = time.monotonic() + 400
+        patience = time.monotonic() + HUNG_S
         while not list(out.glob("commits/*")):
             assert run.poll() is None, run.stderr and run.stderr.read().decode()
             assert time.monotonic() < patience
             time.sleep(0.05)
         assert len(_of_session(run.pid)) > 1, "the engine core is there"
         run.send_signal(how)
-        said = run.communicate(timeout=180)[1].decode()
+        said = run.communicate(timeout=HUNG_S)[1].decode()
         if how is signal.SIGTERM:
             assert run.returncode == 143, said[-2000:]
             assert "go on with --resume" in said
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while (left := _of_session(run.pid)) and time.monotonic() < until:
             time.sleep(0.2)
         assert not left

@@ -20,6 +20,7 @@ from steerscope.engines.generation import EndEvent, Generation, TokenEvent, Toke
 from steerscope.specs import Ablate, Add, Cap, Capture, InvalidRequest, Sampling, Steering
 from steerscope.specs.errors import CapacityExceeded, CaptureClosed, EngineClosed, RequestFailed
 from steerscope.vectors import SteeringVector
+from waiting import HUNG_S
 
 PROMPT = "The quick brown fox jumps over"
 SHORT = Sampling(max_tokens=8, ignore_eos=True)
@@ -374,7 +375,7 @@ class TestStreams:
             assert isinstance(event, TokenEvent)
             if event.index == 3:
                 break
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + HUNG_S
         while engine.stats()["running"] and time.monotonic() < deadline:
             time.sleep(0.01)
         assert engine.stats()["running"] == 0
@@ -427,7 +428,7 @@ class TestStreams:
             time.sleep(0.005)
         for name in list(engine.aio._jobs):
             engine.cancel(name)
-        thread.join(timeout=30)
+        thread.join(timeout=HUNG_S)
         (done,) = found
         assert done.finish_reason == "cancelled"
         assert 4 <= len(done.token_ids) < 240
@@ -516,7 +517,7 @@ class TestCapture:
         monkeypatch.setattr("steerscope.engines.threaded.SWEEP_S", 0.02)
         engine = start(capture_ttl=0.05)
         first = engine.generate(PROMPT, SHORT, capture=Capture())
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + HUNG_S
         while engine.stats()["capture_bytes"] and time.monotonic() < deadline:
             time.sleep(0.01)
         assert engine.stats()["capture_bytes"] == 0
@@ -663,7 +664,7 @@ class TestLife:
         while not engine.stats()["running"]:
             time.sleep(0.005)
         asyncio.run(engine.aio.close())
-        thread.join(timeout=10)
+        thread.join(timeout=HUNG_S)
         assert results[0].finish_reason == "cancelled"
         with pytest.raises(EngineClosed):
             engine.generate(PROMPT, SHORT)
@@ -676,7 +677,8 @@ class TestLife:
         *rest, last = stream
         assert isinstance(last, EndEvent)
         assert last.generation.finish_reason == "cancelled"
-        assert "".join(event.text for event in (first, *rest) if isinstance(event, TokenEvent)) == last.generation.text
+        told, text = "".join(e.text for e in (first, *rest) if isinstance(e, TokenEvent)), last.generation.text
+        assert text in (told, told + "\ufffd")  # half a character was waiting for the rest
         with pytest.raises(EngineClosed):
             engine.generate(PROMPT, SHORT)
 

@@ -23,6 +23,7 @@ from steerscope.engines.hf.sequence import Row
 from steerscope.engines.outbox import Mailbox, in_this_thread, waits_here
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling
 from steerscope.specs.errors import EngineClosed, RequestFailed
+from waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 
@@ -85,7 +86,7 @@ def test_a_name_belongs_to_one_request_from_the_call_on(start: Start) -> None:
 
 
 def test_of_threads_that_take_one_name_at_once_one_gets_it(engine: SyncEngine) -> None:
-    together, told = threading.Barrier(8, timeout=120), []
+    together, told = threading.Barrier(8, timeout=HUNG_S), []
 
     def ask() -> None:
         together.wait()
@@ -102,7 +103,7 @@ def test_of_threads_that_take_one_name_at_once_one_gets_it(engine: SyncEngine) -
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=240)
+        thread.join(timeout=HUNG_S)
     assert told.count("runs") == 1
     assert sum("already running" in one for one in told) == 7
     assert len(list(engine.stream(PROMPT, SHORT, request_id="one"))) == 9  # free again
@@ -120,7 +121,7 @@ def test_an_interrupt_ends_the_request_that_was_waited_for(engine: SyncEngine, m
         patched.setattr(Mailbox, "take", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([PROMPT] * 3, LONG, capture=Capture())
-    until = time.monotonic() + 60
+    until = time.monotonic() + HUNG_S
     while any((now := engine.stats())[name] for name in ("running", "waiting", "capture_bytes")):
         assert time.monotonic() < until, now
         time.sleep(0.01)
@@ -235,7 +236,7 @@ def test_closing_tells_everybody_who_waits(start: Start) -> None:
     for thread in closers:
         thread.start()
     for thread in [*waiters, *closers]:
-        thread.join(timeout=20)
+        thread.join(timeout=HUNG_S)
         assert not thread.is_alive()
     assert len(told) == 2
     assert kept.rows.n > 0  # what was captured stays in hand
@@ -255,7 +256,7 @@ def test_a_script_that_ends_in_the_middle_of_a_request_ends_cleanly(tmp_path: Pa
         print("said")
     """
     ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=HUNG_S, check=False
     )
     assert (ran.returncode, ran.stdout.strip()) == (0, "said"), ran.stderr
 

@@ -6,6 +6,7 @@ import torch
 from lenses.packs import make, one_by_one, rows
 from lenses.test_expand import assert_as_slow
 from steerscope.lenses import Bank, Tiers
+from steerscope.lenses.reader import PackOptions, Reader, Registered
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 WORST = {"fp32": 1e-4, "bf16": 0.05, "int8": 0.1}
@@ -60,3 +61,25 @@ def test_tiers_on_a_gpu_give_what_the_full_bank_gives(budget, normed):
             found = tiers.expand(x, 6, 4, keep_scores=True)
             assert_as_slow(found, bank.scores(x), 2, 6, 4)
             tiers.prefetch([turn % 8 + 3])
+
+
+@pytest.mark.parametrize("weights", list(WORST))
+def test_what_is_read_on_a_gpu_is_what_is_read_without_one(weights):
+    pack = make([5, 30], hidden=256, widths=(128, 64), normed=True, calibrated=True)
+    readers = [Reader(Registered(pack, PackOptions(weights=weights)), device) for device in ("cpu", "cuda")]
+    assert readers[1].bank._stack.kernels is not None
+    for n in (1, 20, 40, 64, 65):
+        x, columns = rows(n, 256, seed=n), torch.tensor([[0, 7]]).expand(n, 2)
+        view = torch.zeros(n, 10, dtype=torch.long)[:, 3]  # as a sheet has it
+        view[::2] = readers[0].view((1,))
+        assert readers[1].view((1,)) == 1
+        for which in (None, view):
+            alone, found = (
+                reader.read(x.to(reader.device), 8, columns.to(reader.device), which if which is None else place)
+                for reader, place in zip(readers, (view, view.cuda()), strict=True)
+            )
+            assert (found.scores.cpu() - alone.scores).abs().max() < 2 * WORST[weights]
+            assert (found.values.cpu() - alone.values).abs().max() < 2 * WORST[weights]
+            assert (found.indices[:, 0].cpu() == alone.indices[:, 0]).float().mean() > 0.8
+    x[3, 4] = float("inf")
+    assert (readers[1].read(x[:9].cuda(), 8).indices[3] == -1).all()

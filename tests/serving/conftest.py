@@ -20,6 +20,7 @@ from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
 from steerscope.serving.settings import Settings
 from steerscope.serving.state import Serving
+from waiting import HUNG_S
 
 NAME = "tiny"
 KEY = "sk-test"
@@ -35,9 +36,9 @@ class Live:
         self._thread.start()
         self.until(lambda: self.server.started)
         self.url = self.server.address
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.http = httpx.Client(base_url=self.url, timeout=HUNG_S)
 
-    def until(self, holds: Callable[[], bool], seconds: float = 60) -> None:
+    def until(self, holds: Callable[[], bool], seconds: float = HUNG_S) -> None:
         deadline = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < deadline, "it never came true"
@@ -50,16 +51,16 @@ class Live:
 
     @property
     def openai(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=HUNG_S)
 
     @property
     def async_openai(self) -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=HUNG_S)
 
     def stop(self) -> None:
         self.http.close()
         self.server.should_exit = True
-        self._thread.join(timeout=60)
+        self._thread.join(timeout=HUNG_S)
         assert not self._thread.is_alive()
 
 

@@ -16,8 +16,7 @@ from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
 from steerscope.serving.settings import Settings
 from steerscope.serving.state import Serving
-
-START_S = 120.0
+from waiting import HUNG_S
 
 
 @dataclass
@@ -37,7 +36,7 @@ class Live:
     def engine(self) -> Engine:
         return self.server.serving.engine
 
-    def idle(self, seconds: float = 20.0) -> bool:
+    def idle(self, seconds: float = HUNG_S) -> bool:
         """Whether the engine comes to rest with all memory given back."""
 
         def rests() -> bool:
@@ -48,7 +47,7 @@ class Live:
         return eventually(rests, seconds)
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
+def eventually(holds: Callable[[], bool], seconds: float = HUNG_S) -> bool:
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
@@ -67,8 +66,8 @@ def live(start: Callable[[], Engine] | Engine = tiny_engine, **settings: object)
     thread = threading.Thread(target=server.run, name="server")
     thread.start()
     try:
-        assert eventually(lambda: server.started or not thread.is_alive(), START_S)
-        assert eventually(lambda: server.serving.ready or server.serving.failure is not None, START_S)
+        assert eventually(lambda: server.started or not thread.is_alive(), HUNG_S)
+        assert eventually(lambda: server.serving.ready or server.serving.failure is not None, HUNG_S)
         assert server.serving.failure is None, server.serving.failure
         assert httpx.get(f"{server.address}/ready").status_code == 200
         yield Live(server.address, server)

@@ -62,10 +62,14 @@ class TestLoading:
         assert live.serving.engine.stats()["tokens"] == 6, "it was warmed up"
 
     def test_a_model_that_does_not_load_ends_the_server(self, serve: Serve) -> None:
+        listens = threading.Event()
+
         def start() -> HFEngine:
+            listens.wait()
             raise ModelNotFound("there is no such model")
 
         live = serve(start)
+        listens.set()
         live.until(lambda: not live._thread.is_alive())
         assert isinstance(live.serving.failure, ModelNotFound)
 

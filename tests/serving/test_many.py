@@ -21,6 +21,7 @@ from steerscope.client.calls import Options
 from steerscope.engines.generation import Generation
 from steerscope.specs import Ablate, Add, Capture, Sampling, Steering, Watch
 from steerscope.specs.watch import flag, when
+from waiting import HUNG_S
 
 pytestmark = pytest.mark.slow
 
@@ -124,10 +125,10 @@ async def check_rows(client: AsyncClient, answer: Answer, truth: Generation) -> 
 
 def at_rest(server: Live, alone: list[Generation]) -> bool:
     held = sum(one.capture._held.size for one in alone if one.capture is not None)  # what this test itself keeps
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HUNG_S
     while server.engine.budget.used != held and time.monotonic() < deadline:
         time.sleep(0.05)
-    return server.idle(60) and server.engine.budget.used == held and not len(server.serving.captures)
+    return server.idle(HUNG_S) and server.engine.budget.used == held and not len(server.serving.captures)
 
 
 @pytest.mark.slow

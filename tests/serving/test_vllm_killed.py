@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved
+from waiting import HUNG_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")]
 ARGUMENTS = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 32 << 20, "max_num_batched_tokens": 64}
@@ -43,9 +44,9 @@ class Served:
         assert found, self.log
         self.reader = ThreadPoolExecutor(1)
         self.rest = self.reader.submit(self.process.stderr.read)  # a full pipe would stop the server
-        self.http = httpx.Client(base_url=found[0], timeout=120)
+        self.http = httpx.Client(base_url=found[0], timeout=HUNG_S)
 
-    def until(self, holds: Callable[[], bool], seconds: float = 500) -> None:
+    def until(self, holds: Callable[[], bool], seconds: float = HUNG_S) -> None:
         deadline = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < deadline, "it never came true"
@@ -79,7 +80,7 @@ class Served:
     def end(self) -> None:
         """As an administrator would, at any time."""
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(120) == 0, self.rest.result()
+        assert self.process.wait(HUNG_S) == 0, self.rest.result()
 
 
 @pytest.fixture
@@ -100,9 +101,9 @@ def test_a_killed_core_fails_its_requests_and_is_started_again_and_sigterm_ends_
     assert before
     served.kill("EngineCore")
     served.ready()
-    assert not psutil.wait_procs(before, timeout=30)[1], "processes of the engine that was killed live on"
+    assert not psutil.wait_procs(before, timeout=120)[1], "processes of the engine that was killed live on"
     assert served.http.post(URL, json=body).json()["choices"][0]["text"] == wanted
     served.kill("Worker")
     left = served.children()
     served.end()
-    assert not psutil.wait_procs(left, timeout=30)[1]
+    assert not psutil.wait_procs(left, timeout=120)[1]

@@ -22,6 +22,7 @@ from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine
 from steerscope.specs import Add, Sampling
 from steerscope.vectors import SteeringVector, save
+from waiting import HUNG_S
 
 pytestmark = [pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed"), pytest.mark.slow]
 KEY = "sesame"
@@ -68,7 +69,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
             yield Stock(f"http://127.0.0.1:{port}", folder)
         finally:
             process.terminate()
-            process.wait(timeout=60)
+            process.wait(timeout=HUNG_S)
 
 
 def test_vllm_mounts_our_routes_under_its_key(stock: Stock, tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ import torch
 
 from steerscope.bench.lens import make_pack
 from steerscope.bench.shapes import NoTokenizer, load_model, model_config, vllm_model
-from steerscope.bench.workload import NotMeasured, Setup, capture_of, check_batched, steering_of, wanted_rows
+from steerscope.bench.workload import WATCHES, NotMeasured, Setup, capture_of, check_batched, steering_of, wanted_rows
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Generation, TokenPrompt
+from steerscope.lenses.stack import Weights
 from steerscope.specs import Sampling, Watch
 
 _PROMPT_STEPS = 3
@@ -263,7 +264,7 @@ def describe_vllm(config: Any) -> dict[str, Any]:
     }
 
 
-WATCHED, LENSES, WIDTHS = "bench", 267, (128, 64)
+LENSES, WIDTHS = 267, (128, 64)
 
 
 class Ours:
@@ -300,8 +301,8 @@ class Ours:
         steer = self._steer(cell)
         steer = steer[: len(prompts)] if isinstance(steer, list) else steer
         asked: dict[str, Any] = {"steer": steer, "capture": capture_of(cell, self.facts.layers)}
-        if cell == "watch":
-            asked["watch"] = self._watch()
+        if cell in WATCHES:
+            asked["watch"] = self._watch(WATCHES[cell])
         sampling = Sampling(max_tokens=self.setup.decode, ignore_eos=True)
         texts = [TokenPrompt(ids) for ids in prompts]
         before = self.engine.stats()["steps"]
@@ -312,7 +313,7 @@ class Ours:
         if self._steps is not None:
             run.extra["phases"] = self._steps.phases()
         check_batched(self.setup, run.tokens, run.steps)
-        if cell == "watch" and any(len(one.readings) != self.setup.decode - 1 for one in done):
+        if cell in WATCHES and any(len(one.readings) != self.setup.decode - 1 for one in done):
             raise NotMeasured("not measured: readings are missing")
         if asked["capture"]:
             self._count(run, done, wanted_rows(self.setup, cell, self.facts.layers), verify, fetch)
@@ -323,11 +324,11 @@ class Ours:
             run.extra["stats"] = self.engine.stats()
         return run
 
-    def _watch(self) -> Watch:
-        if WATCHED not in self.engine.packs:
+    def _watch(self, weights: Weights) -> Watch:
+        if weights not in self.engine.packs:
             pack = make_pack([LENSES], self.facts.hidden, WIDTHS, layer=self.facts.layers // 2)
-            self.engine.register_pack(WATCHED, pack, any_model=True, weights="bf16")
-        return Watch(pack=WATCHED, tokens="generated")
+            self.engine.register_pack(weights, pack, any_model=True, weights=weights)
+        return Watch(pack=weights, tokens="generated")
 
     def _count(self, run: Run, done: list[Generation], wanted: int, verify: bool, fetch: bool) -> None:
         tensors = [tensor for one in done for tensor in one.rows.values()]

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _MAIN = "speed-qwen2.5-3b.json"  # the run that has goals
+_EARLIER = "earlier-qwen2.5-3b.json"  # the one before it, on another machine
 _AROUND = ("WorkerTaps._around_step", "WorkerTaps._after_inputs", "WorkerTaps._before_forward")  # vLLM's own is in them
 _REQUESTS = {
     "noise": "untouched against itself",
+    "twin": "untouched against another untouched",
     "zero-layer": "nothing is asked",
     "all-layers": "every row of every layer",
     "one-layer": "every row of one layer",
@@ -22,6 +24,7 @@ _REQUESTS = {
     "add:same": "add at every layer, one vector for all",
     "hidden-states": "vLLM's own `extract_hidden_states`",
     "watch": "267 lenses on every generated token",
+    "watch:int8": "267 lenses in int8, likewise",
 }
 
 
@@ -70,9 +73,12 @@ def speed(results: Path) -> str:
     """What each kind of request costs against untouched vLLM, next to its goal."""
     if not (results / "gpu" / _MAIN).exists():
         return "*No figures yet: run `bench/gpu/speed.sh` where there is a GPU.*"
-    data = _main(results)
-    head = "| request | untouched s | steerscope s | overhead, 95 % interval | goal | drift | fetch GB/s |"
-    lines = [f"**{_shape(data)}**", "", head, "|---" * 7 + "|", *_cells(data, _goals)]
+    data, file = _main(results), results / "gpu" / _EARLIER
+    before = json.loads(file.read_text())["cells"] if file.exists() else {}
+    for name, cell in data["cells"].items():
+        cell["before"] = _interval(before[name], 2) if "ratio" in before.get(name, {}) else ""
+    head = "| request | untouched s | steerscope s | overhead, 95 % interval | goal | earlier | drift | fetch GB/s |"
+    lines = [f"**{_shape(data)}**", "", head, "|---" * 8 + "|", *_cells(data, _goals)]
     rounds = [cell["rounds"] for cell in data["cells"].values() if "rounds" in cell]
     versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("vllm", "torch") if name in data["versions"])
     lines += ["", f"At least {min(rounds, default=0)} rounds; {data['engines'].get('ours', {}).get('mode')}; "]
@@ -88,7 +94,7 @@ def _goals(cell: dict) -> str:
         fetch = f"{cell['fetch_gb_per_s']:.1f}"
     if "fetch_goal" in cell:
         fetch += f" (goal ≥ {cell['fetch_goal']:.0f})"
-    return f"{goal} | {100 * cell['drift']:+.1f} % | {fetch}" if "drift" in cell else " | | "
+    return f"{goal} | {cell['before']} | {100 * cell['drift']:+.1f} % | {fetch}" if "drift" in cell else " | | | "
 
 
 def shapes(results: Path) -> str:
@@ -107,7 +113,7 @@ def costs(results: Path) -> str:
     size = f"{work['batch']} requests of {work['prefill']} + {work['decode']} tokens, {work['model']} on one {gpu}"
     lines = [f"| {size} | longer than untouched vLLM, 95 % interval |", "|---|---|"]
     for name, cell in data["cells"].items():
-        if "ratio" in cell and name != "noise":
+        if "ratio" in cell and name not in ("noise", "twin"):
             lines.append(f"| {_REQUESTS.get(name, name)} | {_interval(cell, 1)} |")
     return "\n".join(lines)
 
@@ -119,11 +125,12 @@ def phases(results: Path) -> str:
     data = _main(results)
     cells = {name: cell for name, cell in data["cells"].items() if "phases" in cell}
     names = list(next(iter(cells.values()))["phases"]["tapped"])
-    lines = [f"| ms more than untouched vLLM | {' | '.join(names)} | rounds |", "|---" * (len(names) + 2) + "|"]
+    head = f"| ms more than untouched vLLM | {' | '.join(names)} | rounds | it starts in |"
+    lines = [head, "|---" * (len(names) + 3) + "|"]
     for name, cell in cells.items():
         base, mine = cell["phases"]["baseline"], cell["phases"]["tapped"]
         shown = " | ".join(f"{mine[part] - base[part]:+.2f}" for part in names)
-        lines.append(f"| {_REQUESTS.get(name, name)} | {shown} | {cell['rounds']} |")
+        lines.append(f"| {_REQUESTS.get(name, name)} | {shown} | {cell['rounds']} | {base.get('starting', 0.0):.1f} |")
     return "\n".join(lines)
 
 

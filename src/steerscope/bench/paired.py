@@ -5,8 +5,9 @@
 Two engines live side by side on one GPU, each in a process of its own: stock vLLM without any plugin (A), and the
 tapped one (B). They start beside each other, and then only one runs at a time. Rounds go A B, B A, A B, …, and each
 round's ratio is B over A with the same prompts, so that what changes slowly hits both. The first cell runs A against
-itself: that is the noise. A cell holds when the upper end of the 95 % interval of its median ratio does. The file is
-written after every cell.
+itself: that is the noise. The second runs it against another untouched engine: no two processes are equally fast, which
+no number of rounds takes away. A cell holds when the upper end of the 95 % interval of its median ratio does. The file
+is written after every cell.
 """
 
 import argparse
@@ -29,14 +30,15 @@ from steerscope.bench.stats import drift, paired
 from steerscope.bench.workload import Setup, capture_of, check_cell
 from steerscope.specs.errors import SteerscopeError
 
-NOISE, PEER = "noise", "hidden-states"
+NOISE, TWIN, PEER = "noise", "twin", "hidden-states"
+UNTOUCHED = (NOISE, TWIN, PEER)  # by us
 CELLS = (
-    NOISE, "zero-layer", "all-layers", "one-layer", "generated", "last", "mean", "add", "cap", "ablate", "add:one",
-    "add:same", "watch",
+    NOISE, TWIN, "zero-layer", "all-layers", "one-layer", "generated", "last", "mean", "add", "cap", "ablate",
+    "add:one", "add:same", "watch", "watch:int8",
 )  # fmt: skip
 GOALS = {
     "zero-layer": 1.005, "all-layers": 1.01, "generated": 1.005, "last": 1.005, "mean": 1.005, "add": 1.01,
-    "cap": 1.02, "ablate": 1.02, "watch": 1.02,
+    "cap": 1.02, "ablate": 1.02, "watch": 1.02, "watch:int8": 1.02,
 }  # fmt: skip
 FETCH_GOAL, DRIFT_GOAL = 10.0, 0.01  # GB/s into private memory; of the ratio, with every row captured
 START_S, RUN_S = 900.0, 300.0
@@ -139,7 +141,7 @@ class Child:
             self._process.kill()
 
 
-def run_cell(cell: str, base: Child, other: Child, args: argparse.Namespace) -> dict[str, Any]:
+def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.Namespace) -> dict[str, Any]:
     """Pairs of runs until there are enough, or the time is over. The warm-ups and one round after the timed ones, which
     verifies the rows and copies them, are not among them."""
     for i in range(args.warmups):
@@ -150,7 +152,7 @@ def run_cell(cell: str, base: Child, other: Child, args: argparse.Namespace) -> 
     ours, theirs, same, began = [], [], 0, time.perf_counter()
     phases: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
     pair: dict[int, dict[str, Any]] = {}
-    for turn in range(args.rounds):
+    for turn in range(rounds):
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
             pair[which] = (base, other)[which].order("run", cell, turn)
             if "error" in pair[which]:
@@ -223,12 +225,12 @@ def run_cells(
     if args.batches:
         out = out.with_name(f"{out.stem}-b{args.setup.batch}{out.suffix}")
     for cell in cells:
-        if cell == PEER and "ours" in children:  # the peer needs its room
-            children.pop("ours").close()
-        kind = args.baseline if cell == NOISE else PEER if cell == PEER else "ours"
+        for name in {"ours", TWIN} & set(children) if cell == PEER else ():  # the peer needs their room
+            children.pop(name).close()
+        kind = args.baseline if cell == NOISE else cell if cell in UNTOUCHED else "ours"
+        rounds = args.rounds_of.get(cell, args.rounds)
         try:
-            other = up(kind)
-            found = run_cell("baseline" if cell in (NOISE, PEER) else cell, base, other, args)
+            found = run_cell("baseline" if cell in UNTOUCHED else cell, base, up(kind), rounds, args)
         except ChildFailed as error:
             if not base.alive:
                 raise
@@ -247,7 +249,8 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     result: dict[str, Any] = {}
 
     def start(kind: str) -> Child:
-        children[kind] = children.get(kind) or Child(kind, setup, scratch, budget, args.noop)
+        like = args.baseline if kind == TWIN else kind
+        children[kind] = children.get(kind) or Child(like, setup, scratch, budget, args.noop)
         return children[kind]
 
     def up(kind: str) -> Child:
@@ -270,8 +273,10 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             child.ready()
             result["profile"] = child.order("profile", args.profile, 0)
             return result
-        if set(cells) - {NOISE, PEER}:
+        if set(cells) - set(UNTOUCHED):
             start("ours")
+        if TWIN in cells:
+            start(TWIN)
         for batch in args.batches or [args.setup.batch]:
             args.setup = replace(setup, batch=batch)
             begin()
@@ -292,10 +297,11 @@ def say(line: str) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cells", nargs="*", default=CELLS, help=f"of bench/workload.py, {NOISE} and {PEER}")
+    parser.add_argument("--cells", nargs="*", default=CELLS, help=f"of bench/workload.py, and {', '.join(UNTOUCHED)}")
     parser.add_argument("--baseline", choices=("baseline", "llm"), default="baseline", help="llm: through vLLM's LLM")
     parser.add_argument("--batches", type=int, nargs="*", help="each of these, with the same engines; OUT-b<size>.json")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds-of", nargs="*", default=[], metavar="CELL=ROUNDS", help="of those near their goals")
     parser.add_argument("--warmups", type=int, default=2)
     parser.add_argument("--cell-seconds", type=float, default=60.0, help="a cell ends after so long, with fewer rounds")
     parser.add_argument("--profile", metavar="CELL", help="instead of timing: one cell under profilers")
@@ -310,7 +316,10 @@ def parse() -> argparse.Namespace:
             parser.add_argument(name, type=type(default), default=default)
     args = parser.parse_args()
     args.setup = Setup(**{f.name: getattr(args, f.name) for f in fields(Setup) if f.name != "engine"}, engine="vllm")
-    args.cells = [cell if cell in (NOISE, PEER) else check_cell(cell) for cell in args.cells]
+    args.rounds_of = {cell: int(rounds) for cell, _, rounds in (one.partition("=") for one in args.rounds_of)}
+    if unknown := set(args.rounds_of) - set(args.cells):
+        parser.error(f"--rounds-of names cells that are not run: {', '.join(sorted(unknown))}")
+    args.cells = [cell if cell in UNTOUCHED else check_cell(cell) for cell in args.cells]
     return args
 
 

@@ -7,7 +7,7 @@ Cells:
     generated, last, mean       capture of all layers: generated tokens only, the last prompt token, the mean
     add, cap, ablate            steer all layers, another vector for every request; with `:one` only the middle layer,
                                 with `:same` one vector for all
-    watch                       267 lenses read every generated token at the middle layer
+    watch                       267 lenses in bf16 read every generated token at the middle layer; `:int8` in int8
 """
 
 import math
@@ -20,10 +20,12 @@ import torch
 
 from steerscope.bench.shapes import model_config
 from steerscope.engines.options import SteerLike
+from steerscope.lenses.stack import Weights
 from steerscope.specs import Ablate, Add, Cap, Capture
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 
 OPS = ("add", "cap", "ablate")
+WATCHES: dict[str, Weights] = {"watch": "bf16", "watch:int8": "int8"}  # the weights of the lenses
 CAPTURES = {
     "all-layers": Capture(),
     "generated": Capture(tokens="generated"),
@@ -101,10 +103,10 @@ def steering_of(cell: str, layers: int, hidden: int, batch: int) -> SteerLike | 
 def check_cell(cell: str) -> str:
     op, *flags = cell.split(":")
     steers = op in OPS and set(flags) <= {"one", "same"}
-    plain = cell in ("baseline", "zero-layer", "one-layer", "watch", *CAPTURES) or cell.startswith("layers=")
+    plain = cell in ("baseline", "zero-layer", "one-layer", *WATCHES, *CAPTURES) or cell.startswith("layers=")
     if not steers and not plain:
-        known = "baseline, zero-layer, one-layer, layers=…, watch, " + ", ".join([*CAPTURES, *OPS]) + " (:one, :same)"
-        raise InvalidRequest([Problem("cell", f"{cell!r} is unknown", f"choose from {known}")])
+        known = ", ".join(["baseline", "zero-layer", "one-layer", "layers=…", *WATCHES, *CAPTURES, *OPS])
+        raise InvalidRequest([Problem("cell", f"{cell!r} is unknown", f"choose from {known} (:one, :same)")])
     return cell
 
 

@@ -195,6 +195,15 @@ class Regions:
         region.counters[OWNER] = region.owner
         return region
 
+    @property
+    def untidy(self) -> bool:
+        """Something was given back since the last time anybody looked."""
+        return len(self._returned) > self._kept
+
+    def tidy(self) -> None:
+        with self._lock:
+            self._merge()
+
     def _take(self, size: int) -> int | None:
         for i, (offset, room) in enumerate(self._free):
             if room >= size:
@@ -207,14 +216,15 @@ class Regions:
             self._returned.append(part)
 
     def _merge(self) -> None:
-        """Take back what is free and left. All parts are judged before the first is: counters lie in them."""
+        """Take back what is free and left. All parts are judged before the first is: counters lie in them. A finaliser
+        that runs meanwhile finds another list."""
         words = self.arena.words
-        left = [
-            all(words[(part.region + ALIGN * (LEFT + stage)) // 8] for stage in part.stages) for part in self._returned
-        ]
-        returned = [(part.offset, part.size) for part, gone in zip(self._returned, left, strict=True) if gone]
-        self._returned = [part for part, gone in zip(self._returned, left, strict=True) if not gone]
-        self._kept = len(self._returned)
+        parts, self._returned = self._returned, []
+        left = [all(words[(part.region + ALIGN * (LEFT + stage)) // 8] for stage in part.stages) for part in parts]
+        returned = [(part.offset, part.size) for part, gone in zip(parts, left, strict=True) if gone]
+        kept = [part for part, gone in zip(parts, left, strict=True) if not gone]
+        self._kept = len(kept)
+        self._returned += kept
         if not returned:
             return
         merged: list[tuple[int, int]] = []

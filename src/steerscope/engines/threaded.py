@@ -16,6 +16,7 @@ from steerscope.engines.sequence import RunningText
 from steerscope.specs.errors import EngineClosed, RequestFailed
 
 SWEEP_S = 5.0  # how often an idle engine looks for captures that have expired
+_TIDY_S = 0.005  # how long it has been idle when it tidies up
 _ANSWER_S = 120.0
 T = TypeVar("T")
 S = TypeVar("S", bound=RunningText)
@@ -41,6 +42,13 @@ class ThreadedEngine(Engine, Generic[S]):
     @abstractmethod
     def _busy(self) -> bool:
         """Requests are running; the thread must not wait for others."""
+
+    def _untidy(self) -> bool:
+        """Whether something is left to be done of requests that have ended, which the next one would have to."""
+        return False
+
+    def _tidy(self) -> None:
+        """Do it. Never raises."""
 
     # --- any thread
 
@@ -90,12 +98,16 @@ class ThreadedEngine(Engine, Generic[S]):
             if self._busy() and self._inbox.empty():
                 return True
             idle = not self._busy() and not self._waiting
+            untidy = idle and self._untidy()
             try:
-                item = self._inbox.get(block=idle, timeout=SWEEP_S)
+                item = self._inbox.get(block=idle, timeout=_TIDY_S if untidy else SWEEP_S)
             except queue.Empty:
                 if not idle:
                     return True
-                self.budget.sweep()
+                if untidy:
+                    self._tidy()
+                else:
+                    self.budget.sweep()
                 continue
             if item is None:
                 return False

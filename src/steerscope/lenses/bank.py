@@ -15,6 +15,7 @@ from torch import Tensor
 from steerscope.lenses.pack import Calibration, Pack
 from steerscope.lenses.spec import Output
 from steerscope.lenses.stack import WORKSPACE, Stack, Weights, runs_of
+from steerscope.lenses.tensors import PER_LENS
 from steerscope.specs.errors import InvalidRequest, Problem
 
 Lenses = slice | Sequence[int]
@@ -88,9 +89,11 @@ class Bank:
             self._stack.write(slice(start, start + step), self._stack.encode(gather(pack, part)))
         self._index = torch.tensor(self.lenses, device=self.device)
         order = slice(None) if self._columns is None else self._columns
-        self._per_lens = {name: self._stack.tensors[name][order] for name in ("low", "high", "confidence")}
-        self._threshold, self._floor = (self._stack.tensors[name][order] for name in ("threshold", "floor"))
-        self._calibration = Calibration(**self._per_lens) if pack.calibration else None
+        self._per_lens = {name: self._stack.tensors[name][order] for name in PER_LENS}
+        self._threshold, self._floor = self._per_lens["threshold"], self._per_lens["floor"]
+        self._calibration = None
+        if pack.calibration:
+            self._calibration = Calibration(*(self._per_lens[name] for name in Calibration._fields))
 
     def __len__(self) -> int:
         return len(self.lenses)
@@ -99,6 +102,13 @@ class Bank:
     def nbytes(self) -> int:
         """Weights on the device."""
         return sum(tensor.nbytes for tensor in self._stack.tensors.values())
+
+    def warm_up(self) -> None:
+        """What `best` needs is compiled now, and not while somebody waits for it."""
+        zeros, views = torch.zeros(1, self.pack.info.hidden, device=self.device), torch.ones(1, len(self)).bool()
+        for k in () if self._stack.kernels is None else self._stack.kernels.CHOSEN:
+            for view in (None, zeros[:, 0].long()):
+                self.best(zeros, k, views.to(self.device), view)
 
     @torch.no_grad()
     def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
@@ -124,6 +134,21 @@ class Bank:
         if self._calibration is None and "floor" not in self.pack.tensors:
             return result
         return result.copy_(calibrate(result, self._floor, self._calibration))
+
+    @torch.no_grad()
+    def best(self, rows: Tensor, k: int, views: Tensor, view: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The k largest scores of each row, or all if there are fewer, best first; which columns they are (−1: nothing
+        more to say); and all scores. `view` [n] says which line of `views` [·, lenses] has the lenses that count (None:
+        all)."""
+        architecture, kernels, k = self.pack.info.architecture, self._stack.kernels, min(k, len(self))
+        if kernels and kernels.chooses(len(self), k, architecture.output):
+            scores, floored = self.logits(rows), "floor" in self.pack.tensors or self._calibration is not None
+            how = architecture.output, self._per_lens, floored, self._calibration is not None
+            return *kernels.choose(scores, k, *how, views, view), scores
+        scores = self.scores(rows)
+        values, indices = best_of(scores if view is None else torch.where(views[view], scores, 0.0), k)
+        said = values > 0
+        return torch.where(said, values, 0.0), torch.where(said, indices, -1), scores
 
     @torch.no_grad()
     def top(self, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:

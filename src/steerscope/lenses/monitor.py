@@ -25,7 +25,7 @@ from steerscope.specs.watch import Watch
 _IDLE = 2  # packs nobody registered that stay on the device when nobody uses them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)  # the same one serves all that ask alike
 class WatchPlan:
     """A watch that was found good for one request: where it reads, which rows, and its rules as numbers."""
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from steerscope.lenses.bank import Bank, best_of
+from steerscope.lenses.bank import Bank
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.stack import WORKSPACE, Weights
 from steerscope.lenses.tiers import Tiers
@@ -115,6 +115,8 @@ class Reader:
             self.bank = Bank(self.pack, device=self.device, weights=o.weights, workspace=o.workspace)
         self._views: dict[tuple[int, ...] | None, int] = {None: 0}
         self.views = torch.ones(1, len(self.pack), dtype=torch.bool, device=self.device)  # which lenses count
+        if self.bank is not None:
+            self.bank.warm_up()
 
     def view(self, levels: tuple[int, ...] | None) -> int:
         """The number of a choice of levels; 0 is all of them."""
@@ -147,13 +149,8 @@ class Reader:
 
     def _part(self, rows: Tensor, top_k: int, columns: Tensor | None, view: Tensor | None) -> Read:
         assert self.bank is not None
-        scores = self.bank.scores(rows)
-        wanted = None if columns is None else scores.gather(1, columns)
-        if view is not None:
-            scores = torch.where(self.views[view], scores, 0.0)
-        values, indices = best_of(scores, min(top_k, len(self.pack)))
-        said = values > 0
-        return Read(torch.where(said, values, 0.0), torch.where(said, indices, -1), wanted)
+        values, indices, scores = self.bank.best(rows, min(top_k, len(self.pack)), self.views, view)
+        return Read(values, indices, None if columns is None else scores.gather(1, columns))
 
     def close(self) -> None:
         if self.tiers is not None:

@@ -58,10 +58,18 @@ class Readings(Sequence[Reading]):
     """Readings by row, in order: `values` and `indices` [n, k], with index −1 where there was nothing to say."""
 
     def __init__(
-        self, pack: Pack, positions: np.ndarray, token_ids: np.ndarray, values: np.ndarray, indices: np.ndarray
-    ) -> None:
-        self.pack, self.positions, self.token_ids = pack, positions, token_ids
+        self, pack: Pack, positions: np.ndarray, tokens: Sequence[int] | np.ndarray, values: np.ndarray,
+        indices: np.ndarray,
+    ) -> None:  # fmt: skip
+        self.pack, self.positions, self._tokens = pack, positions, tokens
         self.values, self.indices = values, indices
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """From which each row was computed."""
+        if not isinstance(self._tokens, np.ndarray):  # a list takes long to convert, and few look at it
+            self._tokens = np.array(self._tokens, np.int64)
+        return self._tokens
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -170,8 +178,10 @@ class Notes:
             kept = int(np.searchsorted(at, rows))
             at, values, indices = at[:kept], values[:kept], indices[:kept]
         first, last = (int(at[0]), int(at[-1])) if len(at) else (0, -1)
-        tokens = np.array(history[first : last + 1], np.int64)  # a list of all of them takes long to convert
-        return Readings(self.pack, at, tokens if len(tokens) == len(at) else tokens[at - first], values, indices)
+        tokens = history[first : last + 1]
+        if len(tokens) != len(at):
+            tokens = [tokens[i] for i in (at - first).tolist()]
+        return Readings(self.pack, at, tokens, values, indices)
 
     def __iter__(self) -> Iterator[Firing]:
         return iter(self._firings)

@@ -8,10 +8,15 @@ Weights are kept as float32, bfloat16, or int8 with one scale per output (the la
 is small, and it is where rounding shows). The arithmetic is float32 on a CPU, and bfloat16 with float32 sums on a GPU
 unless the weights are float32. Where kept and computed types differ, weights are widened tile by tile.
 
-Nothing here waits for the device or depends on values, so an evaluation can be captured in a CUDA graph.
+On a GPU a few rows are one kernel (`fused`), unless the weights are float32. Nothing here waits for the device or
+depends on values, so an evaluation can be captured in a CUDA graph.
 """
 
+import functools
+import importlib.util
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -22,9 +27,11 @@ from steerscope.lenses.spec import EPSILON, PackInfo
 from steerscope.lenses.tensors import PER_LENS, layout
 from steerscope.specs.errors import InvalidRequest, Problem
 
+log = logging.getLogger("steerscope")
 Weights = Literal["fp32", "bf16", "int8"]
 WORKSPACE = 256 << 20
 _KEPT = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+_LEAST_CAPABILITY = (8, 0)
 _MOST_ROWS = 1024  # at once: enough for any matrix product to be efficient
 
 
@@ -53,11 +60,21 @@ class Stack:
         self.info, self.slots, self.device, self.weights, self.workspace = info, slots, device, weights, workspace
         self.compute = torch.bfloat16 if weights != "fp32" and device.type != "cpu" else torch.float32
         self.depth = len(info.architecture.widths) + 1
+        self.kernels = kernels(device)
         self.tensors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape, dtype in self._parts()}
         smallest = self._bytes(1, 1)
         if workspace < smallest:
             what = f"{workspace} bytes do not hold one row and one lens"
             raise InvalidRequest([Problem("workspace", what, f"give at least {smallest}")])
+        self._compile()
+
+    def _compile(self) -> None:
+        """Now, and not while somebody waits for a reading."""
+        if self.kernels is None or not self.slots:
+            return
+        for rows in self.kernels.ROWS:
+            zeros = torch.zeros(rows, self.info.hidden, device=self.device)
+            self.logits(zeros, [Run(0, 1, False)], torch.empty(rows, 1, device=self.device))
 
     def _kept(self, i: int) -> torch.dtype:
         return torch.float32 if i and i == self.depth - 1 else _KEPT[self.weights]
@@ -134,22 +151,30 @@ class Stack:
 
     def inputs(self, rows: Tensor, runs: Sequence[Run]) -> dict[bool, Tensor]:
         """What lenses that normalise again, and those that do not, are fed: each made once, if somebody wants it."""
-        plain = rows.float()
-        if self.info.normalisation == "layernorm":
-            plain = _layer_norm(plain)
         wanted = {run.normed for run in runs}
+        once = self.info.normalisation == "layernorm"
+        if once and wanted == {False} and rows.dtype == self.compute:
+            return {False: _layer_norm(rows)}  # whose sums are float32 all the same
+        plain = _layer_norm(rows.float()) if once else rows.float()
         return {normed: (_layer_norm(plain) if normed else plain).to(self.compute) for normed in wanted}
 
     def logits(self, rows: Tensor, runs: Sequence[Run], out: Tensor) -> None:
         """Rows [n, hidden] → out [n, lenses of the runs], float32, in the order of the runs."""
-        tiles = self.tiles(len(rows))
+        tiles, kernels = self.tiles(len(rows)), self.kernels
+        if kernels and not kernels.evaluates(len(rows), self.info.architecture.widths, self.compute):
+            kernels = None
         for first in range(0, len(rows), tiles.rows):
             inputs = self.inputs(rows[first : first + tiles.rows], runs)
             target, column = out[first : first + tiles.rows], 0
             for run in runs:
-                for start in range(run.start, run.stop, tiles.lenses):
-                    stop = min(start + tiles.lenses, run.stop)
-                    target[:, column : column + stop - start].copy_(self._tile(inputs[run.normed], start, stop).T)
+                step = run.stop - run.start if kernels else tiles.lenses
+                for start in range(run.start, run.stop, step):
+                    stop = min(start + step, run.stop)
+                    here, x = target[:, column : column + stop - start], inputs[run.normed]
+                    if kernels:
+                        kernels.evaluate(self.tensors, x, start, stop, here)
+                    else:
+                        here.copy_(self._tile(x, start, stop).T)
                     column += stop - start
 
     def _tile(self, x: Tensor, start: int, stop: int) -> Tensor:
@@ -171,6 +196,25 @@ class Stack:
             if i < self.depth - 1:
                 h = h.relu_()
         return h.squeeze(1).float()
+
+
+@functools.cache
+def kernels(device: torch.device) -> ModuleType | None:
+    """Those of Triton, where it runs: it needs a compiler for C, and older GPUs have too little shared memory."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        return None
+    from steerscope.lenses import fused
+
+    one = torch.zeros(1, device=device)
+    per_lens: dict[str, Tensor] = dict.fromkeys(PER_LENS, one)
+    try:
+        fused.choose(one[None], 1, "relu", per_lens, False, False, one[None].bool(), None)
+    except Exception as error:
+        log.warning("lenses are evaluated without kernels of their own: %s: %s", type(error).__name__, error)
+        return None
+    return fused
 
 
 def _product(weights: Tensor, columns: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 
 from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT
 from steerscope.engines.vllm.settings import Settings
+from waiting import HUNG_S
 
 SMALL = ["--engine", "vllm", "--model", "tiny", "--batch", "4", "--prefill", "16", "--decode", "6", "--iterations", "2"]
 
@@ -32,7 +33,7 @@ def bench(output: Path, *words: str, **environment: str) -> dict[str, Any]:
         env={**os.environ, **VLLM_ENVIRONMENT, **environment},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=HUNG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

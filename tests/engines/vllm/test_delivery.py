@@ -16,8 +16,9 @@ from steerscope.engines.vllm import pacing
 from steerscope.engines.vllm.delivery import Delivery
 from steerscope.engines.vllm.pacing import Pace
 from steerscope.engines.vllm.pool import Cells, HostPool, clear_faults
-from steerscope.engines.vllm.step import ASKER, LAID, Asker, Slice
+from steerscope.engines.vllm.step import ASKER, LAID, Asker, Books, Page, Slice
 from steerscope.engines.vllm.wire import Wire, WireCapture
+from steerscope.engines.vllm.worker import WorkerTaps
 from steerscope.specs.tokens import EVERYWHERE
 
 HIDDEN = 8
@@ -40,8 +41,9 @@ def host_pool() -> HostPool:
     return HostPool(64, 4, HIDDEN, torch.float32, np.zeros((4, 16), np.int32))
 
 
-def asking(region: Region, name: str = "a", rows: int = 4) -> Asker:
-    capture = WireCapture(((0, "resid_post"),), EVERYWHERE, False, None, 0, rows)
+def asking(region: Region, name: str = "a", rows: int = 4, more: int = 1) -> Asker:
+    """A text of so many rows that may have more."""
+    capture = WireCapture(((0, "resid_post"),), EVERYWHERE, False, None, 0, rows + more)
     return Asker(Wire(name, None, region.offset, region.owner, (), capture), [], 1, 1)
 
 
@@ -87,6 +89,26 @@ def test_a_mean_is_written_at_the_end_and_rows_that_come_later_hurt_nobody(regio
     assert second.counters[ROWS] == 4
     assert second.failure is None
     assert pool.take(64) == 0  # every cell came back
+
+
+def test_whoever_has_an_open_page_is_let_go_when_its_text_ends_and_others_with_the_next_step(regions):
+    """A text that has all its rows may be computing one of them again, after it was preempted."""
+    taps, pool = WorkerTaps.__new__(WorkerTaps), host_pool()
+    taps.books, taps.pool, taps.delivery = Books(4, 1), pool, deliver(regions, pool)
+    taps.watching, taps._numbers = types.SimpleNamespace(release=lambda _: None), deque()
+    texts = {name: allocate(regions) for name in ("open", "whole", "short")}
+    for name, region in texts.items():
+        asker = asking(region, name, rows=2, more=0)
+        taps.delivery.meet(asker)
+        taps.delivery.expect(asker)
+        asker.moved = 1 if name == "short" else 2
+        if name == "open":
+            asker.page = Page(pool.take(2), 1, 2)
+        taps.books.admit(name, asker)
+    taps.finish([[name, 2, region.offset, False] for name, region in texts.items()])
+    assert list(taps.books.askers) == ["whole"]
+    assert all(region.counters[LEFT] == 1 for region in texts.values())
+    assert pool.take(64) == 0  # its cells came back
 
 
 def test_a_withdrawn_request_is_never_met(regions):
@@ -237,6 +259,35 @@ def test_rows_leave_at_the_pace_and_count_when_they_are_there(cuda_pool, regions
     assert region.tensor((4, HIDDEN), torch.float32)[:, 0].tolist() == [0, 1, 2, 3]
 
 
+def test_the_last_rows_of_a_text_leave_behind_their_step_and_others_with_the_next(cuda_pool, regions, monkeypatch):
+    region, row = allocate(regions, rows=12), HIDDEN * 4
+    delivery, asker = deliver(regions, cuda_pool), asking(region, rows=12, more=0)
+    delivery.meet(asker)
+    delivery.expect(asker)
+    PlayedEvent.happened, waiting = False, []
+    for start, stop in ((0, 4), (4, 6), (6, 12)):
+        asker.moved = stop
+        delivery.bring_out([Slice(asker, start, stop, cuda_pool.take(stop - start), stop, stop - start)])
+        waiting.append(cuda_pool._backlog // row)
+    assert waiting == [4, 6, 0]
+    assert region.counters[ROWS] == 0
+    delivery.hold({"a"})
+    delivery.complete([["a", 12, region.offset, False]], [asker])
+    assert (region.counters[ROWS], region.counters[LEFT]) == (12, 1)
+    del region
+    other = allocate(regions, rows=12)
+    asker.moved, late = 12, cuda_pool.take(1)  # one row comes again
+    delivery.bring_out([Slice(asker, 11, 12, late, 12, 1)])
+    assert cuda_pool._backlog == 0
+    delivery.leave(asker)  # the next step says that it is gone: its region is another's
+    assert not other.counters[LEFT]
+    much = sending(regions, cuda_pool, 20)
+    monkeypatch.setitem(type(cuda_pool).hasten.__globals__, "_DRAIN", 19 * row)
+    cuda_pool.hasten()
+    assert cuda_pool._backlog == 20 * row, "so many would keep the sampled tokens waiting"
+    assert much.counters[ROWS] == 0
+
+
 def sending(regions, pool, rows: int):
     """A request with so many rows that wait to be sent."""
     region = allocate(regions, rows=rows)
@@ -245,6 +296,21 @@ def sending(regions, pool, rows: int):
     delivery.expect(asker)
     delivery.bring_out([Slice(asker, 0, rows, pool.take(rows), rows, rows)])
     return region
+
+
+def test_a_region_is_left_only_behind_a_result_that_was_foretold(cuda_pool, regions):
+    """The text is cancelled, or its engine fails: nobody waits for its result, but the device will write it."""
+    region = allocate(regions)
+    delivery, asker = deliver(regions, cuda_pool), asking(region)
+    delivery.meet(asker)
+    delivery.reductions.fence = lambda: PlayedEvent()
+    PlayedEvent.happened = False
+    delivery.leave(asker)
+    cuda_pool.pump(1)
+    assert not region.counters[LEFT]
+    PlayedEvent.happened = True
+    cuda_pool.pump(1)
+    assert region.counters[LEFT] == 1
 
 
 def test_where_nothing_arrives_nothing_more_is_sent_and_nothing_is_lost(cuda_pool, regions):

@@ -28,6 +28,7 @@ from steerscope.engines.generation import Generation, TokenPrompt
 from steerscope.engines.hf import HFEngine
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
 from steerscope.vectors import SteeringVector, save
+from waiting import HUNG_S
 
 httpx = pytest.importorskip("httpx", reason="it comes with vLLM")
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
@@ -250,8 +251,6 @@ def test_nothing_stays_in_shared_memory_under_a_name(llm: Any) -> None:
 
 # --- the OpenAI server
 
-START_S = 300
-
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
@@ -275,11 +274,11 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
             yield url, captures
         finally:
             process.terminate()
-            process.wait(timeout=60)
+            process.wait(timeout=HUNG_S)
 
 
 def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + HUNG_S
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()[-3000:]
         try:

@@ -19,6 +19,7 @@ from steerscope.engines.vllm import guards
 from steerscope.engines.vllm.settings import Settings, asked_for
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
 from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
+from waiting import HUNG_S
 
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 
@@ -193,7 +194,7 @@ def test_under_stress_nothing_is_wrong_lost_or_left_over(tmp_path: Path) -> None
     command = [sys.executable, "-m", "steerscope.cli.main", "stress", "--engine", "vllm", "--requests", "500"]
     environment = {**os.environ, **VLLM_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     options = ["--cached", "384", "--concurrent", "24", "--out", str(output)]
-    done = subprocess.run([*command, *options], env=environment, timeout=600, capture_output=True, text=True)
+    done = subprocess.run([*command, *options], env=environment, timeout=HUNG_S, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(output.read_text())
     assert found["wrong"] == []

@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpu_code import compiled
 from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, LAID, STRIDE
 from steerscope.engines.vllm.tap import WATCHED
+from waiting import HUNG_S
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -26,22 +28,19 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.mark.skipif(INTERPRETED or not HAS_TRITON, reason="this is that process, or there is none")
 def test_the_kernels_equal_their_definitions_in_tritons_interpreter() -> None:
-    """Runs the tests below, and those of the kernels for readings and reductions."""
+    """Runs the tests below, and those of the kernels for readings, reductions and lenses."""
     here, root = Path(__file__), Path(__file__).parents[3]
     files = [str(here.with_name(f"test_{name}.py")) for name in ("kernel", "readout", "reducing")]
+    files.append(str(root / "tests" / "lenses" / "test_fused.py"))
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=HUNG_S)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "21 passed" in done.stdout, done.stdout[-4000:]
+    assert "41 passed" in done.stdout, done.stdout[-4000:]
 
 
-def compiled(function: Any, **fixed: Any) -> Any:
-    """For a GPU that is not here, as an engine launches it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def made(function: Any, **fixed: Any) -> Any:
+    """As an engine launches it."""
     from steerscope.engines.vllm import laying
 
     now: dict[str, Any] = {"COLUMNS": 4, "BLOCK": 2048, "STEER": True, "CAPTURE": True, "RESIDUAL": True, "FEW": True}
@@ -51,13 +50,7 @@ def compiled(function: Any, **fixed: Any) -> Any:
     kinds = dict.fromkeys(("delta", "residual", "weight", "normed", "stream", "pool"), "*bf16")
     kinds |= dict.fromkeys(("vectors", "coefficients", "gates", "laid"), "*fp32") | {"before": "*i1", "epsilon": "fp32"}
     kinds |= dict.fromkeys(("index", "order", "orders", "faults"), "*i32")
-    names = function.arg_names
-    kinds = {name: "constexpr" if name in now else kinds.get(name, "i32") for name in names}
-    constants = {(i,): now[name] for i, name in enumerate(names) if name in now}
-    aligned = [name for name, kind in kinds.items() if kind.startswith("*") or name.endswith(("stride", "hidden"))]
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(function, kinds, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    return compiled(function, kinds, {name: now[name] for name in function.arg_names if name in now}, num_warps=8)
 
 
 @compiles
@@ -65,15 +58,15 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
     from steerscope.engines.vllm import kernel, laying
 
     for function in (kernel._kernel, kernel._end_kernel, laying._lay_kernel, kernel._norm_kernel):
-        assert ".entry" in compiled(function).asm["ptx"]
-    assert ".entry" in compiled(kernel._norm_kernel, FEW=False).asm["ptx"]
+        assert ".entry" in made(function).asm["ptx"]
+    assert ".entry" in made(kernel._norm_kernel, FEW=False).asm["ptx"]
 
 
-def instructions(made: Any, folder: Path) -> list[str]:
+def instructions(kernel: Any, folder: Path) -> list[str]:
     import triton
 
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    (folder / "kernel.cubin").write_bytes(made.asm["cubin"])
+    (folder / "kernel.cubin").write_bytes(kernel.asm["cubin"])
     found = subprocess.run([program, "-c", folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
     return [line.split("*/", 1)[1].strip() for line in found.splitlines() if re.match(r"\s+/\*[0-9a-f]{4}\*/", line)]
 
@@ -88,7 +81,7 @@ def test_no_read_of_a_decoding_step_waits_for_another(tmp_path: Path, steer: boo
 
     asked: set[int] = set()  # registers that wait for an answer
     wide = 0
-    for line in instructions(compiled(kernel._norm_kernel, STEER=steer), tmp_path):
+    for line in instructions(made(kernel._norm_kernel, STEER=steer), tmp_path):
         used = {int(number) for number in re.findall(r"\bR(\d+)", line)}
         read = re.search(r"LDG\S* R(\d+), \S*\[R(\d+)", line)
         if re.search(r"\b(BRA|BAR)\b", line) or (read is None and asked & used):

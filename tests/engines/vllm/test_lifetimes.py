@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved, start_vllm
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, Generation, TokenPrompt
 from steerscope.specs import Capture, Sampling
+from waiting import HUNG_S
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 LONG = TokenPrompt([20 + i % 200 for i in range(100)])
@@ -65,6 +67,25 @@ def test_what_is_cancelled_before_a_worker_met_it_leaves_no_memory_taken(engine:
     assert engine.aio.room.regions.used < 1 << 20  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("capture", [Capture(), Capture(reduce="mean")])
+def test_when_nothing_runs_the_workers_hear_of_ends_without_a_next_request(
+    engine: SyncEngine, capture: Capture
+) -> None:
+    """Also of a text that ran to its longest, whose rows were there before anybody asked for them."""
+    done = engine.generate(LONG, SAMPLING, capture=capture)
+    regions = engine.aio.room.regions  # type: ignore[attr-defined]
+    assert done.rows[0].ndim == (1 if capture.reduce else 2)
+    del done
+    gc.collect()
+    for _ in range(200):
+        time.sleep(0.02)
+        if engine.stats()["worker_askers"] == 0 and not regions.untidy:
+            break
+    else:
+        raise AssertionError("an idle engine has not tidied up")
+    assert regions.used == 0
+
+
 def test_a_mean_of_nothing_is_not_somebody_elses_rows(engine: SyncEngine) -> None:
     before = engine.generate(LONG, SAMPLING, capture=Capture(layers=0))
     assert before.capture is not None
@@ -95,7 +116,7 @@ def test_a_killed_engine_core_ends_its_requests_and_refuses_others() -> None:
     script = Path(__file__).with_name("kill_script.py")
     environment = {**os.environ, **VLLM_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     command = [sys.executable, str(script), str(saved("llama", "bytes", None, {}))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG_S, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert found["running"][0] == "RequestFailed"

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from waiting import HUNG_S
+
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("mode_script.py")
 LIMIT, CHUNK = 1e-4, 32
@@ -40,28 +42,28 @@ def mode(tmp_path: Path) -> Mode:
     if not current_platform.is_cpu():
         pytest.skip("this vLLM is not built for the CPU")
 
-    def run(*arguments: str, timeout: float, **environment: str) -> Verdict:
+    def run(*arguments: str, **environment: str) -> Verdict:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "STEERSCOPE", "TRITON_"))}
         caches = {"VLLM_CACHE_ROOT": str(tmp_path / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-        verdict = last_line([*arguments], {**inherited, **ENVIRONMENT, **caches, **environment}, timeout)
+        verdict = last_line([*arguments], {**inherited, **ENVIRONMENT, **caches, **environment})
         check(verdict)
         return verdict
 
     return run
 
 
-def last_line(arguments: list[str], environment: dict[str, str], timeout: float) -> Verdict:
-    """The script's verdict. A script that takes too long is ended with all processes it started."""
+def last_line(arguments: list[str], environment: dict[str, str]) -> Verdict:
+    """The script's verdict. A script that hangs is ended with all processes it started."""
     command = [sys.executable, str(SCRIPT), *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     ) as script:
         try:
-            output, _ = script.communicate(timeout=timeout)
+            output, _ = script.communicate(timeout=HUNG_S)
         except subprocess.TimeoutExpired:
             os.killpg(script.pid, signal.SIGKILL)
             output, _ = script.communicate()
-            pytest.fail(f"no verdict after {timeout} s:\n{output[-4000:]}")
+            pytest.fail(f"no verdict after {HUNG_S} s:\n{output[-4000:]}")
     verdicts = [line for line in output.splitlines() if line.startswith("{")]
     assert script.returncode == 0, output[-4000:]
     assert verdicts, output[-4000:]
@@ -91,7 +93,7 @@ def layers_of(worker: Verdict) -> set[int]:
 
 def test_inductor_and_again_with_a_damaged_cache(mode: Mode, tmp_path: Path) -> None:
     """Every file that compiling left is cut and has wrong bytes in its middle: the second start must notice."""
-    verdict = mode("--compile", timeout=900)
+    verdict = mode("--compile")
     assert verdict["backend"] == "inductor"
     assert verdict["compiled"]["graphs"] > 0
     assert verdict["compiled"]["breaks"] == 0
@@ -102,7 +104,7 @@ def test_inductor_and_again_with_a_damaged_cache(mode: Mode, tmp_path: Path) -> 
         data = path.read_bytes()
         middle = len(data) // 2
         path.write_bytes(data[:middle] + b"\xff\x00damaged" + data[middle + 9 : middle + 9 + middle // 2])
-    assert mode("--compile", timeout=900)["compiled"]["graphs"] > 0
+    assert mode("--compile")["compiled"]["graphs"] > 0
 
 
 def test_two_engines_beside_each_other(mode: Mode) -> None:
@@ -112,7 +114,7 @@ def test_two_engines_beside_each_other(mode: Mode) -> None:
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     if "steerscope" not in plugins.names:
         pytest.fail("the entry point is missing: install the package again")
-    verdict = mode("--beside", timeout=420, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    verdict = mode("--beside", VLLM_ENABLE_V1_MULTIPROCESSING="1")
     assert verdict["engines"] == 2
     assert verdict["children"] == ["SpawnProcess EngineCore"] * 2
 
@@ -121,13 +123,13 @@ def test_the_second_model_runner(mode: Mode) -> None:
     """GPUs run it by default. On a CPU its kernels run in Triton's interpreter."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("vLLM's second model runner needs Triton: pip install triton (its interpreter runs on a CPU)")
-    (worker,) = mode("--interpret", timeout=420, VLLM_USE_V2_MODEL_RUNNER="1", TRITON_INTERPRET="1")["workers"]
+    (worker,) = mode("--interpret", VLLM_USE_V2_MODEL_RUNNER="1", TRITON_INTERPRET="1")["workers"]
     assert worker["runner"] == "vllm.v1.worker.cpu.model_runner"
 
 
 def test_tensor_parallel(mode: Mode) -> None:
     """Every rank steers, one writes the rows."""
-    workers = mode("--tensor-parallel", "2", timeout=420)["workers"]
+    workers = mode("--tensor-parallel", "2")["workers"]
     assert [worker["stage"] for worker in workers] == [0, 0]
     assert [layers_of(worker) for worker in workers] == [{0, 1, 2, 3}] * 2
 
@@ -135,6 +137,6 @@ def test_tensor_parallel(mode: Mode) -> None:
 def test_pipeline_parallel(mode: Mode) -> None:
     """Each stage writes the rows of its own layers. Compiled: without the warm-up of that, vLLM's CPU build never makes
     what a later stage receives its input in."""
-    workers = mode("--compile", "--pipeline-parallel", "2", timeout=600)["workers"]
+    workers = mode("--compile", "--pipeline-parallel", "2")["workers"]
     assert [worker["stage"] for worker in workers] == [0, 1]
     assert [layers_of(worker) for worker in workers] == [{0, 1}, {2, 3}]

@@ -43,9 +43,11 @@ def part(one: Asker, start: int, stop: int, cell: int) -> Slice:
     steps=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=5),
     over=st.integers(0, 5),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    foretold=st.booleans(),
 )  # fmt: skip
-def test_any_chunks_of_many_requests_give_what_each_gives_alone(arena, kinds, steps, over, dtype) -> None:
-    """Steps begin at or before what was taken in, as after a preemption; the text ends some rows before the last."""
+def test_any_chunks_of_many_requests_give_what_each_gives_alone(arena, kinds, steps, over, dtype, foretold) -> None:
+    """Steps begin at or before what was taken in, as after a preemption; the text ends some rows before the last, also
+    where it was taken for certain that it would not."""
     from steerscope.engines.vllm.reducing_cuda import DeviceReductions
 
     cells = torch.randn(LENGTH * 8, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -67,6 +69,8 @@ def test_any_chunks_of_many_requests_give_what_each_gives_alone(arena, kinds, st
         found = []
         for road, mine in zip(roads, held, strict=True):
             target = arena.view(64, (one.width, HIDDEN), torch.float32).fill_(torch.nan)
+            if foretold:
+                road.foretell([(mine[i], reached, arena, 64)])
             try:
                 n = road.finish(mine[i], rows, rows, arena, 64)
                 road.flush()
@@ -93,6 +97,9 @@ def test_results_of_requests_that_end_together_go_to_their_own_places(arena) -> 
     assert [road.finish(held[0], 3, 3, arena, 64), road.finish(held[1], 2, 2, arena, 64 + 2 * HIDDEN * 4)] == [3, 2]
     assert (memory == -1).all()  # nothing is there before it is asked for
     road.flush()
+    road.foretell([(held[1], 4, arena, 64)])
+    assert torch.equal(memory[0], cells[9])  # but for what was foretold
+    road.foretell([(held[0], 3, arena, 64), (held[1], 5, arena, 64)])
     assert torch.equal(memory[:2], cells[:6].view(3, 2, 5).mean(0))
     assert torch.equal(memory[2], cells[7])
 

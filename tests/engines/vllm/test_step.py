@@ -267,6 +267,19 @@ def test_every_index_row_says_what_an_oracle_says(
     assert not oracle.owed
 
 
+def test_a_text_with_all_its_rows_may_have_a_page_open_again() -> None:
+    """After a preemption: whoever lets it go must look at both."""
+    books, pool = Books(TOKENS, COLUMNS, page=8), Pool()
+    books.askers["a"] = asker("a", Positions(((0, 5),)), most=20)
+    books.askers["a"].most = 5
+    step(books, pool, ("a", 0, 5))
+    assert books.askers["a"].complete
+    for at, count in ((0, 4), (4, 1), (5, 1)):
+        step(books, pool, ("a", at, count))
+    assert books.askers["a"].complete
+    assert books.askers["a"].page is not None
+
+
 def test_decoding_requests_cost_no_python_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a batch decodes, its steps are array operations: nobody is looked up by name."""
     books, pool = Books(TOKENS, COLUMNS, page=16), Pool()
@@ -281,6 +294,19 @@ def test_decoding_requests_cost_no_python_each(monkeypatch: pytest.MonkeyPatch) 
     assert [(part.start, part.stop) for part in done] == [(3, 19)] * 20
 
 
+def test_prompts_side_by_side_have_cells_side_by_side() -> None:
+    """Those of one group that also are neighbours in the batch are written at once."""
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    for name in "abce":
+        books.askers[name] = asker(name, EVERYWHERE)
+    books.askers["c"].group = 4
+    filled = step(books, pool, ("a", 0, 3), ("b", 0, 2), ("c", 0, 2), ("d", 0, 2), ("e", 0, 3))
+    first = filled.slices[0].cell
+    assert [part.cell - first for part in filled.slices] == [0, 6, 10, 14]
+    assert (books.index[:12, CELL] - first).tolist() == [0, 2, 4, 6, 8, 10, 12, -first, -first, 14, 16, 18]
+    assert books.index[:12, GROUP].tolist() == [3, 3, 3, 3, 3, 4, 4, 0, 0, 3, 3, 3]
+
+
 def test_the_index_is_sent_once_a_page() -> None:
     """Between two pages the device moves the cells on by itself, and pages near the end are small."""
     books, pool = Books(TOKENS, COLUMNS, page=8), Pool()
@@ -290,10 +316,11 @@ def test_the_index_is_sent_once_a_page() -> None:
     sent, sizes = [], []
     for at in range(3, 40):
         filled = step(books, pool, ("a", at, 1), ("b", at, 1))
+        assert books.index[:2, STRIDE].tolist() == [2, 2]
         sent += [] if filled.advance or filled.same else [at]
         sizes += [part.stop - part.start for part in filled.slices if part.asker.wire.name == "a"]
-    assert sent == [3, 11, 19, 27, 33, 37]
-    assert sizes == [8, 8, 8, 6, 4, 3]
+    assert sent == [3, 11, 19, 27, 33, 36, 38, 39]
+    assert sizes == [8, 8, 8, 6, 3, 2, 1, 1]
 
 
 def test_the_wire_survives_its_way() -> None:

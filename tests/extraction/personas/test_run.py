@@ -28,6 +28,7 @@ from steerscope.extraction.personas.rollouts import RolloutSettings
 from steerscope.extraction.personas.run import Folder, PersonaRun, generate
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem, RequestFailed
 from steerscope.vectors.legacy import load_capping, load_persona, read_pt
+from waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 
@@ -442,7 +443,7 @@ for target in [*sorted(rng.sample(range(1, ANSWERS - 3), 6)), None]:
 @pytest.mark.slow
 def test_kill_9_loses_and_repeats_nothing(whole: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _SCRIPT, str(tmp_path), str(Path(__file__).parent.parent.parent)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240)
+    done = subprocess.run(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=HUNG_S)
     ends, answered = zip(*(map(int, line.split()) for line in done.stdout.splitlines()), strict=True)
     assert ends == (*[signal.SIGKILL] * 6, 0)
     assert answered[-1] == ANSWERS

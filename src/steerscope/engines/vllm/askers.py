@@ -71,6 +71,7 @@ class Asker:
     before: int = 0  # captured taps of earlier pipeline stages: their rows come first
     place: int = 0  # where the rows of this worker begin in its arena
     seen: int = 0  # captured rows computed so far, all below a position that never falls
+    most: int = 0  # captured rows that there can be
     moved: int = 0  # captured rows that are there or on their way
     reached: int = 0  # the first position that was never fed
     failed: str | None = None
@@ -81,6 +82,11 @@ class Asker:
     page: Page | None = None
     watched: Watched | None = None
     groups: list[Hashable] = field(default_factory=list)  # those it holds
+
+    @property
+    def complete(self) -> bool:
+        """All rows that it can ever have are there or on their way."""
+        return 0 < self.most == self.moved
 
     @property
     def steers(self) -> bool:

@@ -7,6 +7,7 @@ on the client's side, so that a request waits or is refused instead of failing i
 import functools
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from steerscope.engines.plan import CapturePlan, Facts, Plan
 from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch
 from steerscope.lenses.compile import MOST_RULES
-from steerscope.lenses.monitor import SeenOnHost
+from steerscope.lenses.monitor import SeenOnHost, WatchPlan
 from steerscope.residual.table import Key, Slots
 from steerscope.specs.errors import CapacityExceeded, RequestFailed
 
@@ -37,6 +38,9 @@ class Room:
         # A plan of a capture serves all that ask alike.
         self._capture_bytes = functools.lru_cache(maxsize=_KEPT)(self._bytes_of)
         self.wire_capture = functools.lru_cache(maxsize=_KEPT)(_wire_capture)
+        # By what else matters; a plan of a watch keeps its pack, so it must not be kept.
+        self._watches: WeakKeyDictionary[WatchPlan, dict[tuple[CapturePlan | None, int], WireWatch]]
+        self._watches = WeakKeyDictionary()
 
     def needs(self, plan: Plan) -> list[tuple[Slots, Hashable]]:
         found: list[tuple[Slots, Hashable]] = []
@@ -63,8 +67,13 @@ class Room:
     def watch(self, plan: Plan) -> WireWatch | None:
         if plan.watch is None:
             return None
-        place = -(-self._capture_bytes(plan.capture, plan.most_rows) // ALIGN) * ALIGN
-        return WireWatch.of(plan.watch, plan.most_rows, place)
+        with self.lock:
+            known = self._watches.setdefault(plan.watch, {})
+            found = known.get((plan.capture, plan.most_rows))
+            if found is None:
+                place = -(-self._capture_bytes(plan.capture, plan.most_rows) // ALIGN) * ALIGN
+                found = known[plan.capture, plan.most_rows] = WireWatch.of(plan.watch, plan.most_rows, place)
+        return found
 
     def stages_of(self, keys: Sequence[Key]) -> list[int]:
         """The pipeline stages that hold these taps, in order."""

@@ -97,7 +97,7 @@ class CudaPool:
         free = Cells(cells)
         self.take, self.give = free.take, free.give
         self.index = torch.zeros(index.shape, dtype=torch.int32, device=device)
-        self._books = torch.from_numpy(index)
+        self._books = index
         self._stages = [torch.zeros(index.shape, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._stage_events = [torch.cuda.Event() for _ in range(_RING)]
         self._turn, self._sent_tokens = 0, 0
@@ -139,7 +139,7 @@ class CudaPool:
         turn, self._turn = self._turn, (self._turn + 1) % _RING
         self._stage_events[turn].synchronize()  # long since done, unless the ring was run round
         stage = self._stages[turn][:count]
-        stage.copy_(self._books[:count])
+        stage.numpy()[:] = self._books[:count]
         self.index[:count].copy_(stage, non_blocking=True)
         self._stage_events[turn].record()
 
@@ -206,13 +206,20 @@ class CudaPool:
         if size:
             self._parts.append(Part(begin, end, size, before, mark))
 
+    def hasten(self) -> None:
+        if 0 < self._backlog <= _DRAIN:
+            self._send_now()
+
     def drain(self, names: set[str] | None = None) -> None:
         self._mark = None
         while any(names is None or move.asker.wire.name in names for move in self._moves):
-            self._ready.record()
-            self._side.wait_event(self._ready)
-            self._send(_DRAIN, torch.cuda.Event())
+            self._send_now()
             self._arrived(wait=True)
+
+    def _send_now(self) -> None:
+        self._ready.record()
+        self._side.wait_event(self._ready)
+        self._send(_DRAIN, torch.cuda.Event())
 
     def faulty(self, wait: bool = False) -> list[int]:
         found: list[int] = []

@@ -8,7 +8,7 @@ another, and nothing after this worker has left it.
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,11 @@ class Delivery:
 
     def bring_out(self, parts: list[Slice]) -> None:
         reduced: list[tuple[Any, Slice]] = []
+        last = False
         for part in parts:
             capture, held = part.asker.wire.capture, self.reducing.get(part.asker.wire.name)
             over = capture is not None and capture.reduce and held is None  # its result has been written
+            last |= capture is not None and part.stop == capture.most
             if part.asker.failed is not None or part.start == part.stop or capture is None or over:
                 self.pool.give(part.cell, part.size)
             elif held is not None:
@@ -96,10 +98,14 @@ class Delivery:
                     self.fail(part.asker, f"{type(error).__name__}: {error}")
         if reduced:
             self._reduce(reduced)
+        if last:  # of a text as long as it may become: it is about to end
+            self.pool.hasten()
 
     def _reduce(self, parts: list[tuple[Any, Slice]]) -> None:
         try:
             self.reductions.push(parts)
+            whole = [(held, part.asker) for held, part in parts if part.asker.complete and self._speaks(part.asker)]
+            self.reductions.foretell([(held, a.most, *self._result(a)) for held, a in whole])
         except Exception as error:
             for _, part in parts:
                 self.fail(part.asker, f"{type(error).__name__}: {error}")
@@ -108,7 +114,7 @@ class Delivery:
 
     def _send(self, part: Slice, capture: WireCapture) -> None:
         asker, count = part.asker, part.stop - part.start
-        if not self.writes or asker.arena is None:
+        if not self.writes or asker.arena is None or asker.left:
             self.pool.give(part.cell, part.size)
             return
         used = count * asker.width
@@ -136,6 +142,8 @@ class Delivery:
     def leave(self, asker: Asker) -> None:
         """No more rows: when those under way have arrived, its memory belongs to the client alone."""
         if self.writes:
+            if (fence := self.reductions.fence()) is not None:
+                self.pool.afterwards(asker, _nothing, fence)
             event = self.when_read() if self.when_read is not None and asker.wire.watch else None
             self.pool.afterwards(asker, functools.partial(self._set, asker, LEFT + self.stage, 1), event)
         else:
@@ -180,7 +188,8 @@ class Delivery:
         """It captures: find the place of its rows of this stage, behind those of earlier ones."""
         capture = asker.wire.capture
         assert capture is not None
-        before = 0 if capture.reduce else capture.positions.count(capture.most) * asker.before
+        asker.most = capture.positions.count(capture.most)
+        before = 0 if capture.reduce else asker.most * asker.before
         asker.place = asker.wire.offset + HEADER + before * self._cell
         if capture.reduce is None:
             return
@@ -190,8 +199,9 @@ class Delivery:
         """From now on, until `complete`, the client keeps the regions of these for us."""
         self._finishing = names
 
-    def complete(self, requests: list) -> None:
-        """[name, rows, offset, …] each: their rows are brought out, reductions written, regions left."""
+    def complete(self, requests: list, askers: Sequence[Asker] = ()) -> None:
+        """[name, rows, offset, …] each: their rows are brought out, reductions written, regions left. Some of them may
+        be known here until the next step says that they are gone."""
         self.pool.drain(self._finishing)
         counted: list[tuple[Asker, int]] = []
         for name, rows, *_ in requests:
@@ -205,16 +215,29 @@ class Delivery:
         if self.writes and self.arena is not None:
             for _, _, offset, *_ in requests:  # also those that never came here
                 self.arena.words[(offset + ALIGN * (LEFT + self.stage)) // 8] = 1
+        for asker in askers:
+            asker.left = True
         self._finishing = set()
+
+    def _speaks(self, asker: Asker) -> bool:
+        """A result of it is to be written, and by this rank."""
+        return asker.failed is None and asker.arena is not None and self.writes
+
+    def _result(self, asker: Asker) -> tuple[Arena, int]:
+        """Where its result belongs."""
+        assert asker.arena is not None
+        return asker.arena, asker.wire.offset + HEADER + asker.before * self.hidden * 4
 
     def _reduced(self, asker: Asker, held: Any, rows: int) -> int | None:
         """Its result is on its way to its region; of how many rows."""
         capture = asker.wire.capture
-        if asker.failed is not None or asker.arena is None or capture is None or not self.writes:
+        if capture is None or not self._speaks(asker):
             return None
-        block = asker.wire.offset + HEADER + asker.before * self.hidden * 4
         try:
-            return self.reductions.finish(held, rows, capture.positions.count(rows), asker.arena, block)
+            return self.reductions.finish(held, rows, capture.positions.count(rows), *self._result(asker))
         except Exception as error:
             self.fail(asker, f"{type(error).__name__}: {error}")
             return None
+
+
+def _nothing() -> None: ...

@@ -241,6 +241,17 @@ class VLLMEngine(ThreadedEngine[Running]):
     def _busy(self) -> bool:
         return bool(self._running)
 
+    def _untidy(self) -> bool:
+        return bool(self._ended) or self.room.regions.untidy
+
+    def _tidy(self) -> None:
+        ended, self._ended = self._ended, []
+        with contextlib.suppress(Exception):  # of an engine that is dead: the next request will hear of it
+            self.room.regions.tidy()
+            if ended:
+                self._rpc("forget", ended)
+                self.room.regions.tidy()
+
     def _drop_cancelled(self) -> None:
         if not self._noticed.is_set():  # every step comes here
             return
@@ -374,4 +385,6 @@ class VLLMEngine(ThreadedEngine[Running]):
 
     def _failed(self, one: Running, error: Exception) -> None:
         self._running.pop(one.key, None)
+        if one.claim is not None:
+            self._ended.append(one.key)
         super()._failed(one, error)

@@ -90,6 +90,10 @@ class Pool(Protocol):
         """Beside a step with so many: send some of what waits, and see what has arrived."""
         ...
 
+    def hasten(self) -> None:
+        """Behind the forward that was queued last: what waits leaves now, if that is not much."""
+        ...
+
     def afterwards(self, asker: Asker, note: Callable[[], None], event: torch.cuda.Event | None = None) -> None:
         """Call this for it when everything moved so far has arrived, and the event too."""
         ...
@@ -180,6 +184,8 @@ class HostPool:
         note()
 
     def pump(self, tokens: int) -> None: ...
+
+    def hasten(self) -> None: ...
 
     def afterwards(self, asker: Asker, note: Callable[[], None], event: torch.cuda.Event | None = None) -> None:
         del asker, event

@@ -25,6 +25,14 @@ class Reductions(Protocol):
         """Take rows in; their cells may be used again by whatever is queued from now on."""
         ...
 
+    def foretell(self, ends: Sequence[tuple[Any, int, Arena, int]]) -> None:
+        """So many rows were taken in, and no more will come: `finish` may say so, or that some do not count."""
+        ...
+
+    def fence(self) -> torch.cuda.Event | None:
+        """When all that was foretold is written; None: it is."""
+        ...
+
     def finish(self, held: Any, rows: int, counted: int, arena: Arena, place: int) -> int:
         """Of `counted` rows, all at positions below `rows`, the result [taps, hidden] is to be at this place of the
         shared memory after `flush`; how many rows it stands for."""
@@ -46,6 +54,11 @@ class HostReductions:
             count, width = part.stop - part.start, part.asker.width
             rows = self._cells[part.cell : part.cell + count * width].view(count, width, -1)
             held.push(range(part.start, part.stop), rows)
+
+    def foretell(self, ends: Sequence[tuple[HeldBack, int, Arena, int]]) -> None:
+        del ends  # here nothing is won by being early
+
+    def fence(self) -> None: ...
 
     def finish(self, held: HeldBack, rows: int, counted: int, arena: Arena, place: int) -> int:
         del counted  # the rows themselves say

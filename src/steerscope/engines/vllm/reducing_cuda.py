@@ -94,6 +94,7 @@ class Held:
     last: bool
     next: int = 0  # positions below this were taken in
     count: int = 0  # so many of them
+    foretold: int = 0  # the result of so many is where it belongs, or on its way
 
     def line(self, *rest: int) -> list[int]:
         width = self.total.shape[0]
@@ -105,6 +106,7 @@ class DeviceReductions:
         self._cells = cells
         self._ending: list[list[int]] = []
         self._kept: list[Held] = []  # until the device has done with them
+        self._early = False  # results may be on their way that nobody has asked for
         self._spare: dict[tuple[int, int], list[Held]] = {}  # by width and hold: whose memory may be used again
 
     def start(self, capture: WireCapture, width: int) -> Held:
@@ -126,6 +128,23 @@ class DeviceReductions:
                 held.next, held.count = part.stop, held.count + count
         self._launch(_take, lines, CELL=CELL, FIRST=FIRST, COUNT=COUNT)
 
+    def foretell(self, ends: Sequence[tuple[Held, int, Arena, int]]) -> None:
+        """Behind the last forward, while the last token is sampled."""
+        lines = []
+        for held, counted, arena, place in ends:
+            if held.count == counted:
+                lines.append(held.line(arena.at(place, held.total.nbytes), max(0, counted - held.hold), counted))
+                held.foretold = counted
+        self._launch(_end, lines, TARGET=TARGET, SURE=SURE, COUNTED=COUNTED)
+        self._early |= bool(lines)
+
+    def fence(self) -> torch.cuda.Event | None:
+        if not self._early or self._cells.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
     def finish(self, held: Held, rows: int, counted: int, arena: Arena, place: int) -> int:
         del rows
         sure = max(0, held.count - held.hold)
@@ -133,16 +152,18 @@ class DeviceReductions:
             raise RequestFailed(f"the engine ran {sure - counted} rows too far before it heard of the end")
         counted = min(counted, held.count)
         if counted:
-            self._ending.append(held.line(arena.at(place, held.total.nbytes), sure, counted))
             self._kept.append(held)
+            if held.foretold != counted:
+                self._ending.append(held.line(arena.at(place, held.total.nbytes), sure, counted))
         return counted
 
     def flush(self) -> None:
-        """The results are where they belong."""
-        if self._ending:
-            self._launch(_end, self._ending, TARGET=TARGET, SURE=SURE, COUNTED=COUNTED)
-            if self._cells.device.type == "cuda":
-                torch.cuda.current_stream(self._cells.device).synchronize()
+        """The results are where they belong, and those that were foretold, wanted or not."""
+        self._launch(_end, self._ending, TARGET=TARGET, SURE=SURE, COUNTED=COUNTED)
+        if (self._kept or self._early) and self._cells.device.type == "cuda":
+            torch.cuda.current_stream(self._cells.device).synchronize()
+        self._early = False
+        if self._kept:
             self._spare, room = {}, _SPARE  # not those of requests that ended longer ago
             for held in self._kept:
                 room -= held.total.nbytes + held.ring.nbytes

@@ -8,7 +8,7 @@ While requests decode, a step differs from the last one only in where its rows g
 one request side by side, sent together. Such a step is a handful of array operations, whatever the number of requests.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +24,6 @@ from steerscope.specs.tokens import Interval, Positions
 ASKER, CELL, GROUP, STRIDE, ENTRIES = range(5)
 LAID = 1 << 30  # added to the asker's number: what its ops add lies ready (on a GPU, `laying`)
 PAGE = 64  # rows, at most
-_LAST_PAGES = 4  # rows, at least: a page near the end is small, since the last one is waited for
 _TRIES = 4  # of finding room for a step
 _ENDLESS = np.iinfo(np.int64).max
 _LINE = 16  # an index row fills whole cache lines
@@ -88,13 +87,12 @@ class Books:
                 filled.failed.append(asker)
         total = sum((b - a) * asker.width for asker, _, a, b in taken)
         cell = self._make_room(rows, total, reserve)
-        for asker, token, a, b in taken:
+        for asker, _, a, b in taken:
             filled.slices.append(_slice(asker, a, b, cell, (b - a) * asker.width))
-            self._capture(asker, token, cell, b - a)
             cell += (b - a) * asker.width
+        self._capture(taken, cell)
         for asker, token, _, _ in rows:
-            self._capture(asker, token, self._page_row(asker, filled), 1)
-            self.index[token, STRIDE] = asker.width
+            self.index[token, CELL : STRIDE + 1] = self._page_row(asker, filled), asker.group, asker.width
         if looks:
             filled.looks, filled.busy = Looks(looks), True
             for asker, token, a, b in looks:
@@ -106,10 +104,18 @@ class Books:
     def admit(self, name: str, asker: Asker) -> None:
         self.askers[name], self.resting = asker, False
 
-    def _capture(self, asker: Asker, token: int, cell: int, count: int) -> None:
-        where = slice(token, token + count)
-        self.index[where, CELL] = cell + asker.width * np.arange(count)
-        self.index[where, GROUP] = asker.group
+    def _capture(self, taken: list[tuple[Asker, int, int, int]], end: int) -> None:
+        """Tokens of prompts, whose cells follow each other up to `end`; those that also do in the batch, at once."""
+        count = 0
+        for i in reversed(range(len(taken))):
+            asker, token, a, b = taken[i]
+            count += b - a
+            if i and (one := taken[i - 1])[0].group == asker.group and one[1] + one[3] - one[2] == token:
+                continue  # one group, one width
+            where, end = slice(token, token + count), end - count * asker.width
+            self.index[where, CELL] = np.arange(end, end + count * asker.width, asker.width)
+            self.index[where, GROUP] = asker.group
+            count = 0
 
     def _watch(self, asker: Asker, token: int, count: int) -> None:
         """After captures: a token has one group."""
@@ -134,8 +140,8 @@ class Books:
         raise CapacityExceeded("the rows of one step do not fit the pool")
 
     def _page_size(self, rows: int) -> int:
-        """Of a page for one of so many rows to come."""
-        return min(self.page, rows, max(_LAST_PAGES, rows // 2))
+        """Of a page for one of so many rows to come: near the end it is small, since the last one is waited for."""
+        return min(self.page, max(1, rows // 2))
 
     def _page_row(self, asker: Asker, filled: Filled) -> int:
         """The cell of one more row; a page that is full with it is complete."""
@@ -274,6 +280,10 @@ class Books:
         self.settle()
         del self.askers[name]
         return asker, self.close(asker)
+
+    def called(self, names: Container[str]) -> list[tuple[str, Asker]]:
+        """Askers by the names that clients gave them."""
+        return [(key, asker) for key, asker in self.askers.items() if asker.wire.name in names]
 
     @property
     def clean(self) -> bool:

@@ -93,8 +93,7 @@ class WorkerTaps:
         attach(found, self.taps, norms=not settings.noop and plain_norms(config))
         self.vectors: dict[bytes, dict[Key, np.ndarray]] = {}
         self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "stall_s": 0.0}
-        self.graphs = Graphs(runner)
-        self.lock = threading.RLock()  # a client in the same process may ask from another thread
+        self.graphs, self.lock = Graphs(runner), threading.RLock()  # a client here may ask from another thread
         self._share = functools.lru_cache(maxsize=256)(self._share_of)  # requests ask alike
         self._filled, self._tokens = NOTHING, 0  # of the step
         self._spoilt = Recent()  # steering that left the numbers
@@ -185,7 +184,7 @@ class WorkerTaps:
         if self._filled.advance:
             self.pool.advance(self._filled.tokens)
         elif not self._filled.same:
-            self.pool.send_index(self._filled.tokens, lay=self._filled.busy)
+            self.pool.send_index(self._filled.tokens if self._filled.busy else 0, lay=self._filled.busy)
         self.counts["asked_steps"] += 1
         self.counts["recomputed"] += self._filled.recomputed
         for asker in self._filled.failed:
@@ -352,18 +351,19 @@ class WorkerTaps:
     def finish(self, requests: list) -> None:
         """The end of requests is known: [name, rows, offset, whether it steers] each. Nothing is written for them any
         more, rows are brought out, reductions completed."""
-        names = {name for name, *_ in requests}
-        self.delivery.hold(names)
+        self.delivery.hold(names := {name for name, *_ in requests})
         if any(steers for *_, steers in requests):
             self._note_faults(self.pool.faulty(wait=True))
-        for key in [key for key, asker in self.books.askers.items() if asker.wire.name in names]:
-            self._forget(key)
-        self.delivery.complete(requests)
+        known = self.books.called(names)
+        for key, asker in known:
+            if not asker.complete or asker.page is not None or asker.watched is not None:
+                self._forget(key)
+        self.delivery.complete(requests, [asker for _, asker in known])
 
     @torch.inference_mode()
     def forget(self, names: list[str]) -> None:
         """These have ended, which the next step would say too."""
-        for key in [key for key, asker in self.books.askers.items() if asker.wire.name in names]:
+        for key, _ in self.books.called(names):
             self._forget(key)
         self.pool.drain(set(names))
 

@@ -1,0 +1,179 @@
+"""The lenses of a stack in one kernel, and what they say in another: for the few rows of a decoding step, on a GPU.
+
+There all time goes into reading weights once. A program evaluates one lens for all rows, layer after layer, and keeps
+what is between them to itself; weights are widened as they come, so that int8 ones are half the bytes of bfloat16. Then
+a program a row makes scores of logits and finds the largest, where one operation after the other would be many launches
+beside a model that is being run.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from steerscope.lenses.spec import Output
+
+ROWS, CHOSEN = (16, 32, 64), (16, 32, 64)  # at most: for each of these a kernel is compiled
+MOST_LENSES = 8192  # of which the largest are found here
+_LEAST = 16  # of any side of a matrix product
+_WIDEST, _NARROWEST = 256, 128  # of the two hidden layers: a program keeps them in its registers
+_LINE = 128  # bytes of a row of weights that are read together
+_MOST_INPUTS = 4096  # numbers of rows that are read with them, if there are to be three parts
+_OUTPUTS = {"sigmoid": 0, "relu": 1, "jumprelu": 2}
+_TINY = float(torch.finfo(torch.float32).tiny)
+
+
+# Of what changes from call to call nothing is known when it is compiled, or it would be again for some values.
+@triton.jit(do_not_specialize=["out", "first", "rows", "out_row", "out_column"])
+def _evaluate(
+    x, w0, s0, b0, w1, s1, b1, w2, b2, out, first, rows, hidden, wide, narrow, out_row, out_column,
+    DEEP: tl.constexpr, SCALED: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
+    NARROW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Logits of one lens: out[:, program]. `x` is [rows, hidden]; a lens has `wide` hidden units, and `narrow` in a
+    second layer where it is DEEP."""
+    lens = (first + tl.program_id(0)).to(tl.int64)
+    row, unit, column = tl.arange(0, N), tl.arange(0, WIDE), tl.arange(0, K)
+    there = row < rows
+    weights = w0 + lens * wide * hidden + unit[:, None] * hidden + column[None, :]
+    inputs = x + row[None, :] * hidden + column[:, None]
+    state = tl.zeros([WIDE, N], dtype=tl.float32)
+    for at in range(0, hidden, K):
+        inside = column < hidden - at
+        weight = tl.load(weights + at, mask=(unit < wide)[:, None] & inside[None, :], other=0)
+        value = tl.load(inputs + at, mask=there[None, :] & inside[:, None], other=0.0)
+        state = tl.dot(weight.to(value.dtype), value, state, input_precision=PRECISION)
+    known = unit < wide
+    if SCALED:
+        state *= tl.load(s0 + lens * wide + unit, mask=known, other=0.0).to(tl.float32)[:, None]
+    state += tl.load(b0 + lens * wide + unit, mask=known, other=0.0).to(tl.float32)[:, None]
+    state = tl.where(state < 0, 0.0, state)  # what is no number stays so, which a maximum here would not see to
+    if DEEP:
+        second = tl.arange(0, NARROW)
+        known = second < narrow
+        weight = tl.load(
+            w1 + (lens * narrow + second[:, None]) * wide + unit[None, :],
+            mask=known[:, None] & (unit < wide)[None, :], other=0,
+        )  # fmt: skip
+        kind = x.dtype.element_ty
+        state = tl.dot(weight.to(kind), state.to(kind), input_precision=PRECISION)
+        if SCALED:
+            state *= tl.load(s1 + lens * narrow + second, mask=known, other=0.0).to(tl.float32)[:, None]
+        state += tl.load(b1 + lens * narrow + second, mask=known, other=0.0).to(tl.float32)[:, None]
+        state = tl.where(state < 0, 0.0, state)
+        last = tl.load(w2 + lens * narrow + second, mask=known, other=0.0)
+    else:
+        last = tl.load(w2 + lens * wide + unit, mask=known, other=0.0)
+    logits = tl.sum(state * last[:, None], 0) + tl.load(b2 + lens)
+    tl.store(out + row * out_row + tl.program_id(0) * out_column, logits, mask=there)
+
+
+@triton.jit(do_not_specialize=["lenses", "view", "view_stride", "k"])
+def _choose(
+    scores, views, view, threshold, floor, low, high, confidence, values, indices, lenses, view_stride, k, tiny,
+    L: tl.constexpr, K: tl.constexpr, OUTPUT: tl.constexpr, FLOORED: tl.constexpr, CALIBRATED: tl.constexpr,
+    VIEWED: tl.constexpr,
+):  # fmt: skip
+    """One row: logits become scores where they are, and the k largest leave. Of equal ones the earlier lens is first:
+    positive floats are ordered as their bits are, and behind those stands how far a lens is from the end."""
+    row, at = tl.program_id(0), tl.arange(0, L)
+    there = at < lenses
+    mine = scores + row.to(tl.int64) * lenses + at
+    said = tl.load(mine, mask=there, other=0.0)
+    if OUTPUT == 0:
+        said = 1 / (1 + tl.exp(-said))
+    else:
+        if OUTPUT == 2:
+            said = tl.where(said <= tl.load(threshold + at, mask=there, other=0.0), 0.0, said)
+        said = tl.where(said < 0, 0.0, said)
+    score = said
+    if CALIBRATED:
+        middle, top = tl.load(low + at, mask=there, other=1.0), tl.load(high + at, mask=there, other=2.0)
+        above = 1 + tl.minimum((said - middle) / (top - middle), 1.0)
+        score = tl.where(said < middle, said / tl.maximum(middle, tiny), above)
+        score *= tl.load(confidence + at, mask=there, other=0.0) / 2
+    if FLOORED:
+        score = tl.where(said > tl.load(floor + at, mask=there, other=0.0), score, 0.0)
+    tl.store(mine, score, mask=there)
+    counts = there & (score > 0)
+    if VIEWED:
+        seen = views + tl.load(view + row * view_stride) * lenses + at
+        counts &= tl.load(seen, mask=there, other=0) != 0
+    bits = tl.where(counts, score, 0.0).to(tl.int32, bitcast=True).to(tl.int64)
+    keys = tl.where(there, (bits << 32) + (L - 1 - at), -1)
+    place = tl.arange(0, K)
+    best, lens = tl.zeros([K], dtype=tl.int32), tl.full([K], -1, dtype=tl.int32)
+    for i in range(k):
+        key = tl.max(keys, 0)
+        keys = tl.where(keys == key, -1, keys)
+        value = (key >> 32).to(tl.int32)
+        best = tl.where(place == i, value, best)
+        lens = tl.where((place == i) & (value > 0), (L - 1 - (key & 0xFFFFFFFF)).to(tl.int32), lens)
+    tl.store(values + row * k + place, best.to(tl.float32, bitcast=True), mask=place < k)
+    tl.store(indices + row * k + place, lens.to(tl.int64), mask=place < k)
+
+
+def _kind(count: int, kinds: tuple[int, ...]) -> int:
+    return next(kind for kind in kinds if kind >= count)
+
+
+def stages(line: int, rows: int) -> int:
+    """How many parts of the weights are under way: with the rows that belong to them, of three programs on a core."""
+    return 2 if line * rows > _MOST_INPUTS else 3
+
+
+def evaluates(rows: int, widths: tuple[int, ...], compute: torch.dtype) -> bool:
+    """Whether so many rows and lenses of such hidden layers are for `evaluate`. Exact float32 is not what the device's
+    matrix units do."""
+    fits = 0 < len(widths) <= 2 and widths[0] <= _WIDEST and widths[-1] <= (_NARROWEST if len(widths) > 1 else _WIDEST)
+    return 0 < rows <= ROWS[-1] and fits and compute != torch.float32
+
+
+def evaluate(tensors: Mapping[str, Tensor], x: Tensor, start: int, stop: int, out: Tensor) -> None:
+    """Logits of the lenses [start, stop) of a stack for rows [n, hidden] of the type it computes with → out
+    [n, lenses]."""
+    w0, deep = tensors["w0"], "w2" in tensors
+    names = ("w1", "s1", "b1", "w2", "b2") if deep else ("w0", "s0", "b0", "w1", "b1")
+    later = [tensors.get(name, w0) for name in names]  # those that are not there are not read
+    wide, narrow = w0.shape[1], tensors["w1"].shape[1]
+    line, most = _LINE // w0.element_size(), _kind(len(x), ROWS)
+    x = x.contiguous()
+    with torch.cuda.device_of(x):  # Triton launches where the process is, whatever it is given
+        _evaluate[(stop - start,)](  # type: ignore[index]
+            x, w0, tensors.get("s0", w0), tensors["b0"], *later, out, start, len(x), x.shape[1], wide, narrow,
+            *out.stride(), DEEP=deep, SCALED="s0" in tensors, N=most, K=line,
+            WIDE=max(_LEAST, triton.next_power_of_2(wide)), NARROW=max(_LEAST, triton.next_power_of_2(narrow)),
+            PRECISION="ieee", num_warps=4, num_stages=stages(line, most),
+        )  # fmt: skip
+
+
+def chooses(lenses: int, k: int, output: Output) -> bool:
+    return lenses <= MOST_LENSES and k <= CHOSEN[-1] and output in _OUTPUTS
+
+
+def choose(
+    logits: Tensor,
+    k: int,
+    output: Output,
+    per_lens: Mapping[str, Tensor],
+    floored: bool,
+    calibrated: bool,
+    views: Tensor,
+    view: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Logits [n, lenses] become scores; the k largest of each row, and which lenses they are (−1: nothing more to say).
+    `view` [n] says which line of `views` has the lenses that count."""
+    n, lenses = logits.shape
+    values, indices = logits.new_empty(n, k), torch.empty(n, k, dtype=torch.long, device=logits.device)
+    size = triton.next_power_of_2(lenses)
+    names = ("threshold", "floor", "low", "high", "confidence")
+    with torch.cuda.device_of(logits):
+        _choose[(n,)](  # type: ignore[index]
+            logits, views.view(torch.uint8), indices if view is None else view, *(per_lens[name] for name in names),
+            values, indices, lenses, 0 if view is None else view.stride(0), k, _TINY, L=size,
+            K=_kind(k, CHOSEN), OUTPUT=_OUTPUTS[output], FLOORED=floored, CALIBRATED=calibrated,
+            VIEWED=view is not None, num_warps=4 if size <= 1024 else 8,
+        )  # fmt: skip
+    return values, indices
