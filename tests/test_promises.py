@@ -152,6 +152,7 @@ def bounded_and_said(start: Start, _: Path) -> None:
     """5: captures have a budget, and unfetched ones expire and say so."""
     engine = start(capture_budget=30_000, capture_wait=0.05, capture_ttl=0.2)
     first = engine.generate(PROMPTS[2], GREEDY, capture=Capture())
+    engine.aio.capture_ttl = HUNG_S
     kept = []
     with held(CapacityExceeded, "close handles"):
         for _i in range(4):

@@ -17,6 +17,7 @@ from steerscope.capture.rows import Rows
 from steerscope.residual.rows import make_labels
 from steerscope.specs.errors import CaptureClosed, InvalidRequest
 from steerscope.specs.tokens import MessageSpan
+from waiting import HUNG_S
 
 SPANS = (MessageSpan(0, "system", (1, 2), (0, 3)), MessageSpan(1, "user", (4, 6), (3, 7)))
 LENGTH, PROMPT = 11, 8  # positions 8 … 10 are generated
@@ -198,9 +199,9 @@ def test_a_handle_in_a_reference_cycle_is_found_by_the_collector():
 
 
 async def test_rows_nobody_fetched_in_time_expire_for_those_who_wait_and_say_so():
-    budget = ByteBudget(100, wait_s=30)
+    budget = ByteBudget(100, wait_s=HUNG_S)
     handle = CaptureHandle("r1", LENGTH, Loader(), budget, await budget.reserve(90, "a"), ttl_s=0.05)
-    reservation = await asyncio.wait_for(budget.reserve(90, "b"), 5)
+    reservation = await asyncio.wait_for(budget.reserve(90, "b"), HUNG_S)
     assert budget.used == 90
     with pytest.raises(CaptureClosed, match=r"gone: nobody fetched them for 0\.05 s \(capture_ttl\)"):
         handle.fetch()
@@ -229,13 +230,13 @@ async def test_an_expiry_that_comes_while_rows_are_fetched_does_not_take_them_aw
 
 
 async def test_a_waiting_reservation_gets_room_when_a_handle_is_closed():
-    budget = ByteBudget(100, wait_s=30)
+    budget = ByteBudget(100, wait_s=HUNG_S)
     handle = CaptureHandle("r1", LENGTH, Loader(), budget, await budget.reserve(90, "a"), 600)
     waiting = asyncio.create_task(budget.reserve(50, "b"))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     handle.close()
-    (await asyncio.wait_for(waiting, 5)).release()
+    (await asyncio.wait_for(waiting, HUNG_S)).release()
     assert budget.used == 0
 
 

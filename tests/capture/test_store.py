@@ -243,7 +243,7 @@ def test_an_interrupt_at_the_end_of_a_shard_stops_the_writing(tmp_path: Path, mo
     monkeypatch.setattr(writing._Shard, "end", interrupted)
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(30)
+    thread.join(HUNG_S)
     assert told == ["interrupted"]
     assert not committed(tmp_path)
 

@@ -326,7 +326,7 @@ def test_a_worker_whose_parent_was_gone_before_it_began_ends(tmp_path: Path, mod
 
 def test_a_lock_is_held_as_long_as_a_worker_lives(tmp_path: Path) -> None:
     with alone(tmp_path / "s") as lock:
-        worker = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
+        worker = subprocess.Popen(["sleep", str(HUNG_S)], pass_fds=(lock,))
     try:
         with pytest.raises(BadFile, match="another run is writing"), alone(tmp_path / "s"):
             pass
@@ -407,7 +407,7 @@ def test_the_processes_a_worker_started_end_with_it() -> None:
     assert worker.stdout is not None
     child = psutil.Process(int(worker.stdout.readline()))
     run._end(worker)
-    psutil.wait_procs([child], timeout=30)
+    psutil.wait_procs([child], timeout=HUNG_S)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
     worker.stdout.close()
 

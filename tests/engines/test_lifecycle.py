@@ -59,7 +59,7 @@ def test_a_forward_of_the_users_own_is_never_steered_while_a_steered_request_run
 
 
 def test_a_name_belongs_to_one_request_from_the_call_on(start: Start) -> None:
-    engine = start(capture_budget=80_000, capture_wait=5)
+    engine = start(capture_budget=80_000, capture_wait=HUNG_S)
     first = engine.generate(PROMPT, LONG.model_copy(update={"max_tokens": 60}), capture=Capture())
 
     async def run() -> None:
@@ -201,7 +201,7 @@ def test_one_long_text_does_not_bloat_the_cache_of_those_after_it(start: Start) 
 
 
 def test_gathered_captures_wait_their_turn_as_long_as_somebody_finishes(start: Start) -> None:
-    engine = start(capture_budget=40_000, capture_wait=20)
+    engine = start(capture_budget=40_000, capture_wait=HUNG_S)
 
     async def run() -> list[int]:
         async def one() -> int:
@@ -218,7 +218,7 @@ def test_gathered_captures_wait_their_turn_as_long_as_somebody_finishes(start: S
 
 
 def test_closing_tells_everybody_who_waits(start: Start) -> None:
-    engine = start(capture_budget=20_000, capture_wait=60)
+    engine = start(capture_budget=20_000, capture_wait=HUNG_S)
     kept = engine.generate(PROMPT, SHORT, capture=Capture())
     told: list[BaseException] = []
 

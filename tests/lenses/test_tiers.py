@@ -16,6 +16,7 @@ from steerscope.lenses.expand import Whole
 from steerscope.lenses.hierarchy import indices
 from steerscope.lenses.tiers import COMPONENTS, Tiers
 from steerscope.specs.errors import InvalidRequest
+from waiting import HUNG_S
 
 COUNTS = [3, 8, 20, 40]
 
@@ -217,13 +218,13 @@ def test_a_load_that_is_late_delays_a_result_and_changes_nothing():
 
         def slow(lenses: tuple[int, ...]):
             started.set()
-            assert gate.wait(10)
+            assert gate.wait(HUNG_S)
             return real(lenses)
 
         tiers._warm.get = slow  # type: ignore[method-assign]
         parents = [p for p in range(3, 11) if indices(pack.children(p))]
         tiers.prefetch(parents[:2])  # returns while the thread waits
-        assert started.wait(10)
+        assert started.wait(HUNG_S)
         threading.Timer(0.1, gate.set).start()
         found = tiers.expand(x, 5, 3)
     assert torch.equal(found.indices, Whole(Bank(pack)).expand(x, 5, 3).indices)
@@ -257,7 +258,7 @@ def test_a_prefetch_that_failed_is_forgotten_and_loaded_when_it_is_wanted():
         tiers._warm.get = broken  # type: ignore[method-assign]
         tiers.prefetch(parents)
         for job in list(tiers._loading.values()):
-            assert isinstance(job.exception(10), OSError)
+            assert isinstance(job.exception(HUNG_S), OSError)
         tiers._warm.get = real  # type: ignore[method-assign]
         found = tiers.expand(x, 5, 3, keep_scores=True)
         assert tiers.stats.misses > 0

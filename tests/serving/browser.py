@@ -17,12 +17,12 @@ from steerscope.engines.base import Engine
 from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
 from steerscope.serving.settings import Settings
+from waiting import HUNG_S
 
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Page
 
 ARTEFACTS = Path(__file__).parents[2] / "test-artefacts"
-LONG_S = 300.0  # nothing is measured against it: it only ends a test that hangs
 
 
 def chromium_path() -> str:
@@ -51,7 +51,7 @@ def served(start: Callable[[], Engine], settings: Settings, ready: bool = True) 
 
 
 def wait_for(done: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + LONG_S
+    end = time.monotonic() + HUNG_S
     while not done():
         if time.monotonic() > end:
             raise TimeoutError(f"{what} did not come")
@@ -131,7 +131,7 @@ def screen(context: "BrowserContext", address: str, **settings: object) -> Itera
     if settings:
         text, key = json.dumps(json.dumps(settings)), "steerscope.settings"
         context.add_init_script(f'localStorage["{key}"] ??= {text}')
-    context.set_default_timeout(LONG_S * 1000)
+    context.set_default_timeout(HUNG_S * 1000)
     made = Screen(context.new_page(), address)
     made.listen()
     made.open()

@@ -25,6 +25,9 @@ from waiting import HUNG_S
 NAME = "tiny"
 KEY = "sk-test"
 
+for part in ("connect", "read", "write", "pool"):  # five seconds otherwise, wherever a test names none
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, part, HUNG_S)
+
 
 class Live:
     """A server in a thread of its own."""

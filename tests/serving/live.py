@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
+import torch
 from fastapi import FastAPI
 
 import tiny
@@ -56,6 +57,18 @@ def eventually(holds: Callable[[], bool], seconds: float = HUNG_S) -> bool:
     return True
 
 
+def slowed(engine: HFEngine, wait: Callable[[float], object] = time.sleep, seconds: float = 0.1) -> HFEngine:
+    """It waits before its every step: some time, or for an event."""
+    forward = engine._forward
+
+    def slowly(*arguments: object, **more: object) -> torch.Tensor:
+        wait(seconds)
+        return forward(*arguments, **more)  # type: ignore[arg-type]
+
+    engine._forward = slowly  # type: ignore[method-assign]
+    return engine
+
+
 def tiny_engine(**options: object) -> HFEngine:
     return HFEngine(tiny.model(), tiny.tokenizer(), name="tiny", **options)  # type: ignore[arg-type]
 
@@ -73,5 +86,5 @@ def live(start: Callable[[], Engine] | Engine = tiny_engine, **settings: object)
         yield Live(server.address, server)
     finally:
         server.should_exit = True
-        thread.join(60)
+        thread.join(HUNG_S)
         assert not thread.is_alive()

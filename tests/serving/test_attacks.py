@@ -25,6 +25,7 @@ from steerscope.serving.app import create_app
 from steerscope.serving.logs import JsonLines
 from steerscope.serving.settings import Settings
 from steerscope.vectors.files import load_upload
+from waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 
@@ -39,7 +40,7 @@ def server() -> Iterator[Live]:
 
 
 def refused(server: Live, path: str = "/v1/chat/completions", **more: object) -> str:
-    answer = httpx.post(server.url + path, json={**CHAT, **more}, timeout=60)
+    answer = httpx.post(server.url + path, json={**CHAT, **more}, timeout=HUNG_S)
     assert answer.status_code == 400, answer.text[:300]
     assert len(answer.content) < 10_000
     return answer.json()["error"]["message"]
@@ -193,12 +194,12 @@ def test_who_has_no_key_learns_nothing_of_folders() -> None:
     def start() -> Engine:
         app.state.serving.tell("converting a model into /home/somebody/.cache")
         told.set()
-        go_on.wait(60)
+        go_on.wait(HUNG_S)
         raise OSError("/home/somebody/models is not there")
 
     app = create_app(start, Settings.parse({"api_key": KEY}))
     with TestClient(app) as client:
-        assert told.wait(60)
+        assert told.wait(HUNG_S)
         assert client.get("/health").json() == {"status": "ok", "stage": "loading"}
         assert client.get("/ready").json()["stage"] == "loading"
         go_on.set()

@@ -11,6 +11,7 @@ import pytest
 from serving.conftest import KEY, Serve
 from steerscope.serving.settings import Settings
 from steerscope.specs.errors import InvalidRequest
+from waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 
@@ -112,7 +113,7 @@ class TestLimits:
         live = serve(body_timeout_s=0.3).ready()
         with socket.create_connection(("127.0.0.1", httpx.URL(live.url).port or 0)) as slow:
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-            slow.settimeout(20)
+            slow.settimeout(HUNG_S)
             answer = b"".join(iter(lambda: slow.recv(65536), b""))  # until the server closes the connection
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"body_timeout" in answer
@@ -122,11 +123,11 @@ class TestLimits:
         address = ("127.0.0.1", httpx.URL(live.url).port or 0)
         for beginning in (b"", b"GET /health HTTP/1.1\r\nX: 1\r\n"):
             with socket.create_connection(address) as slow:
-                slow.settimeout(20)
+                slow.settimeout(HUNG_S)
                 slow.sendall(beginning)
                 assert slow.recv(100) == b""
         with socket.create_connection(address) as large:
-            large.settimeout(20)
+            large.settimeout(HUNG_S)
             large.sendall(b"GET /health HTTP/1.1\r\n" + b"X: " + b"y" * 70_000 + b"\r\n\r\n")
             assert large.recv(100).startswith(b"HTTP/1.1 400")
         assert live.http.get("/health").status_code == 200

@@ -11,10 +11,11 @@ import httpx
 import pytest
 import torch
 
-from serving.live import Live, eventually, live
+from serving.live import Live, eventually, live, slowed, tiny_engine
 from steerscope import SteeringVector, save_vector
 from steerscope.client import Client
 from steerscope.specs import Capture, Sampling
+from waiting import HUNG_S
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,7 @@ def unhurt(server: Live) -> Iterator[None]:
 
 def connect(server: Live) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=HUNG_S)
 
 
 def post(path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
@@ -172,7 +173,7 @@ def test_clients_that_never_end_their_head_are_hung_up_on(server: Live) -> None:
     began = time.monotonic()
     assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 200
     assert all(hung_up(connection) for connection in half)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
     for connection in half:
         connection.close()
 
@@ -239,7 +240,7 @@ def test_who_leaves_stops_their_request_and_no_other(server: Live, body: dict[st
 
 
 def test_who_leaves_the_queue_is_not_run() -> None:
-    with live(max_running=1) as server:
+    with live(lambda: slowed(tiny_engine()), max_running=1) as server:
         runs = httpx.Client(base_url=server.url)
         with runs.stream("POST", "/v1/chat/completions", json={**LONG, "n": 32}) as stream:
             chunks = stream.iter_bytes()
@@ -260,7 +261,7 @@ def test_a_queue_that_is_full_answers_429_with_a_time_to_come_back() -> None:
         statuses: list[tuple[int, str | None]] = []
 
         def ask() -> None:
-            answer = httpx.post(f"{server.url}/v1/chat/completions", json={**LONG, "stream": False}, timeout=60)
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json={**LONG, "stream": False}, timeout=HUNG_S)
             statuses.append((answer.status_code, answer.headers.get("retry-after")))
 
         threads = [threading.Thread(target=ask) for _ in range(12)]

@@ -17,7 +17,7 @@ from sklearn.linear_model import LogisticRegression
 import steerscope
 import tiny
 from lenses import packs
-from serving.browser import LONG_S, Screen, chromium_path, screen, served, wait_for
+from serving.browser import Screen, chromium_path, screen, served, wait_for
 from steerscope.engines.base import Engine
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.load import load_engine
@@ -27,6 +27,7 @@ from steerscope.serving.settings import Settings
 from steerscope.specs.watch import flag, when
 from steerscope.vectors import files
 from steerscope.vectors.vector import SteeringVector
+from waiting import HUNG_S
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +84,7 @@ def browser() -> Iterator[object]:
 
     with sync_playwright() as playwright:
         made = playwright.chromium.launch(
-            executable_path=path, args=["--headless", "--no-sandbox"], timeout=LONG_S * 1000
+            executable_path=path, args=["--headless", "--no-sandbox"], timeout=HUNG_S * 1000
         )
         yield made
         made.close()
@@ -337,11 +338,22 @@ def test_a_conversation_is_exported_with_readings_and_activations(page: Screen, 
     assert {tensor.shape[-2] for tensor in layers} == {rows}
 
 
+KEPT = """() => new Promise((done) => {
+  indexedDB.open("steerscope", 1).onsuccess = ({ target: { result: db } }) => {
+    const asked = db.transaction("kept").objectStore("kept").get("conversation");
+    asked.onsuccess = () => {
+      db.close();
+      done(asked.result?.turns.map((turn) => turn.runs.map((run) => run.status)));
+    };
+  };
+})"""
+
+
 def test_a_reload_keeps_the_conversation_and_every_setting(page: Screen) -> None:
     page.steer("north", 0.75)
     page.say("Hello")
     text, tints = page.run()["text"], page.js("document.querySelector('.answer .tokens').innerHTML")
-    page.page.wait_for_timeout(300)  # settings are written after a moment of rest
+    wait_for(lambda: page.js(KEPT) == [["done"]] or page.page.wait_for_timeout(40), "the conversation on the disk")
     page.page.reload()
     page.page.wait_for_selector('#status[data-state="ready"]')
     page.settle()
@@ -350,7 +362,7 @@ def test_a_reload_keeps_the_conversation_and_every_setting(page: Screen) -> None
     assert page.page.locator('[data-vector="north"] input[type=number]').first.input_value() == "0.75"
     page.page.click("#new")
     assert page.page.locator(".blank").is_visible()
-    page.page.wait_for_timeout(300)
+    wait_for(lambda: page.js(KEPT) == [] or page.page.wait_for_timeout(40), "an empty conversation on the disk")
     page.page.reload()
     page.page.wait_for_selector('#status[data-state="ready"]')
     assert page.js("steerscope.state.turns.length") == 0
@@ -461,7 +473,7 @@ def test_a_server_that_still_loads_says_so_and_is_then_used(browser, furniture: 
     loaded = threading.Event()
 
     def slow() -> Engine:
-        assert loaded.wait(60)
+        assert loaded.wait(HUNG_S)
         return tiny_engine()
 
     context = browser.new_context(viewport={"width": 1440, "height": 900})

@@ -10,6 +10,7 @@ from schemathesis.config import GenerationConfig, ProjectConfig, ProjectsConfig,
 
 from serving.live import Live, live, tiny_engine
 from steerscope.serving.app import create_app
+from waiting import HUNG_S
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +48,7 @@ def test_no_answer_is_the_servers_fault(case: Case, server: Live) -> None:
             case.body["n"] = min(case.body["n"], 3)
         if case.path == "/v1/jobs":
             case.body["max_tokens"] = 3
-    response = case.call(base_url=server.url, timeout=30)
+    response = case.call(base_url=server.url, timeout=HUNG_S)
     assert response.status_code < 500, (response.status_code, response.text[:500])
     if (
         response.status_code >= 400

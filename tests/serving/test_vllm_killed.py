@@ -101,9 +101,9 @@ def test_a_killed_core_fails_its_requests_and_is_started_again_and_sigterm_ends_
     assert before
     served.kill("EngineCore")
     served.ready()
-    assert not psutil.wait_procs(before, timeout=120)[1], "processes of the engine that was killed live on"
+    assert not psutil.wait_procs(before, timeout=HUNG_S)[1], "processes of the engine that was killed live on"
     assert served.http.post(URL, json=body).json()["choices"][0]["text"] == wanted
     served.kill("Worker")
     left = served.children()
     served.end()
-    assert not psutil.wait_procs(left, timeout=120)[1]
+    assert not psutil.wait_procs(left, timeout=HUNG_S)[1]

@@ -36,7 +36,7 @@ class Stock:
 
     def call(self, method: str, path: str, key: str = KEY, **more: object) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"}
-        return httpx.request(method, self.url + path, headers=headers, timeout=60, **more)  # type: ignore[arg-type]
+        return httpx.request(method, self.url + path, headers=headers, timeout=HUNG_S, **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -282,7 +282,7 @@ def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()[-3000:]
         try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=HUNG_S).status_code == 200:
                 return
         except httpx.HTTPError:
             time.sleep(0.5)
@@ -290,7 +290,7 @@ def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
 
 
 def arrive(*files: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HUNG_S
     while not all(file.exists() for file in files) and time.monotonic() < deadline:
         time.sleep(0.1)
 
@@ -300,7 +300,7 @@ def complete(url: str, prompt: list[int], entry: dict[str, Any] | None, **more: 
     body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True} | more
     if entry is not None:
         body["vllm_xargs"] = {"steerscope": json.dumps(entry)}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=HUNG_S)
 
 
 def test_the_openai_server_steers_captures_and_answers_400(server: tuple[str, Path], truth: SyncEngine) -> None:
