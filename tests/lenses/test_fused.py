@@ -14,7 +14,7 @@ from lenses.packs import info, make, rows
 from steerscope.lenses.bank import Bank
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.reader import Reader, Registered
-from steerscope.lenses.stack import Weights
+from steerscope.lenses.stack import Weights, _chooses_rightly
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -45,6 +45,48 @@ def test_every_lens_and_row_is_as_without_the_kernel(widths: tuple[int, ...], hi
         wanted = plain.logits(some)
         for count in (1, 16, 17, 64):
             torch.testing.assert_close(bank.logits(some[:count]), wanted[:count], atol=2e-2, rtol=2e-2)
+
+
+@interpreted
+@pytest.mark.parametrize(("slots", "weights"), [([1], "bf16"), ([3, 6], "int8")])
+def test_a_kernel_is_used_only_if_it_says_what_the_other_way_says(
+    slots: list[int], weights: Weights, caplog: pytest.LogCaptureFixture
+) -> None:
+    from steerscope.lenses import fused
+
+    def off(by: float) -> Any:
+        def evaluate(tensors: Any, x: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
+            fused.evaluate(tensors, x, start, stop, out)
+            out[-1, -1] += by
+
+        return SimpleNamespace(ROWS=fused.ROWS, evaluates=fused.evaluates, evaluate=evaluate)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no shared memory")
+
+    stack = with_kernels(Bank(make(slots, hidden=72, widths=(24, 12)), weights=weights))._stack
+    assert stack._proved(fused)
+    assert not caplog.messages
+    assert not any(tensor[-1].any() for tensor in stack.tensors.values())
+    for kernels, said in ((off(1.0), "off by"), (off(float("nan")), "nan"), (off(0.0), "")):
+        caplog.clear()
+        assert stack._proved(kernels) == (not said)
+        assert said in caplog.text
+    assert not stack._proved(SimpleNamespace(ROWS=fused.ROWS, evaluates=fused.evaluates, evaluate=broken))  # type: ignore[arg-type]
+    assert "without kernels of their own: RuntimeError: no shared memory" in caplog.text
+
+
+@interpreted
+def test_choosing_is_used_only_if_it_is_right(caplog: pytest.LogCaptureFixture) -> None:
+    from steerscope.lenses import fused
+
+    def reversed_order(logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        values, indices = fused.choose(logits, *rest)
+        return values, indices.flip(-1)
+
+    assert _chooses_rightly(fused, torch.device("cpu"))
+    assert not _chooses_rightly(SimpleNamespace(choose=reversed_order), torch.device("cpu"))  # type: ignore[arg-type]
+    assert "do not find the largest" in caplog.text
 
 
 @interpreted

@@ -8,7 +8,8 @@ Weights are kept as float32, bfloat16, or int8 with one scale per output (the la
 is small, and it is where rounding shows). The arithmetic is float32 on a CPU, and bfloat16 with float32 sums on a GPU
 unless the weights are float32. Where kept and computed types differ, weights are widened tile by tile.
 
-On a GPU a few rows are one kernel (`fused`), unless the weights are float32. Nothing here waits for the device or
+On a GPU a few rows are one kernel (`fused`), unless the weights are float32 or it is found to say something else when
+the stack is made. Nothing here waits for the device or
 depends on values, so an evaluation can be captured in a CUDA graph.
 """
 
@@ -32,6 +33,7 @@ Weights = Literal["fp32", "bf16", "int8"]
 WORKSPACE = 256 << 20
 _KEPT = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 _LEAST_CAPABILITY = (8, 0)
+_FARTHEST = 0.05  # of the largest logit: that sums are rounded in another order makes a tenth of it
 _MOST_ROWS = 1024  # at once: enough for any matrix product to be efficient
 
 
@@ -66,15 +68,31 @@ class Stack:
         if workspace < smallest:
             what = f"{workspace} bytes do not hold one row and one lens"
             raise InvalidRequest([Problem("workspace", what, f"give at least {smallest}")])
-        self._compile()
+        if self.kernels is not None and slots and not self._proved(self.kernels):
+            self.kernels = None
 
-    def _compile(self) -> None:
-        """Now, and not while somebody waits for a reading."""
-        if self.kernels is None or not self.slots:
-            return
-        for rows in self.kernels.ROWS:
-            zeros = torch.zeros(rows, self.info.hidden, device=self.device)
-            self.logits(zeros, [Run(0, 1, False)], torch.empty(rows, 1, device=self.device))
+    def _proved(self, kernels: ModuleType) -> bool:
+        """Whether kernels say of some lenses, the last ones here, what the other way says. They are compiled by this,
+        and not while somebody waits for a reading."""
+        run, widths = Run(max(0, self.slots - 2), self.slots, False), self.info.architecture.widths
+        here, chance, distances = slice(run.start, run.stop), torch.Generator().manual_seed(0), list[float]()
+        shapes = layout(self.info, run.stop - run.start).items()
+        some = {name: torch.randn(shape, generator=chance) / shape[-1] ** 0.5 for name, shape in shapes}
+        self.write(here, self.encode(some))
+        try:
+            for rows in (most - 1 for most in kernels.ROWS if kernels.evaluates(most, widths, self.compute)):
+                x = torch.randn(rows, self.info.hidden, generator=chance).to(self.device)
+                inputs, found = self.inputs(x, [run])[False], x.new_full((rows, run.stop - run.start), torch.nan)
+                kernels.evaluate(self.tensors, inputs, run.start, run.stop, found)
+                wanted = self._tile(inputs, run.start, run.stop).T
+                distances.append(float((found - wanted).abs().max() / wanted.abs().max()))
+        except Exception as error:
+            return _unused(f"{type(error).__name__}: {error}")
+        finally:
+            for tensor in self.tensors.values():
+                tensor[here].zero_()
+        near = all(distance <= _FARTHEST for distance in distances)
+        return near or _unused(f"they are off by {', '.join(f'{one:.2g}' for one in distances)} of the largest logit")
 
     def _kept(self, i: int) -> torch.dtype:
         return torch.float32 if i and i == self.depth - 1 else _KEPT[self.weights]
@@ -207,14 +225,26 @@ def kernels(device: torch.device) -> ModuleType | None:
         return None
     from steerscope.lenses import fused
 
-    one = torch.zeros(1, device=device)
-    per_lens: dict[str, Tensor] = dict.fromkeys(PER_LENS, one)
     try:
-        fused.choose(one[None], 1, "relu", per_lens, False, False, one[None].bool(), None)
+        right = _chooses_rightly(fused, device)
     except Exception as error:
-        log.warning("lenses are evaluated without kernels of their own: %s: %s", type(error).__name__, error)
-        return None
-    return fused
+        right = _unused(f"{type(error).__name__}: {error}")
+    return fused if right else None
+
+
+def _chooses_rightly(kernels: ModuleType, device: torch.device) -> bool:
+    """Among many equal ones, of which the first come first."""
+    logits, k = torch.randint(-9, 9, (3, 300), generator=torch.Generator().manual_seed(0)).float().to(device), 16
+    wanted, lenses = logits.relu().sort(dim=-1, descending=True, stable=True)
+    per_lens: dict[str, Tensor] = dict.fromkeys(PER_LENS, torch.zeros(300, device=device))
+    found = kernels.choose(logits, k, "relu", per_lens, False, False, logits[:1].bool(), None)
+    same = [one.equal(other[:, :k]) for one, other in zip(found, (wanted, lenses), strict=True)]
+    return all(same) or _unused("they do not find the largest")
+
+
+def _unused(why: str) -> bool:
+    log.warning("lenses are evaluated without kernels of their own: %s", why)
+    return False
 
 
 def _product(weights: Tensor, columns: Tensor) -> Tensor:
