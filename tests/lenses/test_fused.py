@@ -90,6 +90,19 @@ def test_choosing_is_used_only_if_it_is_right(caplog: pytest.LogCaptureFixture) 
 
 
 @interpreted
+def test_in_whatever_parts_weights_are_read_it_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from steerscope.bench import lens_kernel
+
+    for name in ("WARPS", "STAGES"):
+        monkeypatch.setattr(lens_kernel, name, (4,))
+    bank = with_kernels(Bank(make([5], hidden=200, widths=(24, 12)), weights="int8"))
+    kept, told = lens_kernel.runnable(lens_kernel.ways(bank, rows(20, 200)))
+    assert list(kept) == list(told)
+    assert list(kept)[2:] == ["as it is", *(f"{n} bytes, 4 warps, 4 stages" for n in (64, 128, 256))]
+    assert max(told.values()) < 0.01
+
+
+@interpreted
 @pytest.mark.parametrize("normalisation", ["none", "layernorm"])
 def test_rows_and_results_may_lie_in_any_order(normalisation: Any) -> None:
     pack, some = make([3, 6], hidden=40, widths=(16, 8), normalisation=normalisation), rows(5, 40)
@@ -190,19 +203,17 @@ def test_of_equal_scores_the_earlier_lens_is_first_and_what_is_no_number_is_not_
 
 
 @compiles
-@pytest.mark.parametrize(("weights", "line"), [("i8", 128), ("bf16", 64)])
+@pytest.mark.parametrize("weights", ["i8", "bf16"])
 @pytest.mark.parametrize("count", [16, 32, 64])
-def test_weights_come_while_the_matrix_units_work_and_three_programs_fit_a_core(
-    weights: str, line: int, count: int
-) -> None:
+def test_weights_come_while_the_matrix_units_work_and_three_programs_fit_a_core(weights: str, count: int) -> None:
     """267 lenses on 132 cores of 228 kB: with two a core, three lenses would come after all others."""
     from steerscope.lenses import fused
 
     kinds = dict.fromkeys(("w2", "b2", "out"), "*fp32") | dict.fromkeys(("x", "s0", "b0", "s1", "b1"), "*bf16")
     kinds |= dict.fromkeys(("w0", "w1"), f"*{weights}")
+    line, warps, parts = fused.shape(1 if weights == "i8" else 2, count)
     fixed = {"DEEP": True, "SCALED": weights == "i8", "N": count, "K": line, "WIDE": 128, "NARROW": 64}
-    parts = fused.stages(line, count)
-    made = compiled(fused._evaluate, kinds, {**fixed, "PRECISION": "ieee"}, num_warps=4, num_stages=parts)
+    made = compiled(fused._evaluate, kinds, {**fixed, "PRECISION": "ieee"}, num_warps=warps, num_stages=parts)
     assert "wgmma" in made.asm["ptx"]
     assert "cp.async" in made.asm["ptx"]
     assert "max.f32" not in made.asm["ptx"], "what is no number would become 0"

@@ -7,7 +7,9 @@ The host has no part in it, so a busy machine does not show. Needs torch and Tri
 """
 
 import argparse
+import itertools
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +92,13 @@ def graph_of(layers: Layers, case: str) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def microseconds(layers: Layers, case: str, graph: torch.cuda.CUDAGraph, times: int) -> float:
-    layers.ask(case)
+def microseconds(run: Callable[[], object], times: int) -> float:
+    """What one of so many costs the device, behind one that is not counted."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
+    run()
     start.record()
     for _ in range(times):
-        graph.replay()
+        run()
     end.record()
     end.synchronize()
     return 1000 * start.elapsed_time(end) / times
@@ -126,7 +128,10 @@ def main() -> None:
     layers = Layers(args.layers, args.tokens, args.hidden, args.inner)
     worst = agree(layers)
     graphs = {case: graph_of(layers, case) for case in CASES}
-    rounds = [{case: microseconds(layers, case, graphs[case], 10) for case in CASES} for _ in range(args.rounds)]
+    rounds = [dict[str, float]() for _ in range(args.rounds)]
+    for one, case in itertools.product(rounds, CASES):
+        layers.ask(case)
+        one[case] = microseconds(graphs[case].replay, 10)
     more = {
         case: [(one[case] - one["norm"]) / args.layers for one in rounds] for case in CASES if case != "norm"
     }  # per layer

@@ -7,6 +7,7 @@ beside a model that is being run.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -119,9 +120,18 @@ def _kind(count: int, kinds: tuple[int, ...]) -> int:
     return next(kind for kind in kinds if kind >= count)
 
 
-def stages(line: int, rows: int) -> int:
-    """How many parts of the weights are under way: with the rows that belong to them, of three programs on a core."""
-    return 2 if line * rows > _MOST_INPUTS else 3
+class Shape(NamedTuple):
+    """How a program reads: numbers of a row of weights at a time, its warps, and how many parts are under way."""
+
+    line: int
+    warps: int
+    stages: int
+
+
+def shape(itemsize: int, rows: int) -> Shape:
+    """For weights of so many bytes: three programs fit a core, with the rows that belong to the parts under way."""
+    line = _LINE // itemsize
+    return Shape(line, 4, 2 if line * _kind(rows, ROWS) > _MOST_INPUTS else 3)
 
 
 def evaluates(rows: int, widths: tuple[int, ...], compute: torch.dtype) -> bool:
@@ -131,21 +141,22 @@ def evaluates(rows: int, widths: tuple[int, ...], compute: torch.dtype) -> bool:
     return 0 < rows <= ROWS[-1] and fits and compute != torch.float32
 
 
-def evaluate(tensors: Mapping[str, Tensor], x: Tensor, start: int, stop: int, out: Tensor) -> None:
+def evaluate(
+    tensors: Mapping[str, Tensor], x: Tensor, start: int, stop: int, out: Tensor, how: Shape | None = None
+) -> None:
     """Logits of the lenses [start, stop) of a stack for rows [n, hidden] of the type it computes with → out
     [n, lenses]."""
     w0, deep = tensors["w0"], "w2" in tensors
     names = ("w1", "s1", "b1", "w2", "b2") if deep else ("w0", "s0", "b0", "w1", "b1")
     later = [tensors.get(name, w0) for name in names]  # those that are not there are not read
     wide, narrow = w0.shape[1], tensors["w1"].shape[1]
-    line, most = _LINE // w0.element_size(), _kind(len(x), ROWS)
-    x = x.contiguous()
+    x, how = x.contiguous(), how or shape(w0.element_size(), len(x))
     with torch.cuda.device_of(x):  # Triton launches where the process is, whatever it is given
         _evaluate[(stop - start,)](  # type: ignore[index]
             x, w0, tensors.get("s0", w0), tensors["b0"], *later, out, start, len(x), x.shape[1], wide, narrow,
-            *out.stride(), DEEP=deep, SCALED="s0" in tensors, N=most, K=line,
+            *out.stride(), DEEP=deep, SCALED="s0" in tensors, N=_kind(len(x), ROWS), K=how.line,
             WIDE=max(_LEAST, triton.next_power_of_2(wide)), NARROW=max(_LEAST, triton.next_power_of_2(narrow)),
-            PRECISION="ieee", num_warps=4, num_stages=stages(line, most),
+            PRECISION="ieee", num_warps=how.warps, num_stages=how.stages,
         )  # fmt: skip
 
 
