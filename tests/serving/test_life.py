@@ -233,7 +233,7 @@ class TestFailing:
 
 class TestStopping:
     def test_requests_that_run_finish_and_new_ones_are_refused(self, serve: Serve) -> None:
-        live = serve(lambda: slowed(hf_engine(), seconds=0.01)).ready()
+        live = serve(lambda: slowed(hf_engine(), seconds=0.01), drain_s=HUNG_S).ready()
         with live.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
@@ -257,7 +257,7 @@ class TestStopping:
         tiny.model().save_pretrained(tmp_path / "tiny")
         tiny.tokenizer().save_pretrained(tmp_path / "tiny")
         command = [sys.executable, "-m", "steerscope.cli.main", "serve", str(tmp_path / "tiny"), "--port", "0"]
-        command += ["--log-format", "json", "--device", "cpu"]
+        command += ["--log-format", "json", "--device", "cpu", "--drain", "300"]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             lines: list[dict] = []
