@@ -173,6 +173,9 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     assert "| tiny, 2 × (6 + 4) | nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | 6 |" in shapes(tmp_path)
     assert "| tiny, 2 × (6 + 4) | cap, likewise | — | — |" in shapes(tmp_path)
     assert "| `WorkerTaps._stage` | 12.3 | 1 |" in hooks(tmp_path)
+    found["configuration"]["pool_bytes"] = 5_800_000_000
+    (tmp_path / "gpu" / "speed-room.json").write_text(json.dumps(found))
+    assert "| tiny, 2 × (6 + 4), 5.8 GB for rows | nothing is asked |" in shapes(tmp_path)
 
 
 def test_a_round_is_split_at_both_ends_of_its_first_step_the_end_of_its_prompts_and_its_last_step(

@@ -50,7 +50,8 @@ def _main(results: Path) -> dict:
 
 def _shape(data: dict) -> str:
     work = data["configuration"]
-    return f"{work['model']}, {work['batch']} × ({work['prefill']} + {work['decode']})"
+    room = f", {size / 1e9:.1f} GB for rows" if (size := work.get("pool_bytes")) else ""
+    return f"{work['model']}, {work['batch']} × ({work['prefill']} + {work['decode']}){room}"
 
 
 def _cells(data: dict, ending: Callable[[dict], str]) -> Iterator[str]:

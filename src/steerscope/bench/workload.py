@@ -55,6 +55,7 @@ class Setup:
     columns: int = 4
     core: str = "inside"  # vLLM's engine core: in this process, or in one of its own
     most_bytes: int = 48 << 30  # of captured rows
+    pool_bytes: int = 0  # of rows on the device; 0: what one step needs
 
     @property
     def device(self) -> str:

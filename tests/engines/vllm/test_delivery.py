@@ -225,7 +225,7 @@ def cuda_pool(monkeypatch):
     free = Cells(64)
     pool.take, pool.give = free.take, free.give
     pool._side = types.SimpleNamespace(wait_event=lambda _event: None)
-    pool._ready, pool._moves, pool._unsent, pool._backlog = PlayedEvent(), deque(), deque(), 0
+    pool._ready, pool._moves, pool._unsent, pool._backlog, pool._whole = PlayedEvent(), deque(), deque(), 0, 0
     pool._side.cuda_stream = 0
     pool.cells = torch.zeros(64, HIDDEN)
     pool._address, pool._cell, pool._copy = pool.cells.data_ptr(), HIDDEN * 4, pool._copy_by_torch
@@ -398,6 +398,22 @@ def test_a_step_without_room_waits_for_rows_on_their_way_and_not_for_the_step_be
     assert cuda_pool.take_late(32) is not None
     assert cuda_pool._backlog == 24 * HIDDEN * 4
     assert cuda_pool.take_late(32) is None, "nothing is on its way"
+
+
+def test_a_step_without_room_sends_what_earlier_steps_left_whatever_the_pace(cuda_pool, regions):
+    """Those rows are complete. With room for two steps, rows of one leave beside the next."""
+    early, late = sending(regions, cuda_pool, 30), sending(regions, cuda_pool, 2)
+    cuda_pool.pump(1)
+    PlayedEvent.happened = False
+    sending(regions, cuda_pool, 28)
+    assert cuda_pool._backlog == (30 + 28) * HIDDEN * 4, "two have left beside the step"
+    assert cuda_pool.take(24) is None
+    assert cuda_pool.take_late(24) is not None
+    assert early.counters[ROWS] == 30
+    assert cuda_pool._backlog == 28 * HIDDEN * 4, "those of the step that runs are not complete"
+    assert cuda_pool.take_late(24) is None
+    cuda_pool.drain()
+    assert (late.counters[ROWS], cuda_pool._backlog) == (2, 0)
 
 
 def test_whatever_was_timed_rows_go_on_leaving():

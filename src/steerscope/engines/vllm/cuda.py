@@ -111,6 +111,7 @@ class CudaPool:
         self._moves: deque[Move] = deque()  # sent ones first
         self._unsent: deque[Move] = deque()
         self._backlog = 0  # bytes of the unsent
+        self._whole = 0  # how many of these are of forwards that the side stream waits for already
         self._pace = Pace()
         self._parts: deque[Part] = deque()  # of the last few steps
         self._mark: tuple[torch.cuda.Event, int] | None = None  # the last step's begin and size, if rows waited
@@ -144,12 +145,15 @@ class CudaPool:
         self._stage_events[turn].record()
 
     def take_late(self, count: int) -> int | None:
-        while self._moves and (sent := self._moves[0].sent) is not None:
-            sent.synchronize()
-            self._arrived()
-            if (first := self.take(count)) is not None:
-                return first
-        return None
+        while True:
+            while self._moves and (sent := self._moves[0].sent) is not None:
+                sent.synchronize()
+                self._arrived()
+                if (first := self.take(count)) is not None:
+                    return first
+            if not self._whole:
+                return None
+            self._send(_DRAIN, torch.cuda.Event())
 
     def advance(self, tokens: int) -> None:
         del tokens  # the last tap of the step before has done it
@@ -199,6 +203,7 @@ class CudaPool:
         if len(self._parts) > _AHEAD:
             return
         self._side.wait_event(mark)
+        self._whole = len(self._unsent)
         begin.record(self._side)
         allowed = self._pace.beside(tokens)
         size = self._send(allowed, end)
@@ -219,6 +224,7 @@ class CudaPool:
     def _send_now(self) -> None:
         self._ready.record()
         self._side.wait_event(self._ready)
+        self._whole = len(self._unsent)
         self._send(_DRAIN, torch.cuda.Event())
 
     def faulty(self, wait: bool = False) -> list[int]:
@@ -243,11 +249,11 @@ class CudaPool:
         return found
 
     def _send(self, size: int, event: torch.cuda.Event) -> int:
-        """Queue moves until so many bytes are on their way, and the event behind them; how many they are. Their rows
-        are complete: a step waits for its forward."""
+        """Queue moves until so many bytes are on their way, and the event behind them; how many they are."""
         stream, sent = self._side.cuda_stream, 0
-        while self._unsent and sent < size:
+        while self._whole and sent < size:
             move = self._unsent.popleft()
+            self._whole -= 1
             self._copy(move.target, move.source, move.bytes, stream)
             move.sent = event
             sent += move.bytes

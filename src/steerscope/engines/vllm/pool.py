@@ -56,7 +56,7 @@ class Pool(Protocol):
         ...
 
     def take_late(self, count: int) -> int | None:
-        """The same, when enough of what is on its way has arrived: beside the step that runs."""
+        """The same, when enough of what earlier steps left has arrived: beside the step that runs."""
         ...
 
     def give(self, first: int, count: int) -> None:

@@ -191,7 +191,7 @@ class WorkerTaps:
             self.delivery.fail(asker, asker.failed or "")
 
     def reserve(self, cells: int) -> int:
-        """Cells in a row. When not even what is on its way makes room, all rows leave; nothing runs meanwhile."""
+        """Cells in a row. If rows of earlier steps make no room, the last one's leave too; nothing runs meanwhile."""
         first = self.pool.take(cells)
         if first is None:
             began = time.perf_counter()
