@@ -285,8 +285,8 @@ class Ours:
             from steerscope.engines.vllm.engine import VLLMEngine
             from steerscope.engines.vllm.settings import Settings
 
-            room = {"pool_bytes": setup.pool_bytes} if setup.pool_bytes else {}
-            settings = Settings(max_columns=setup.columns, slots=max(64, 2 * setup.batch), **room)
+            slots, room = max(64, 2 * setup.batch), setup.pool_bytes or None
+            settings = Settings(max_columns=setup.columns, slots=slots, pool_bytes=room)
             self.engine = VLLMEngine(
                 tokenizer=NoTokenizer(), settings=settings, capture_budget=budget, **vllm_arguments(setup, scratch)
             ).sync

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, Arena, Region, Regions
 from steerscope.engines.vllm import pacing
@@ -183,6 +185,39 @@ def test_a_rank_that_only_listens_writes_no_counter(regions):
     delivery.leave(asker)
     assert not region.counters[:OWNER].any()
     assert asker.left
+
+
+# --- cells
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(0, 30)), max_size=60))
+def test_cells_belong_to_one_at_a_time_and_come_together_again(asked: list[tuple[int, int]]) -> None:
+    cells, held = Cells(200), dict[int, int]()
+    for count, gone in asked:
+        if (first := cells.take(count)) is not None:
+            assert 0 <= first <= 200 - count
+            assert all(first + count <= other or other + size <= first for other, size in held.items())
+            held[first] = count
+        else:
+            free = [0, *(end for first, size in sorted(held.items()) for end in (first, first + size)), 200]
+            assert max(b - a for a, b in zip(free[::2], free[1::2], strict=True)) < count
+        for other in sorted(held)[gone : gone + 1]:
+            cells.give(other, held.pop(other))
+    for other, size in held.items():
+        cells.give(other, size)
+    assert cells.take(200) == 0
+
+
+def test_pages_leave_room_for_the_prompts_of_whole_steps() -> None:
+    """Which come one after the other, with room for two, while texts that were read before are being written."""
+    cells = Cells(2300)
+    steps = deque([cells.take(1000)])
+    for _ in range(20):
+        steps.append(cells.take(1000))
+        assert None not in steps
+        cells.give(steps.popleft(), 1000)
+        assert all(cells.take(5) is not None for _ in range(3))
 
 
 # --- the queue of the GPU's pool

@@ -18,19 +18,25 @@ from steerscope.engines.vllm.step import CELL, STRIDE
 from steerscope.specs.errors import CapacityExceeded
 
 _FEW = 4
+_SMALL = 16  # such a part of all cells
 
 
 class Cells:
-    """Which cells are free: first fit, neighbours merged."""
+    """Which cells are free, neighbours merged. What is small (pages of texts that are being written) lies at the end,
+    so that the prompts of a whole step find their place at the beginning."""
 
     def __init__(self, count: int) -> None:
         self._free: list[tuple[int, int]] = [(0, count)]  # (first, behind the last), ascending
+        self._small = count // _SMALL
 
     def take(self, count: int) -> int | None:
-        for i, (first, last) in enumerate(self._free):
+        small = count <= self._small
+        for i in reversed(range(len(self._free))) if small else range(len(self._free)):
+            first, last = self._free[i]
             if last - first >= count:
-                self._free[i : i + 1] = [(first + count, last)] if last - first > count else []
-                return first
+                left, found = ((first, last - count), last - count) if small else ((first + count, last), first)
+                self._free[i : i + 1] = [left] if left[0] < left[1] else []
+                return found
         return None
 
     def give(self, first: int, count: int) -> None:
