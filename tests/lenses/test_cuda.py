@@ -68,6 +68,7 @@ def test_what_is_read_on_a_gpu_is_what_is_read_without_one(weights):
     pack = make([5, 30], hidden=256, widths=(128, 64), normed=True, calibrated=True)
     readers = [Reader(Registered(pack, PackOptions(weights=weights)), device) for device in ("cpu", "cuda")]
     assert readers[1].bank._stack.kernels is not None
+    assert readers[1].bank._chooses
     for n in (1, 20, 40, 64, 65):
         x, columns = rows(n, 256, seed=n), torch.tensor([[0, 7]]).expand(n, 2)
         view = torch.zeros(n, 10, dtype=torch.long)[:, 3]  # as a sheet has it

@@ -14,7 +14,7 @@ from lenses.packs import info, make, rows
 from steerscope.lenses.bank import Bank
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.reader import Reader, Registered
-from steerscope.lenses.stack import Weights, _chooses_rightly
+from steerscope.lenses.stack import Weights
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -32,6 +32,13 @@ def with_kernels(bank: Bank, compute: torch.dtype = torch.float16) -> Bank:
         for name in (f"b{i}", f"s{i}", *([] if stack.weights == "int8" else [f"w{i}"])):
             if name in stack.tensors:
                 stack.tensors[name] = stack.tensors[name].to(compute)
+    return bank
+
+
+def choosing(bank: Bank, compute: torch.dtype = torch.float32) -> Bank:
+    """The same, and warm. Lenses themselves are evaluated as before, if that is in float32."""
+    with_kernels(bank, compute).warm_up()
+    assert bank._chooses
     return bank
 
 
@@ -77,16 +84,41 @@ def test_a_kernel_is_used_only_if_it_says_what_the_other_way_says(
 
 
 @interpreted
-def test_choosing_is_used_only_if_it_is_right(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_choosing_is_used_only_if_it_finds_what_the_other_way_finds(
+    calibrated: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     from steerscope.lenses import fused
 
-    def reversed_order(logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        values, indices = fused.choose(logits, *rest)
-        return values, indices.flip(-1)
+    bank = choosing(Bank(make([40], calibrated=calibrated)))
+    assert not caplog.messages
 
-    assert _chooses_rightly(fused, torch.device("cpu"))
-    assert not _chooses_rightly(SimpleNamespace(choose=reversed_order), torch.device("cpu"))  # type: ignore[arg-type]
-    assert "do not find the largest" in caplog.text
+    def wrong(how: str) -> Any:
+        def choose(logits: torch.Tensor, k: int, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            *rest, view = rest
+            values, lenses = fused.choose(logits, k, *rest, None if how == "unseen" else view)
+            match how:
+                case "turned":
+                    lenses = lenses.flip(-1)
+                case "twice":
+                    lenses[:, 1], values[:, 1] = lenses[:, 0], values[:, 0]
+                case "scores":
+                    logits[0, 0] += 0.1
+                case "broken":
+                    raise RuntimeError("no compiler")
+            return values, lenses
+
+        return SimpleNamespace(CHOSEN=fused.CHOSEN, chooses=fused.chooses, choose=choose, evaluates=fused.evaluates)
+
+    for how in ("turned", "twice", "scores", "unseen", "broken", "right"):
+        caplog.clear()
+        bank._stack.kernels = wrong(how)
+        bank.warm_up()
+        assert bank._chooses == (how == "right") == (not caplog.messages), how
+    bank._stack.kernels = wrong("broken")
+    bank.warm_up()
+    assert "without kernels of their own: RuntimeError: no compiler" in caplog.text
+    assert bank.best(rows(3), 5, torch.ones(1, 40).bool())[1].shape == (3, 5)
 
 
 @interpreted
@@ -97,8 +129,8 @@ def test_in_whatever_parts_weights_are_read_it_says_the_same(monkeypatch: pytest
         monkeypatch.setattr(lens_kernel, name, (4,))
     bank = with_kernels(Bank(make([5], hidden=200, widths=(24, 12)), weights="int8"))
     kept, told = lens_kernel.runnable(lens_kernel.ways(bank, rows(20, 200)))
-    assert list(kept) == list(told)
-    assert list(kept)[2:] == ["as it is", *(f"{n} bytes, 4 warps, 4 stages" for n in (64, 128, 256))]
+    assert set(kept) == {"memory", *told}
+    assert list(told)[1:] == ["as it is", *(f"{n} bytes, 4 warps, 4 stages" for n in (64, 128, 256))]
     assert max(told.values()) < 0.01
 
 
@@ -136,7 +168,7 @@ def test_inputs_that_do_not_fit_the_workspace_come_in_parts() -> None:
 def test_a_row_that_is_no_number_says_nothing(widths: tuple[int, ...]) -> None:
     some = rows(3)
     some[0, 1], some[2, 5] = float("nan"), float("inf")
-    bank = with_kernels(Bank(make(widths=widths), weights="bf16"))
+    bank = choosing(Bank(make(widths=widths), weights="bf16"), torch.float16)
     assert bank.logits(some).isnan().all(1).tolist() == [True, False, True]
     values, indices, scores = bank.best(some, 4, torch.ones(1, len(bank)).bool())
     assert (values[0::2] == 0).all()
@@ -169,7 +201,7 @@ def test_what_is_chosen_is_what_would_be_without_the_kernel(output: Any, calibra
     for reader in readers:
         assert reader.view((1,)) == 1
     assert readers[1].bank is not None
-    with_kernels(readers[1].bank, torch.float32)  # lenses themselves are evaluated as before
+    choosing(readers[1].bank)
     columns, view = torch.tensor([[0, 3]]).expand(9, 2), torch.zeros(9, 10, dtype=torch.long)[:, 3]
     view[1::2] = 1
     for k in (1, 5, 200):
@@ -185,7 +217,7 @@ def test_what_is_chosen_is_what_would_be_without_the_kernel(output: Any, calibra
 
 @interpreted
 def test_there_are_no_more_than_all() -> None:
-    plain, bank = Bank(make([4])), with_kernels(Bank(make([4])), torch.float32)
+    plain, bank = Bank(make([4])), choosing(Bank(make([4])))
     views = torch.ones(1, 4).bool()
     for mine, theirs in zip(bank.best(rows(3), 9, views), plain.best(rows(3), 9, views), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)

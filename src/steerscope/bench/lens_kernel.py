@@ -1,10 +1,10 @@
 """What the kernel of lenses costs on the GPU alone, and what it would if it read its weights in other parts.
 
-    python -m steerscope.bench.lens_kernel --out lens-kernel.json
+    python -m steerscope.bench.lens_kernel --out kernel-lenses.json
 
 Each way is compared with the matrix products that it replaces (`other`), and a way that a GPU does not run is told as
-that. All take turns. A bank with more bytes than the caches hold can be read no faster than memory gives them, which a
-sum over the same bytes shows (`memory`). Needs torch and Triton, not vLLM.
+that. All take turns. A bank with more bytes than the caches hold can be read no faster than memory gives them, which
+the largest of the same bytes shows (`memory`). Needs torch and Triton, not vLLM.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import itertools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,16 +54,17 @@ def ways(bank: Bank, rows: Tensor) -> dict[str, Callable[[], Tensor]]:
 
 
 def runnable(found: dict[str, Callable[[], Tensor]]) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Any]]:
-    """Those that run, each once; and of all others how far they are from the right logits, or what stopped them."""
-    wanted, told, kept = found[_OTHER](), dict[str, Any](), dict[str, Callable[[], Tensor]]()
+    """Those that run, each once; and how far each is from the right logits, or what stopped it."""
+    wanted, told, kept = found[_OTHER](), dict[str, Any](), {_MEMORY: found[_MEMORY]}
     for name, way in found.items():
+        if name == _MEMORY:
+            continue
         try:
-            said = way().clone()
-            distance = float((said - wanted).abs().max() / wanted.abs().max()) if name != _MEMORY else 0.0
+            told[name] = float((way() - wanted).abs().max() / wanted.abs().max())
         except Exception as error:
             told[name] = f"{type(error).__name__}: {error}"[:200]
             continue
-        kept[name], told[name] = way, distance
+        kept[name] = way
     return kept, told
 
 
@@ -82,16 +83,15 @@ def main() -> None:
     parser.add_argument("--lenses", type=int, default=7947)
     parser.add_argument("--hidden", type=int, default=2560)
     parser.add_argument("--widths", default="128,64")
-    parser.add_argument("--rows", default="32")
-    parser.add_argument("--weights", default="bf16,int8")
+    parser.add_argument("--rows", type=int, nargs="*", default=[32], choices=range(1, fused.ROWS[-1] + 1), metavar="N")
+    parser.add_argument("--weights", nargs="*", choices=("bf16", "int8"), default=["bf16", "int8"])
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()
-    assert set(args.weights.split(",")) <= set(get_args(Weights))
     pack = make_pack([args.lenses], args.hidden, tuple(map(int, args.widths.split(","))), "cuda")
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cells": []}
     result |= {"lenses": args.lenses, "hidden": args.hidden, "rounds": args.rounds}
-    for weights, count in itertools.product(args.weights.split(","), map(int, args.rows.split(","))):
-        cell = measure(pack, cast(Weights, weights), count, args.rounds)
+    for weights, count in itertools.product(args.weights, args.rows):
+        cell = measure(pack, weights, count, args.rounds)
         result["cells"].append(cell)
         print(f"{weights}, {count} rows, {cell['bytes'] / 1e9:.2f} GB, used: {cell['used']}")  # noqa: T201
         for name, us in sorted(cell["us"].items(), key=lambda pair: pair[1]):

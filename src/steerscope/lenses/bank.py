@@ -7,14 +7,16 @@ Nothing waits for the device, and no shape depends on a value: with `out` given,
 method can be captured in a CUDA graph. Memory beside weights and results has a bound, `workspace`.
 """
 
+import itertools
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from steerscope.lenses.pack import Calibration, Pack
 from steerscope.lenses.spec import Output
-from steerscope.lenses.stack import WORKSPACE, Stack, Weights, runs_of
+from steerscope.lenses.stack import WORKSPACE, Stack, Weights, runs_of, unused
 from steerscope.lenses.tensors import PER_LENS
 from steerscope.specs.errors import InvalidRequest, Problem
 
@@ -94,6 +96,8 @@ class Bank:
         self._calibration = None
         if pack.calibration:
             self._calibration = Calibration(*(self._per_lens[name] for name in Calibration._fields))
+        self._floored = self._calibration is not None or "floor" in pack.tensors
+        self._chooses = False  # by a kernel: `warm_up`
 
     def __len__(self) -> int:
         return len(self.lenses)
@@ -104,11 +108,26 @@ class Bank:
         return sum(tensor.nbytes for tensor in self._stack.tensors.values())
 
     def warm_up(self) -> None:
-        """What `best` needs is compiled now, and not while somebody waits for it."""
-        zeros, views = torch.zeros(1, self.pack.info.hidden, device=self.device), torch.ones(1, len(self)).bool()
-        for k in () if self._stack.kernels is None else self._stack.kernels.CHOSEN:
-            for view in (None, zeros[:, 0].long()):
-                self.best(zeros, k, views.to(self.device), view)
+        """What `best` needs on a GPU is compiled now, and not while somebody waits for it. It is used only if it finds
+        what the other way finds."""
+        self._chooses = self._stack.kernels is not None and self._proved(self._stack.kernels)
+
+    @torch.no_grad()
+    def _proved(self, kernels: ModuleType) -> bool:
+        chance, view = torch.Generator().manual_seed(0), torch.tensor([1, 0, 1], device=self.device)
+        logits = torch.randn(3, len(self), generator=chance).to(self.device)
+        views = torch.rand(2, len(self), generator=chance).lt(0.5).to(self.device)
+        try:
+            for most, at in itertools.product(kernels.CHOSEN, (None, view)):
+                k, counts = min(most, len(self)), torch.ones_like(logits).bool() if at is None else views[at]
+                if not self._may_choose(k):
+                    continue
+                found, wanted = (find(logits.clone(), k, views, at) for find in (self._chosen, self._sorted))
+                if not _agree(found, wanted, counts):
+                    return unused("they do not find the largest")
+        except Exception as error:
+            return unused(f"{type(error).__name__}: {error}")
+        return True
 
     @torch.no_grad()
     def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
@@ -124,28 +143,43 @@ class Bank:
     @torch.no_grad()
     def probabilities(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """What each lens says alone: a probability, or the activation of a feature of a sparse autoencoder."""
-        architecture = self.pack.info.architecture
-        return activate(self.logits(rows, out), architecture.output, architecture.k, self._threshold)
+        return self._said(self.logits(rows, out))
 
     @torch.no_grad()
     def scores(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Probabilities, calibrated where the pack has a calibration; at or below the noise floor they are 0."""
-        result = self.probabilities(rows, out)
-        if self._calibration is None and "floor" not in self.pack.tensors:
-            return result
-        return result.copy_(calibrate(result, self._floor, self._calibration))
+        return self._scored(self.logits(rows, out))
+
+    def _said(self, logits: Tensor) -> Tensor:
+        architecture = self.pack.info.architecture
+        return activate(logits, architecture.output, architecture.k, self._threshold)
+
+    def _scored(self, logits: Tensor) -> Tensor:
+        result = self._said(logits)
+        return result.copy_(calibrate(result, self._floor, self._calibration)) if self._floored else result
 
     @torch.no_grad()
     def best(self, rows: Tensor, k: int, views: Tensor, view: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """The k largest scores of each row, or all if there are fewer, best first; which columns they are (−1: nothing
         more to say); and all scores. `view` [n] says which line of `views` [·, lenses] has the lenses that count (None:
         all)."""
-        architecture, kernels, k = self.pack.info.architecture, self._stack.kernels, min(k, len(self))
-        if kernels and kernels.chooses(len(self), k, architecture.output):
-            scores, floored = self.logits(rows), "floor" in self.pack.tensors or self._calibration is not None
-            how = architecture.output, self._per_lens, floored, self._calibration is not None
-            return *kernels.choose(scores, k, *how, views, view), scores
-        scores = self.scores(rows)
+        k = min(k, len(self))
+        find = self._chosen if self._chooses and self._may_choose(k) else self._sorted
+        return find(self.logits(rows), k, views, view)
+
+    def _may_choose(self, k: int) -> bool:
+        kernels = self._stack.kernels
+        return kernels is not None and kernels.chooses(len(self), k, self.pack.info.architecture.output)
+
+    def _chosen(self, logits: Tensor, k: int, views: Tensor, view: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """`best` of logits, which become scores: by a kernel."""
+        assert self._stack.kernels is not None
+        how = self.pack.info.architecture.output, self._per_lens, self._floored, self._calibration is not None
+        return *self._stack.kernels.choose(logits, k, *how, views, view), logits
+
+    def _sorted(self, logits: Tensor, k: int, views: Tensor, view: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, one operation after the other."""
+        scores = self._scored(logits)
         values, indices = best_of(scores if view is None else torch.where(views[view], scores, 0.0), k)
         said = values > 0
         return torch.where(said, values, 0.0), torch.where(said, indices, -1), scores
@@ -174,6 +208,17 @@ class Bank:
             what = f"is {out.dtype} {list(out.shape)}"
             raise InvalidRequest([Problem("out", what, f"give float32 [{len(rows)}, {len(self)}]")])
         return out
+
+
+def _agree(found: tuple[Tensor, Tensor, Tensor], wanted: tuple[Tensor, Tensor, Tensor], counts: Tensor) -> bool:
+    """Whether these are as large, belong to lenses that count and are as large, and to each once. Where two lenses say
+    nearly the same, another rounding may put the other one first."""
+    values, lenses, scores = found
+    named = torch.where(lenses < 0, 0.0, torch.where(counts, wanted[2], 0.0).gather(1, lenses.clamp(min=0)))
+    pairs = (values, wanted[0]), (scores, wanted[2]), (named, wanted[0])
+    in_order = lenses.sort(dim=-1).values
+    twice = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)
+    return all(torch.allclose(one, other, atol=1e-5) for one, other in pairs) and not twice.any()
 
 
 def _indices(pack: Pack, lenses: Lenses | None) -> list[int]:

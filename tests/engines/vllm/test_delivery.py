@@ -2,6 +2,7 @@
 are played here."""
 
 import contextlib
+import random
 import sys
 import types
 from collections import deque
@@ -449,6 +450,55 @@ def test_a_step_without_room_sends_what_earlier_steps_left_whatever_the_pace(cud
     assert cuda_pool.take_late(24) is None
     cuda_pool.drain()
     assert (late.counters[ROWS], cuda_pool._backlog) == (2, 0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_row_leaves_before_the_forward_that_writes_it(cuda_pool, regions, monkeypatch, seed):
+    """Whatever is asked of the pool, in whatever order: copies wait only for what the side stream was told to."""
+    chance, forwards, waited, written = random.Random(seed), [0], [0], dict[int, int]()
+    copied = list[int]()
+
+    class Event(PlayedEvent):
+        def record(self, *_: object) -> None:
+            self.forwards = forwards[0]
+
+        def query(self) -> bool:
+            return chance.random() < 0.5
+
+        def synchronize(self) -> None: ...
+
+    def wait(event: Event) -> None:
+        waited[0] = max(waited[0], event.forwards)
+
+    def copy(_target: int, source: int, _size: int, _stream: int) -> None:
+        cell = (source - cuda_pool._address) // cuda_pool._cell
+        assert written[cell] <= waited[0]
+        copied.append(cell)
+
+    def take(count: int) -> int | None:
+        if (first := free(count)) is not None:
+            written.update(dict.fromkeys(range(first, first + count), forwards[0]))
+        return first
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    cuda_pool._ready, cuda_pool._side.wait_event, cuda_pool._copy = Event(), wait, copy
+    free, cuda_pool.take, total = cuda_pool.take, take, 0
+    for _ in range(60):
+        rows = chance.randint(1, 24)
+        first = cuda_pool.take(rows) if chance.random() < 0.7 else cuda_pool.take_late(rows)
+        if first is None and (first := cuda_pool.take_late(rows)) is None:
+            cuda_pool.drain()
+            first = cuda_pool.take(rows)
+        assert first is not None
+        cuda_pool.give(first, rows)
+        cuda_pool.pump(rows)
+        forwards[0] += 1
+        sending(regions, cuda_pool, rows)
+        total += rows
+        if chance.random() < 0.3:
+            cuda_pool.hasten()
+    cuda_pool.drain()
+    assert len(copied) == total
 
 
 def test_whatever_was_timed_rows_go_on_leaving():
