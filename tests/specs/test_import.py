@@ -28,8 +28,8 @@ def test_building_and_checking_specs_needs_no_torch():
     assert run(code) == "False"
 
 
-def test_import_steerscope_takes_less_than_three_tenths_of_a_second_of_a_processor():
-    code = "import time; t = time.process_time(); import steerscope; print(time.process_time() - t)"
+def test_import_steerscope_takes_less_than_three_tenths_of_a_second():
+    code = "import time; t = time.perf_counter(); import steerscope; print(time.perf_counter() - t)"
     assert min(float(run(code)) for _ in range(5)) < 0.3
 
 
