@@ -43,7 +43,8 @@ class FakeChild:
         return {
             "seconds": seconds, "tokens": [[1], [2]], "steps": 4, "rows": 5, "bytes": 10**8, "fetch": fetch,
             "checksum": 1.5,
-            "extra": {"fetch_fresh": 0.01, "stats": {}, "phases": {"coming": 2.0 * seconds, "step": 0.5}},
+            "extra": {"fetch_fresh": 0.01, "stats": {}, "steps_ms": [3.0, 3.0 * seconds],
+                      "phases": {"coming": 2.0 * seconds, "step": 0.5}},
         }  # fmt: skip
 
     def close(self) -> None:

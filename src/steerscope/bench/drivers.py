@@ -99,6 +99,10 @@ class Steps:
             "step": float(np.median(np.diff(self.done[first:])) * 1e3) if len(self.done) > first + 1 else 0.0
         }
 
+    def told(self) -> dict[str, Any]:
+        """Of the round: its phases, and the milliseconds from one step's end to the next one's."""
+        return {"phases": self.phases(), "steps_ms": (np.diff(self.done) * 1e3).round(3).tolist()}
+
 
 class BareHF:
     """`model.generate`, nothing else."""
@@ -174,7 +178,7 @@ class BareVLLM:
         drive = self._generate if self.llm else self._drive
         seconds, (tokens, last) = clocked(lambda: self._thread.submit(drive, prompts).result(), self.steps)
         check_batched(self.setup, tokens, len(self.steps.done))
-        return Run(seconds, tokens, len(self.steps.done), extra={"last": last, "phases": self.steps.phases()})
+        return Run(seconds, tokens, len(self.steps.done), extra={"last": last, **self.steps.told()})
 
     def _generate(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
         done = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], self.params, use_tqdm=False)
@@ -241,7 +245,7 @@ class HiddenStates(BareVLLM):
         rows = sum(one.shape[0] * one.shape[1] for one in found)
         size = sum(one.numel() * one.element_size() for one in found)
         checksum = sum(float(one.abs().sum(dtype=torch.float64)) for one in found) if verify else None
-        times = {"tokens_s": done.seconds, "files_s": seconds, "phases": done.extra["phases"]}
+        times = {**done.extra, "tokens_s": done.seconds, "files_s": seconds}
         return Run(done.seconds + seconds, done.tokens, done.steps, 0.0, rows, size, checksum, times)
 
 
@@ -312,7 +316,7 @@ class Ours:
         seconds, done = clocked(lambda: self.engine.generate(texts, sampling, **asked), self._steps)
         run = Run(seconds, [one.token_ids for one in done], int(self.engine.stats()["steps"] - before))
         if self._steps is not None:
-            run.extra["phases"] = self._steps.phases()
+            run.extra |= self._steps.told()
         check_batched(self.setup, run.tokens, run.steps)
         if cell in WATCHES and any(len(one.readings) != self.setup.decode - 1 for one in done):
             raise NotMeasured("not measured: readings are missing")

@@ -150,14 +150,14 @@ def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.N
             if "error" in first:
                 return {"error": first["error"]}
     ours, theirs, same, began = [], [], 0, time.perf_counter()
-    phases: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
+    told: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     pair: dict[int, dict[str, Any]] = {}
     for turn in range(rounds):
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
             pair[which] = (base, other)[which].order("run", cell, turn)
             if "error" in pair[which]:
                 return {"error": pair[which]["error"]}
-            phases[which].append(pair[which]["extra"]["phases"])
+            told[which].append(pair[which]["extra"])
         theirs.append(pair[0]["seconds"])
         ours.append(pair[1]["seconds"])
         same += sum(a == b for a, b in zip(pair[0]["tokens"], pair[1]["tokens"], strict=True))
@@ -166,7 +166,9 @@ def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.N
     ratio = paired(theirs, ours)
     found: dict[str, Any] = {"rounds": len(ours), "baseline_s": theirs, "tapped_s": ours, "ratio": ratio}
     found |= {"same_tokens": same / (len(ours) * args.setup.batch), "steps": [pair[0]["steps"], pair[1]["steps"]]}
-    found["phases"] = {name: medians(one) for name, one in zip(("baseline", "tapped"), phases, strict=True)}
+    for name, rounds_of in zip(("baseline", "tapped"), told, strict=True):
+        found.setdefault("phases", {})[name] = medians([one["phases"] for one in rounds_of])
+        found.setdefault("steps_ms", {})[name] = each_step([one["steps_ms"] for one in rounds_of])
     found |= {
         "drift": drift(ratio["rounds"]),
         "tokens_per_s": args.setup.batch * args.setup.decode / statistics.median(ours),
@@ -199,6 +201,11 @@ def verify_cell(cell: str, child: Child, args: argparse.Namespace) -> dict[str, 
 def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
     """Milliseconds of each part of a round."""
     return {name: round(statistics.median(one[name] for one in rounds), 3) for name in rounds[0]}
+
+
+def each_step(rounds: list[list[float]]) -> list[float]:
+    """The median of the first step over all rounds, of the second, and so on."""
+    return [round(statistics.median(steps), 3) for steps in zip(*rounds, strict=False)]
 
 
 def shown(cell: str, found: dict[str, Any]) -> str:

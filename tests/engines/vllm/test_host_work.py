@@ -87,6 +87,40 @@ def test_calls_of_a_step() -> None:
         engine.close()
 
 
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+def test_the_prompts_of_who_asks_for_later_rows_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for generated tokens alone is met while the device reads its prompt, in one step or in parts; and
+    has every row."""
+    from steerscope.engines.vllm.worker import WorkerTaps
+
+    known: list[int] = []
+    inner = WorkerTaps._stage
+    monkeypatch.setattr(WorkerTaps, "_stage", lambda taps, *a: (known.append(len(taps.books.askers)), inner(taps, *a)))
+    options: dict[str, object] = {"sites": ("resid_post",), "max_num_batched_tokens": 64, "max_batch": 4}
+    engine = start_vllm(saved("llama", "bytes", None, {}), "llama", {**options, "enable_prefix_caching": False})
+    long, sampling = TokenPrompt([20 + i for i in range(100)]), Sampling(max_tokens=4, ignore_eos=True)
+    push = Add(vector=np.ones(HIDDEN, np.float32), layers="all", tokens="generated")
+    try:
+        known.clear()
+        plain = engine.generate(long, sampling)
+        whole = engine.generate(long, sampling, capture=Capture())
+        assert known == [0] * 5 + [1] * 5  # 64 and 36 tokens of the prompt, then one by one
+        for asked in ({"capture": Capture(tokens="generated")}, {"capture": Capture(), "steer": push}, {"steer": push}):
+            known.clear()
+            done = engine.generate(long, sampling, **asked)  # type: ignore[call-overload]
+            first = 1 if asked.get("capture") == Capture() else 0
+            assert known == [first] + [1] * 4
+            assert (done.token_ids == plain.token_ids) == ("steer" not in asked)
+            if done.capture is not None:
+                done.capture.close()
+        late = engine.generate([long, TokenPrompt([5, 6, 7])], sampling, capture=Capture(tokens="generated"))
+        for key, rows in whole.rows.items():
+            torch.testing.assert_close(late[0].rows[key], rows[100:])
+        assert {len(rows) for one in late for rows in one.rows.values()} == {3}
+    finally:
+        engine.close()
+
+
 class Block(nn.Module):
     """A decoder layer as vLLM has them: it hands on (delta, residual)."""
 

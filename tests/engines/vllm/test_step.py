@@ -22,7 +22,7 @@ from steerscope.engines.vllm.step import (
     Filled,
     Slice,
 )
-from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch
+from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch, waits
 from steerscope.lenses.compile import Compiled, CompiledRule, Term
 from steerscope.residual.table import Lease
 from steerscope.specs.tokens import END, EVERYWHERE, Positions
@@ -344,6 +344,26 @@ def test_the_wire_survives_its_way() -> None:
         WireWatch("p", (1, "resid_mid"), Positions(((2, 9),)), 5, (0, 2), RULES, 4, 17, 640),
     )
     assert Wire.unpack(wire.pack()) == wire
+    assert wire.first == 0
+    later = replace(wire, columns=(), capture=replace(wire.capture, positions=Positions(((7, 9), (12, 20)))))  # type: ignore[type-var]
+    assert later.first == 2  # it is watched from there on
+    entry = replace(later, watch=None).entry()
+    assert [waits(entry, stop) for stop in (6, 7, 8)] == [True, True, False]
+    assert not waits({"other": 1}, 1)
+    assert not waits(None, 1)
+
+
+def test_who_is_met_late_is_seen_in_the_next_step() -> None:
+    """Also where all others go on as they did."""
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    books.admit("a", asker("a", EVERYWHERE))
+    step(books, pool, ("a", 0, 3))
+    step(books, pool, ("a", 3, 1), ("b", 0, 1))
+    books.admit("b", asker("b", Positions(((1, END),))))
+    assert step(books, pool, ("a", 4, 1), ("b", 1, 1)).tokens == 2
+    assert books.index[:2, GROUP].all()
+    assert books.askers["a"].page.count == 2  # type: ignore[union-attr]
+    assert books.askers["b"].page.count == 1  # type: ignore[union-attr]
 
 
 def test_who_has_all_its_rows_costs_nothing_more() -> None:

@@ -145,8 +145,8 @@ class Text:
                 raise CapacityExceeded(f"captures hold the whole budget of {self.front.budget.total >> 20} MiB")
         self.claim.take()
 
-    def wire(self, name: str) -> bytes:
-        return self.claim.wire(name, arena=(str(self.front.arena.path), self.front.arena.size)).pack()
+    def entry(self, name: str) -> dict[str, Any]:
+        return self.claim.wire(name, arena=(str(self.front.arena.path), self.front.arena.size)).entry()
 
     @property
     def failure(self) -> str | None:
@@ -279,7 +279,7 @@ def add_request(inner: Any, self: Any, request: Any, *args: Any, **kwargs: Any) 
     text = ticket.texts.pop(0) if ticket.texts else None
     request.sampling_params = copy.copy(params)  # the texts of one request share it
     extra = {name: value for name, value in params.extra_args.items() if name != NAME}
-    request.sampling_params.extra_args = extra if text is None else {**extra, NAME: text.wire(request.request_id)}
+    request.sampling_params.extra_args = extra if text is None else {**extra, **text.entry(request.request_id)}
     inner(self, request, *args, **kwargs)
     self.request_states[request.request_id].steerscope = text
 

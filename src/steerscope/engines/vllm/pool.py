@@ -19,6 +19,7 @@ from steerscope.specs.errors import CapacityExceeded
 
 _FEW = 4
 _SMALL = 16  # such a part of all cells
+_PART = 20  # … and of the device's memory, for rows that wait while others come
 
 
 class Cells:
@@ -124,6 +125,13 @@ def watched_rows(cells: int, index: np.ndarray) -> int:
     return len(index) if cells else 0
 
 
+def room_for(cells: int, row: int, tokens: int, limit: int | None, memory: int) -> int:
+    """Cells of a pool that needs so many: as many as `limit` bytes hold. Where nobody has said, a device with memory of
+    its own has up to twice what is needed: while the prompts of one step leave, those of the next are read."""
+    most = min(2 * cells, memory // _PART // row) if limit is None else limit // row - tokens
+    return max(cells, most) if cells else 0
+
+
 def make_pool(
     device: torch.device,
     cells: int,
@@ -133,11 +141,11 @@ def make_pool(
     index: np.ndarray,
     limit: int | None,
 ) -> Pool:
-    """With so many cells, or as many as `limit` bytes hold, if that is more."""
+    """With so many cells, or more (`room_for`)."""
     row = hidden * dtype.itemsize
     size = (cells + watched_rows(cells, index)) * row
-    if cells and limit is not None:
-        cells = max(cells, limit // row - len(index))
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    cells = room_for(cells, row, len(index), limit, memory)
     if limit is not None and size > limit:
         raise CapacityExceeded(
             f"the rows of one step, and those that wait to be sent, can take {size >> 20} MiB, pool_bytes is "

@@ -60,7 +60,7 @@ class Running(RunningText):
         ids, extra = self.plan.prompt.token_ids, None
         if self.claim is not None:
             hold = self._hold(self.plan.capture) if self.plan.capture else 0
-            extra = {"steerscope": self.claim.wire(self.key, hold).pack()}
+            extra = self.claim.wire(self.key, hold).entry()
         plain = ids if type(ids[0]) is int else np.asarray(ids).tolist()
         entrance.add(self.key, plain, salt(self.plan), self._params(), extra)
 

@@ -40,7 +40,8 @@ class Settings(Spec):
     max_columns: int = Field(default=4, ge=1, le=64)  # ops of one token at one site
     slots: int = Field(default=64, ge=2, le=65536)  # vectors in use at once
     groups: int = Field(default=64, ge=2, le=1024)  # different sets of captured layers at once
-    # Device memory for rows that were not sent yet. None: those of one step and a quarter, which is the least.
+    # Device memory for rows that were not sent yet. None: those of one step and a quarter, which is the least, and on a
+    # GPU up to twice as many, within a twentieth of its memory.
     pool_bytes: int | None = Field(default=None, ge=0)
     # For vLLM's own front ends:
     vectors: str | None = None  # a folder; its files are the named vectors

@@ -102,6 +102,8 @@ class Books:
         return filled
 
     def admit(self, name: str, asker: Asker) -> None:
+        """It may have fed tokens before, of which it asked for nothing."""
+        self.settle()  # steps that repeat know who asks
         self.askers[name], self.resting = asker, False
 
     def _capture(self, taken: list[tuple[Asker, int, int, int]], end: int) -> None:

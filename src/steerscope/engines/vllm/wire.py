@@ -4,11 +4,14 @@ to judge there. Vectors go by the hash of their content, which the workers were 
 import functools
 import hashlib
 import secrets
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from steerscope.engines.plan import Plan
+from steerscope.engines.vllm.settings import NAME
 from steerscope.lenses.compile import Compiled, CompiledRule, Term
 from steerscope.lenses.monitor import WatchPlan
 from steerscope.lenses.reader import Registered
@@ -16,6 +19,7 @@ from steerscope.residual.table import Column, Key
 from steerscope.specs.steering import Coefficients
 from steerscope.specs.tokens import EVERYWHERE, Positions
 
+LATER = "steerscope_from"  # beside that entry: it asks for nothing below this position
 OVERFLOW = "its steering makes the hidden states not finite; lower the strength"  # why a worker gives a request up
 _KEPT, _RECENT = 256, 4096
 
@@ -34,6 +38,20 @@ class WireColumn:
         content = b"".join(vector.tobytes() for vector in column.vectors.values()) if inline else None
         strengths = column.coefficient_key
         return cls(column.vector_key, strengths, content, column.coefficients, column.positions, column.gate)
+
+    def placed(self, known: Mapping[bytes, Mapping[Key, np.ndarray]], taps: Container[Key], hidden: int) -> Column:
+        """As far as these taps are here; with vectors that are known unless it carries them."""
+        if self.content is None:
+            vectors = known[self.vectors]
+        else:
+            rows = np.frombuffer(self.content, dtype="<f4").reshape(-1, hidden)
+            vectors = dict(zip(self.coefficients, rows, strict=True))
+        here = {key: vector for key, vector in vectors.items() if key in taps}
+        kept = {key: c for key, c in self.coefficients.items() if key in taps}
+        made = Column(self.positions, self.gate, here, kept)
+        # Of what all stages have, as good a name for our part of it.
+        made.vector_key, made.coefficient_key = self.vectors, self.strengths
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +130,22 @@ class Wire:
         """What is done where, as `salt` tells it apart."""
         return tuple((column.vectors, column.strengths, column.positions) for column in self.columns)
 
+    @property
+    def first(self) -> int:
+        """Nothing is asked below this position."""
+        asked = [column.positions for column in self.columns]
+        asked += [one.positions for one in (self.capture, self.watch) if one is not None]
+        return min((positions.intervals[0][0] for positions in asked if positions.intervals), default=0)
+
     def without_content(self) -> "Wire":
         """When the vectors are in the table nobody needs these bytes."""
         if all(column.content is None for column in self.columns):
             return self
         return replace(self, columns=tuple(replace(column, content=None) for column in self.columns))
+
+    def entry(self) -> dict[str, Any]:
+        """What it is in `extra_args`."""
+        return {NAME: self.pack(), LATER: self.first}
 
     def pack(self) -> bytes:
         """One piece, which vLLM copies and sends as it is."""
@@ -139,6 +168,11 @@ class Wire:
         capture = None if captured is None else _unpack_capture(bytes(captured))
         watch = None if watched is None else WireWatch.unplain(watched)
         return cls(name, None if arena is None else (arena[0], arena[1]), offset, owner, tuple(columns), capture, watch)
+
+
+def waits(extra: dict[str, Any] | None, stop: int) -> bool:
+    """Whether a request asks for nothing below a position: then a step that ends there need not know of it."""
+    return extra is not None and extra.get(LATER, 0) >= stop
 
 
 # Requests ask alike: what names many layers is packed, and unpacked, once for all of them.

@@ -25,13 +25,13 @@ from steerscope.engines.vllm.layers import attach, find_layers, returned
 from steerscope.engines.vllm.pool import clear_faults, make_pool
 from steerscope.engines.vllm.proof import prove
 from steerscope.engines.vllm.seeds import mend
-from steerscope.engines.vllm.settings import Settings
+from steerscope.engines.vllm.settings import NAME, Settings
 from steerscope.engines.vllm.steady import Filled
 from steerscope.engines.vllm.step import PAGE, Books
 from steerscope.engines.vllm.tap import Shared, Tap
 from steerscope.engines.vllm.watching import Group, Watching, groups_of, places_of
-from steerscope.engines.vllm.wire import OVERFLOW, Recent, Wire, WireColumn
-from steerscope.residual.table import Column, Key, Slots, SlotTable
+from steerscope.engines.vllm.wire import OVERFLOW, Recent, Wire, waits
+from steerscope.residual.table import Key, Slots, SlotTable
 from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -128,14 +128,16 @@ class WorkerTaps:
             self.counts["steps"] += 1
             for name in output.finished_req_ids:
                 self._forget(name)
-            if output.scheduled_new_reqs:
-                fresh = [number for new in output.scheduled_new_reqs if (number := self._admit(new))]
-                clear_faults(self.pool.faults, fresh)
+            fresh, later = output.scheduled_new_reqs, []
+            if fresh:
+                later = self._admit_all(fresh, output.num_scheduled_tokens)
             self._filled, self._tokens = NOTHING, output.total_num_scheduled_tokens
             result = run(output, *args, **kwargs)
             if self._filled.looks is not None:
                 self.watching.read(self._filled.looks)
             self._collect(self._filled)
+            if later:
+                self._admit_all(later)  # while the device works
             if not output.total_num_scheduled_tokens:  # nobody runs any more: no later step will bring the rows out
                 self.pool.drain()
             return result
@@ -226,10 +228,20 @@ class WorkerTaps:
 
     # --- requests
 
-    def _admit(self, new: Any) -> int:
+    def _admit_all(self, requests: list, tokens: dict[str, int] | None = None) -> list:
+        """Meet new requests, but for those that want nothing of a step with so many tokens of each: these."""
+        later, fresh = [], []
+        for new in requests:
+            extra = new.sampling_params.extra_args if new.sampling_params else None
+            if tokens is not None and waits(extra, new.num_computed_tokens + tokens[new.req_id]):
+                later.append(new)
+            elif extra is not None and (number := self._admit(new, extra.get(NAME))):
+                fresh.append(number)
+        clear_faults(self.pool.faults, fresh)
+        return later
+
+    def _admit(self, new: Any, packed: bytes | None) -> int:
         """Which fault flag is its own, if it steers."""
-        params = new.sampling_params
-        packed = ((params.extra_args or {}) if params else {}).get("steerscope")
         if packed is None or new.req_id in self.books.askers:  # a request that was preempted comes again
             return 0
         try:
@@ -242,7 +254,7 @@ class WorkerTaps:
             self.delivery.meet(asker)
             for column in wire.columns:
                 known = self.table.lease(column.vectors, column.strengths)
-                asker.leases.append(known or self.table.acquire(self._column(column)))
+                asker.leases.append(known or self.table.acquire(column.placed(self.vectors, self.taps, self.hidden)))
             if wire.columns:
                 asker.number = self._numbers.popleft()
                 self._owners[asker.number] = asker
@@ -255,19 +267,6 @@ class WorkerTaps:
         asker.wire = asker.wire.without_content()
         self.books.admit(new.req_id, asker)
         return asker.number
-
-    def _column(self, column: WireColumn) -> Column:
-        if column.content is None:
-            vectors = self.vectors[column.vectors]
-        else:
-            rows = np.frombuffer(column.content, dtype="<f4").reshape(-1, self.hidden)
-            vectors = dict(zip(column.coefficients, rows, strict=True))
-        here = {key: vector for key, vector in vectors.items() if key in self.taps}
-        kept = {key: c for key, c in column.coefficients.items() if key in self.taps}
-        made = Column(column.positions, column.gate, here, kept)
-        # Of what all stages have, as good a name for our part of it.
-        made.vector_key, made.coefficient_key = column.vectors, column.strengths
-        return made
 
     def _join_groups(self, asker: Asker) -> None:
         """Numbers for its tokens that are captured, watched, or both, as far as these taps are here."""
