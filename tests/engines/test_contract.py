@@ -16,7 +16,7 @@ from engines.conftest import Start
 from reference import Reference, distance, same_until_tie
 from steerscope.capture.handle import UnfetchedRows
 from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
+from steerscope.engines.generation import EndEvent, Generation, Timings, TokenEvent, TokenPrompt
 from steerscope.specs import Ablate, Add, Cap, Capture, InvalidRequest, Sampling, Steering
 from steerscope.specs.errors import CapacityExceeded, CaptureClosed, EngineClosed, RequestFailed
 from steerscope.vectors import SteeringVector
@@ -680,6 +680,31 @@ class TestLife:
         assert text in (told, told + "\ufffd")  # half a character was waiting for the rest
         with pytest.raises(EngineClosed):
             engine.generate(PROMPT, SHORT)
+
+    def test_a_fault_at_the_end_of_a_text_is_told_to_who_waits_for_it(
+        self, engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And to nobody else."""
+        wanted, faults = engine.generate(PROMPT, SHORT).text, iter([True])
+
+        def timings(*times: float) -> Timings:
+            if next(faults, False):
+                raise ZeroDivisionError("a fault")
+            return Timings(*times)
+
+        async def two() -> list[Generation | BaseException]:
+            both = (engine.aio.generate(PROMPT, SHORT, capture=Capture(layers=0)) for _ in range(2))
+            return await asyncio.gather(*both, return_exceptions=True)
+
+        monkeypatch.setattr("steerscope.engines.sequence.Timings", timings)
+        broken, whole = sorted(asyncio.run(two()), key=lambda one: isinstance(one, Generation))
+        assert isinstance(broken, RequestFailed)
+        assert "ZeroDivisionError: a fault" in str(broken)
+        assert isinstance(whole, Generation)
+        assert whole.text == wanted
+        assert whole.capture is not None
+        whole.capture.close()
+        assert engine.stats()["capture_bytes"] == 0
 
     def test_a_fault_inside_the_engine_fails_the_requests_and_not_the_engine(
         self, engine: SyncEngine, monkeypatch: pytest.MonkeyPatch

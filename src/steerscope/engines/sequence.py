@@ -117,27 +117,31 @@ class RunningText(ABC):
     def end(self, reason: FinishReason) -> None:
         if self.over:
             return
+        try:
+            choice = self._choice(reason)
+        except Exception as error:  # of this text alone, whatever it is: who waits for it hears of it
+            told = f"{self.name} failed: {type(error).__name__}: {error}"
+            self.fail(error if isinstance(error, RequestFailed) else RequestFailed(told))
+            return
+        self.over = True
+        self.job.report(choice)
+
+    def _choice(self, reason: FinishReason) -> Choice:
+        """All there is to say of it. Raises RequestFailed when something is missing."""
         self._release()
         if self._decode is not None:
             try:
                 self._pieces = [self._decode(self.generated)]
-            except Exception as error:  # of a tokenizer that does not know an id: this text's fault alone
-                self.fail(RequestFailed(f"{self.name} cannot be decoded: {type(error).__name__}: {error}"))
-                return
+            except Exception as error:  # of a tokenizer that does not know an id
+                raise RequestFailed(f"{self.name} cannot be decoded: {type(error).__name__}: {error}") from error
         elif reason == "cancelled":
             self._pieces.append(self._stops.push(self._detokenizer.flush()) + self._stops.flush())
         now = time.perf_counter()
         admitted, first = self._admitted or now, self._first or now
-        try:
-            capture = self._handle()
-        except RequestFailed as error:
-            self.fail(error)
-            return
         # The last sampled token has no row: what an engine saw beyond that does not belong to this text.
         readings, firings = self.notes.finish(len(self.history) - 1, self.history) if self.notes else ((), ())
         stopped = self.notes.stopped if self.notes and reason == "rule" else None
-        self.over = True
-        choice = Choice(
+        return Choice(
             index=self.plan.choice,
             text="".join(self._pieces),
             token_ids=self.generated,
@@ -145,13 +149,12 @@ class RunningText(ABC):
             stop_string=self._stops.found,
             seed=self.plan.sampling.seed or 0,
             timings=Timings(admitted - self._born, first - self._born, now - self._born),
-            capture=capture,
+            capture=self._handle(),
             readings=readings,
             firings=firings,
             rule=stopped.rule if stopped else None,
             logprobs=tuple(self._logprobs),
         )
-        self.job.report(choice)
 
     def fail(self, error: RequestFailed) -> None:
         if not self.over:

@@ -324,6 +324,31 @@ def test_the_last_rows_of_a_text_leave_behind_their_step_and_others_with_the_nex
     assert much.counters[ROWS] == 0
 
 
+@pytest.mark.parametrize("end", ["rows", "none", "failed", "left"])
+def test_a_page_is_free_when_all_that_was_sent_of_it_has_arrived(cuda_pool, regions, end):
+    """Rows leave it while others come; the last of them, or nothing more, ends it."""
+    region = allocate(regions, rows=8)
+    delivery, asker = deliver(regions, cuda_pool), asking(region, rows=8)
+    delivery.meet(asker)
+    delivery.expect(asker)
+    cell = cuda_pool.take(64)
+    cuda_pool.cells[cell : cell + 64] = torch.arange(64.0).unsqueeze(1)
+    PlayedEvent.happened = False
+    delivery.bring_out([Slice(asker, 0, 4, cell, 4, 0)])
+    cuda_pool.pump(1)
+    asker.failed, asker.left = "why" if end == "failed" else None, end == "left"
+    stop = 4 if end == "none" else 6
+    delivery.bring_out([Slice(asker, 4, stop, cell + 4, stop, 64, 4)])
+    assert cuda_pool.take(1) is None
+    PlayedEvent.happened = True
+    for _ in range(4):
+        cuda_pool.pump(1)
+    assert cuda_pool.take(64) == 0
+    if end in ("rows", "none"):
+        assert region.counters[ROWS] == stop
+        assert region.tensor((stop, HIDDEN), torch.float32)[:, 0].tolist() == list(range(stop))
+
+
 def sending(regions, pool, rows: int):
     """A request with so many rows that wait to be sent."""
     region = allocate(regions, rows=rows)

@@ -211,6 +211,7 @@ class Oracle:
     def __init__(self) -> None:
         self.written: dict[tuple[str, int], int] = {}
         self.owed: set[tuple[str, int]] = set()
+        self.free: set[int] = set()
 
     def write(self, name: str, position: int, cell: int) -> None:
         assert cell not in self.written.values(), "no two rows share a cell"
@@ -225,21 +226,27 @@ class Oracle:
                     self.owed.discard(key)
             assert part.asker.wire.capture is not None
             assert part.reached >= part.asker.wire.capture.positions.count(part.stop)
+            first, count = part.room
+            free = set(range(first, first + count))
+            assert not free & self.free, "nothing is given back twice"
+            assert not free & {self.written[key] for key in self.owed}, "nor before its rows are out"
+            self.free |= free
 
 
 CHOSEN = st.lists(POSITIONS | st.just(EVERYWHERE), min_size=4, max_size=4)
 
 
 @settings(max_examples=200, deadline=None)
-@given(histories(), CHOSEN, CHOSEN, st.booleans())
+@given(histories(), CHOSEN, CHOSEN, st.booleans(), st.sampled_from([4, 64]))
 @pytest.mark.slow
 def test_every_index_row_says_what_an_oracle_says(
     history: list[list[tuple[str, int, int]]],
     captured: list[Positions],
     steered: list[Positions],
     tight: bool,
+    page: int,
 ) -> None:
-    books, oracle = Books(TOKENS, COLUMNS, page=4), Oracle()
+    books, oracle = Books(TOKENS, COLUMNS, page=page), Oracle()
     pool = TightPool(books) if tight else Pool()
     for i, name in enumerate("abc"):  # "d" asks for nothing
         books.askers[name] = asker(name, captured[i] if i else None, (steered[i],), most=50, slot=1 + i)
@@ -265,6 +272,7 @@ def test_every_index_row_says_what_an_oracle_says(
     for name in "abc":
         oracle.hand_out(books.forget(name)[1])
     assert not oracle.owed
+    assert oracle.free == set(range(1, pool.next))
 
 
 def test_a_text_with_all_its_rows_may_have_a_page_open_again() -> None:
@@ -308,7 +316,8 @@ def test_prompts_side_by_side_have_cells_side_by_side() -> None:
 
 
 def test_the_index_is_sent_once_a_page() -> None:
-    """Between two pages the device moves the cells on by itself, and pages near the end are small."""
+    """Between two pages the device moves the cells on by itself. What is there before the last row does not wait for
+    it."""
     books, pool = Books(TOKENS, COLUMNS, page=8), Pool()
     for name in "ab":
         books.askers[name] = asker(name, EVERYWHERE, most=40)
@@ -319,8 +328,37 @@ def test_the_index_is_sent_once_a_page() -> None:
         assert books.index[:2, STRIDE].tolist() == [2, 2]
         sent += [] if filled.advance or filled.same else [at]
         sizes += [part.stop - part.start for part in filled.slices if part.asker.wire.name == "a"]
-    assert sent == [3, 11, 19, 27, 33, 36, 38, 39]
-    assert sizes == [8, 8, 8, 6, 3, 2, 1, 1]
+    assert sent == [3, 11, 19, 27, 35]
+    assert sizes == [8, 8, 8, 8, 4, 1]
+
+
+def test_rows_of_large_pages_leave_a_few_at_a_time() -> None:
+    """Of a few requests in a step, and of each again before long; the page is free when the last of them are out. A
+    reduction takes them in at once."""
+    books, pool, names = Books(TOKENS, COLUMNS, page=128), Pool(), [str(i) for i in range(16)]
+    for name in names:
+        books.askers[name] = asker(name, EVERYWHERE, most=100)
+    books.askers["9"].wire = replace(
+        books.askers["9"].wire, capture=replace(books.askers["9"].wire.capture, reduce="mean")
+    )  # type: ignore[type-var]
+    step(books, pool, *((name, 0, 3) for name in names))
+    most: list[int] = []
+    parts: dict[str, list[Slice]] = {name: [] for name in names}
+    for at in range(3, 100):
+        found = step(books, pool, *((name, at, 1) for name in names)).slices
+        most.append(len(found))
+        for part in found:
+            parts[part.asker.wire.name].append(part)
+            assert part.stop == at + 1, "with the row of this step"
+            assert (part.size > 0) == (at == 99)
+    assert max(most[:-2]) == 4
+    assert most[-2:] == [15, 16]
+    for name, mine in parts.items():
+        assert [part.start for part in mine] == [3, *(part.stop for part in mine[:-1])], "each row once, in order"
+        assert [part.cell - mine[0].cell for part in mine] == [2 * (part.start - 3) for part in mine]
+        assert mine[-1].room == (mine[0].cell, 2 * 97)
+        assert len(mine) == 1 if name == "9" else 7 <= len(mine) <= 8
+    assert books.askers["9"].page is None
 
 
 def test_the_wire_survives_its_way() -> None:

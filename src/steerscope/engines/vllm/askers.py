@@ -21,6 +21,7 @@ class Page:
     start: int
     size: int
     count: int = 0
+    sent: int = 0  # rows that have left it already
 
 
 @dataclass(slots=True)
@@ -102,4 +103,23 @@ class Slice:
     stop: int
     cell: int
     reached: int  # captured rows that are there when this slice is
-    size: int  # cells that were reserved for it
+    size: int  # cells that are free when it has left; none: their page is still being written
+    before: int = 0  # so many of these lie before it: they were sent earlier
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """The first of those cells, and their number."""
+        return self.cell - self.before, self.size
+
+
+def sliced(asker: Asker, start: int, stop: int, cell: int, size: int, before: int = 0) -> Slice:
+    """Rows of it that are on their way from now on."""
+    assert asker.wire.capture is not None
+    asker.moved = max(asker.moved, asker.wire.capture.positions.count(stop))
+    return Slice(asker, start, stop, cell, asker.moved, size, before)
+
+
+def rest_of(asker: Asker, page: Page, count: int) -> Slice:
+    """What of a page with so many rows was not sent; no more will join them."""
+    before, size = page.sent * asker.width, page.size * asker.width
+    return sliced(asker, page.start + page.sent, page.start + count, page.cell + before, size, before)

@@ -173,7 +173,7 @@ class CudaPool:
             if left > _PIECE:
                 self._queue(Move(asker, source + at, target + at, _PIECE, 0, 0, None))
             else:
-                self._queue(Move(asker, source + at, target + at, left, part.cell, part.size, note))
+                self._queue(Move(asker, source + at, target + at, left, *part.room, note))
 
     def _queue(self, move: Move) -> None:
         self._moves.append(move)

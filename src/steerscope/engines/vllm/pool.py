@@ -41,6 +41,8 @@ class Cells:
         return None
 
     def give(self, first: int, count: int) -> None:
+        if not count:
+            return
         at = bisect.bisect(self._free, (first, first))
         last = first + count
         assert at == len(self._free) or last <= self._free[at][0], "cells that are free already"
@@ -194,7 +196,7 @@ class HostPool:
         assert part.asker.arena is not None
         source = self._bytes[part.cell : part.cell + used].reshape(-1)
         part.asker.arena.bytes[offset : offset + len(source)] = source
-        self.give(part.cell, part.size)
+        self.give(*part.room)
         note()
 
     def pump(self, tokens: int) -> None: ...

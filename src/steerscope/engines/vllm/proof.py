@@ -87,7 +87,7 @@ def _run(
         cells = taps.pool.rows(part.cell, tokens, len(taps.keys)).fill_(_BLANK)
         dummy_run(tokens, uniform_decode=uniform)
         rows = cells.double().cpu()
-        taps.pool.give(part.cell, part.size)
+        taps.pool.give(*part.room)
         _judge_kept(taps, rows)
         return rows
     finally:

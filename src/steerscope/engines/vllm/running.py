@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from steerscope.capture.handle import CaptureHandle
-from steerscope.engines.generation import FinishReason, Job, TokenLogprobs
+from steerscope.engines.generation import Choice, FinishReason, Job, TokenLogprobs
 from steerscope.engines.plan import CapturePlan
 from steerscope.engines.sequence import RunningText, captured
 from steerscope.engines.text import Decoder
@@ -141,13 +141,12 @@ class Running(RunningText):
         while claim.read < wanted and self.failure is None and time.monotonic() < patience:
             time.sleep(1e-5)
 
-    def end(self, reason: FinishReason) -> None:
+    def _choice(self, reason: FinishReason) -> Choice:
         self._note(self.computed)
         watch = self.plan.watch
         if watch is not None and self._noted < (wanted := watch.positions.count(self.computed)):
-            self.fail(RequestFailed(f"{self.name} failed: {wanted - self._noted} of {wanted} readings did not arrive"))
-            return
-        super().end(reason)
+            raise RequestFailed(f"{self.name} failed: {wanted - self._noted} of {wanted} readings did not arrive")
+        return super()._choice(reason)
 
     @property
     def failure(self) -> str | None:

@@ -40,6 +40,7 @@ class Steady:
     filled: Filled  # a step that changes nothing else
     alone: bool  # nobody feeds more than one token
     left: int = 0  # steps until the first page is full
+    ends: int = 0  # … and until somebody has all rows that it can have
     lag: int = 0
 
     def fits(self, names: Sequence[str], starts: np.ndarray, computed: np.ndarray) -> bool:
@@ -68,6 +69,7 @@ class Steady:
     def count(self) -> None:
         """One more row in every page."""
         self.position += 1
+        self.ends -= 1
         self.lag += 1
         self.catch_up()
         self.left = int(self.room[self.width > 0].min())

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from steerscope.engines.vllm.askers import Asker, Looks, Page, Slice
+from steerscope.engines.vllm.askers import Asker, Looks, Page, Slice, rest_of, sliced
 from steerscope.engines.vllm.steady import Filled, Steady
 from steerscope.engines.vllm.wire import WireColumn
 from steerscope.specs.errors import CapacityExceeded
@@ -23,7 +23,9 @@ from steerscope.specs.tokens import Interval, Positions
 # request lies, and the ops, three numbers each.
 ASKER, CELL, GROUP, STRIDE, ENTRIES = range(5)
 LAID = 1 << 30  # added to the asker's number: what its ops add lies ready (on a GPU, `laying`)
-PAGE = 64  # rows, at most
+PAGE = 128  # rows, at most
+# Rows leave pages that are not full every so many steps, those of one in so many requests.
+_REST, _TURNS = 4, 4
 _TRIES = 4  # of finding room for a step
 _ENDLESS = np.iinfo(np.int64).max
 _LINE = 16  # an index row fills whole cache lines
@@ -39,6 +41,7 @@ class Books:
         self._steady: Steady | None = None
         self.proving = False  # a dummy batch is to do what the index says
         self.resting = False  # those who asked have all they wanted
+        self._step = 0
 
     def fill(
         self,
@@ -51,6 +54,7 @@ class Books:
         """Write the index for a step in which request i feeds tokens [starts[i], starts[i+1]) of the batch, beginning
         at its absolute position computed[i]. `reserve(cells)` gives the first cell of so many in a row, and may close
         every page to make room; `bring_out` takes rows of earlier steps."""
+        self._step += 1
         if self._steady is not None and self._steady.fits(requests, starts, computed):
             again = self._repeat(self._steady, reserve)
             if again is not None:
@@ -88,11 +92,12 @@ class Books:
         total = sum((b - a) * asker.width for asker, _, a, b in taken)
         cell = self._make_room(rows, total, reserve)
         for asker, _, a, b in taken:
-            filled.slices.append(_slice(asker, a, b, cell, (b - a) * asker.width))
+            filled.slices.append(sliced(asker, a, b, cell, (b - a) * asker.width))
             cell += (b - a) * asker.width
         self._capture(taken, cell)
-        for asker, token, _, _ in rows:
-            self.index[token, CELL : STRIDE + 1] = self._page_row(asker, filled), asker.group, asker.width
+        due = self._due(len(rows))
+        for i, (asker, token, _, _) in enumerate(rows):
+            self.index[token, CELL : STRIDE + 1] = self._page_row(asker, i in due, filled), asker.group, asker.width
         if looks:
             filled.looks, filled.busy = Looks(looks), True
             for asker, token, a, b in looks:
@@ -133,7 +138,7 @@ class Books:
             for asker, _, position, _ in rows:
                 if asker.page is None:
                     assert asker.wire.capture is not None
-                    size = self._page_size(asker.wire.capture.most - position)
+                    size = min(self.page, asker.wire.capture.most - position)
                     asker.page = Page(reserve(size * asker.width), position, size)
             if cell is None and total:
                 cell = reserve(total)
@@ -141,27 +146,41 @@ class Books:
                 return cell or 0
         raise CapacityExceeded("the rows of one step do not fit the pool")
 
-    def _page_size(self, rows: int) -> int:
-        """Of a page for one of so many rows to come: near the end it is small, since the last one is waited for."""
-        return min(self.page, max(1, rows // 2))
-
-    def _page_row(self, asker: Asker, filled: Filled) -> int:
+    def _page_row(self, asker: Asker, due: bool, filled: Filled) -> int:
         """The cell of one more row; a page that is full with it is complete."""
         page = asker.page
         assert page is not None
+        assert asker.wire.capture is not None
         page.count += 1
         if page.count == page.size:
             filled.slices += self.close(asker)
+        elif due or page.start + page.count == asker.wire.capture.most - 1:
+            filled.slices += self._part(asker, page.count)
         return page.cell + (page.count - 1) * asker.width
+
+    def _due(self, count: int) -> range:
+        """Which of so many askers' rows leave with this step, though their pages are not full: a few, every few steps,
+        since all of them at once would keep the next step waiting. Before its last row everybody's leave, so that no
+        other is waited for."""
+        if self._step % _REST or self.page <= _REST * _TURNS:
+            return range(0)
+        return range(-(self._step // _REST) % _TURNS, count, _TURNS)
+
+    def _part(self, asker: Asker, count: int) -> list[Slice]:
+        """What a page of so many rows holds and was not sent. Reductions take rows in all at once."""
+        page, capture = asker.page, asker.wire.capture
+        assert page is not None
+        if capture is None or capture.reduce is not None or page.sent == count:
+            return []
+        first, page.sent = page.sent, count
+        return [sliced(asker, page.start + first, page.start + count, page.cell + first * asker.width, 0)]
 
     def close(self, asker: Asker) -> list[Slice]:
         """The rows of its open page, if it has one (there may be none yet); no more will join them."""
         if self._steady is not None and asker.page is not None:
             self.settle()
         page, asker.page = asker.page, None
-        if page is None:
-            return []
-        return [_slice(asker, page.start, page.start + page.count, page.cell, page.size * asker.width)]
+        return [] if page is None else [rest_of(asker, page, page.count)]
 
     def _steer(self, asker: Asker, first: int, at: int, stop: int, again: bool) -> bool:
         """Whether any of these tokens is steered. What is computed again is steered as it was the first time."""
@@ -218,6 +237,7 @@ class Books:
         )  # fmt: skip
         if capturing:
             made.left = int(made.room[made.width > 0].min())
+            made.ends = int((made.most - made.position).min())
         return made
 
     def _repeat(self, now: Steady, reserve: Callable[[int], int]) -> Filled | None:
@@ -226,8 +246,11 @@ class Books:
                 now.filled.looks.moved += 1
             now.position += 1
             now.left -= 1
+            now.ends -= 1
             now.lag += 1
-            return now.filled
+            if now.filled.same or (self._step % _REST and now.ends != 1):
+                return now.filled
+            return replace(now.filled, slices=self._parts(now))
         again = replace(now.filled, slices=[])
         now.catch_up()
         if now.left == 0:
@@ -242,8 +265,17 @@ class Books:
             asker = now.askers[i]
             assert asker.page is not None
             page, asker.page = asker.page, None
-            again.slices.append(_slice(asker, page.start, page.start + page.size, page.cell, page.size * asker.width))
+            again.slices.append(rest_of(asker, page, page.size))
         return again
+
+    def _parts(self, now: Steady) -> list[Slice]:
+        """What pages that are not full hold with this step, and is to leave."""
+        found: list[Slice] = []
+        last = np.flatnonzero(now.most - now.position == 1) if now.ends == 1 else ()
+        for i in (*self._due(len(now.askers)), *last):
+            if now.width[i] and (page := now.askers[i].page) is not None:
+                found += self._part(now.askers[i], page.size - int(now.room[i]) + now.lag)
+        return found
 
     def _turn_pages(self, now: Steady, reserve: Callable[[int], int]) -> bool:
         """A new page for everybody whose last one is full; False when these steps do not go on."""
@@ -251,7 +283,7 @@ class Books:
             return False
         for i in np.flatnonzero((now.room == 0) & (now.width > 0)):
             asker, position = now.askers[i], int(now.position[i])
-            size = self._page_size(int(now.most[i]) - position)
+            size = min(self.page, int(now.most[i]) - position)
             asker.page = Page(reserve(size * asker.width), position, size)
             now.cell[i], now.room[i] = asker.page.cell, size
             if self._steady is not now:  # there was no room, and all pages were closed to make some
@@ -296,12 +328,6 @@ class Books:
         self.settle()
         self.index[: self._dirty] = 0
         self._dirty = 0
-
-
-def _slice(asker: Asker, start: int, stop: int, cell: int, size: int) -> Slice:
-    assert asker.wire.capture is not None
-    asker.moved = max(asker.moved, asker.wire.capture.positions.count(stop))
-    return Slice(asker, start, stop, cell, asker.moved, size)
 
 
 def _constant(positions: Positions, at: int, stop: int) -> bool:
