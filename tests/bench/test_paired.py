@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from steerscope.bench import drivers, paired
-from steerscope.bench.gpu_tables import hooks, phases, shapes, speed
+from steerscope.bench.gpu_tables import hooks, phases, shapes, speed, steps
 from steerscope.bench.paired import CELLS, ChildFailed, parse
 from steerscope.bench.workload import Setup
 
@@ -174,6 +174,12 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     assert "| tiny, 2 × (6 + 4) | nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | 6 |" in shapes(tmp_path)
     assert "| tiny, 2 × (6 + 4) | cap, likewise | — | — |" in shapes(tmp_path)
     assert "| `WorkerTaps._stage` | 12.3 | 1 |" in hooks(tmp_path)
+    assert steps(tmp_path) == "*No figures yet.*"
+    told = {"baseline": [9.0, 9.0, 9.0, 3.0, 3.0, 3.0, 3.0], "tapped": [1.0, 1.0, 1.0, 3.01, 3.01, 3.5, 3.01]}
+    told = {"cells": {"mean": {"steps_ms": told}, "noise": {"steps_ms": dict.fromkeys(told, [3.0] * 5)}}}
+    (tmp_path / "gpu" / "steps-qwen2.5-3b.json").write_text(json.dumps(told))
+    assert "| all layers, mean | +10 | +0.5 | +0.5 | 5 |" in steps(tmp_path)
+    assert "| untouched against itself | +0 | +0.0 | +0.0 | none |" in steps(tmp_path)
     found["configuration"]["pool_bytes"] = 5_800_000_000
     (tmp_path / "gpu" / "speed-room.json").write_text(json.dumps(found))
     assert "| tiny, 2 × (6 + 4), 5.8 GB for rows | nothing is asked |" in shapes(tmp_path)

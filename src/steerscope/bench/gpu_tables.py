@@ -7,6 +7,8 @@ from pathlib import Path
 
 _MAIN = "speed-qwen2.5-3b.json"  # the run that has goals
 _EARLIER = "earlier-qwen2.5-3b.json"  # the one before it, on another machine
+_STEPS = "steps-qwen2.5-3b.json"  # one that tells of every step
+_SLOW_MS, _PROMPTS = 0.1, 3  # the first few read prompts
 _AROUND = ("WorkerTaps._around_step", "WorkerTaps._after_inputs", "WorkerTaps._before_forward")  # vLLM's own is in them
 _REQUESTS = {
     "noise": "untouched against itself",
@@ -132,6 +134,26 @@ def phases(results: Path) -> str:
         base, mine = cell["phases"]["baseline"], cell["phases"]["tapped"]
         shown = " | ".join(f"{mine[part] - base[part]:+.2f}" for part in names)
         lines.append(f"| {_REQUESTS.get(name, name)} | {shown} | {cell['rounds']} | {base.get('starting', 0.0):.1f} |")
+    return "\n".join(lines)
+
+
+def steps(results: Path) -> str:
+    """How even the difference is from step to step, while texts are written."""
+    file = results / "gpu" / _STEPS
+    if not file.exists():
+        return "*No figures yet.*"
+    off = f"of it in those {1e3 * _SLOW_MS:.0f} µs off, ms"
+    head = f"| more than untouched vLLM | median step, µs | all steps, ms | {off} | their numbers |"
+    lines = [head, "|---" * 5 + "|"]
+    for name, cell in json.loads(file.read_text())["cells"].items():
+        both = zip(cell["steps_ms"]["tapped"], cell["steps_ms"]["baseline"], strict=False)
+        more = {i: mine - base for i, (mine, base) in enumerate(both) if i >= _PROMPTS}
+        slow = {i: ms for i, ms in more.items() if abs(ms) > _SLOW_MS}
+        shown = ", ".join(str(i) for i in slow) or "none"
+        middle = (
+            f"{1e3 * statistics.median(more.values()):+.0f} | {sum(more.values()):+.1f} | {sum(slow.values()):+.1f}"
+        )
+        lines.append(f"| {_REQUESTS.get(name, name)} | {middle} | {shown} |")
     return "\n".join(lines)
 
 
