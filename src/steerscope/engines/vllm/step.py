@@ -4,8 +4,9 @@ Before every forward the scheduler's own numbers (which requests run, how many t
 into one row of integers per token: where its captured rows go, which group of taps captures it, and its ops. Rows of
 tokens nobody claims are zero. Pure numpy, and work only for requests that asked for something.
 
-While requests decode, a step differs from the last one only in where its rows go, and these lie in pages: a few rows of
-one request side by side, sent together. Such a step is a handful of array operations, whatever the number of requests.
+While requests decode, a step differs from the last one only in where its rows go, and these lie in pages: rows of one
+request side by side. Such a step is a handful of array operations, whatever the number of requests. Now and then what a
+few of the pages hold is sent.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
