@@ -199,3 +199,17 @@ def test_what_a_finaliser_gives_back_while_parts_are_judged_is_not_lost(arena: A
     regions.tidy()
     assert not regions.untidy
     assert regions.used == 0
+
+
+def test_who_keeps_rows_until_python_ends_hears_nothing(tmp_path: Path) -> None:
+    """Some module may be longer there than the one that they need to be given back."""
+    script = f"""
+from pathlib import Path
+import steerscope.capture.transport as transport
+regions = transport.Regions(transport.Arena(Path({str(tmp_path / "arena")!r}), {SIZE}, create=True))
+kept = [regions.allocate(64, (0,)) for _ in range(3)]
+import numpy
+numpy.kept = kept
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

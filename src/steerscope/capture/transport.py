@@ -146,7 +146,8 @@ class Region:
             self.size = size
 
     def __del__(self) -> None:
-        self._regions.free(Freed(self.offset, self.size, self.offset, self.stages))
+        if Freed is not None:  # else Python is ending, and nobody asks for memory any more
+            self._regions.free(Freed(self.offset, self.size, self.offset, self.stages))
 
 
 class Freed(NamedTuple):
