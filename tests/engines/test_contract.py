@@ -694,7 +694,7 @@ class TestLife:
 
         async def two() -> list[Generation | BaseException]:
             both = (engine.aio.generate(PROMPT, SHORT, capture=Capture(layers=0)) for _ in range(2))
-            return await asyncio.gather(*both, return_exceptions=True)
+            return await asyncio.wait_for(asyncio.gather(*both, return_exceptions=True), HUNG_S)
 
         monkeypatch.setattr("steerscope.engines.sequence.Timings", timings)
         broken, whole = sorted(asyncio.run(two()), key=lambda one: isinstance(one, Generation))

@@ -4,6 +4,7 @@ On the host: Python and C calls that the worker's hooks make in one decode step.
 a layer. The numbers are ceilings: lower one when the code has become better; raise one only for a reason.
 """
 
+import asyncio
 import sys
 from pathlib import Path
 from types import FrameType
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 from engines.conftest import HAS_VLLM, saved, start_vllm
 from engines.test_watching import PACK
 from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import TokenPrompt
+from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
 from steerscope.engines.vllm.layers import attach, find_layers
 from steerscope.engines.vllm.step import ENTRIES
 from steerscope.engines.vllm.tap import Shared, Tap
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.watch import Watch, flag, when
+from waiting import HUNG_S
 
 BATCH, HIDDEN, LAYERS = 32, 64, 4
 # Calls per decode step of 32 requests.
@@ -117,6 +119,30 @@ def test_the_prompts_of_who_asks_for_later_rows_wait_for_nobody(monkeypatch: pyt
         for key, rows in whole.rows.items():
             torch.testing.assert_close(late[0].rows[key], rows[100:])
         assert {len(rows) for one in late for rows in one.rows.values()} == {3}
+    finally:
+        engine.close()
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+def test_who_is_watched_while_another_is_met_late_has_every_reading() -> None:
+    engine = start_vllm(saved("llama", "bytes", None, {}), "llama", {"sites": ("resid_post",), "max_batch": 4})
+    engine.register_pack("p", PACK)
+    long = Sampling(max_tokens=40, ignore_eos=True)
+
+    async def both() -> list[Generation]:
+        late: list[asyncio.Task[Generation]] = []
+        async for event in engine.aio.stream(TokenPrompt([5, 6, 7]), long, watch=Watch(pack="p")):
+            if isinstance(event, TokenEvent) and event.index in (4, 9, 14):
+                asked = engine.aio.generate(TokenPrompt([8 + event.index]), long, capture=Capture(tokens="generated"))
+                late.append(asyncio.ensure_future(asked))
+            elif isinstance(event, EndEvent):
+                return [event.generation, *[await one for one in late]]
+        raise AssertionError("a stream without an end")
+
+    try:
+        watched, *others = asyncio.run(asyncio.wait_for(both(), HUNG_S))
+        assert len(watched.readings) == 3 + 39
+        assert [{len(rows) for rows in one.rows.values()} for one in others] == [{39}] * 3
     finally:
         engine.close()
 
