@@ -16,6 +16,7 @@ from steerscope.engines.vllm.step import (
     CELL,
     ENTRIES,
     GROUP,
+    PAGE,
     STRIDE,
     Asker,
     Books,
@@ -237,7 +238,7 @@ CHOSEN = st.lists(POSITIONS | st.just(EVERYWHERE), min_size=4, max_size=4)
 
 
 @settings(max_examples=200, deadline=None)
-@given(histories(), CHOSEN, CHOSEN, st.booleans(), st.sampled_from([4, 64]))
+@given(histories(), CHOSEN, CHOSEN, st.booleans(), st.sampled_from([4, 64]), st.sampled_from([0, 40]))
 @pytest.mark.slow
 def test_every_index_row_says_what_an_oracle_says(
     history: list[list[tuple[str, int, int]]],
@@ -245,8 +246,9 @@ def test_every_index_row_says_what_an_oracle_says(
     steered: list[Positions],
     tight: bool,
     page: int,
+    shared: int,
 ) -> None:
-    books, oracle = Books(TOKENS, COLUMNS, page=page), Oracle()
+    books, oracle = Books(TOKENS, COLUMNS, page=page, shared=shared), Oracle()
     pool = TightPool(books) if tight else Pool()
     for i, name in enumerate("abc"):  # "d" asks for nothing
         books.askers[name] = asker(name, captured[i] if i else None, (steered[i],), most=50, slot=1 + i)
@@ -295,7 +297,7 @@ def test_decoding_requests_cost_no_python_each(monkeypatch: pytest.MonkeyPatch) 
         books.askers[str(i)] = asker(str(i), EVERYWHERE, (EVERYWHERE,))
         step(books, pool, (str(i), 0, 3))
     step(books, pool, *((str(i), 3, 1) for i in range(20)))
-    monkeypatch.setattr(books, "askers", None)
+    monkeypatch.setattr(books, "askers", range(20))  # their number, and nobody
     done = []
     for at in range(4, 3 + 16):
         done += step(books, pool, *((str(i), at, 1) for i in range(20))).slices
@@ -330,6 +332,20 @@ def test_the_index_is_sent_once_a_page() -> None:
         sizes += [part.stop - part.start for part in filled.slices if part.asker.wire.name == "a"]
     assert sent == [3, 11, 19, 27, 35]
     assert sizes == [8, 8, 8, 8, 4, 1]
+
+
+def test_pages_are_as_long_as_those_who_ask_leave_room_for() -> None:
+    """Not as all who might: few requests in an engine for many have long ones."""
+    books, pool = Books(TOKENS, COLUMNS, page=4, shared=80), Pool()
+    sizes = []
+    for i in range(30):
+        books.askers[str(i)] = asker(str(i), EVERYWHERE)
+        step(books, pool, (str(i), 0, 1))
+        page = books.askers[str(i)].page
+        assert page is not None
+        sizes.append(page.size)
+    assert sizes == [20] * 4 + [16, 13, 11, 10, 8, 8, 7, 6, 6] + [5] * 3 + [4] * 14
+    assert Books(TOKENS, COLUMNS, page=4, shared=80_000).page == PAGE
 
 
 def test_rows_of_large_pages_leave_a_few_at_a_time() -> None:

@@ -27,14 +27,16 @@ LAID = 1 << 30  # added to the asker's number: what its ops add lies ready (on a
 PAGE = 128  # rows, at most
 # Rows leave pages that are not full every so many steps, those of one in so many requests.
 _REST, _TURNS = 4, 4
+_FEW = 4  # askers
 _TRIES = 4  # of finding room for a step
 _ENDLESS = np.iinfo(np.int64).max
 _LINE = 16  # an index row fills whole cache lines
 
 
 class Books:
-    def __init__(self, tokens: int, columns: int, page: int = PAGE) -> None:
-        self.columns, self.page = columns, page
+    def __init__(self, tokens: int, columns: int, page: int = PAGE, shared: int = 0) -> None:
+        """Pages have `page` rows, or up to PAGE if those of everybody who asks are no more than `shared` rows."""
+        self.columns, self._page, self._shared = columns, page, shared
         width = -(-(ENTRIES + 3 * columns) // _LINE) * _LINE
         self.index = np.zeros((tokens, width), dtype=np.int32)
         self.askers: dict[str, Asker] = {}
@@ -43,6 +45,11 @@ class Books:
         self.proving = False  # a dummy batch is to do what the index says
         self.resting = False  # those who asked have all they wanted
         self._step = 0
+
+    @property
+    def page(self) -> int:
+        """Rows of one that is opened now: a small part of the pool, also when few ask."""
+        return max(self._page, min(PAGE, self._shared // max(_FEW, len(self.askers))))
 
     def fill(
         self,

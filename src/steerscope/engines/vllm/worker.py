@@ -69,7 +69,7 @@ class WorkerTaps:
         tokens = max(config.scheduler_config.max_num_batched_tokens, *(graph_sizes(config) or [1]))
         requests = config.scheduler_config.max_num_seqs
         page = max(1, min(PAGE, tokens // (4 * requests)))
-        self.books = Books(tokens, settings.max_columns, page)
+        self.books = Books(tokens, settings.max_columns, page, tokens // 4)
         self.table = SlotTable(self.hidden, settings.slots, self.device)
         table = self.table.reserve(self.keys)
         self.groups = Slots(settings.groups, "capture group")
