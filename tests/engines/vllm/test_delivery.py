@@ -2,6 +2,7 @@
 are played here."""
 
 import contextlib
+import importlib.util
 import random
 import sys
 import types
@@ -262,6 +263,7 @@ def cuda_pool(monkeypatch):
     pool.take, pool.give = free.take, free.give
     pool._side = types.SimpleNamespace(wait_event=lambda _event: None)
     pool._ready, pool._moves, pool._unsent, pool._backlog, pool._whole = PlayedEvent(), deque(), deque(), 0, 0
+    pool._tokens_out, pool._runner, pool._here = PlayedEvent(), types.SimpleNamespace(), lambda: None
     pool._side.cuda_stream = 0
     pool.cells = torch.zeros(64, HIDDEN)
     pool._address, pool._cell, pool._copy = pool.cells.data_ptr(), HIDDEN * 4, pool._copy_by_torch
@@ -386,6 +388,36 @@ def test_where_nothing_arrives_nothing_more_is_sent_and_nothing_is_lost(cuda_poo
         cuda_pool.pump(1)
     cuda_pool.pump(1)
     assert region.counters[ROWS] == 12
+
+
+@pytest.mark.parametrize("name", ["output_copy_stream", "async_output_copy_stream"])
+def test_rows_leave_behind_the_tokens_of_the_step_before(cuda_pool, regions, monkeypatch, name):
+    """Which are a few bytes, and would wait for all of them. vLLM makes the V1 runner's stream when it needs it."""
+    happened, tokens = list[object](), object()
+
+    class Event(PlayedEvent):
+        def record(self, stream: object = None) -> None:
+            self.stream = stream
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    cuda_pool._tokens_out, cuda_pool._here = Event(), lambda: "main"
+    cuda_pool._side.wait_event = lambda event: happened.append(event.stream)
+    cuda_pool._copy = lambda *_: happened.append("rows")
+    cuda_pool._runner.async_output_copy_stream = None
+    sending(regions, cuda_pool, 4)
+    cuda_pool.pump(1)
+    setattr(cuda_pool._runner, name, tokens)
+    cuda_pool.pump(1)
+    assert happened == ["main", "rows", "rows", "main", tokens, "rows", "rows"]
+
+
+def test_vllm_has_the_streams_on_which_tokens_leave():
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        pytest.skip("vLLM is not installed")
+    worker = Path(vllm.origin).parent / "v1" / "worker"
+    assert "self.output_copy_stream = torch.cuda.Stream" in (worker / "gpu" / "model_runner.py").read_text()
+    assert "self.async_output_copy_stream: torch.cuda.Stream" in (worker / "gpu_model_runner.py").read_text()
 
 
 class Bus:

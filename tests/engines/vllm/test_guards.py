@@ -161,9 +161,9 @@ def test_a_pool_that_cannot_hold_a_step_is_refused_with_what_would_fit() -> None
 
     index = np.zeros((64, 14), np.int32)
     with pytest.raises(CapacityExceeded, match="lower max_num_batched_tokens, or raise pool_bytes"):
-        make_pool(torch.device("cpu"), 64 * 36, 8, 2048, torch.float32, index, 1 << 20)
+        make_pool(torch.device("cpu"), 64 * 36, 8, 2048, torch.float32, index, 1 << 20, None)
     for limit, cells in ((None, 10), (74 * 64, 10), (100 * 64 + 63, 36)):  # behind them, a row for every token
-        pool = make_pool(torch.device("cpu"), 10, 8, 16, torch.float32, index, limit)
+        pool = make_pool(torch.device("cpu"), 10, 8, 16, torch.float32, index, limit, None)
         assert len(pool.cells) == cells + 64
         assert pool.take(cells) == 0
         assert pool.take(1) is None

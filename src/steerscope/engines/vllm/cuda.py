@@ -1,15 +1,15 @@
 """The row pool on a GPU: rows leave on a side stream, paced.
 
-Copying all rows of a large prompt at once would keep the engine's own small copies (sampled tokens out, indices in)
-waiting behind gigabytes, step after step. So each step sends a part that takes less time than the step (`pacing.py`),
-and the backlog stays in the pool.
+Copying all rows of a large prompt at once would keep the engine's own small copies (sampled tokens out) waiting behind
+gigabytes, step after step. So each step sends a part that takes less time than the step (`pacing.py`), behind the tokens
+of the step before, and the backlog stays in the pool.
 """
 
 import ctypes
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,10 +81,17 @@ def _timed() -> torch.cuda.Event:
 
 class CudaPool:
     def __init__(
-        self, device: torch.device, cells: int, askers: int, hidden: int, dtype: torch.dtype, index: np.ndarray
+        self,
+        device: torch.device,
+        cells: int,
+        askers: int,
+        hidden: int,
+        dtype: torch.dtype,
+        index: np.ndarray,
+        runner: Any,
     ) -> None:
         kernel.register()
-        self.device = device
+        self.device, self._runner, self._main = device, runner, torch.cuda.current_stream(device)
         try:
             self.cells = torch.zeros(cells + watched_rows(cells, index), hidden, dtype=dtype, device=device)
         except torch.OutOfMemoryError as error:
@@ -107,7 +114,7 @@ class CudaPool:
         self._flags_there = torch.cuda.Event()
         self._asked, self._looks = False, 0
         self._side = torch.cuda.Stream(device)
-        self._ready = torch.cuda.Event()
+        self._ready, self._tokens_out = torch.cuda.Event(), torch.cuda.Event()
         self._moves: deque[Move] = deque()  # sent ones first
         self._unsent: deque[Move] = deque()
         self._backlog = 0  # bytes of the unsent
@@ -142,7 +149,7 @@ class CudaPool:
         stage = self._stages[turn][:count]
         stage.numpy()[:] = self._books[:count]
         self.index[:count].copy_(stage, non_blocking=True)
-        self._stage_events[turn].record()
+        self._stage_events[turn].record(self._here())
 
     def take_late(self, count: int) -> int | None:
         while True:
@@ -198,11 +205,14 @@ class CudaPool:
             self._mark = None
             return
         before, mark, begin, end = self._mark, _timed(), _timed(), _timed()
-        mark.record()
+        mark.record(self._here())
         self._mark = mark, tokens
         if len(self._parts) > _AHEAD:
             return
         self._side.wait_event(mark)
+        if (stream := self._answering()) is not None:
+            self._tokens_out.record(stream)
+            self._side.wait_event(self._tokens_out)
         self._whole = len(self._unsent)
         begin.record(self._side)
         allowed = self._pace.beside(tokens)
@@ -210,6 +220,18 @@ class CudaPool:
         self._pace.sent(size, allowed)
         if size:
             self._parts.append(Part(begin, end, size, before, mark))
+
+    def _here(self) -> torch.cuda.Stream:
+        """The stream of the forward. To ask torch for it takes longer than to record an event."""
+        if torch._C._cuda_getCurrentRawStream(self.cells.device.index) != self._main.cuda_stream:
+            self._main = torch.cuda.current_stream(self.device)
+        return self._main
+
+    def _answering(self) -> torch.cuda.Stream | None:
+        """vLLM's, on which the tokens of a step leave: one engine of the device copies to the host, in order, and the
+        next step but one is prepared when they are there."""
+        names = "output_copy_stream", "async_output_copy_stream"  # of the V2 and the V1 runner
+        return next((stream for name in names if (stream := getattr(self._runner, name, None)) is not None), None)
 
     def hasten(self) -> None:
         if 0 < self._backlog <= _DRAIN:
@@ -222,7 +244,7 @@ class CudaPool:
             self._arrived(wait=True)
 
     def _send_now(self) -> None:
-        self._ready.record()
+        self._ready.record(self._here())
         self._side.wait_event(self._ready)
         self._whole = len(self._unsent)
         self._send(_DRAIN, torch.cuda.Event())
@@ -235,7 +257,7 @@ class CudaPool:
         self._looks += 1
         if not self._asked and (wait or self._looks % _LOOK == 0):
             self._flags.copy_(self.faults, non_blocking=True)
-            self._flags_there.record()
+            self._flags_there.record(self._here())
             self._asked = True
             if wait:
                 self._flags_there.synchronize()

@@ -6,7 +6,7 @@ memory the books write.
 
 import bisect
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -142,6 +142,7 @@ def make_pool(
     dtype: torch.dtype,
     index: np.ndarray,
     limit: int | None,
+    runner: Any,
 ) -> Pool:
     """With so many cells, or more (`room_for`)."""
     row = hidden * dtype.itemsize
@@ -156,7 +157,7 @@ def make_pool(
     if device.type == "cuda":
         from steerscope.engines.vllm.cuda import CudaPool
 
-        return CudaPool(device, cells, askers, hidden, dtype, index)
+        return CudaPool(device, cells, askers, hidden, dtype, index, runner)
     return HostPool(cells, askers, hidden, dtype, index)
 
 

@@ -26,7 +26,7 @@ ASKER, CELL, GROUP, STRIDE, ENTRIES = range(5)
 LAID = 1 << 30  # added to the asker's number: what its ops add lies ready (on a GPU, `laying`)
 PAGE = 128  # rows, at most
 # Rows leave pages that are not full every so many steps, those of one in so many requests.
-_REST, _TURNS = 4, 4
+_REST, _TURNS = 8, 4
 _FEW = 4  # askers
 _TRIES = 4  # of finding room for a step
 _ENDLESS = np.iinfo(np.int64).max

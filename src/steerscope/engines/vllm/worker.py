@@ -78,7 +78,7 @@ class WorkerTaps:
         # The rows of one step always fit, beside open pages and rows that wait to be sent.
         cells = (tokens + page * requests + tokens // 4) * len(self.keys) if settings.capture else 0
         self.pool = make_pool(
-            self.device, cells, 2 * requests + 2, self.hidden, self.dtype, self.books.index, settings.pool_bytes
+            self.device, cells, 2 * requests + 2, self.hidden, self.dtype, self.books.index, settings.pool_bytes, runner
         )
         self.orders = torch.full((len(self.keys), settings.groups), -1, dtype=torch.int32, device=self.device)
         before = torch.zeros(settings.groups, dtype=torch.bool, device=self.device)
