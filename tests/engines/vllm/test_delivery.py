@@ -269,7 +269,7 @@ def cuda_pool(monkeypatch):
     pool._address, pool._cell, pool._copy = pool.cells.data_ptr(), HIDDEN * 4, pool._copy_by_torch
     pool._parts, pool._pace, pool._mark = deque(), Pace(), None
     monkeypatch.setattr(pacing, "_FIRST", 2 * HIDDEN * 4)  # two rows per step
-    monkeypatch.setattr(cuda, "_PIECE", HIDDEN * 4)
+    monkeypatch.setattr(cuda, "_CRUMB", 0)
     yield pool
     sys.modules.pop("steerscope.engines.vllm.cuda", None)
 
@@ -295,6 +295,26 @@ def test_rows_leave_at_the_pace_and_count_when_they_are_there(cuda_pool, regions
     assert (region.counters[ROWS], region.counters[LEFT]) == (4, 1)
     assert cuda_pool.take(64) is not None
     assert region.tensor((4, HIDDEN), torch.float32)[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_rows_are_cut_where_the_pace_ends_and_no_crumbs_are_left(cuda_pool, regions, monkeypatch):
+    region, row = allocate(regions, rows=5), HIDDEN * 4
+    delivery, asker = deliver(regions, cuda_pool), asking(region, rows=5)
+    delivery.meet(asker)
+    delivery.expect(asker)
+    cell = cuda_pool.take(5)
+    cuda_pool.cells[cell : cell + 5] = torch.arange(5.0 * HIDDEN).view(5, HIDDEN)
+    monkeypatch.setattr(pacing, "_FIRST", 48)  # bytes
+    monkeypatch.setitem(type(cuda_pool)._send.__globals__, "_CRUMB", 16)
+    delivery.bring_out([Slice(asker, 0, 3, cell, 3, 3), Slice(asker, 3, 5, cell + 3, 5, 2)])
+    waiting, there = [], []
+    for _ in range(5):
+        cuda_pool.pump(1)
+        waiting.append(cuda_pool._backlog)
+        there.append(int(region.counters[ROWS]))
+    assert waiting == [5 * row - 48, 2 * row, 0, 0, 0]
+    assert there == [0, 0, 3, 5, 5]
+    assert region.tensor((5, HIDDEN), torch.float32).flatten().tolist() == list(range(5 * HIDDEN))
 
 
 def test_the_last_rows_of_a_text_leave_behind_their_step_and_others_with_the_next(cuda_pool, regions, monkeypatch):
@@ -402,13 +422,13 @@ def test_rows_leave_behind_the_tokens_of_the_step_before(cuda_pool, regions, mon
     monkeypatch.setattr(torch.cuda, "Event", Event)
     cuda_pool._tokens_out, cuda_pool._here = Event(), lambda: "main"
     cuda_pool._side.wait_event = lambda event: happened.append(event.stream)
-    cuda_pool._copy = lambda *_: happened.append("rows")
+    cuda_pool._copy = lambda _target, _source, size, _stream: happened.append(size // cuda_pool._cell)
     cuda_pool._runner.async_output_copy_stream = None
     sending(regions, cuda_pool, 4)
     cuda_pool.pump(1)
     setattr(cuda_pool._runner, name, tokens)
     cuda_pool.pump(1)
-    assert happened == ["main", "rows", "rows", "main", tokens, "rows", "rows"]
+    assert happened == ["main", 2, "main", tokens, 2]
 
 
 def test_vllm_has_the_streams_on_which_tokens_leave():
@@ -449,12 +469,12 @@ class Bus:
         monkeypatch.setattr(pacing, "_ENOUGH", 1)
         pool._side.wait_event, pool._copy = wait, copy
 
-    def step(self, tokens: int, ms: float) -> tuple[float, int]:
+    def step(self, tokens: int, ms: float) -> tuple[float, float]:
         """How long it took, and the rows that left beside it."""
         before, self.now, began = self.pool._backlog, self.main, self.main
         self.pool.pump(tokens)
         self.main = max(self.main + ms, self.side)
-        return self.main - began, (before - self.pool._backlog) // (HIDDEN * 4)
+        return self.main - began, (before - self.pool._backlog) / (HIDDEN * 4)
 
 
 def test_on_a_slow_bus_steps_are_not_held_up_by_rows(cuda_pool, regions, monkeypatch):
@@ -471,7 +491,7 @@ def test_on_a_slow_bus_steps_are_not_held_up_by_rows(cuda_pool, regions, monkeyp
 def test_beside_a_step_that_reads_prompts_more_leaves(cuda_pool, regions, monkeypatch):
     sending(regions, cuda_pool, 60)
     bus = Bus(cuda_pool, monkeypatch, row_ms=0.5)
-    found: dict[int, list[tuple[float, int]]] = {16: [], 4096: []}
+    found: dict[int, list[tuple[float, float]]] = {16: [], 4096: []}
     for turn in range(9):
         tokens, ms = ((16, 3.0), (4096, 20.0))[turn % 3 == 0]
         found[tokens].append(bus.step(tokens, ms))
@@ -527,10 +547,11 @@ def test_no_row_leaves_before_the_forward_that_writes_it(cuda_pool, regions, mon
     def wait(event: Event) -> None:
         waited[0] = max(waited[0], event.forwards)
 
-    def copy(_target: int, source: int, _size: int, _stream: int) -> None:
-        cell = (source - cuda_pool._address) // cuda_pool._cell
-        assert written[cell] <= waited[0]
-        copied.append(cell)
+    def copy(_target: int, source: int, size: int, _stream: int) -> None:
+        first = (source - cuda_pool._address) // cuda_pool._cell
+        cells = range(first, first + size // cuda_pool._cell)
+        assert all(written[cell] <= waited[0] for cell in cells)
+        copied.extend(cells)
 
     def take(count: int) -> int | None:
         if (first := free(count)) is not None:

@@ -94,7 +94,7 @@ class Asker:
         return bool(self.leases) and len(self.leases) == len(self.wire.columns)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there are many of them, and it would take three times as long
 class Slice:
     """Rows of one request: positions [start, stop) are cells [cell, cell + (stop − start) · width)."""
 

@@ -1,8 +1,8 @@
 """The row pool on a GPU: rows leave on a side stream, paced.
 
 Copying all rows of a large prompt at once would keep the engine's own small copies (sampled tokens out) waiting behind
-gigabytes, step after step. So each step sends a part that takes less time than the step (`pacing.py`), behind the tokens
-of the step before, and the backlog stays in the pool.
+gigabytes, step after step. So each step sends a part that takes less time than the step (`pacing.py`), behind the
+tokens of the step before, and the backlog stays in the pool.
 """
 
 import ctypes
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from steerscope.engines.vllm.laying import Laying
 
 _RING = 8  # steps that may be prepared while earlier ones run
-_PIECE, _DRAIN = 16 << 20, 64 << 20  # bytes in one copy, and at once where everything has to leave
+_DRAIN = 64 << 20  # bytes at once, where everything has to leave
+_CRUMB = 1 << 20  # bytes that are not left for a copy of their own
 _AHEAD = 2  # parts that may be under way: the host prepares a step while the one before it runs
 _LOOK = 4  # steps between two looks at the fault flags
 _TO_HOST = 2  # cudaMemcpyDeviceToHost
@@ -46,24 +47,24 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Move:
-    """Bytes on their way from the pool to an arena: the cells [first, first + size) are free when they have arrived.
-    Without bytes it only marks a place in the queue."""
+    """Bytes on their way from the pool to an arena. When they have arrived, the cells of their room are free, and it is
+    noted. Without bytes it only marks a place in the queue."""
 
     asker: Asker
-    source: int
-    target: int
-    bytes: int
-    first: int
-    size: int
-    note: Callable[[], None] | None
-    sent: torch.cuda.Event | None = None
+    note: Callable[[], None]
+    room: tuple[int, int] = (0, 0)
+    source: int = 0
+    target: int = 0
+    left: int = 0  # bytes that were not sent yet: these begin at source and target
+    sent: torch.cuda.Event | None = None  # behind the last of them
 
 
 def _memcpy() -> Callable[[int, int, int, int], None] | None:
     """The runtime's own way to queue a copy to the host: (to, from, bytes, stream). A tenth of what torch takes to make
-    two tensors and look at them. None where the runtime is not to be had by its name."""
+    two tensors and look at them, and no other thread runs meanwhile (PyDLL): a dozen of them may come in a row. None where
+    the runtime is not to be had by its name."""
     try:
-        call = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}").cudaMemcpyAsync
+        call = ctypes.PyDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}").cudaMemcpyAsync
     except (OSError, AttributeError):
         return None
     call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
@@ -171,25 +172,16 @@ class CudaPool:
         return self.cells[cell : cell + count * width].view(count, width, -1)
 
     def move(self, part: Slice, used: int, offset: int, note: Callable[[], None]) -> None:
-        """In pieces, so that the pace may be small; the last one frees the cells."""
         asker, total = part.asker, used * self._cell
         assert asker.arena is not None
         source, target = self._address + part.cell * self._cell, asker.arena.address + offset
-        for at in range(0, total, _PIECE):
-            left = total - at
-            if left > _PIECE:
-                self._queue(Move(asker, source + at, target + at, _PIECE, 0, 0, None))
-            else:
-                self._queue(Move(asker, source + at, target + at, left, *part.room, note))
-
-    def _queue(self, move: Move) -> None:
+        move = Move(asker, note, part.room, source, target, total)
         self._moves.append(move)
-        if move.bytes:
-            self._unsent.append(move)
-            self._backlog += move.bytes
+        self._unsent.append(move)
+        self._backlog += total
 
     def afterwards(self, asker: Asker, note: Callable[[], None], event: torch.cuda.Event | None = None) -> None:
-        self._queue(Move(asker, 0, 0, 0, 0, 0, note, event))
+        self._moves.append(Move(asker, note, sent=event))
         self._arrived()
 
     def pump(self, tokens: int) -> None:
@@ -271,14 +263,20 @@ class CudaPool:
         return found
 
     def _send(self, size: int, event: torch.cuda.Event) -> int:
-        """Queue moves until so many bytes are on their way, and the event behind them; how many they are."""
+        """Queue copies until so many bytes are on their way, and the event behind them; how many they are."""
         stream, sent = self._side.cuda_stream, 0
         while self._whole and sent < size:
-            move = self._unsent.popleft()
-            self._whole -= 1
-            self._copy(move.target, move.source, move.bytes, stream)
-            move.sent = event
-            sent += move.bytes
+            move = self._unsent[0]
+            count = move.left if move.left <= size - sent + _CRUMB else size - sent
+            self._copy(move.target, move.source, count, stream)
+            sent += count
+            if count == move.left:
+                self._unsent.popleft()
+                self._whole -= 1
+                move.sent = event
+            move.left -= count
+            move.source += count
+            move.target += count
         self._backlog -= sent
         event.record(self._side)
         return sent
@@ -295,7 +293,7 @@ class CudaPool:
         while self._moves:
             move = self._moves[0]
             if move.sent is None:
-                if move.bytes:
+                if move.left:
                     return
             elif move.sent is not there:
                 if wait:
@@ -304,10 +302,9 @@ class CudaPool:
                     return
                 there = move.sent
             self._moves.popleft()
-            if move.size:
-                self.give(move.first, move.size)
-            if move.note is not None:
-                move.note()
+            if move.room[1]:
+                self.give(*move.room)
+            move.note()
 
     def pin(self, arena: Arena) -> None:
         """Let the GPU write to the shared memory itself."""
