@@ -134,9 +134,10 @@ def shape(itemsize: int, rows: int) -> Shape:
     return Shape(line, 4, 2 if line * _kind(rows, ROWS) > _MOST_INPUTS else 3)
 
 
-def evaluates(rows: int, widths: tuple[int, ...], compute: torch.dtype) -> bool:
+def evaluates(rows: int, widths: tuple[int, ...], compute: torch.dtype, kept: torch.dtype) -> bool:
     """Whether so many rows and lenses of such hidden layers are for `evaluate`. Exact float32 is not what the device's
     matrix units do."""
+    del kept
     fits = 0 < len(widths) <= 2 and widths[0] <= _WIDEST and widths[-1] <= (_NARROWEST if len(widths) > 1 else _WIDEST)
     return 0 < rows <= ROWS[-1] and fits and compute != torch.float32
 

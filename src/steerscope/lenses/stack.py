@@ -8,11 +8,13 @@ Weights are kept as float32, bfloat16, or int8 with one scale per output (the la
 is small, and it is where rounding shows). The arithmetic is float32 on a CPU, and bfloat16 with float32 sums on a GPU
 unless the weights are float32. Where kept and computed types differ, weights are widened tile by tile.
 
-On a GPU a few rows are one kernel (`fused`), unless the weights are float32, or it does not say the same when the stack
-is made. An evaluation waits for nothing and depends on no values: it can be captured in a CUDA graph.
+A few rows are one kernel on a GPU (`fused`) unless the weights are float32, and on a CPU one compiled function a layer
+(`native`) if they are int8; unless these do not say the same when the stack is made. On a GPU an evaluation waits for
+nothing and depends on no values: it can be captured in a CUDA graph.
 """
 
 import functools
+import importlib
 import importlib.util
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,7 +63,7 @@ class Stack:
         self.info, self.slots, self.device, self.weights, self.workspace = info, slots, device, weights, workspace
         self.compute = torch.bfloat16 if weights != "fp32" and device.type != "cpu" else torch.float32
         self.depth = len(info.architecture.widths) + 1
-        self.kernels = kernels(device)
+        self.kernels = kernels(device, weights)
         self.tensors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape, dtype in self._parts()}
         smallest = self._bytes(1, 1)
         if workspace < smallest:
@@ -73,13 +75,13 @@ class Stack:
     def _proved(self, kernels: ModuleType) -> bool:
         """Whether kernels say of some lenses, the last ones here, what the other way says. They are compiled by this,
         and not while somebody waits for a reading."""
-        run, widths = Run(max(0, self.slots - 2), self.slots, False), self.info.architecture.widths
+        run = Run(max(0, self.slots - 2), self.slots, False)
         here, chance, distances = slice(run.start, run.stop), torch.Generator().manual_seed(0), list[float]()
         shapes = layout(self.info, run.stop - run.start).items()
         some = {name: torch.randn(shape, generator=chance) / shape[-1] ** 0.5 for name, shape in shapes}
         self.write(here, self.encode(some))
         try:
-            for rows in (most - 1 for most in kernels.ROWS if kernels.evaluates(most, widths, self.compute)):
+            for rows in (most - 1 for most in kernels.ROWS if self._evaluates(kernels, most)):
                 x = torch.randn(rows, self.info.hidden, generator=chance).to(self.device)
                 inputs, found = self.inputs(x, [run])[False], x.new_full((rows, run.stop - run.start), torch.nan)
                 kernels.evaluate(self.tensors, inputs, run.start, run.stop, found)
@@ -92,6 +94,9 @@ class Stack:
                 tensor[here].zero_()
         near = all(distance <= _FARTHEST for distance in distances)
         return near or unused(f"they are off by {', '.join(f'{one:.2g}' for one in distances)} of the largest logit")
+
+    def _evaluates(self, kernels: ModuleType, rows: int) -> bool:
+        return kernels.evaluates(rows, self.info.architecture.widths, self.compute, self._kept(0))
 
     def _kept(self, i: int) -> torch.dtype:
         return torch.float32 if i and i == self.depth - 1 else _KEPT[self.weights]
@@ -177,9 +182,8 @@ class Stack:
 
     def logits(self, rows: Tensor, runs: Sequence[Run], out: Tensor) -> None:
         """Rows [n, hidden] → out [n, lenses of the runs], float32, in the order of the runs."""
-        tiles, kernels = self.tiles(len(rows)), self.kernels
-        if kernels and not kernels.evaluates(len(rows), self.info.architecture.widths, self.compute):
-            kernels = None
+        tiles = self.tiles(len(rows))
+        kernels = self.kernels if self.kernels and self._evaluates(self.kernels, len(rows)) else None
         for first in range(0, len(rows), tiles.rows):
             inputs = self.inputs(rows[first : first + tiles.rows], runs)
             target, column = out[first : first + tiles.rows], 0
@@ -216,19 +220,19 @@ class Stack:
 
 
 @functools.cache
-def kernels(device: torch.device) -> ModuleType | None:
-    """Those of Triton, where it can run: older GPUs have too little shared memory. Whether it does (it needs a compiler
-    for C), and rightly, is seen when they are used first."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+def kernels(device: torch.device, weights: Weights) -> ModuleType | None:
+    """Those of Triton, where it can run: older GPUs have too little shared memory; on a CPU those of Numba. Whether they
+    do (Triton needs a compiler for C), and rightly, is seen when they are used first."""
+    name, needed = {"cuda": ("fused", "triton"), "cpu": ("native", "numba")}.get(device.type, ("", ""))
+    if not name or importlib.util.find_spec(needed) is None or (device.type == "cpu" and weights != "int8"):
         return None
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return None
     try:
-        from steerscope.lenses import fused
+        return importlib.import_module(f"steerscope.lenses.{name}")
     except Exception as error:
         unused(f"{type(error).__name__}: {error}")
         return None
-    return fused
 
 
 def unused(why: str) -> bool:

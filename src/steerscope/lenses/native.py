@@ -1,0 +1,116 @@
+"""The lenses of a stack whose weights are int8, for a few rows on a CPU: one compiled function a layer (Numba).
+
+There a row costs what it takes to read all weights once, and int8 ones are a quarter of the bytes. To widen them first
+would cost more than that saves. So the row is taken apart instead, into two numbers of a byte: both are multiplied with
+the weights as they are, sixteen at a time where the processor can, and the sums are exact. Of a row's largest number
+14 bits are left, which is more than weights of 8 bits can tell apart.
+"""
+
+import functools
+import itertools
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from steerscope.lenses.spec import Output
+
+ROWS, CHOSEN = (16,), ()  # at most; more of them are a matrix product in float32. Nothing is chosen here
+_WORTH_A_THREAD = 32  # lenses
+_HIGH, _LOW = 127, 128  # a number is high · 128 + low, with low from −64 to 63
+_MOST, _TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+_FREE = {"reassoc", "contract", "nsz"}  # sums in any order; what is no number stays so
+
+
+# Arrays come whole, with the place in them: a part of one would be counted by whoever holds it, which takes longer than
+# to use it.
+
+
+@numba.njit(nogil=True)
+def _dot(weights, lens, unit, parts, row):
+    """Of bytes, in 32 bits: exact for rows of up to 133,000 numbers."""
+    total = np.int32(0)
+    for i in range(parts.shape[1]):
+        total = np.int32(total + np.int32(np.int32(weights[lens, unit, i]) * np.int32(parts[row, i])))
+    return total
+
+
+@numba.njit(nogil=True, fastmath=_FREE)
+def _apart(x, lens, row, high, low):
+    """The row in two parts, and what one of their units is worth: no number where the row has one that is none."""
+    largest, fine = np.float32(0), True
+    for i in range(x.shape[2]):
+        size = abs(x[lens, row, i])
+        largest = max(largest, size)
+        fine &= size <= np.float32(_MOST)
+    if not fine:
+        return np.float32(np.nan)
+    unit = max(np.float32(largest / np.float32(_HIGH * _LOW)), np.float32(_TINY))
+    for i in range(x.shape[2]):
+        whole = np.int32(np.rint(x[lens, row, i] / unit))
+        top = np.int32((whole + 64) >> 7)
+        high[row, i], low[row, i] = np.int8(top), np.int8(whole - top * 128)
+    return unit
+
+
+@numba.njit(nogil=True, fastmath=_FREE)
+def _layer(weights, scales, biases, x, out, hidden):
+    """weights [lenses, out, in] × x [1 or lenses, n, in] → out [lenses, n, out]; a hidden layer has a rectifier."""
+    lenses, units, width = weights.shape
+    rows = x.shape[1]
+    high, low = np.empty((rows, width), np.int8), np.empty((rows, width), np.int8)
+    worth = np.empty(rows, np.float32)
+    for lens in range(lenses):
+        if lens < x.shape[0]:
+            for row in range(rows):
+                worth[row] = _apart(x, lens, row, high, low)
+        for unit in range(units):
+            for row in range(rows):
+                found = np.float32(_dot(weights, lens, unit, high, row)) * np.float32(_LOW)
+                found += np.float32(_dot(weights, lens, unit, low, row))
+                found = found * worth[row] * scales[lens, unit] + biases[lens, unit]
+                out[lens, row, unit] = np.float32(0) if hidden and found < 0 else found
+
+
+def evaluates(rows: int, widths: tuple[int, ...], compute: torch.dtype, kept: torch.dtype) -> bool:
+    del widths
+    return 0 < rows <= ROWS[-1] and compute == torch.float32 and kept == torch.int8
+
+
+def evaluate(tensors: Mapping[str, Tensor], x: Tensor, start: int, stop: int, out: Tensor) -> None:
+    """Logits of the lenses [start, stop) of a stack for rows [n, hidden] → out [n, lenses]. As many threads as torch
+    would take have their part of the lenses."""
+    arrays = {name: tensor[start:stop].numpy() for name, tensor in tensors.items()}
+    rows, target = x.contiguous().numpy()[None], out.numpy()
+    parts = max(1, min(torch.get_num_threads(), (stop - start) // _WORTH_A_THREAD))
+    edges = [(stop - start) * part // parts for part in range(parts + 1)]
+    others = [_threads().submit(_part, arrays, rows, a, b, target) for a, b in itertools.pairwise(edges[1:])]
+    _part(arrays, rows, 0, edges[1], target)
+    for other in others:
+        other.result()
+
+
+def _part(arrays: Mapping[str, np.ndarray], rows: np.ndarray, start: int, stop: int, out: np.ndarray) -> None:
+    state, depth = rows, sum(name.startswith("w") for name in arrays)
+    for i in range(depth):
+        weights, biases = (arrays[f"{name}{i}"][start:stop] for name in "wb")
+        if weights.dtype == np.int8:
+            made = np.empty((stop - start, rows.shape[1], weights.shape[1]), np.float32)
+            _layer(weights, arrays[f"s{i}"][start:stop], biases, state, made, i < depth - 1)
+        else:  # the last one of several: one output
+            made = np.matmul(state, weights.mT) + biases[:, None]
+        state = made
+    out[:, start:stop] = state[..., 0].T
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="steerscope-lenses")
+
+
+def chooses(lenses: int, k: int, output: Output) -> bool:
+    del lenses, k, output
+    return False
