@@ -29,7 +29,9 @@ def without(bank: Bank, what: Callable[[], Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(("widths", "hidden"), [((), 40), ((24,), 72), ((128, 64), 80), ((20, 12), 37), ((9, 8, 5), 16)])
+@pytest.mark.parametrize(
+    ("widths", "hidden"), [((), 40), ((24,), 72), ((128, 64), 80), ((20, 12), 37), ((9, 8, 5), 16)]
+)
 def test_every_lens_and_row_is_as_without_them(
     widths: tuple[int, ...], hidden: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,8 +221,8 @@ class Stack:
 
 @functools.cache
 def kernels(device: torch.device, weights: Weights) -> ModuleType | None:
-    """Those of Triton, where it can run: older GPUs have too little shared memory; on a CPU those of Numba. Whether they
-    do (Triton needs a compiler for C), and rightly, is seen when they are used first."""
+    """Those of Triton, where it can run: older GPUs have too little shared memory; on a CPU those of Numba. Whether
+    they do (Triton needs a compiler for C), and rightly, is seen when they are used first."""
     name, needed = {"cuda": ("fused", "triton"), "cpu": ("native", "numba")}.get(device.type, ("", ""))
     if not name or importlib.util.find_spec(needed) is None or (device.type == "cpu" and weights != "int8"):
         return None

@@ -61,8 +61,8 @@ class Move:
 
 def _memcpy() -> Callable[[int, int, int, int], None] | None:
     """The runtime's own way to queue a copy to the host: (to, from, bytes, stream). A tenth of what torch takes to make
-    two tensors and look at them, and no other thread runs meanwhile (PyDLL): a dozen of them may come in a row. None where
-    the runtime is not to be had by its name."""
+    two tensors and look at them, and no other thread runs meanwhile (PyDLL): a dozen of them may come in a row. None
+    where the runtime is not to be had by its name."""
     try:
         call = ctypes.PyDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}").cudaMemcpyAsync
     except (OSError, AttributeError):
