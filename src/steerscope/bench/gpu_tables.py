@@ -9,6 +9,7 @@ _MAIN = "speed-qwen2.5-3b.json"  # the run that has goals
 _EARLIER = "earlier-qwen2.5-3b.json"  # the one before it, on another machine
 _STEPS = "steps-qwen2.5-3b.json"  # one that tells of every step
 _SLOW_MS, _PROMPTS = 0.1, 3  # the first few read prompts
+_MANY = 20  # steps, not to be named
 _AROUND = ("WorkerTaps._around_step", "WorkerTaps._after_inputs", "WorkerTaps._before_forward")  # vLLM's own is in them
 _REQUESTS = {
     "noise": "untouched against itself",
@@ -143,17 +144,17 @@ def steps(results: Path) -> str:
     if not file.exists():
         return "*No figures yet.*"
     off = f"of it in those {1e3 * _SLOW_MS:.0f} µs off, ms"
-    head = f"| more than untouched vLLM | median step, µs | all steps, ms | {off} | their numbers |"
-    lines = [head, "|---" * 5 + "|"]
+    head = f"| more than untouched vLLM | whole round | median step, µs | all steps, ms | {off} | which |"
+    lines = [head, "|---" * 6 + "|"]
     for name, cell in json.loads(file.read_text())["cells"].items():
         both = zip(cell["steps_ms"]["tapped"], cell["steps_ms"]["baseline"], strict=False)
         more = {i: mine - base for i, (mine, base) in enumerate(both) if i >= _PROMPTS}
         slow = {i: ms for i, ms in more.items() if abs(ms) > _SLOW_MS}
-        shown = ", ".join(str(i) for i in slow) or "none"
+        shown = ", ".join(str(i) for i in slow) if len(slow) <= _MANY else f"{len(slow)} of {len(more)}"
         middle = (
             f"{1e3 * statistics.median(more.values()):+.0f} | {sum(more.values()):+.1f} | {sum(slow.values()):+.1f}"
         )
-        lines.append(f"| {_REQUESTS.get(name, name)} | {middle} | {shown} |")
+        lines.append(f"| {_REQUESTS.get(name, name)} | {_interval(cell, 2)} | {middle} | {shown or 'none'} |")
     return "\n".join(lines)
 
 
