@@ -1,6 +1,7 @@
 """The compiled functions for int8 lenses on a CPU: as without them, whatever the rows."""
 
 import importlib.util
+import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -91,6 +92,18 @@ def test_many_may_ask_at_once() -> None:
         for _ in range(5):
             found = list(threads.map(lambda i: bank.logits(some[i : i + 1 + i % 3]), range(13)))
             assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    native._threads().submit(int).result()
+    forked = multiprocessing.get_context("fork").Process(target=_asks_another_thread)
+    forked.start()
+    forked.join(60)
+    assert forked.exitcode == 0
+
+
+def _asks_another_thread() -> None:
+    native._threads().submit(int).result(30)
 
 
 def test_tiers_give_what_the_full_bank_gives() -> None:

@@ -8,6 +8,7 @@ the weights as they are, sixteen at a time where the processor can, and the sums
 
 import functools
 import itertools
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -109,6 +110,10 @@ def _part(arrays: Mapping[str, np.ndarray], rows: np.ndarray, start: int, stop: 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(thread_name_prefix="steerscope-lenses")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # where nobody would do what it is given
 
 
 def chooses(lenses: int, k: int, output: Output) -> bool:
