@@ -1,4 +1,4 @@
-"""The compiled functions for int8 lenses on a CPU: as without them, whatever the rows."""
+"""The compiled functions for lenses of narrow weights on a CPU: as without them, whatever the rows."""
 
 import importlib.util
 import multiprocessing
@@ -15,7 +15,7 @@ from torch import Tensor
 from lenses.packs import info, make, rows
 from steerscope.lenses import stack
 from steerscope.lenses.bank import Bank
-from steerscope.lenses.stack import Stack
+from steerscope.lenses.stack import Stack, Weights
 from steerscope.lenses.tiers import Tiers
 
 native = pytest.importorskip("steerscope.lenses.native", reason="needs Numba")
@@ -29,23 +29,24 @@ def without(bank: Bank, what: Callable[[], Tensor]) -> Tensor:
         bank._stack.kernels = kept
 
 
+@pytest.mark.parametrize(("weights", "off"), [("bf16", 1e-5), ("int8", 1e-3)])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
     ("widths", "hidden"), [((), 40), ((24,), 72), ((128, 64), 80), ((20, 12), 37), ((9, 8, 5), 16)]
 )
 def test_every_lens_and_row_is_as_without_them(
-    widths: tuple[int, ...], hidden: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    widths: tuple[int, ...], hidden: int, threads: int, weights: Weights, off: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "_WORTH_A_THREAD", 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     pack, some = make([3, 6], hidden=hidden, widths=widths, normed=True), rows(17, hidden)
     for lenses in (None, [5, 2, 3], [7]):
-        bank = Bank(pack, lenses, weights="int8")
+        bank = Bank(pack, lenses, weights=weights)
         assert bank._stack.kernels is native
         wanted = without(bank, lambda bank=bank: bank.logits(some))
-        for count in (1, 2, 16, 17):
+        for count in (1, 2, 8, 9, 16, 17):
             found = bank.logits(some[:count])
-            torch.testing.assert_close(found, wanted[:count], atol=1e-3 * float(wanted.abs().max()), rtol=0)
+            torch.testing.assert_close(found, wanted[:count], atol=off * float(wanted.abs().max()), rtol=0)
         out = torch.full((4, 2 * len(bank)), torch.nan)[:, ::2]  # whatever lies between stays
         assert bank.logits(some[:4], out=out) is out
         torch.testing.assert_close(out, bank.logits(some[:4]))
@@ -65,10 +66,12 @@ def test_a_row_in_two_parts_is_the_row(numbers: list[float]) -> None:
     assert low.max() <= 63
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_stays_so_and_hurts_no_other_row(bad: float) -> None:
+@pytest.mark.parametrize(
+    ("weights", "bad"), [("bf16", torch.nan), ("int8", torch.nan), ("int8", torch.inf), ("int8", -torch.inf)]
+)
+def test_what_is_no_number_stays_so_and_hurts_no_other_row(weights: Weights, bad: float) -> None:
     pack = make([4], hidden=24, widths=(8,), normalisation="none")
-    bank, some = Bank(pack, weights="int8"), rows(3, 24)
+    bank, some = Bank(pack, weights=weights), rows(3, 24)
     fine = bank.logits(some)
     some[1, 5] = bad
     found = bank.logits(some)

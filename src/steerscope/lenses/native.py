@@ -1,9 +1,11 @@
-"""The lenses of a stack whose weights are int8, for a few rows on a CPU: one compiled function a layer (Numba).
+"""The lenses of a stack whose weights are bfloat16 or int8, for a few rows on a CPU: one compiled function a layer
+(Numba).
 
-There a row costs what it takes to read all weights once, and int8 ones are a quarter of the bytes. To widen them first
-would cost more than that saves. So the row is taken apart instead, into two numbers of a byte: both are multiplied with
-the weights as they are, sixteen at a time where the processor can, and the sums are exact. Of a row's largest number
-14 bits are left, which is more than weights of 8 bits can tell apart.
+There a row costs what it takes to read all weights once, and these are a half and a quarter of the bytes, as long as
+nobody writes wider ones to memory first. A bfloat16 is the upper half of a float32. To widen an int8 costs more than
+that saves, so the row is taken apart instead, into two numbers of a byte: both are multiplied with the weights as they
+are, sixteen at a time where the processor can, and the sums are exact. Of a row's largest number 14 bits are left,
+which is more than weights of 8 bits can tell apart.
 """
 
 import functools
@@ -19,7 +21,8 @@ from torch import Tensor
 
 from steerscope.lenses.spec import Output
 
-ROWS, CHOSEN = (16,), ()  # at most; more of them are a matrix product in float32. Nothing is chosen here
+_MOST_ROWS = {torch.bfloat16: 8, torch.int8: 16}  # more of them are faster as a matrix product in float32
+ROWS, CHOSEN = tuple(_MOST_ROWS.values()), ()  # nothing is chosen here
 _WORTH_A_THREAD = 32  # lenses
 _HIGH, _LOW = 127, 128  # a number is high · 128 + low, with low from −64 to 63
 _MOST, _TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
@@ -76,15 +79,31 @@ def _layer(weights, scales, biases, x, out, hidden):
                 out[lens, row, unit] = np.float32(0) if hidden and found < 0 else found
 
 
+@numba.njit(nogil=True, fastmath=_FREE)
+def _wide_layer(weights, biases, x, out, hidden):
+    """The same with the upper halves of float32 numbers."""
+    lenses, units, width = weights.shape
+    for lens in range(lenses):
+        which = min(lens, x.shape[0] - 1)
+        for unit in range(units):
+            for row in range(x.shape[1]):
+                found = np.float32(0)
+                for i in range(width):
+                    weight = np.uint32(np.uint32(weights[lens, unit, i]) << np.uint32(16)).view(np.float32)
+                    found += weight * x[which, row, i]
+                found += biases[lens, unit]
+                out[lens, row, unit] = np.float32(0) if hidden and found < 0 else found
+
+
 def evaluates(rows: int, widths: tuple[int, ...], compute: torch.dtype, kept: torch.dtype) -> bool:
     del widths
-    return 0 < rows <= ROWS[-1] and compute == torch.float32 and kept == torch.int8
+    return 0 < rows <= _MOST_ROWS.get(kept, 0) and compute == torch.float32
 
 
 def evaluate(tensors: Mapping[str, Tensor], x: Tensor, start: int, stop: int, out: Tensor) -> None:
     """Logits of the lenses [start, stop) of a stack for rows [n, hidden] → out [n, lenses]. As many threads as torch
     would take have their part of the lenses."""
-    arrays = {name: tensor[start:stop].numpy() for name, tensor in tensors.items()}
+    arrays = {name: _array(tensor[start:stop]) for name, tensor in tensors.items()}
     rows, target = x.contiguous().numpy()[None], out.numpy()
     parts = max(1, min(torch.get_num_threads(), (stop - start) // _WORTH_A_THREAD))
     edges = [(stop - start) * part // parts for part in range(parts + 1)]
@@ -98,13 +117,20 @@ def _part(arrays: Mapping[str, np.ndarray], rows: np.ndarray, start: int, stop: 
     state, depth = rows, sum(name.startswith("w") for name in arrays)
     for i in range(depth):
         weights, biases = (arrays[f"{name}{i}"][start:stop] for name in "wb")
+        if weights.dtype == np.float32:  # the last one of several: one output
+            state = np.matmul(state, weights.mT) + biases[:, None]
+            continue
+        made = np.empty((stop - start, rows.shape[1], weights.shape[1]), np.float32)
         if weights.dtype == np.int8:
-            made = np.empty((stop - start, rows.shape[1], weights.shape[1]), np.float32)
             _layer(weights, arrays[f"s{i}"][start:stop], biases, state, made, i < depth - 1)
-        else:  # the last one of several: one output
-            made = np.matmul(state, weights.mT) + biases[:, None]
+        else:
+            _wide_layer(weights, biases, state, made, i < depth - 1)
         state = made
     out[:, start:stop] = state[..., 0].T
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 @functools.cache

@@ -8,9 +8,9 @@ Weights are kept as float32, bfloat16, or int8 with one scale per output (the la
 is small, and it is where rounding shows). The arithmetic is float32 on a CPU, and bfloat16 with float32 sums on a GPU
 unless the weights are float32. Where kept and computed types differ, weights are widened tile by tile.
 
-A few rows are one kernel on a GPU (`fused`) unless the weights are float32, and on a CPU one compiled function a layer
-(`native`) if they are int8; unless these do not say the same when the stack is made. On a GPU an evaluation waits for
-nothing and depends on no values: it can be captured in a CUDA graph.
+A few rows are one kernel on a GPU (`fused`) unless the weights are float32, and on a CPU likewise one compiled function
+a layer (`native`); unless these do not say the same when the stack is made. On a GPU an evaluation waits for nothing
+and depends on no values: it can be captured in a CUDA graph.
 """
 
 import functools
@@ -224,7 +224,7 @@ def kernels(device: torch.device, weights: Weights) -> ModuleType | None:
     """Those of Triton, where it can run: older GPUs have too little shared memory; on a CPU those of Numba. Whether
     they do (Triton needs a compiler for C), and rightly, is seen when they are used first."""
     name, needed = {"cuda": ("fused", "triton"), "cpu": ("native", "numba")}.get(device.type, ("", ""))
-    if not name or importlib.util.find_spec(needed) is None or (device.type == "cpu" and weights != "int8"):
+    if not name or importlib.util.find_spec(needed) is None or (device.type == "cpu" and weights == "fp32"):
         return None
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return None
