@@ -176,10 +176,14 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     assert "| `WorkerTaps._stage` | 12.3 | 1 |" in hooks(tmp_path)
     assert steps(tmp_path) == "*No figures yet.*"
     told = {"baseline": [9.0, 9.0, 9.0, 3.0, 3.0, 3.0, 3.0], "tapped": [1.0, 1.0, 1.0, 3.01, 3.01, 3.5, 3.01]}
-    told = {"cells": {"mean": {"steps_ms": told}, "noise": {"steps_ms": dict.fromkeys(told, [3.0] * 5)}}}
+    many = {"baseline": [3.0] * 33, "tapped": [3.2] * 33}
+    all_told = {"mean": told, "noise": dict.fromkeys(told, [3.0] * 5), "last": many}
+    ratio = {"median": 1.002, "interval": [0.99, 1.01]}
+    told = {"cells": {name: {"steps_ms": ms, "ratio": ratio} for name, ms in all_told.items()}}
     (tmp_path / "gpu" / "steps-qwen2.5-3b.json").write_text(json.dumps(told))
-    assert "| all layers, mean | +10 | +0.5 | +0.5 | 5 |" in steps(tmp_path)
-    assert "| untouched against itself | +0 | +0.0 | +0.0 | none |" in steps(tmp_path)
+    assert "| all layers, mean | +0.20 % [-1.00, +1.00] | +10 | +0.5 | +0.5 | 5 |" in steps(tmp_path)
+    assert "| +200 | +6.0 | +6.0 | 30 of 30 |" in steps(tmp_path)
+    assert "| +0 | +0.0 | +0.0 | none |" in steps(tmp_path)
     found["configuration"]["pool_bytes"] = 5_800_000_000
     (tmp_path / "gpu" / "speed-room.json").write_text(json.dumps(found))
     assert "| tiny, 2 × (6 + 4), 5.8 GB for rows | nothing is asked |" in shapes(tmp_path)
