@@ -157,7 +157,7 @@ def test_inputs_that_do_not_fit_the_workspace_come_in_parts() -> None:
         parts.append(len(x))
         fused.evaluate(tensors, x, *rest)
 
-    bank._stack.kernels = SimpleNamespace(evaluate=evaluate, evaluates=fused.evaluates)  # type: ignore[assignment]
+    bank._stack.kernels = SimpleNamespace(evaluate=evaluate, evaluates=fused.evaluates, ALONE=fused.ALONE)  # type: ignore[assignment]
     torch.testing.assert_close(bank.logits(some), Bank(pack).logits(some), atol=4e-2, rtol=4e-2)
     assert sum(parts) == 40
     assert all(bank._stack._bytes(part, 0) <= 16 << 10 for part in parts)

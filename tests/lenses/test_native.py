@@ -87,6 +87,17 @@ def test_nothing_and_next_to_nothing_are_what_they_are() -> None:
     torch.testing.assert_close(bank.logits(some), wanted, rtol=2e-3, atol=1e-6)
 
 
+def test_no_more_lenses_are_evaluated_together_than_the_workspace_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack, some = make([3, 60], hidden=40, widths=(16,)), rows(4, 40)
+    bank = Bank(pack, weights="int8", workspace=40_000)
+    wanted, most, seen = Bank(pack, weights="int8").logits(some), bank._stack.tiles(4).lenses, []
+    evaluate = native.evaluate
+    monkeypatch.setattr(native, "evaluate", lambda *given: (seen.append(given[3] - given[2]), evaluate(*given)))
+    assert torch.equal(bank.logits(some), wanted)
+    assert max(seen) == most < len(pack)
+    assert sum(seen) == len(pack)
+
+
 def test_many_may_ask_at_once() -> None:
     pack, some = make([3, 60], hidden=40, widths=(16,)), rows(16, 40)
     bank = Bank(pack, weights="int8")
@@ -128,7 +139,7 @@ def test_they_are_used_only_if_they_say_what_the_other_way_says(
             raise RuntimeError("no such instruction")
         out.fill_(1.0)
 
-    broken = SimpleNamespace(ROWS=native.ROWS, evaluates=native.evaluates, evaluate=evaluate)
+    broken = SimpleNamespace(ROWS=native.ROWS, ALONE=False, evaluates=native.evaluates, evaluate=evaluate)
     monkeypatch.setattr(stack, "kernels", lambda *_: broken)
     pack = make([4], hidden=24, widths=(8,))
     bank = Bank(pack, weights="int8")

@@ -17,6 +17,7 @@ from torch import Tensor
 from steerscope.lenses.spec import Output
 
 ROWS, CHOSEN = (16, 32, 64), (16, 32, 64)  # at most: for each of these a kernel is compiled
+ALONE = True  # it needs no memory beside weights and result
 MOST_LENSES = 8192  # of which the largest are found here
 _LEAST = 16  # of any side of a matrix product
 _WIDEST, _NARROWEST = 256, 128  # of the two hidden layers: a program keeps them in its registers

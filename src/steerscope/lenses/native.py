@@ -23,6 +23,7 @@ from steerscope.lenses.spec import Output
 
 _MOST_ROWS = {torch.bfloat16: 8, torch.int8: 16}  # more of them are faster as a matrix product in float32
 ROWS, CHOSEN = tuple(_MOST_ROWS.values()), ()  # nothing is chosen here
+ALONE = False  # what is between the layers is in memory
 _WORTH_A_THREAD = 32  # lenses
 _HIGH, _LOW = 127, 128  # a number is high · 128 + low, with low from −64 to 63
 _MOST, _TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)

@@ -188,7 +188,7 @@ class Stack:
             inputs = self.inputs(rows[first : first + tiles.rows], runs)
             target, column = out[first : first + tiles.rows], 0
             for run in runs:
-                step = run.stop - run.start if kernels else tiles.lenses
+                step = run.stop - run.start if kernels and kernels.ALONE else tiles.lenses
                 for start in range(run.start, run.stop, step):
                     stop = min(start + step, run.stop)
                     here, x = target[:, column : column + stop - start], inputs[run.normed]
