@@ -3,6 +3,8 @@
 An independent oracle recomputes, token by token, what every index row must say.
 """
 
+import itertools
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steerscope.engines.vllm.askers import Watched
+from steerscope.engines.vllm.pool import Cells, least_room
 from steerscope.engines.vllm.step import (
     ASKER,
     CELL,
@@ -346,6 +349,42 @@ def test_pages_are_as_long_as_those_who_ask_leave_room_for() -> None:
         sizes.append(page.size)
     assert sizes == [20] * 4 + [16, 13, 11, 10, 8, 8, 7, 6, 6] + [5] * 3 + [4] * 14
     assert Books(TOKENS, COLUMNS, page=4, shared=80_000).page == PAGE
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_rows_of_a_step_always_fit_the_smallest_pool(seed: int) -> None:
+    """Whoever comes, reads its prompt in parts, decodes and goes; nothing is sent before the room is needed."""
+    chance, requests = random.Random(seed), random.Random(seed).choice([1, 3, 8, 40])
+    page, most = least_room(TOKENS, requests)
+    books, free, waiting = Books(TOKENS, COLUMNS, page, TOKENS // 4), Cells(2 * most), list[Slice]()
+
+    def reserve(cells: int) -> int:
+        if (first := free.take(cells)) is None:
+            for one in books.askers.values():
+                waiting.extend(books.close(one))
+            while waiting:
+                free.give(*waiting.pop().room)
+            first = free.take(cells)
+        assert first is not None
+        return first
+
+    running, names = dict[str, tuple[int, int]](), itertools.count()  # prompt, fed
+    for _ in range(150):
+        while len(running) < requests and chance.random() < 0.5:
+            name = f"r{next(names)}"
+            books.admit(name, asker(name, EVERYWHERE, most=chance.choice([60, 10_000])))
+            running[name] = chance.randint(1, 3 * TOKENS), 0
+        parts, left = list[tuple[str, int, int]](), TOKENS
+        for name, (prompt, fed) in running.items():
+            if count := min(left, max(1, prompt - fed)):
+                parts.append((name, fed, count))
+                running[name], left = (prompt, fed + count), left - count
+        starts = np.cumsum([0, *(count for _, _, count in parts)])
+        at = np.array([fed for _, fed, _ in parts])
+        waiting += books.fill([name for name, *_ in parts], starts, at, reserve, waiting.extend).slices
+        for name in [name for name in running if chance.random() < 0.02]:
+            del running[name]
+            waiting += books.forget(name)[1]
 
 
 def test_rows_of_large_pages_leave_a_few_at_a_time() -> None:

@@ -22,12 +22,12 @@ from steerscope.engines.vllm.delivery import Delivery
 from steerscope.engines.vllm.graphs import Graphs, around
 from steerscope.engines.vllm.guards import check_config, graph_sizes, layer_count, minor_version, plain_norms
 from steerscope.engines.vllm.layers import attach, find_layers, returned
-from steerscope.engines.vllm.pool import clear_faults, make_pool
+from steerscope.engines.vllm.pool import clear_faults, least_room, make_pool
 from steerscope.engines.vllm.proof import prove
 from steerscope.engines.vllm.seeds import mend
 from steerscope.engines.vllm.settings import NAME, Settings
 from steerscope.engines.vllm.steady import Filled
-from steerscope.engines.vllm.step import PAGE, Books
+from steerscope.engines.vllm.step import Books
 from steerscope.engines.vllm.tap import Shared, Tap
 from steerscope.engines.vllm.watching import Group, Watching, groups_of, places_of
 from steerscope.engines.vllm.wire import OVERFLOW, Recent, Wire, waits
@@ -68,15 +68,14 @@ class WorkerTaps:
             raise UnsupportedModel(f"pipelines have at most {STAGES} stages here: lower pipeline_parallel_size")
         tokens = max(config.scheduler_config.max_num_batched_tokens, *(graph_sizes(config) or [1]))
         requests = config.scheduler_config.max_num_seqs
-        page = max(1, min(PAGE, tokens // (4 * requests)))
+        page, rows = least_room(tokens, requests)
         self.books = Books(tokens, settings.max_columns, page, tokens // 4)
         self.table = SlotTable(self.hidden, settings.slots, self.device)
         table = self.table.reserve(self.keys)
         self.groups = Slots(settings.groups, "capture group")
         self._owners: dict[int, Asker] = {}  # of those numbers, also after they have left
         self._numbers = deque(range(1, 2 * requests + 2))  # of askers; those given back are used again last
-        # The rows of one step always fit, beside open pages and rows that wait to be sent.
-        cells = (tokens + page * requests + tokens // 4) * len(self.keys) if settings.capture else 0
+        cells = rows * len(self.keys) if settings.capture else 0
         self.pool = make_pool(
             self.device, cells, 2 * requests + 2, self.hidden, self.dtype, self.books.index, settings.pool_bytes, runner
         )
