@@ -39,6 +39,7 @@ class Steady:
     most: np.ndarray
     filled: Filled  # a step that changes nothing else
     alone: bool  # nobody feeds more than one token
+    turn: np.ndarray  # how many rows before its last one all that are there leave
     left: int = 0  # steps until the first page is full
     ends: int = 0  # … and until somebody has all rows that it can have
     lag: int = 0

@@ -168,8 +168,8 @@ class Books:
 
     def _due(self, count: int) -> range:
         """Which of so many askers' rows leave with this step, though their pages are not full: a few, every few steps,
-        since all of them at once would keep the next step waiting. Before its last row everybody's leave, so that no
-        other is waited for."""
+        since all of them at once would keep the next step waiting. And everybody's leave a few rows before its last one,
+        behind which the others would be waited for."""
         if self._step % _REST or self.page <= _REST * _TURNS:
             return range(0)
         return range(-(self._step // _REST) % _TURNS, count, _TURNS)
@@ -242,6 +242,7 @@ class Books:
                            for asker, w in zip(askers, rows, strict=True)]),
             filled=again,
             alone=int(starts[len(names)]) == len(names),
+            turn=np.arange(len(askers)) % _TURNS,
         )  # fmt: skip
         if capturing:
             made.left = int(made.room[made.width > 0].min())
@@ -256,7 +257,7 @@ class Books:
             now.left -= 1
             now.ends -= 1
             now.lag += 1
-            if now.filled.same or (self._step % _REST and now.ends != 1):
+            if now.filled.same or (self._step % _REST and now.ends > _TURNS):
                 return now.filled
             return replace(now.filled, slices=self._parts(now))
         again = replace(now.filled, slices=[])
@@ -279,7 +280,7 @@ class Books:
     def _parts(self, now: Steady) -> list[Slice]:
         """What pages that are not full hold with this step, and is to leave."""
         found: list[Slice] = []
-        last = np.flatnonzero(now.most - now.position == 1) if now.ends == 1 else ()
+        last = np.flatnonzero(now.most - now.position - 1 == now.turn) if now.ends <= _TURNS else ()
         for i in (*self._due(len(now.askers)), *last):
             if now.width[i] and (page := now.askers[i].page) is not None:
                 found += self._part(now.askers[i], page.size - int(now.room[i]) + now.lag)
@@ -347,9 +348,10 @@ def _lasts(asker: Asker, at: int) -> bool:
     """What it does at this position it does from then on."""
     capture, stop = asker.wire.capture, at + (1 << 30)
     if capture and at < capture.most:
-        stop = capture.most  # looked at again when it gets there
-        if not _constant(capture.positions, at, stop):
+        if not _constant(capture.positions, at, capture.most):
             return False
+        if asker.group and at in capture.positions:
+            stop = capture.most  # where its rows end it is looked at again
     watch = asker.wire.watch
     if asker.watched and watch and at < watch.most and not _constant(watch.positions, at, watch.most):
         return False
