@@ -27,10 +27,11 @@ from steerscope.specs.errors import CapacityExceeded
 ALIGN = 64
 STAGES = 7  # workers that write to one region
 # Every region begins with counters, a cache line each: rows that each stage has written; whether one of them gave up;
-# whether each stage has left the region for good; whether it has met the request at all; whose region it is; and how
-# many readings of a watched request are there.
+# whether each stage has left the region for good; whether it has met the request at all; whose region it is; how many
+# readings of a watched request are there; and whether the client has taken the result of a reduction as it stands.
 ROWS, FAILED, LEFT, MET, OWNER, READ = 0, STAGES, STAGES + 1, 2 * STAGES + 1, 3 * STAGES + 1, 3 * STAGES + 2
-WHY, WHY_SIZE = (3 * STAGES + 3) * ALIGN, 256  # after them, in words, why a worker gave up
+TAKEN = READ + 1
+WHY, WHY_SIZE = (TAKEN + 1) * ALIGN, 256  # after them, in words, why a worker gave up
 HEADER = WHY + WHY_SIZE
 
 

@@ -15,8 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, Arena, Region, Regions
+from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, TAKEN, Arena, Region, Regions
 from steerscope.engines.vllm import pacing
+from steerscope.engines.vllm.askers import sliced
 from steerscope.engines.vllm.delivery import Delivery
 from steerscope.engines.vllm.pacing import Pace
 from steerscope.engines.vllm.pool import Cells, HostPool, clear_faults
@@ -93,6 +94,43 @@ def test_a_mean_is_written_at_the_end_and_rows_that_come_later_hurt_nobody(regio
     assert second.counters[ROWS] == 4
     assert second.failure is None
     assert pool.take(64) == 0  # every cell came back
+
+
+def reduces(delivery, region, name):
+    """A request whose mean is foretold: it has all rows that it can have."""
+    asker = asking(region, name, rows=3, more=0)
+    asker.wire = replace(asker.wire, capture=replace(asker.wire.capture, reduce="mean", hold=1))
+    delivery.meet(asker)
+    delivery.expect(asker)
+    cell = delivery.pool.take(3)
+    delivery.pool.cells[cell : cell + 3] = torch.arange(3.0).unsqueeze(1)
+    delivery.bring_out([sliced(asker, 0, 3, cell, 3)])
+    assert region.counters[ROWS] == 3
+    assert torch.equal(region.tensor((HIDDEN,), torch.float32), torch.ones(HIDDEN))
+    return asker
+
+
+def test_what_was_foretold_is_taken_as_it_stands_and_nothing_is_kept_for_it(regions):
+    """The client may take it before the worker leaves, afterwards, or never; or say that the text was shorter."""
+    delivery = deliver(regions, host_pool())
+    texts = {name: allocate(regions) for name in ("before", "after", "gone", "short", "open")}
+    askers = {name: reduces(delivery, region, name) for name, region in texts.items()}
+    texts["before"].counters[TAKEN] = 1
+    for asker in askers.values():
+        delivery.leave(asker)
+        assert asker.left
+    assert list(delivery.reducing) == ["after", "gone", "short", "open"]
+    texts["after"].counters[TAKEN] = 1
+    texts["gone"].counters[OWNER] += 1
+    delivery.hold({"short"})
+    delivery.complete([["short", 2, texts["short"].offset, False]])
+    assert texts["short"].counters[ROWS] == 2
+    assert torch.equal(texts["short"].tensor((HIDDEN,), torch.float32), torch.full((HIDDEN,), 0.5))
+    reduces(delivery, allocate(regions), "next")
+    assert list(delivery.reducing) == ["open", "next"]
+    texts["open"].counters[TAKEN] = 1
+    reduces(delivery, allocate(regions), "last")
+    assert list(delivery.reducing) == ["next", "last"]
 
 
 def test_whoever_has_an_open_page_is_let_go_when_its_text_ends_and_others_with_the_next_step(regions):

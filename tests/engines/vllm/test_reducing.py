@@ -66,17 +66,22 @@ def test_any_chunks_of_many_requests_give_what_each_gives_alone(arena, kinds, st
         reached = max(reached, stop)
     rows = max(1, reached - over)
     for i, one in enumerate(askers):
-        found = []
+        found, told = [], []
         for road, mine in zip(roads, held, strict=True):
             target = arena.view(64, (one.width, HIDDEN), torch.float32).fill_(torch.nan)
             if foretold:
-                road.foretell([(mine[i], reached, arena, 64)])
+                arena.words[0] = 0
+                road.foretell([(mine[i], reached, arena, 64, 0)])
+                told.append((int(arena.words[0]), target.clone()))
             try:
                 n = road.finish(mine[i], rows, rows, arena, 64)
                 road.flush()
                 found.append((n, target.clone()))
             except RequestFailed:
                 found.append(None)
+        if told:
+            assert told[0][0] == told[1][0] == reached
+            assert torch.allclose(told[0][1], told[1][1], rtol=1e-5, atol=1e-5)
         assert (found[0] is None) == (found[1] is None) == (over > kinds[i][2] and reached > rows + kinds[i][2])
         if found[0] and found[1]:
             assert found[0][0] == found[1][0] == rows
@@ -97,9 +102,11 @@ def test_results_of_requests_that_end_together_go_to_their_own_places(arena) -> 
     assert [road.finish(held[0], 3, 3, arena, 64), road.finish(held[1], 2, 2, arena, 64 + 2 * HIDDEN * 4)] == [3, 2]
     assert (memory == -1).all()  # nothing is there before it is asked for
     road.flush()
-    road.foretell([(held[1], 4, arena, 64)])
+    arena.words[:2] = 0
+    road.foretell([(held[1], 4, arena, 64, 0)])
     assert torch.equal(memory[0], cells[9])  # but for what was foretold
-    road.foretell([(held[0], 3, arena, 64), (held[1], 5, arena, 64)])
+    road.foretell([(held[0], 3, arena, 64, 8), (held[1], 5, arena, 64, 0)])
+    assert arena.words[:2].tolist() == [4, 3]  # whoever has not so many rows is not told of
     assert torch.equal(memory[:2], cells[:6].view(3, 2, 5).mean(0))
     assert torch.equal(memory[2], cells[7])
 

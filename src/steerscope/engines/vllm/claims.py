@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from steerscope.capture.transport import ALIGN, LEFT, READ, Region, Regions
+from steerscope.capture.transport import ALIGN, LEFT, READ, TAKEN, Region, Regions
 from steerscope.engines.plan import CapturePlan, Facts, Plan
 from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch
@@ -170,6 +170,7 @@ class Claim:
         assert region is not None
         count = capture.positions.count(computed)
         found, reduce = self.arrived(), capture.spec.reduce
+        region.counters[TAKEN] = 1
         if region.failure is not None or (found != count if reduce else found < count):
             raise RequestFailed(f"{count - found} of {count} rows did not arrive")
         size = region.size

@@ -21,6 +21,7 @@ from steerscope.engines.vllm.askers import Asker, Slice
 from steerscope.engines.vllm.pacing import Pace
 from steerscope.engines.vllm.pool import Cells, watched_rows
 from steerscope.engines.vllm.step import ASKER, LAID
+from steerscope.engines.vllm.streams import Here
 from steerscope.specs.errors import CapacityExceeded
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class CudaPool:
         runner: Any,
     ) -> None:
         kernel.register()
-        self.device, self._runner, self._main = device, runner, torch.cuda.current_stream(device)
+        self._runner, self._here = runner, Here(device)
         try:
             self.cells = torch.zeros(cells + watched_rows(cells, index), hidden, dtype=dtype, device=device)
         except torch.OutOfMemoryError as error:
@@ -212,12 +213,6 @@ class CudaPool:
         self._pace.sent(size, allowed)
         if size:
             self._parts.append(Part(begin, end, size, before, mark))
-
-    def _here(self) -> torch.cuda.Stream:
-        """The stream of the forward. To ask torch for it takes longer than to record an event."""
-        if torch._C._cuda_getCurrentRawStream(self.cells.device.index) != self._main.cuda_stream:
-            self._main = torch.cuda.current_stream(self.device)
-        return self._main
 
     def _answering(self) -> torch.cuda.Stream | None:
         """vLLM's, on which the tokens of a step leave: one engine of the device copies to the host, in order, and the

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from steerscope.capture.transport import ALIGN, HEADER, LEFT, MET, OWNER, READ, ROWS, Arena
+from steerscope.capture.transport import ALIGN, HEADER, LEFT, MET, OWNER, READ, ROWS, TAKEN, Arena
 from steerscope.engines.vllm.askers import Asker, Slice
 from steerscope.engines.vllm.pool import Pool
 from steerscope.engines.vllm.reducing import make_reductions
@@ -33,6 +33,7 @@ class Delivery:
         self.arenas: dict[str, Arena] = {}  # those that requests name
         self.reductions = make_reductions(pool.cells)
         self.reducing: dict[str, tuple[Asker, Any]] = {}  # with what they keep
+        self._open: list[Asker] = []  # of these, such as were left before their clients took what was foretold
         self.counts = {"rows": 0, "row_bytes": 0}
         self.when_read: Callable[[], torch.cuda.Event] | None = None  # on a GPU: when all readings asked for are there
         self._finishing: set[str] = set()  # requests whose regions the client keeps for us, left or not
@@ -70,8 +71,11 @@ class Delivery:
         return self.arenas[path]
 
     def _owned(self, asker: Asker) -> bool:
+        return self._word(asker, OWNER) == asker.wire.owner
+
+    def _word(self, asker: Asker, counter: int) -> int:
         assert asker.arena is not None
-        return int(asker.arena.words[(asker.wire.offset + ALIGN * OWNER) // 8]) == asker.wire.owner
+        return int(asker.arena.words[(asker.wire.offset + ALIGN * counter) // 8])
 
     def _part(self, asker: Asker) -> None:
         asker.arena, asker.left = None, True
@@ -112,7 +116,8 @@ class Delivery:
         try:
             self.reductions.push(parts)
             whole = [(held, part.asker) for held, part in parts if part.asker.complete and self._speaks(part.asker)]
-            self.reductions.foretell([(held, a.most, *self._result(a)) for held, a in whole])
+            counter = ALIGN * (ROWS + self.stage)
+            self.reductions.foretell([(h, a.most, *self._result(a), a.wire.offset + counter) for h, a in whole])
         except Exception as error:
             for _, part in parts:
                 self.fail(part.asker, f"{type(error).__name__}: {error}")
@@ -152,9 +157,30 @@ class Delivery:
             if (fence := self.reductions.fence()) is not None:
                 self.pool.afterwards(asker, _nothing, fence)
             event = self.when_read() if self.when_read is not None and asker.wire.watch else None
-            self.pool.afterwards(asker, functools.partial(self._set, asker, LEFT + self.stage, 1), event)
+            self.pool.afterwards(asker, functools.partial(self._left, asker), event)
         else:
             asker.left = True
+
+    def _left(self, asker: Asker) -> None:
+        over = asker.arena is not None and self._word(asker, TAKEN)
+        self._set(asker, LEFT + self.stage, 1)
+        if asker.wire.name not in self.reducing:
+            return
+        if over:  # its client has what was foretold, and will not ask
+            self.reductions.release(self.reducing.pop(asker.wire.name)[1])
+        else:
+            self._open.append(asker)
+
+    def _look_again(self) -> None:
+        """At those whose clients may have taken what was foretold since, or are gone."""
+        waiting, self._open = self._open, []
+        for asker in waiting:
+            if (known := self.reducing.get(asker.wire.name)) is None or known[0] is not asker:
+                continue
+            if asker.arena is None or self._word(asker, TAKEN) or not self._owned(asker):
+                self.reductions.release(self.reducing.pop(asker.wire.name)[1])
+            else:
+                self._open.append(asker)
 
     # --- readings
 
@@ -198,8 +224,10 @@ class Delivery:
         asker.most = capture.positions.count(capture.most)
         before = 0 if capture.reduce else asker.most * asker.before
         asker.place = asker.wire.offset + HEADER + before * self._cell
-        if capture.reduce is None:
+        if capture.reduce is None or not self.writes:
             return
+        if self._open:
+            self._look_again()
         self.reducing[asker.wire.name] = asker, self.reductions.start(capture, asker.width)
 
     def hold(self, names: set[str]) -> None:

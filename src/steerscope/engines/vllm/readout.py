@@ -17,6 +17,7 @@ from torch import Tensor
 from steerscope.capture.transport import ALIGN, HEADER, READ
 from steerscope.engines.vllm.askers import Asker
 from steerscope.engines.vllm.delivery import Delivery
+from steerscope.engines.vllm.streams import Here, aside
 from steerscope.lenses.monitor import Monitor, Seen
 from steerscope.lenses.reader import Reader
 
@@ -114,12 +115,14 @@ class _Lane:
 
     sheet: Tensor
     rows: Tensor
+    cells: Tensor  # where the rows lie: a column of the sheet
     graph: torch.cuda.CUDAGraph | None = None
 
 
 class Readout:
     def __init__(self, monitor: Monitor, cells: Tensor, first: int, delivery: Delivery) -> None:
         self.monitor, self._cells, self._first, self._delivery = monitor, cells, first, delivery
+        self._here = Here(cells.device)
         self._side, self._capturing = torch.cuda.Stream(cells.device), torch.cuda.Stream(cells.device)
         self._rows_there, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._lanes: dict[tuple[Kind, int], _Lane] = {}
@@ -130,7 +133,7 @@ class Readout:
     def now(self) -> torch.cuda.Event:
         """Everything that was asked to be read until now has been, and is told."""
         event = torch.cuda.Event()
-        self._rows_there.record()
+        self._rows_there.record(self._here())
         self._side.wait_event(self._rows_there)
         event.record(self._side)
         return event
@@ -182,12 +185,12 @@ class Readout:
 
     def read(self, sheet: Sheet) -> None:
         """After a forward and before the next one's taps, on the stream that runs them."""
-        here = torch.cuda.current_stream(self._cells.device)
+        here = self._here()
         here.wait_event(self._done)  # the step before may still be reading what is about to be written, or telling
         if not sheet.single or len(sheet.lines) > MOST_LINES:
             lines = sheet.lines.to(self._cells.device, non_blocking=True) if sheet.there is None else sheet.there.sheet
-            sheet.there = _Lane(lines, lines)  # the same lines again, if the step repeats
-            rows = self._cells.index_select(0, lines[:, CELL])
+            sheet.there = _Lane(lines, lines, lines[:, CELL])  # the same lines again, if the step repeats
+            rows = self._cells.index_select(0, sheet.there.cells)
             tell(lines, self._look(sheet.kind, rows, lines))
             return
         lane = sheet.there or self._lane(sheet)
@@ -195,15 +198,15 @@ class Readout:
             sheet.there = lane
             lane.sheet.zero_()
             lane.sheet[: len(sheet.lines)].copy_(sheet.lines, non_blocking=True)
-        torch.index_select(self._cells, 0, lane.sheet[:, CELL], out=lane.rows)
+        torch.index_select(self._cells, 0, lane.cells, out=lane.rows)
         if sheet.kind.ruled:
             self._run(lane, sheet.kind)
             return
         self._rows_there.record(here)
         self._side.wait_event(self._rows_there)
-        with torch.cuda.stream(self._side):
+        with aside(here, self._side):
             self._run(lane, sheet.kind)
-            self._done.record(self._side)
+        self._done.record(self._side)
 
     def _lane(self, sheet: Sheet) -> _Lane:
         lines = -(-len(sheet.lines) // _STEP) * _STEP
@@ -214,7 +217,8 @@ class Readout:
                 self._lanes.clear()
             device = self._cells.device
             rows = torch.zeros(lines, self._cells.shape[1], dtype=self._cells.dtype, device=device)
-            self._lanes[key] = _Lane(torch.zeros(lines, WIDTH, dtype=torch.int64, device=device), rows)
+            made = torch.zeros(lines, WIDTH, dtype=torch.int64, device=device)
+            self._lanes[key] = _Lane(made, rows, made[:, CELL])
         return self._lanes[key]
 
     def _run(self, lane: _Lane, kind: Kind) -> None:

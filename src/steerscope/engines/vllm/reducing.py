@@ -5,6 +5,7 @@ them: the newest `hold` rows of a request are kept apart. `residual.reduce.HeldB
 a CPU; on a GPU one kernel does a step of all requests.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from steerscope.capture.transport import Arena
 from steerscope.engines.vllm.askers import Slice
 from steerscope.engines.vllm.wire import WireCapture
 from steerscope.residual.reduce import HeldBack, Reducer
+from steerscope.specs.tokens import END
 
 
 class Reductions(Protocol):
@@ -25,8 +27,9 @@ class Reductions(Protocol):
         """Take rows in; their cells may be used again by whatever is queued from now on."""
         ...
 
-    def foretell(self, ends: Sequence[tuple[Any, int, Arena, int]]) -> None:
-        """So many rows were taken in, and no more will come: `finish` may say so, or that some do not count."""
+    def foretell(self, ends: Sequence[tuple[Any, int, Arena, int, int]]) -> None:
+        """So many rows were taken in, and no more will come: their result may be written to the first place of the
+        arena, and then their number to the second. `finish` may still say that some do not count."""
         ...
 
     def fence(self) -> torch.cuda.Event | None:
@@ -39,6 +42,10 @@ class Reductions(Protocol):
         ...
 
     def flush(self) -> None: ...
+
+    def release(self, held: Any) -> None:
+        """Nobody asks for anything of it any more."""
+        ...
 
 
 class HostReductions:
@@ -55,19 +62,29 @@ class HostReductions:
             rows = self._cells[part.cell : part.cell + count * width].view(count, width, -1)
             held.push(range(part.start, part.stop), rows)
 
-    def foretell(self, ends: Sequence[tuple[HeldBack, int, Arena, int]]) -> None:
-        del ends  # here nothing is won by being early
+    def foretell(self, ends: Sequence[tuple[HeldBack, int, Arena, int, int]]) -> None:
+        for held, counted, arena, place, counter in ends:
+            reducer = copy.deepcopy(held).finish(END)
+            if reducer.n == counted:
+                _write(reducer, arena, place)
+                arena.words[counter // 8] = counted
 
     def fence(self) -> None: ...
 
     def finish(self, held: HeldBack, rows: int, counted: int, arena: Arena, place: int) -> int:
         del counted  # the rows themselves say
         reducer = held.finish(rows)
-        result = reducer.result()
-        arena.view(place, tuple(result.shape), torch.float32).copy_(result)
+        _write(reducer, arena, place)
         return reducer.n
 
     def flush(self) -> None: ...
+
+    def release(self, held: HeldBack) -> None: ...
+
+
+def _write(reducer: Reducer, arena: Arena, place: int) -> None:
+    result = reducer.result()
+    arena.view(place, tuple(result.shape), torch.float32).copy_(result)
 
 
 def make_reductions(cells: torch.Tensor) -> Reductions:

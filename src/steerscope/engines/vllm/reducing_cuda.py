@@ -16,9 +16,10 @@ from steerscope.specs.errors import RequestFailed
 
 # Columns of a sheet: where the sum and the ring are, which rows, and where a result goes.
 TOTAL, RING, WIDTH, HOLD, LAST, CELL, FIRST, COUNT = range(8)
-TARGET, SURE, COUNTED = CELL, FIRST, COUNT  # of those that end
-_LINE = 8
+TARGET, SURE, COUNTED, COUNTER = CELL, FIRST, COUNT, 8  # of those that end; no counter: 0
+_LINE = 9
 _BLOCK = 1024
+_AT_ONCE = 8  # rows that are asked for before the first of them is waited for
 _SPARE = 64 << 20  # bytes, at most
 
 
@@ -32,7 +33,7 @@ def _joined(total, row, last):
 def _take(
     cells, sheet, hidden, BLOCK: tl.constexpr, LINE: tl.constexpr, TOTAL: tl.constexpr, RING: tl.constexpr,
     WIDTH: tl.constexpr, HOLD: tl.constexpr, LAST: tl.constexpr, CELL: tl.constexpr, FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
+    COUNT: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Rows [first, first + count) of a request come in. Those that are no longer among the newest are summed: from the
     ring, then from the rows themselves; the others take their places in the ring."""
@@ -50,7 +51,11 @@ def _take(
         total = tl.load(sums, mask=inside & (first > 0), other=0.0)
         for i in range(tl.maximum(first - hold, 0), tl.minimum(first, first + count - hold)):
             total = _joined(total, tl.load(ring + i % hold * width * hidden, mask=inside, other=0.0), last)
-        for i in range(0, count - hold):
+        many = tl.maximum(count - hold, 0) // AT_ONCE * AT_ONCE
+        for i in range(0, many, AT_ONCE):
+            for j in tl.static_range(AT_ONCE):
+                total = _joined(total, tl.load(rows + (i + j) * width * hidden, mask=inside, other=0.0), last)
+        for i in range(many, count - hold):
             total = _joined(total, tl.load(rows + i * width * hidden, mask=inside, other=0.0), last)
         tl.store(sums, total, mask=inside)
         for i in range(tl.maximum(count - hold, 0), count):
@@ -84,6 +89,13 @@ def _end(
         tl.store(target + tap * hidden + at, total, mask=inside)
 
 
+@triton.jit
+def _tell(sheet, LINE: tl.constexpr, COUNTED: tl.constexpr, COUNTER: tl.constexpr):
+    """How many rows a result stands for; behind it, since the order of kernels is that of their writes."""
+    mine = sheet + tl.program_id(0) * LINE
+    tl.store(tl.load(mine + COUNTER).to(tl.pointer_type(tl.int64)), tl.load(mine + COUNTED))
+
+
 @dataclass(slots=True)
 class Held:
     """Of one request."""
@@ -96,9 +108,14 @@ class Held:
     count: int = 0  # so many of them
     foretold: int = 0  # the result of so many is where it belongs, or on its way
 
-    def line(self, *rest: int) -> list[int]:
-        width = self.total.shape[0]
-        return [self.total.data_ptr(), self.ring.data_ptr(), width, self.hold, int(self.last), *rest]
+    def line(self, cell: int, first: int, count: int, counter: int = 0) -> list[int]:
+        """Of a sheet; of those that end, `cell` is the target, and so on."""
+        where = self.total.data_ptr(), self.ring.data_ptr()
+        return [*where, self.total.shape[0], self.hold, int(self.last), cell, first, count, counter]
+
+    @property
+    def nbytes(self) -> int:
+        return self.total.nbytes + self.ring.nbytes
 
 
 class DeviceReductions:
@@ -106,13 +123,15 @@ class DeviceReductions:
         self._cells = cells
         self._ending: list[list[int]] = []
         self._kept: list[Held] = []  # until the device has done with them
-        self._early = False  # results may be on their way that nobody has asked for
+        self._fence: torch.cuda.Event | None = None  # behind results that nobody has asked for
         self._spare: dict[tuple[int, int], list[Held]] = {}  # by width and hold: whose memory may be used again
+        self._spared = 0  # bytes of it
 
     def start(self, capture: WireCapture, width: int) -> Held:
         hidden, device, last = self._cells.shape[1], self._cells.device, capture.reduce == "last"
         if spare := self._spare.get((width, capture.hold)):
             used = spare.pop()
+            self._spared -= used.nbytes
             return Held(used.total, used.ring, capture.hold, last)
         total = torch.empty(width, hidden, dtype=torch.float32, device=device)  # whose first rows find nothing there
         ring = torch.empty(max(1, capture.hold), width, hidden, dtype=self._cells.dtype, device=device)
@@ -126,24 +145,27 @@ class DeviceReductions:
             if count > 0:
                 lines.append(held.line(part.cell + known * part.asker.width, held.count, count))
                 held.next, held.count = part.stop, held.count + count
-        self._launch(_take, lines, CELL=CELL, FIRST=FIRST, COUNT=COUNT)
+        self._launch(_take, lines, CELL=CELL, FIRST=FIRST, COUNT=COUNT, AT_ONCE=_AT_ONCE)
 
-    def foretell(self, ends: Sequence[tuple[Held, int, Arena, int]]) -> None:
+    def foretell(self, ends: Sequence[tuple[Held, int, Arena, int, int]]) -> None:
         """Behind the last forward, while the last token is sampled."""
         lines = []
-        for held, counted, arena, place in ends:
+        for held, counted, arena, place, counter in ends:
             if held.count == counted:
-                lines.append(held.line(arena.at(place, held.total.nbytes), max(0, counted - held.hold), counted))
+                where = arena.at(place, held.total.nbytes)
+                lines.append(held.line(where, max(0, counted - held.hold), counted, arena.at(counter, 8)))
                 held.foretold = counted
-        self._launch(_end, lines, TARGET=TARGET, SURE=SURE, COUNTED=COUNTED)
-        self._early |= bool(lines)
+        sheet = self._launch(_end, lines, TARGET=TARGET, SURE=SURE, COUNTED=COUNTED)
+        if sheet is not None:
+            _tell[(len(lines),)](sheet, LINE=_LINE, COUNTED=COUNTED, COUNTER=COUNTER)  # type: ignore[index]
+            if sheet.is_cuda:
+                self._fence = torch.cuda.Event()
+                self._fence.record()
 
     def fence(self) -> torch.cuda.Event | None:
-        if not self._early or self._cells.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        if self._fence is not None and self._fence.query():
+            self._fence = None
+        return self._fence
 
     def finish(self, held: Held, rows: int, counted: int, arena: Arena, place: int) -> int:
         del rows
@@ -160,20 +182,24 @@ class DeviceReductions:
     def flush(self) -> None:
         """The results are where they belong, and those that were foretold, wanted or not."""
         self._launch(_end, self._ending, TARGET=TARGET, SURE=SURE, COUNTED=COUNTED)
-        if (self._kept or self._early) and self._cells.device.type == "cuda":
+        if (self._kept or self._fence) and self._cells.is_cuda:
             torch.cuda.current_stream(self._cells.device).synchronize()
-        self._early = False
-        if self._kept:
-            self._spare, room = {}, _SPARE  # not those of requests that ended longer ago
-            for held in self._kept:
-                room -= held.total.nbytes + held.ring.nbytes
-                if room >= 0:
-                    self._spare.setdefault((held.total.shape[0], held.hold), []).append(held)
+        self._fence = None
+        for held in self._kept:
+            self.release(held)
         self._ending, self._kept = [], []
 
-    def _launch(self, kernel: triton.JITFunction, lines: list[list[int]], **columns: int) -> None:
+    def release(self, held: Held) -> None:
+        """Whoever has its memory next comes behind it: one stream does all this."""
+        if self._spared + held.nbytes > _SPARE:
+            self._spare, self._spared = {}, 0  # of requests that ended longer ago
+        if held.nbytes <= _SPARE:
+            self._spare.setdefault((held.total.shape[0], held.hold), []).append(held)
+            self._spared += held.nbytes
+
+    def _launch(self, kernel: triton.JITFunction, lines: list[list[int]], **columns: int) -> torch.Tensor | None:
         if not lines:
-            return
+            return None
         hidden = self._cells.shape[1]
         block = min(_BLOCK, triton.next_power_of_2(hidden))
         sheet = torch.from_numpy(np.array(lines, dtype=np.int64)).to(self._cells.device, non_blocking=True)
@@ -182,3 +208,4 @@ class DeviceReductions:
             self._cells, sheet, hidden, BLOCK=block, LINE=_LINE, TOTAL=TOTAL, RING=RING, WIDTH=WIDTH, HOLD=HOLD,
             LAST=LAST, **columns, num_warps=4,
         )  # fmt: skip
+        return sheet

@@ -171,8 +171,10 @@ class Running(RunningText):
             return True
         if self.plan.capture is None:
             return False
-        wanted = self.plan.capture.positions.count(self.computed)
-        return bool(self.plan.capture.spec.reduce) or self.claim.arrived() < wanted
+        wanted, arrived = self.plan.capture.positions.count(self.computed), self.claim.arrived()
+        if self.plan.capture.spec.reduce:  # a GPU has written the result of a text as long as it may become
+            return not wanted or arrived != wanted or bool(self.plan.columns)
+        return arrived < wanted
 
     def ending(self) -> list[Any]:
         assert self.claim is not None

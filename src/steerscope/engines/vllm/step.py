@@ -168,8 +168,8 @@ class Books:
 
     def _due(self, count: int) -> range:
         """Which of so many askers' rows leave with this step, though their pages are not full: a few, every few steps,
-        since all of them at once would keep the next step waiting. And everybody's leave a few rows before its last one,
-        behind which the others would be waited for."""
+        since all of them at once would keep the next step waiting. And before its last row everybody's leave,
+        so that few others are waited for."""
         if self._step % _REST or self.page <= _REST * _TURNS:
             return range(0)
         return range(-(self._step // _REST) % _TURNS, count, _TURNS)
