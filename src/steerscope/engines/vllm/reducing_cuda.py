@@ -19,7 +19,6 @@ TOTAL, RING, WIDTH, HOLD, LAST, CELL, FIRST, COUNT = range(8)
 TARGET, SURE, COUNTED, COUNTER = CELL, FIRST, COUNT, 8  # of those that end; no counter: 0
 _LINE = 9
 _BLOCK = 1024
-_AT_ONCE = 8  # rows that are asked for before the first of them is waited for
 _SPARE = 64 << 20  # bytes, at most
 
 
@@ -33,7 +32,7 @@ def _joined(total, row, last):
 def _take(
     cells, sheet, hidden, BLOCK: tl.constexpr, LINE: tl.constexpr, TOTAL: tl.constexpr, RING: tl.constexpr,
     WIDTH: tl.constexpr, HOLD: tl.constexpr, LAST: tl.constexpr, CELL: tl.constexpr, FIRST: tl.constexpr,
-    COUNT: tl.constexpr, AT_ONCE: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
     """Rows [first, first + count) of a request come in. Those that are no longer among the newest are summed: from the
     ring, then from the rows themselves; the others take their places in the ring."""
@@ -51,11 +50,7 @@ def _take(
         total = tl.load(sums, mask=inside & (first > 0), other=0.0)
         for i in range(tl.maximum(first - hold, 0), tl.minimum(first, first + count - hold)):
             total = _joined(total, tl.load(ring + i % hold * width * hidden, mask=inside, other=0.0), last)
-        many = tl.maximum(count - hold, 0) // AT_ONCE * AT_ONCE
-        for i in range(0, many, AT_ONCE):
-            for j in tl.static_range(AT_ONCE):
-                total = _joined(total, tl.load(rows + (i + j) * width * hidden, mask=inside, other=0.0), last)
-        for i in range(many, count - hold):
+        for i in range(0, count - hold):
             total = _joined(total, tl.load(rows + i * width * hidden, mask=inside, other=0.0), last)
         tl.store(sums, total, mask=inside)
         for i in range(tl.maximum(count - hold, 0), count):
@@ -145,7 +140,7 @@ class DeviceReductions:
             if count > 0:
                 lines.append(held.line(part.cell + known * part.asker.width, held.count, count))
                 held.next, held.count = part.stop, held.count + count
-        self._launch(_take, lines, CELL=CELL, FIRST=FIRST, COUNT=COUNT, AT_ONCE=_AT_ONCE)
+        self._launch(_take, lines, CELL=CELL, FIRST=FIRST, COUNT=COUNT)
 
     def foretell(self, ends: Sequence[tuple[Held, int, Arena, int, int]]) -> None:
         """Behind the last forward, while the last token is sampled."""
