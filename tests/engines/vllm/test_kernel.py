@@ -36,7 +36,7 @@ def test_the_kernels_equal_their_definitions_in_tritons_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=HUNG_S)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "46 passed" in done.stdout, done.stdout[-4000:]
+    assert "47 passed" in done.stdout, done.stdout[-4000:]
 
 
 def made(function: Any, **fixed: Any) -> Any:
@@ -44,10 +44,11 @@ def made(function: Any, **fixed: Any) -> Any:
     from steerscope.engines.vllm import laying
 
     now: dict[str, Any] = {"COLUMNS": 4, "BLOCK": 2048, "STEER": True, "CAPTURE": True, "RESIDUAL": True, "FEW": True}
+    now["STAGED"] = False
     now |= {"BESIDE_ONE": False, "LAST": True, "LARGE": 3e38, "WATCHED": WATCHED}
     now |= {"ASKER": ASKER, "CELL": CELL, "GROUP": GROUP, "STRIDE": STRIDE, "ENTRIES": ENTRIES}
     now |= {"LAID": LAID, "TAIL": laying.TAIL, "PLACE": laying.PLACE, "BEFORE": laying.BEFORE} | fixed
-    kinds = dict.fromkeys(("delta", "residual", "weight", "normed", "stream", "pool"), "*bf16")
+    kinds = dict.fromkeys(("delta", "residual", "weight", "normed", "stream", "pool", "staged", "stage"), "*bf16")
     kinds |= dict.fromkeys(("vectors", "coefficients", "gates", "laid"), "*fp32") | {"before": "*i1", "epsilon": "fp32"}
     kinds |= dict.fromkeys(("index", "order", "orders", "faults"), "*i32")
     return compiled(function, kinds, {name: now[name] for name in function.arg_names if name in now}, num_warps=8)
@@ -55,11 +56,14 @@ def made(function: Any, **fixed: Any) -> Any:
 
 @compiles
 def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
-    from steerscope.engines.vllm import kernel, laying
+    from steerscope.engines.vllm import keeping, kernel, laying
 
-    for function in (kernel._kernel, kernel._end_kernel, laying._lay_kernel, kernel._norm_kernel):
+    for function in (
+        kernel._kernel, keeping.end_kernel, keeping.gather_kernel, laying._lay_kernel, kernel._norm_kernel,
+    ):  # fmt: skip
         assert ".entry" in made(function).asm["ptx"]
     assert ".entry" in made(kernel._norm_kernel, FEW=False).asm["ptx"]
+    assert ".entry" in made(kernel._norm_kernel, STEER=False, CAPTURE=False, STAGED=True).asm["ptx"]
 
 
 def instructions(kernel: Any, folder: Path) -> list[str]:
@@ -272,15 +276,21 @@ def both_normed(
     given: list,
     steer: bool,
     rows: int = 0,
+    staged: int = 0,
 ) -> list[list]:
     """What the kernel that is a norm too leaves behind, and what the tap and vLLM's norm do one after the other, in
     (normed, stream, pool, faults)."""
+    from steerscope.engines.vllm.keeping import make_stage
     from steerscope.engines.vllm.kernel import _cuda_tap_norm
     from steerscope.engines.vllm.tap import _torch_tap
 
     rest = [tensor.clone() for tensor in given]
     laid = laid_out(rest, rows) if rows else torch.zeros(0)
-    normed, stream = _cuda_tap_norm(delta, residual, weight, 1e-6, beside_one, laid, *rest, steer, True, True)
+    # Of three taps this is the middle one, and the last to run: the others have left their rows, and keep none here.
+    stage = make_stage(3, staged, rest[0]).fill_(9.0)
+    orders = torch.stack([torch.full_like(rest[5], -1), rest[5], torch.full_like(rest[5], -1)])
+    laid_by = laid, stage[1], stage, orders
+    normed, stream = _cuda_tap_norm(delta, residual, weight, 1e-6, beside_one, *laid_by, *rest, steer, True, True)
     rest[1][:, ASKER] %= LAID
     mine, other = copied(delta), [tensor.clone() for tensor in given]
     left = copied(residual)
@@ -304,6 +314,7 @@ def both_normed(
     strided=st.booleans(),
     steer=st.booleans(),
     rows=st.integers(0, 6),
+    staged=st.integers(0, 7),
     few=st.sampled_from([0, 512]),
     seed=st.integers(0, 999),
 )
@@ -316,6 +327,7 @@ def test_any_tokens_through_the_norm(
     strided: bool,
     steer: bool,
     rows: int,
+    staged: int,
     few: int,
     seed: int,
 ) -> None:
@@ -330,12 +342,38 @@ def test_any_tokens_through_the_norm(
     drawn = tables(tokens, hidden, columns, dtype, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_FEW", few)  # more tokens than that go the other way
-        kernel, wanted = both_normed(delta, residual, weight, beside_one, drawn, steer, min(rows, tokens))
+        kernel, wanted = both_normed(delta, residual, weight, beside_one, drawn, steer, min(rows, tokens), staged)
     assert all(close(mine, theirs) for mine, theirs in zip(kernel[:3], wanted[:3], strict=True))
     assert torch.equal(kernel[3], wanted[3])
     assert torch.equal(kernel[4], wanted[4])
     assert torch.equal(delta, before[0])
     assert torch.equal(residual, before[1])
+
+
+@interpreted
+def test_rows_left_on_a_stage_are_where_each_tap_would_have_kept_them() -> None:
+    """Three taps of a step, of which the last brings the rows of all to their cells."""
+    from steerscope.engines.vllm.keeping import make_stage
+    from steerscope.engines.vllm.kernel import _cuda_tap_norm
+    from steerscope.engines.vllm.tap import _torch_tap
+
+    for tokens, rows in ((5, 8), (5, 5), (5, 4)):
+        given_tables = tables(tokens, 16, 1, torch.float32, 3)
+        orders = torch.tensor([[-1, 0, 1, -1, WATCHED - 1], [-1, 1, -1, 0, 0], [-1, -1, WATCHED, 1, -1]]).int()
+        mine, theirs = ([tensor.clone() for tensor in given_tables] for _ in range(2))
+        mine[1][:, STRIDE] = torch.arange(len(mine[1]), dtype=torch.int32) % 3
+        stage = make_stage(3, rows, mine[0])
+        for i, order in enumerate(orders):
+            rng = torch.Generator().manual_seed(i)
+            delta, residual = (torch.randn(tokens, 16, generator=rng) for _ in range(2))
+            mine[5] = theirs[5] = order
+            ready = torch.zeros(0), stage[i], stage, orders
+            blank = mine[0].clone()
+            _cuda_tap_norm(delta, residual, torch.ones(16), 1e-6, False, *ready, *mine, False, True, i == 2)
+            assert torch.equal(mine[0], blank) == (i < 2 and tokens <= rows)
+            _torch_tap(delta, residual, *theirs, False, True)
+        assert torch.equal(mine[0], theirs[0])
+        assert torch.equal(mine[1][:tokens, CELL], given_tables[1][:tokens, CELL] + mine[1][:tokens, STRIDE])
 
 
 @interpreted

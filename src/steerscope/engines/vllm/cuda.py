@@ -133,6 +133,11 @@ class CudaPool:
         self._laying = Laying(vectors, coefficients, orders, before, self.index, requests)
         return self._laying.laid
 
+    def make_stage(self, taps: int, requests: int) -> Tensor:
+        from steerscope.engines.vllm.keeping import make_stage
+
+        return make_stage(taps, requests, self.cells)
+
     def send_index(self, tokens: int, lay: bool = False) -> None:
         if self._laying is not None:
             lay = lay and tokens <= self._laying.rows

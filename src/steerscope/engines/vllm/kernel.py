@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from steerscope.engines.vllm import tap
+from steerscope.engines.vllm.keeping import advance, end_kernel, gather, kept, where
 from steerscope.engines.vllm.laying import BEFORE, PLACE, TAIL
 from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, LAID, STRIDE
 
@@ -88,32 +89,6 @@ def _lost(x, kind):
 
 
 @triton.jit
-def _where(mine, group, order, before, CELL: tl.constexpr):
-    """Whether and where a token of this group is kept: asked for early, since the answers come one after the other."""
-    return tl.load(order + group), tl.load(before + group).to(tl.int32), tl.load(mine + CELL)
-
-
-@triton.jit
-def _kept(early, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED: tl.constexpr):
-    """Write the row of this token, as it was before its ops or as it is after them, if its group captures here; and
-    once more, as it is, if the group is watched here."""
-    if place >= WATCHED - 1:
-        place -= WATCHED
-        tl.store(pool + (token + first_watched) * hidden + at, late, mask=inside)
-    if place >= 0:
-        row = tl.where(was != 0, early, late)
-        tl.store(pool + (cell + place).to(tl.int64) * hidden + at, row, mask=inside)
-
-
-@triton.jit
-def _advance(mine, CELL: tl.constexpr, STRIDE: tl.constexpr):
-    """The last tap of a step moves the token's cell on, to where its next row goes if nobody says otherwise."""
-    stride = tl.load(mine + STRIDE)
-    if stride != 0:
-        tl.store(mine + CELL, tl.load(mine + CELL) + stride)
-
-
-@triton.jit
 def _kernel(
     delta, residual, pool, index, vectors, coefficients, gates, order, before, faults,
     delta_stride, residual_stride, index_width, hidden, first_watched,
@@ -150,18 +125,18 @@ def _kernel(
             late = d
             if RESIDUAL:
                 late = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
-            place, was, cell = _where(mine, group, order, before, CELL)
-            _kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
+            place, was, cell = where(mine, group, order, before, CELL)
+            kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
 
 
 @triton.jit
 def _norm_kernel(
-    delta, residual, weight, normed, stream, laid, pool, index, vectors, coefficients, gates, order, before, faults,
-    laid_rows, delta_stride, residual_stride, index_width, hidden, first_watched, epsilon,
+    delta, residual, weight, normed, stream, laid, staged, pool, index, vectors, coefficients, gates, order, before,
+    faults, laid_rows, delta_stride, residual_stride, index_width, hidden, first_watched, epsilon,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BESIDE_ONE: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
     LAST: tl.constexpr, LARGE: tl.constexpr, ASKER: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr,
     STRIDE: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr, LAID: tl.constexpr, TAIL: tl.constexpr,
-    PLACE: tl.constexpr, BEFORE: tl.constexpr, FEW: tl.constexpr,
+    PLACE: tl.constexpr, BEFORE: tl.constexpr, FEW: tl.constexpr, STAGED: tl.constexpr,
 ):  # fmt: skip
     """The tap, then vLLM's norm: the stream is summed in float32, handed on rounded, and normed unrounded.
 
@@ -192,7 +167,7 @@ def _norm_kernel(
             place = tl.load(ready + hidden + PLACE, mask=near, other=0.0).to(tl.int32)
             was = tl.load(ready + hidden + BEFORE, mask=near, other=0.0).to(tl.int32)
         else:
-            place, was, cell = _where(mine, group, order, before, CELL)
+            place, was, cell = where(mine, group, order, before, CELL)
     h = d
     if STEER:
         h = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
@@ -206,9 +181,11 @@ def _norm_kernel(
                 d = _steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
     x = d.to(tl.float32) + r.to(tl.float32)
     tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
+    if STAGED:
+        tl.store(staged + token * hidden + at, x.to(kind), mask=inside)
     if STEER and CAPTURE and FEW:  # noqa: SIM102 # what is known when it is compiled stands alone
         if lies:  # while the sum is waited for
-            _kept(h, x.to(kind), token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
+            kept(h, x.to(kind), token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
     squares = tl.sum(x * x)
     if STEER:
         large = (busy != 0) & ~(squares < LARGE)  # it may hold what is not finite: this is at hand, the rest is rare
@@ -221,7 +198,7 @@ def _norm_kernel(
                 tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
                 if CAPTURE and FEW:  # noqa: SIM102
                     if lies:
-                        _kept(h, x.to(kind), token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
+                        kept(h, x.to(kind), token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
     y = x * tl.math.rsqrt(squares / hidden + epsilon)
     if BESIDE_ONE:
         y = y * (w.to(tl.float32) + 1.0)
@@ -236,19 +213,14 @@ def _norm_kernel(
         if FEW:
             if not STEER:  # noqa: SIM102
                 if lies:
-                    _kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
+                    kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
             if (group != 0) & ~lies:
-                place, was, cell = _where(mine, group, order, before, CELL)
-                _kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
+                place, was, cell = where(mine, group, order, before, CELL)
+                kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
         else:
-            _kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
-    if LAST and CAPTURE:
-        _advance(mine, CELL, STRIDE)
-
-
-@triton.jit
-def _end_kernel(index, index_width, CELL: tl.constexpr, STRIDE: tl.constexpr):
-    _advance(index + tl.program_id(0).to(tl.int64) * index_width, CELL, STRIDE)
+            kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
+    if LAST and (CAPTURE or STAGED):
+        advance(mine, CELL, STRIDE)
 
 
 def _cuda_tap(
@@ -321,6 +293,9 @@ def _cuda_tap_norm(
     epsilon: float,
     beside_one: bool,
     laid: Tensor,
+    staged: Tensor,
+    stage: Tensor,
+    orders: Tensor,
     pool: Tensor,
     index: Tensor,
     vectors: Tensor,
@@ -335,6 +310,7 @@ def _cuda_tap_norm(
 ) -> tuple[Tensor, Tensor]:
     steer, capture = tap.working(steer, capture)
     tokens, hidden = _checked(delta, residual, index)
+    on_stage = capture and not steer and tokens <= min(_FEW, len(staged))
     normed, stream = (torch.empty(tokens, hidden, dtype=delta.dtype, device=delta.device) for _ in range(2))
     block = triton.next_power_of_2(hidden)
     _norm_kernel[(tokens,)](  # type: ignore[index]
@@ -344,6 +320,7 @@ def _cuda_tap_norm(
         normed,
         stream,
         laid,
+        staged,
         pool,
         index,
         vectors,
@@ -363,7 +340,7 @@ def _cuda_tap_norm(
         BLOCK=block,
         BESIDE_ONE=beside_one,
         STEER=steer,
-        CAPTURE=capture,
+        CAPTURE=capture and not on_stage,
         LAST=last,
         LARGE=min(torch.finfo(delta.dtype).max ** 2, torch.finfo(torch.float32).max),
         ASKER=ASKER,
@@ -377,15 +354,18 @@ def _cuda_tap_norm(
         PLACE=PLACE,
         BEFORE=BEFORE,
         FEW=tokens <= _FEW,
+        STAGED=on_stage,
         num_warps=_warps(block) if tokens <= _FEW else _warps(block // 2),
     )
+    if on_stage and last:
+        gather(stage, pool, index, orders, tokens)
     return normed, stream
 
 
 def _cuda_end(delta: Tensor, index: Tensor, faults: Tensor) -> None:
     del faults
     if tap.working(False, True)[1]:
-        _end_kernel[(delta.shape[0],)](index, index.shape[1], CELL=CELL, STRIDE=STRIDE, num_warps=1)  # type: ignore[index]
+        end_kernel[(delta.shape[0],)](index, index.shape[1], CELL=CELL, STRIDE=STRIDE, num_warps=1)  # type: ignore[index]
 
 
 def register() -> None:

@@ -78,6 +78,10 @@ class Pool(Protocol):
         """Before the first step: where what taps do to tokens is laid ready, tap by tap, if it ever is."""
         ...
 
+    def make_stage(self, taps: int, requests: int) -> Tensor | None:
+        """Before the first step: where taps leave rows until it ends, [taps, rows, hidden], if they ever do."""
+        ...
+
     def send_index(self, tokens: int, lay: bool = False) -> None:
         """The books' index holds from now on: rows [0, tokens), zero beyond. `lay`: the same will be asked
         for again and again."""
@@ -189,6 +193,9 @@ class HostPool:
 
     def lay_out(self, vectors: Tensor, coefficients: Tensor, orders: Tensor, before: Tensor, requests: int) -> None:
         del vectors, coefficients, orders, before, requests  # here a look-up costs nothing beside the rest
+
+    def make_stage(self, taps: int, requests: int) -> None:
+        del taps, requests
 
     def send_index(self, tokens: int, lay: bool = False) -> None:
         del lay

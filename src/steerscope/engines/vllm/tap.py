@@ -23,13 +23,14 @@ library.define(
     "tap(Tensor(a!) delta, Tensor(d!)? residual, Tensor(b!) pool, Tensor index, Tensor vectors, Tensor coefficients, "
     "Tensor gates, Tensor order, Tensor before, Tensor(c!) faults, bool steer, bool capture) -> ()"
 )
-# What the last tap does after it: move the cells on. (That it writes to the index is not said: nobody but taps reads
-# it, and they come one after the other, since all write to the faults.)
+# What the last tap does after it: move the cells on. (That it writes to the index, and others to the stage, is not
+# said: nobody but taps reads them, and they come one after the other, since all write to the faults.)
 library.define("end(Tensor delta, Tensor index, Tensor(a!) faults) -> ()")
 library.define(
     "tap_norm(Tensor delta, Tensor residual, Tensor weight, float epsilon, bool beside_one, Tensor laid, "
-    "Tensor(a!) pool, Tensor index, Tensor vectors, Tensor coefficients, Tensor gates, Tensor order, Tensor before, "
-    "Tensor(b!) faults, bool steer, bool capture, bool last) -> (Tensor, Tensor)"
+    "Tensor staged, Tensor stage, Tensor orders, Tensor(a!) pool, Tensor index, Tensor vectors, Tensor coefficients, "
+    "Tensor gates, Tensor order, Tensor before, Tensor(b!) faults, bool steer, bool capture, bool last) "
+    "-> (Tensor, Tensor)"
 )
 
 
@@ -159,6 +160,8 @@ class Shared:
     gates: Tensor
     before: Tensor  # [groups]: the group captures before steering
     faults: Tensor  # [askers]: 1 where a steered row is not finite; on the CPU, [0]: somebody asks for something
+    stage: Tensor | None = None  # [taps, rows, hidden]: on CUDA, where rows may be left until the step ends
+    orders: Tensor | None = None  # [taps, groups]: of all taps
 
 
 class Tap(nn.Module):
@@ -173,6 +176,9 @@ class Tap(nn.Module):
     coefficients: Tensor
     order: Tensor
     laid: Tensor
+    staged: Tensor
+    stage: Tensor
+    orders: Tensor
 
     def __init__(
         self,
@@ -185,6 +191,7 @@ class Tap(nn.Module):
         last: bool = False,
         laid: Tensor | None = None,  # what is done to tokens, ready, on CUDA
         order: Tensor | None = None,  # [groups]: place of this tap in each, −1: none
+        staged: Tensor | None = None,  # its part of the stage
     ) -> None:
         super().__init__()
         self.steer, self.capture, self.noop = steer, capture, noop
@@ -192,7 +199,8 @@ class Tap(nn.Module):
         order = torch.full_like(shared.before, -1, dtype=torch.int32) if order is None else order
         tensors = {"pool": shared.pool, "index": shared.index, "gates": shared.gates, "before": shared.before}
         tensors["faults"] = shared.faults
-        tensors["laid"] = laid if laid is not None else torch.zeros(0, device=vectors.device)
+        less = {"laid": laid, "staged": staged, "stage": shared.stage, "orders": shared.orders}
+        tensors |= {name: torch.zeros(0, device=vectors.device) if t is None else t for name, t in less.items()}
         tensors |= {"vectors": vectors, "coefficients": coefficients, "order": order}
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
@@ -227,6 +235,9 @@ class Tap(nn.Module):
             norm.variance_epsilon,
             beside_one(norm),
             self.laid,
+            self.staged,
+            self.stage,
+            self.orders,
             *self._tables(),
             self.steer,
             self.capture,

@@ -21,7 +21,7 @@ from steerscope.engines.vllm.askers import Asker
 from steerscope.engines.vllm.delivery import Delivery
 from steerscope.engines.vllm.graphs import Graphs, around
 from steerscope.engines.vllm.guards import check_config, graph_sizes, layer_count, minor_version, plain_norms
-from steerscope.engines.vllm.layers import attach, find_layers, returned
+from steerscope.engines.vllm.layers import attach, find_layers, in_norms, returned
 from steerscope.engines.vllm.pool import clear_faults, least_room, make_pool
 from steerscope.engines.vllm.proof import prove
 from steerscope.engines.vllm.seeds import mend
@@ -60,7 +60,6 @@ class WorkerTaps:
         self.returns = returned(next(iter(found.found.values())).module)
         self.layer_class = type(next(iter(found.found.values())).module).__name__
         self.list_name, self.first_layer = found.name, min(found.found)
-
         from vllm.distributed import get_pp_group, get_tp_group
 
         self.stage, self.writes = get_pp_group().rank_in_group, get_tp_group().rank_in_group == 0
@@ -76,20 +75,22 @@ class WorkerTaps:
         self._owners: dict[int, Asker] = {}  # of those numbers, also after they have left
         self._numbers = deque(range(1, 2 * requests + 2))  # of askers; those given back are used again last
         cells = rows * len(self.keys) if settings.capture else 0
-        self.pool = make_pool(
+        self.pool = pool = make_pool(
             self.device, cells, 2 * requests + 2, self.hidden, self.dtype, self.books.index, settings.pool_bytes, runner
         )
         self.orders = torch.full((len(self.keys), settings.groups), -1, dtype=torch.int32, device=self.device)
         before = torch.zeros(settings.groups, dtype=torch.bool, device=self.device)
-        self._laid = self.pool.lay_out(*table, self.orders, before, requests) if settings.steer else None
+        self._laid = pool.lay_out(*table, self.orders, before, requests) if settings.steer else None
+        norms = not settings.noop and plain_norms(config)
+        self._staged = pool.make_stage(len(self.keys), requests) if norms and in_norms(found, self.keys) else None
         self.delivery = Delivery(self.pool, self.hidden, self.dtype, self.stage, self.writes)
         # As many as can be known at once: those that were preempted are, too.
         self.watching = Watching(self.device, 2 * requests + 1, self.pool.cells, tokens, self.delivery)
         gates = self.watching.monitor.rules.gates
-        self.shared = Shared(self.pool.cells, self.pool.index, gates, before, self.pool.faults)
+        self.shared = Shared(pool.cells, pool.index, gates, before, pool.faults, self._staged, self.orders)
         self.taps = {key: self._tap(key) for key in self.keys}
-        _count_memory(runner, self.device, self.pool.cells, *table, self._laid)
-        attach(found, self.taps, norms=not settings.noop and plain_norms(config))
+        _count_memory(runner, self.device, self.pool.cells, *table, self._laid, self._staged)
+        attach(found, self.taps, norms)
         self.vectors: dict[bytes, dict[Key, np.ndarray]] = {}
         self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "stall_s": 0.0}
         self.graphs, self.lock = Graphs(runner), threading.RLock()  # a client here may ask from another thread
@@ -102,9 +103,10 @@ class WorkerTaps:
         HERE.add(self)
 
     def _tap(self, key: Key) -> Tap:
-        number, asked, laid = self.keys.index(key), self.settings, self._laid
+        number, asked = self.keys.index(key), self.settings
         last = self.device.type == "cuda" and number == len(self.keys) - 1
-        how = asked.steer, asked.capture, asked.noop, last, None if laid is None else laid[number], self.orders[number]
+        laid, staged = (None if part is None else part[number] for part in (self._laid, self._staged))
+        how = asked.steer, asked.capture, asked.noop, last, laid, self.orders[number], staged
         return Tap(self.shared, *self.table.tensors(key), *how)
 
     def _wrap(self, runner: Any) -> None:
