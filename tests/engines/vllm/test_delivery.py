@@ -137,7 +137,7 @@ def test_whoever_has_an_open_page_is_let_go_when_its_text_ends_and_others_with_t
     """A text that has all its rows may be computing one of them again, after it was preempted."""
     taps, pool = WorkerTaps.__new__(WorkerTaps), host_pool()
     taps.books, taps.pool, taps.delivery = Books(4, 1), pool, deliver(regions, pool)
-    taps.watching, taps._numbers = types.SimpleNamespace(release=lambda _: None), deque()
+    taps.watching = taps.faults = types.SimpleNamespace(release=lambda _: None)
     texts = {name: allocate(regions) for name in ("open", "whole", "short")}
     for name, region in texts.items():
         asker = asking(region, name, rows=2, more=0)

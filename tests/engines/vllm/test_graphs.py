@@ -5,12 +5,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from engines.conftest import HAS_VLLM, saved, start_vllm
 from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.vllm import tap
 from steerscope.engines.vllm.graphs import Graphs
 from steerscope.specs import Add, Capture, Sampling
+from steerscope.specs.errors import RequestFailed
 
 
 class Mode(Enum):
@@ -86,4 +88,41 @@ def test_a_step_replays_taps_that_do_what_its_requests_ask(monkeypatch: pytest.M
         for one in done:
             if one.capture is not None:
                 one.capture.close()
+    engine.close()
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+def test_the_first_tap_of_a_step_brings_what_is_asked_unless_the_step_may_be_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before it or with it, rows and texts are the same; a step whose taps never come is no step."""
+    from steerscope.engines.vllm import worker
+
+    engine = start_vllm(saved("llama", "bytes", None, {}), "llama", {"enable_prefix_caching": False})
+    (taps,) = (one for one in worker.HERE if one.runner.vllm_config is engine.aio._llm.vllm_config)
+    assert taps._replayed == 0, "a CPU has no graphs"
+    late: list[int] = []
+    monkeypatch.setattr(worker, "before_first", lambda *args: (late.append(1), tap.before_first(*args)))
+    add = Add(vector=np.ones(engine.facts.hidden, np.float32), scale=0.1, layers="all")
+    prompts, sampling = [TokenPrompt([5, 6, 7]), TokenPrompt([8, 9, 10])], Sampling(max_tokens=4, ignore_eos=True)
+    found = []
+    for most in (0, 3, 1000):
+        taps._replayed = most
+        late.clear()
+        done = engine.generate(prompts, sampling, steer=[add, None], capture=Capture())
+        assert bool(late) == (most < 6)
+        assert len(late) >= 4 or most
+        rows = [torch.stack(list(one.rows.values())) for one in done]
+        found.append(([one.token_ids for one in done], rows))
+        for one in done:
+            one.capture.close()
+    assert found[0][0] == found[1][0] == found[2][0]
+    for i in range(2):
+        assert torch.equal(found[0][1][i], found[1][1][i])
+        assert torch.equal(found[0][1][i], found[2][1][i])
+    taps._replayed = 0
+    monkeypatch.setattr(tap, "come", lambda _: None)
+    with pytest.raises(RequestFailed, match="no tap ran in a step"):
+        engine.generate(prompts, sampling, steer=add)
+    assert not tap._first
     engine.close()

@@ -4,6 +4,8 @@ import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
+
 from steerscope.engines.plan import Facts
 from steerscope.engines.vllm.settings import Settings
 from steerscope.specs.errors import InvalidRequest, Problem, UnsupportedModel
@@ -108,3 +110,9 @@ def plain_norms(config: Any) -> bool:
 
 def graph_sizes(config: Any) -> list[int]:
     return list(config.compilation_config.cudagraph_capture_sizes or [])
+
+
+def count_memory(runner: Any, device: torch.device, *tensors: torch.Tensor | None) -> None:
+    """Older versions size their KV cache by what `load_model` took: what came after it must be added."""
+    if device.type == "cuda" and minor_version() < (0, 32) and hasattr(runner, "model_memory_usage"):
+        runner.model_memory_usage += sum(tensor.nbytes for tensor in tensors if tensor is not None)

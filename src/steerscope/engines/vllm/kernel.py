@@ -237,6 +237,7 @@ def _cuda_tap(
     steer: bool,
     capture: bool,
 ) -> None:
+    tap.come(index)
     steer, capture = tap.working(steer, capture)
     if not (steer or capture):
         return
@@ -308,6 +309,7 @@ def _cuda_tap_norm(
     capture: bool,
     last: bool,
 ) -> tuple[Tensor, Tensor]:
+    tap.come(index)
     steer, capture = tap.working(steer, capture)
     tokens, hidden = _checked(delta, residual, index)
     on_stage = capture and not steer and tokens <= min(_FEW, len(staged))

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from steerscope.engines.vllm.askers import Asker
+from steerscope.engines.vllm.guards import graph_sizes
+from steerscope.engines.vllm.tap import before_first, nobody_came
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn
 from steerscope.residual.table import Column, Key
 from steerscope.specs.errors import UnsupportedModel
@@ -41,6 +43,20 @@ def prove(taps: "WorkerTaps", dummy_run: Callable[..., Any]) -> None:
         if not any(_try(taps, dummy_run, batch) for _ in range(_TRIES)):
             log.warning("vLLM's dummy batches are not finite: the taps were not tried in the worker")
     taps.shared.faults[1:] = 0
+
+
+@torch.inference_mode()
+def replayed(taps: "WorkerTaps", dummy_run: Callable[..., Any], most: int) -> int:
+    """Forwards of more tokens than this call their taps one by one, as one of them shows; `most`: none does."""
+    largest, seen = max(graph_sizes(taps.runner.vllm_config), default=0), list[bool]()
+    if largest >= most or not taps.keys:
+        return most
+    before_first(taps.pool.index, lambda: seen.append(True))
+    try:
+        dummy_run(max(2, largest + 1))
+    finally:
+        nobody_came(taps.pool.index)
+    return largest if seen else most
 
 
 def _try(taps: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bool]) -> bool:

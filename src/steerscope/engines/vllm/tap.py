@@ -8,7 +8,7 @@ costs more than what it does, so where the model's next step is an RMS norm over
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -71,6 +71,26 @@ def working(steer: bool, capture: bool) -> tuple[bool, bool]:
     return steer and _working[0], capture and _working[1]
 
 
+_first: dict[int, Callable[[], None]] = {}  # by the address of an index
+
+
+def before_first(index: Tensor, work: Callable[[], None]) -> None:
+    """Whichever tap of the forward that follows comes first does this before it reads the index: the device then has
+    the layers before it to work on. Only for forwards that are not replayed."""
+    _first[index.data_ptr()] = work
+
+
+def nobody_came(index: Tensor) -> bool:
+    """Whether that was never done, and never will be."""
+    return _first.pop(index.data_ptr(), None) is not None
+
+
+def come(index: Tensor) -> None:
+    """A tap is about to read this index."""
+    if _first and (work := _first.pop(index.data_ptr(), None)):
+        work()
+
+
 def _torch_tap(
     delta: Tensor,
     residual: Tensor | None,
@@ -87,6 +107,7 @@ def _torch_tap(
 ) -> None:
     if delta.ndim != 2 or delta.shape[0] > index.shape[0]:
         raise ValueError(f"a tap met {tuple(delta.shape)}, it takes [tokens ≤ {index.shape[0]}, hidden]")
+    come(index)
     if not faults[0]:
         return
     first_watched = pool.shape[0] - index.shape[0]

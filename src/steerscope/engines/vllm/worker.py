@@ -9,9 +9,8 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -19,18 +18,19 @@ import torch
 from steerscope.capture.transport import STAGES
 from steerscope.engines.vllm.askers import Asker
 from steerscope.engines.vllm.delivery import Delivery
+from steerscope.engines.vllm.faults import Faults
 from steerscope.engines.vllm.graphs import Graphs, around
-from steerscope.engines.vllm.guards import check_config, graph_sizes, layer_count, minor_version, plain_norms
+from steerscope.engines.vllm.guards import check_config, count_memory, graph_sizes, layer_count, plain_norms
 from steerscope.engines.vllm.layers import attach, find_layers, in_norms, returned
 from steerscope.engines.vllm.pool import clear_faults, least_room, make_pool
-from steerscope.engines.vllm.proof import prove
+from steerscope.engines.vllm.proof import prove, replayed
 from steerscope.engines.vllm.seeds import mend
 from steerscope.engines.vllm.settings import NAME, Settings
 from steerscope.engines.vllm.steady import Filled
 from steerscope.engines.vllm.step import Books
-from steerscope.engines.vllm.tap import Shared, Tap
+from steerscope.engines.vllm.tap import Shared, Tap, before_first, nobody_came
 from steerscope.engines.vllm.watching import Group, Watching, groups_of, places_of
-from steerscope.engines.vllm.wire import OVERFLOW, Recent, Wire, waits
+from steerscope.engines.vllm.wire import OVERFLOW, Wire, waits
 from steerscope.residual.table import Key, Slots, SlotTable
 from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 log = logging.getLogger("steerscope")
-_LOOKING = 16
 NOTHING = Filled()
 HERE: "weakref.WeakSet[WorkerTaps]" = weakref.WeakSet()  # those of this process
 
@@ -72,8 +71,6 @@ class WorkerTaps:
         self.table = SlotTable(self.hidden, settings.slots, self.device)
         table = self.table.reserve(self.keys)
         self.groups = Slots(settings.groups, "capture group")
-        self._owners: dict[int, Asker] = {}  # of those numbers, also after they have left
-        self._numbers = deque(range(1, 2 * requests + 2))  # of askers; those given back are used again last
         cells = rows * len(self.keys) if settings.capture else 0
         self.pool = pool = make_pool(
             self.device, cells, 2 * requests + 2, self.hidden, self.dtype, self.books.index, settings.pool_bytes, runner
@@ -84,20 +81,20 @@ class WorkerTaps:
         norms = not settings.noop and plain_norms(config)
         self._staged = pool.make_stage(len(self.keys), requests) if norms and in_norms(found, self.keys) else None
         self.delivery = Delivery(self.pool, self.hidden, self.dtype, self.stage, self.writes)
+        self.faults = Faults(requests, self.pool, self.books, self.delivery)
         # As many as can be known at once: those that were preempted are, too.
         self.watching = Watching(self.device, 2 * requests + 1, self.pool.cells, tokens, self.delivery)
         gates = self.watching.monitor.rules.gates
         self.shared = Shared(pool.cells, pool.index, gates, before, pool.faults, self._staged, self.orders)
         self.taps = {key: self._tap(key) for key in self.keys}
-        _count_memory(runner, self.device, self.pool.cells, *table, self._laid, self._staged)
+        count_memory(runner, self.device, self.pool.cells, *table, self._laid, self._staged)
         attach(found, self.taps, norms)
         self.vectors: dict[bytes, dict[Key, np.ndarray]] = {}
         self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "stall_s": 0.0}
         self.graphs, self.lock = Graphs(runner), threading.RLock()  # a client here may ask from another thread
         self._share = functools.lru_cache(maxsize=256)(self._share_of)  # requests ask alike
-        self._filled, self._tokens = NOTHING, 0  # of the step
-        self._spoilt = Recent()  # steering that left the numbers
-        self._looking = 0  # steps in which steered rows may still be found not to be finite
+        self._filled, self._output, self._later = NOTHING, cast("SchedulerOutput", None), list[Any]()  # of the step
+        self._replayed = tokens  # steps of no more than so many may be CUDA graphs, in which nobody can do anything
         self._wrap(runner)
         around(worker, "compile_or_warm_up_model", self._after_warm_up)
         HERE.add(self)
@@ -129,16 +126,18 @@ class WorkerTaps:
             self.counts["steps"] += 1
             for name in output.finished_req_ids:
                 self._forget(name)
-            fresh, later = output.scheduled_new_reqs, []
-            if fresh:
-                later = self._admit_all(fresh, output.num_scheduled_tokens)
-            self._filled, self._tokens = NOTHING, output.total_num_scheduled_tokens
-            result = run(output, *args, **kwargs)
+            self._filled, self._output, self._later = NOTHING, output, []
+            try:
+                result = run(output, *args, **kwargs)
+            finally:
+                missed = nobody_came(self.pool.index)
+            if missed:
+                raise RuntimeError("no tap ran in a step, though one did before: its rows would be wrong")
             if self._filled.looks is not None:
                 self.watching.read(self._filled.looks)
             self._collect(self._filled)
-            if later:
-                self._admit_all(later)  # while the device works
+            if self._later:
+                self._admit_all(self._later)  # while the device works
             if not output.total_num_scheduled_tokens:  # nobody runs any more: no later step will bring the rows out
                 self.pool.drain()
             return result
@@ -165,14 +164,26 @@ class WorkerTaps:
     def _after_warm_up(self, run: Callable) -> Any:
         result = run()
         prove(self, self._dummy_run)
+        self._replayed = replayed(self, self._dummy_run, self._replayed)
         return result
 
     def _stage(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
+        """While the device reads its inputs, or begins with the first layer."""
+        tokens, work = self._output.total_num_scheduled_tokens, functools.partial(self._ask, names, starts, computed)
+        if tokens > self._replayed:
+            before_first(self.pool.index, work)
+        else:
+            work()
+        self.pool.pump(tokens)  # beside the forward: its inputs, which come over the same bus, are there
+
+    def _ask(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
+        """What the taps are to do in this step."""
+        if fresh := self._output.scheduled_new_reqs:
+            self._later = self._admit_all(fresh, self._output.num_scheduled_tokens)
         if self.books.resting or (not self.books.askers and self.books.clean):
             self.graphs.use()
         else:
             self._fill(names, starts, computed)
-        self.pool.pump(self._tokens)  # beside the forward: its inputs, which come over the same bus, are there
 
     def _fill(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
         bring_out = self.delivery.bring_out
@@ -211,21 +222,7 @@ class WorkerTaps:
     def _collect(self, filled: Filled) -> None:
         if filled.slices:
             self.delivery.bring_out(filled.slices)
-        if filled.steers:
-            self._looking = _LOOKING
-        if self._looking:
-            self._looking -= 1
-            self._note_faults(self.pool.faulty())
-
-    def _note_faults(self, numbers: list[int]) -> None:
-        for number in numbers:
-            asker = self._owners.get(number)
-            if asker is not None and asker.failed is None:
-                self._spoilt.add(asker.wire.steering)
-                self.delivery.fail(asker, OVERFLOW)
-                for other in self.books.askers.values():  # they may have read what it left in the prefix cache
-                    if other.cached and other.failed is None and other.wire.steering == asker.wire.steering:
-                        self.delivery.fail(other, OVERFLOW)
+        self.faults.look(filled.steers)
 
     # --- requests
 
@@ -257,13 +254,12 @@ class WorkerTaps:
                 known = self.table.lease(column.vectors, column.strengths)
                 asker.leases.append(known or self.table.acquire(column.placed(self.vectors, self.taps, self.hidden)))
             if wire.columns:
-                asker.number = self._numbers.popleft()
-                self._owners[asker.number] = asker
+                self.faults.give(asker)
             if asker.wire.capture or asker.wire.watch:
                 self._join_groups(asker)
         except Exception as error:
             self.delivery.fail(asker, f"{type(error).__name__}: {error}")
-        if asker.cached and wire.columns and wire.steering in self._spoilt:
+        if self.faults.inherited(asker):
             self.delivery.fail(asker, OVERFLOW)
         asker.wire = asker.wire.without_content()
         self.books.admit(new.req_id, asker)
@@ -304,9 +300,7 @@ class WorkerTaps:
             self.groups.release(asker.groups.pop())
         asker.group = 0
         self.watching.release(asker)
-        if asker.number:
-            self._numbers.append(asker.number)
-            asker.number = 0
+        self.faults.release(asker)
 
     def _forget(self, name: str) -> None:
         asker, rows = self.books.forget(name)
@@ -353,7 +347,7 @@ class WorkerTaps:
         more, rows are brought out, reductions completed."""
         self.delivery.hold(names := {name for name, *_ in requests})
         if any(steers for *_, steers in requests):
-            self._note_faults(self.pool.faulty(wait=True))
+            self.faults.look_now()
         known = self.books.called(names)
         for key, asker in known:
             if not asker.complete or asker.page is not None or asker.watched is not None:
@@ -392,9 +386,3 @@ class WorkerTaps:
     def stats(self) -> dict[str, float]:
         now = {"slots_in_use": self.table.in_use, "askers": len(self.books.askers), "packs": len(self.watching.monitor)}
         return {**self.counts, **self.watching.counts, **self.delivery.counts, **self.pool.stats(), **now}
-
-
-def _count_memory(runner: Any, device: torch.device, *tensors: torch.Tensor | None) -> None:
-    """Older versions size their KV cache by what `load_model` took: what came after it must be added."""
-    if device.type == "cuda" and minor_version() < (0, 32) and hasattr(runner, "model_memory_usage"):
-        runner.model_memory_usage += sum(tensor.nbytes for tensor in tensors if tensor is not None)
