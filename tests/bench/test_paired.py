@@ -174,13 +174,12 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     assert "| tiny, 2 × (6 + 4) | nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | 6 |" in shapes(tmp_path)
     assert "| tiny, 2 × (6 + 4) | cap, likewise | — | — |" in shapes(tmp_path)
     assert "| `WorkerTaps._stage` | 12.3 | 1 |" in hooks(tmp_path)
-    assert steps(tmp_path) == "*No figures yet.*"
     told = {"baseline": [9.0, 9.0, 9.0, 3.0, 3.0, 3.0, 3.0], "tapped": [1.0, 1.0, 1.0, 3.01, 3.01, 3.5, 3.01]}
     many = {"baseline": [3.0] * 33, "tapped": [3.2] * 33}
     all_told = {"mean": told, "noise": dict.fromkeys(told, [3.0] * 5), "last": many}
     ratio = {"median": 1.002, "interval": [0.99, 1.01]}
     told = {"cells": {name: {"steps_ms": ms, "ratio": ratio} for name, ms in all_told.items()}}
-    (tmp_path / "gpu" / "steps-qwen2.5-3b.json").write_text(json.dumps(told))
+    (tmp_path / "gpu" / "speed-qwen2.5-3b.json").write_text(json.dumps(told))
     assert "| all layers, mean | +0.20 % [-1.00, +1.00] | +10 | +0.5 | +0.5 | 5 |" in steps(tmp_path)
     assert "| +200 | +6.0 | +6.0 | 30 of 30 |" in steps(tmp_path)
     assert "| +0 | +0.0 | +0.0 | none |" in steps(tmp_path)

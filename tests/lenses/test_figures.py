@@ -1,4 +1,4 @@
-"""The committed figures of banks and tiers reached what was asked of them."""
+"""The committed figures of banks, tiers and watched requests reached what was asked of them."""
 
 import json
 from pathlib import Path
@@ -27,6 +27,12 @@ def test_on_a_gpu_rows_take_less_than_this(name: str, rows: int, ms: float) -> N
     found = read(f"gpu/lens-{name}.json")
     assert found["hidden"] == 2560
     assert 1e3 * found["banks"][str(rows)]["bank bf16"]["median"] <= ms
+
+
+def test_in_vllm_267_lenses_cost_at_most_two_percent() -> None:
+    found = read("gpu/speed-qwen2.5-3b.json")["cells"]["watch"]
+    assert found["rounds"] >= 20
+    assert found["ratio"]["interval"][1] <= 1.02
 
 
 def test_warm_tiers_take_less_than_a_millisecond() -> None:

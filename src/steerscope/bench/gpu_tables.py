@@ -7,7 +7,6 @@ from pathlib import Path
 
 _MAIN = "speed-qwen2.5-3b.json"  # the run that has goals
 _EARLIER = "earlier-qwen2.5-3b.json"  # the one before it, on another machine
-_STEPS = "steps-qwen2.5-3b.json"  # one that tells of every step
 _SLOW_MS, _PROMPTS = 0.1, 3  # the first few read prompts
 _MANY = 20  # steps, not to be named
 _AROUND = ("WorkerTaps._around_step", "WorkerTaps._after_inputs", "WorkerTaps._before_forward")  # vLLM's own is in them
@@ -140,13 +139,12 @@ def phases(results: Path) -> str:
 
 def steps(results: Path) -> str:
     """How even the difference is from step to step, while texts are written."""
-    file = results / "gpu" / _STEPS
-    if not file.exists():
+    if not (results / "gpu" / _MAIN).exists():
         return "*No figures yet.*"
     off = f"of it in those {1e3 * _SLOW_MS:.0f} µs off, ms"
     head = f"| more than untouched vLLM | whole round | median step, µs | all steps, ms | {off} | which |"
     lines = [head, "|---" * 6 + "|"]
-    for name, cell in json.loads(file.read_text())["cells"].items():
+    for name, cell in ((name, cell) for name, cell in _main(results)["cells"].items() if "steps_ms" in cell):
         both = zip(cell["steps_ms"]["tapped"], cell["steps_ms"]["baseline"], strict=False)
         more = {i: mine - base for i, (mine, base) in enumerate(both) if i >= _PROMPTS}
         slow = {i: ms for i, ms in more.items() if abs(ms) > _SLOW_MS}

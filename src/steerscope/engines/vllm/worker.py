@@ -1,4 +1,5 @@
-"""In every worker process: buffers and taps once the weights are loaded, the index before each forward, rows after it.
+"""In every worker process: buffers and taps once the weights are loaded, the index before each forward's
+taps, rows after it.
 
 The runner's own methods are wrapped on the instance. Nothing here may stop the engine: what goes wrong with a request
 is written into its counters and kept for the client to read, and the request's rows are void.
