@@ -191,6 +191,8 @@ def test_every_reply_is_on_the_disk_while_the_next_is_awaited(folder: tuple[Path
     assert met[0][0] >= 3  # equal answers share a reply
     ids = [json.loads(line)["id"] for line in lines.read_text().splitlines()]
     assert len(ids) == len(set(ids)) >= len(seen)
+    lines.with_name(".steerscope-0123456789abcdef.json").write_text("")  # of a run that was killed while it wrote
+    assert list(scorer_facts(tmp_path / "run")) == ["judge"]
 
 
 def test_a_rubric_must_show_the_answer_and_must_be_there(tmp_path: Path) -> None:

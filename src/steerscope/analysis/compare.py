@@ -60,7 +60,7 @@ def vector_files(paths: Sequence[Path]) -> list[tuple[Path, bool]]:
         if not path.is_dir() or (path / _CHATSPACE).is_file():
             found.append((path, True))
             continue
-        below = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES]
+        below = [file for file in sorted(path.rglob("[!.]*")) if file.suffix.lower() in SUFFIXES]
         files = [file.parent if file.name == _CHATSPACE else file for file in below if file.name not in _NO_VECTORS]
         if not files:
             remedy = f"known are {', '.join(SUFFIXES)} and chatspace folders"

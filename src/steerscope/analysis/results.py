@@ -46,7 +46,7 @@ class Result:
 def load_results(folder: str | Path) -> dict[str, Result]:
     """Every result in a folder, by kind."""
     folder, found = Path(folder), {}
-    for file in sorted(folder.glob("*.json")):
+    for file in sorted(folder.glob("[!.]*.json")):  # not what is being written
         with reading(file, "result of an analysis"):
             data = json.loads(file.read_text(encoding="utf-8"))
             if not isinstance(data, dict) or data.get("format") != FORMAT:

@@ -104,7 +104,7 @@ def _tell(out: Path, scorer: Scorer, identity: str, before: Row | None, found: S
 def scorer_facts(out: Path) -> dict[str, Row]:
     """What each scorer told, by its name."""
     found = {}
-    for path in sorted((out / "scores").glob("*.json")):
+    for path in sorted((out / "scores").glob("[!.]*.json")):  # not what is being written
         with reading(path, "account of a scorer"):
             found[path.stem] = json.loads(path.read_text(encoding="utf-8"))
     return found

@@ -15,7 +15,8 @@ class VectorFolder(Mapping[str, VectorData]):
     def _files(self) -> dict[str, Path]:
         if not self._folder.is_dir():
             return {}
-        found = sorted(path for path in self._folder.iterdir() if path.suffix.lower() in SUFFIXES)
+        seen = (path for path in self._folder.iterdir() if not path.name.startswith("."))  # those are being written
+        found = sorted(path for path in seen if path.suffix.lower() in SUFFIXES)
         return {path.stem: path for path in found}
 
     def __getitem__(self, name: str) -> VectorData:
