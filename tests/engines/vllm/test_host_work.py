@@ -18,6 +18,7 @@ from engines.conftest import HAS_VLLM, saved, start_vllm
 from engines.test_watching import PACK
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
+from steerscope.engines.vllm.graphs import Graphs
 from steerscope.engines.vllm.layers import attach, find_layers
 from steerscope.engines.vllm.step import ENTRIES
 from steerscope.engines.vllm.tap import Shared, Tap
@@ -93,11 +94,15 @@ def test_calls_of_a_step() -> None:
 def test_the_prompts_of_who_asks_for_later_rows_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for generated tokens alone is met while the device reads its prompt, in one step or in parts; and
     has every row."""
-    from steerscope.engines.vllm.worker import WorkerTaps
+    from steerscope.engines.vllm.worker import HERE
 
     known: list[int] = []
-    inner = WorkerTaps._stage
-    monkeypatch.setattr(WorkerTaps, "_stage", lambda taps, *a: (known.append(len(taps.books.askers)), inner(taps, *a)))
+
+    def use(graphs: Graphs, *_: bool) -> None:
+        """Once in every step, when it is known what its taps are to do."""
+        known.extend(len(taps.books.askers) for taps in HERE if taps.graphs is graphs)
+
+    monkeypatch.setattr(Graphs, "use", use)
     options: dict[str, object] = {"sites": ("resid_post",), "max_num_batched_tokens": 64, "max_batch": 4}
     engine = start_vllm(saved("llama", "bytes", None, {}), "llama", {**options, "enable_prefix_caching": False})
     long, sampling = TokenPrompt([20 + i for i in range(100)]), Sampling(max_tokens=4, ignore_eos=True)

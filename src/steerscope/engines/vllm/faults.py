@@ -19,7 +19,7 @@ class Faults:
         self._owners: dict[int, Asker] = {}  # of flags, also after they have left
         self._numbers = deque(range(1, 2 * requests + 2))  # those given back are used again last
         self._spoilt = Recent()
-        self._looking = 0
+        self.looking = 0  # so many more steps
 
     def give(self, asker: Asker) -> None:
         asker.number = self._numbers.popleft()
@@ -37,9 +37,9 @@ class Faults:
     def look(self, steers: bool) -> None:
         """After a step."""
         if steers:
-            self._looking = _LOOKING
-        if self._looking:
-            self._looking -= 1
+            self.looking = _LOOKING
+        if self.looking:
+            self.looking -= 1
             self._note(self._pool.faulty())
 
     def look_now(self) -> None:

@@ -136,7 +136,8 @@ class WorkerTaps:
                 raise RuntimeError("no tap ran in a step, though one did before: its rows would be wrong")
             if self._filled.looks is not None:
                 self.watching.read(self._filled.looks)
-            self._collect(self._filled)
+            if self._filled is not NOTHING or self.faults.looking:
+                self._collect(self._filled)
             if self._later:
                 self._admit_all(self._later)  # while the device works
             if not output.total_num_scheduled_tokens:  # nobody runs any more: no later step will bring the rows out
@@ -170,21 +171,23 @@ class WorkerTaps:
 
     def _stage(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
         """While the device reads its inputs, or begins with the first layer."""
-        tokens, work = self._output.total_num_scheduled_tokens, functools.partial(self._ask, names, starts, computed)
-        if tokens > self._replayed:
-            before_first(self.pool.index, work)
-        else:
-            work()
-        self.pool.pump(tokens)  # beside the forward: its inputs, which come over the same bus, are there
+        output = self._output
 
-    def _ask(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
-        """What the taps are to do in this step."""
-        if fresh := self._output.scheduled_new_reqs:
-            self._later = self._admit_all(fresh, self._output.num_scheduled_tokens)
-        if self.books.resting or (not self.books.askers and self.books.clean):
-            self.graphs.use()
+        def ask() -> None:
+            """What the taps are to do in this step."""
+            if fresh := output.scheduled_new_reqs:
+                self._later = self._admit_all(fresh, output.num_scheduled_tokens)
+            if self.books.resting or (not self.books.askers and self.books.clean):
+                self.graphs.use()
+            else:
+                self._fill(names, starts, computed)
+
+        if output.total_num_scheduled_tokens > self._replayed:
+            before_first(self.pool.index, ask)
         else:
-            self._fill(names, starts, computed)
+            ask()
+        # Beside the forward: its inputs, which come over the same bus, are there.
+        self.pool.pump(output.total_num_scheduled_tokens)
 
     def _fill(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
         bring_out = self.delivery.bring_out
