@@ -144,7 +144,9 @@ def steps(results: Path) -> str:
     off = f"of it in those {1e3 * _SLOW_MS:.0f} µs off, ms"
     head = f"| more than untouched vLLM | whole round | median step, µs | all steps, ms | {off} | which |"
     lines = [head, "|---" * 6 + "|"]
-    for name, cell in ((name, cell) for name, cell in _main(results)["cells"].items() if "steps_ms" in cell):
+    for name, cell in _main(results)["cells"].items():
+        if "steps_ms" not in cell:
+            continue
         both = zip(cell["steps_ms"]["tapped"], cell["steps_ms"]["baseline"], strict=False)
         more = {i: mine - base for i, (mine, base) in enumerate(both) if i >= _PROMPTS}
         slow = {i: ms for i, ms in more.items() if abs(ms) > _SLOW_MS}

@@ -11,6 +11,7 @@ from engines.conftest import HAS_VLLM, saved, start_vllm
 from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.vllm import tap
 from steerscope.engines.vllm.graphs import Graphs
+from steerscope.engines.vllm.proof import replayed
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.errors import RequestFailed
 
@@ -89,6 +90,26 @@ def test_a_step_replays_taps_that_do_what_its_requests_ask(monkeypatch: pytest.M
             if one.capture is not None:
                 one.capture.close()
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "comes", "wanted"), [([1, 8], True, 8), ([], True, 0), ([1, 8], False, 64), ([1, 64], True, 64)]
+)
+def test_what_is_asked_comes_late_only_where_a_dummy_batch_has_shown_that_taps_are_called(sizes, comes, wanted):
+    index, ran = torch.zeros(1), []
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes))
+    taps = SimpleNamespace(
+        runner=SimpleNamespace(vllm_config=config), keys=[(0, "resid_post")], pool=SimpleNamespace(index=index)
+    )
+
+    def dummy_run(tokens: int) -> None:
+        ran.append(tokens)
+        if comes:
+            tap.come(index)
+
+    assert replayed(taps, dummy_run, 64) == wanted  # type: ignore[arg-type]
+    assert ran == ([] if sizes == [1, 64] else [max(2, max(sizes, default=0) + 1)])
+    assert not tap._first
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
