@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from steerscope.bench.one import write
-from steerscope.engines.vllm import kernel
 from steerscope.engines.vllm.keeping import make_stage
 from steerscope.engines.vllm.laying import Laying
+from steerscope.engines.vllm.norming import cuda_tap_norm
 from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, LAID, PAGE, STRIDE
 from steerscope.residual.equation import NOTHING
 from steerscope.specs import Ablate, Add
@@ -76,7 +76,7 @@ class Layers:
         for i in range(self.layers):
             tables = (self.pool, self.index, self.vectors[i], self.coefficients[i], self.gates, self.orders[i],
                       self.before, self.faults)  # fmt: skip
-            normed, stream = kernel._cuda_tap_norm(
+            normed, stream = cuda_tap_norm(
                 delta, stream, self.norm[i], 1e-6, False, self.laying.laid[i], self.stage[i] if staged else self.bare,
                 self.stage, self.orders, *tables, *taps, staged and i == self.layers - 1,
             )  # fmt: skip

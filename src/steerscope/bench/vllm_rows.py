@@ -30,6 +30,7 @@ from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering
 
 COSINE = 0.999  # of every row with transformers' in the same dtype
 FLOOR = {"cuda": 4e-3, "cpu": 1e-4}  # relative L2 that any row may be off: float32 on CUDA means TF32 in attention
+MEAN = 1e-5  # relative L2 that a mean may be off
 ROUNDING = 1.5  # a row may be so many times further from float32 than the worst of transformers in the same dtype
 
 
@@ -128,6 +129,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     result["mistakes_would_be"] = negative_controls(together[plain], addends, wanted, engine.facts.layers)
     result["alone"] = alone(engine, prompts, samplings, steers, capture, together)
     result["reduced"] = reduced(engine, prompts, samplings, steers, together)
+    result["long_means"] = long_means(engine, rng)
     result["stats"] = engine.stats()
     if args.rows_out:
         few = {
@@ -162,15 +164,29 @@ def alone(
 
 def reduced(engine: SyncEngine, prompts: list, samplings: list, steers: list, together: list) -> dict[str, float]:
     """Means made on the device against the mean of the rows, where the tokens are the same."""
-    far, compared = 0.0, 0
+    before = engine.stats()["worker_summed"]
     done = engine.generate(prompts, samplings, steer=steers, capture=Capture(reduce="mean"))
+    far, compared = 0.0, 0
     for mean, full in zip(done, together, strict=True):
         if mean.token_ids == full.token_ids:
             compared += 1
             for layer in range(engine.facts.layers):
                 wanted = full.rows[layer].double().mean(0)
                 far = max(far, float((mean.rows[layer].double().view(-1) - wanted).norm() / wanted.norm()))
-    return {"compared": compared, "relative_l2": far}
+    return {"compared": compared, "relative_l2": far, "summed": engine.stats()["worker_summed"] - before}
+
+
+def long_means(engine: SyncEngine, rng: np.random.Generator) -> dict[str, float]:
+    """The same of long prompts, more than one step takes, of which nobody is steered: taps sum their rows."""
+    sizes = [700, 64, 130, 512, 333, 90, 620, 3]
+    prompts = [TokenPrompt(rng.integers(2, min(engine.facts.vocab, 30000), size).tolist()) for size in sizes]
+    samplings, nobody = [Sampling(max_tokens=5 + i, ignore_eos=True) for i in range(len(sizes))], [Steering()] * 8
+    together = engine.generate(prompts, samplings, capture=Capture())
+    found = reduced(engine, prompts, samplings, nobody, together)
+    for one in together:
+        assert one.capture is not None
+        one.capture.close()
+    return found
 
 
 def like_earlier(earlier: dict[str, Any], together: list) -> dict[str, float]:
@@ -210,6 +226,8 @@ def main() -> None:
     limit = max(ROUNDING * far["transformers_float32"], FLOOR[args.device])
     result["holds"] = far["float32"] <= limit and result["cosine"] >= COSINE
     result["holds"] &= min(result["mistakes_would_be"].values()) > 2 * limit
+    result["holds"] &= max(result[name]["relative_l2"] for name in ("reduced", "long_means")) <= MEAN
+    result["holds"] &= bool(result["long_means"]["summed"]) == result["taps"][0]["sums"]
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({k: v for k, v in result.items() if k not in ("taps",)}))  # noqa: T201
     gc.collect()

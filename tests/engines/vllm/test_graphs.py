@@ -31,9 +31,9 @@ def capture(found: SimpleNamespace) -> int:
     manager = found.cudagraph_manager
     for mode, names in manager._capture_descs.items():
         for name in names:
-            found.captured.append((name, tap.working(True, True)))
+            found.captured.append((name, tap._working[:2]))
             if mode is Mode.FULL:
-                manager.graphs[name] = tap.working(True, True)
+                manager.graphs[name] = tap._working[:2]
     return 10
 
 
@@ -55,7 +55,7 @@ def test_a_capture_that_fails_leaves_the_switches_as_they_were():
     turns = iter([lambda: capture(found), lambda: (_ for _ in ()).throw(MemoryError)])
     with pytest.raises(MemoryError):
         Graphs(found).capture(lambda: next(turns)())
-    assert tap.working(True, True) == (True, True)
+    assert tap._working == tap.Doing(True, True)
     assert set(found.cudagraph_manager._capture_descs) == set(Mode)
 
 
@@ -99,8 +99,9 @@ def test_what_is_asked_comes_late_only_where_a_dummy_batch_has_shown_that_taps_a
     index, ran = torch.zeros(1), []
     config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes))
     taps = SimpleNamespace(
-        runner=SimpleNamespace(vllm_config=config), keys=[(0, "resid_post")], pool=SimpleNamespace(index=index)
-    )
+        runner=SimpleNamespace(vllm_config=config), keys=[(0, "resid_post")], pool=SimpleNamespace(index=index),
+        device=index.device,
+    )  # fmt: skip
 
     def dummy_run(tokens: int) -> None:
         ran.append(tokens)
@@ -109,7 +110,7 @@ def test_what_is_asked_comes_late_only_where_a_dummy_batch_has_shown_that_taps_a
 
     assert replayed(taps, dummy_run, 64) == wanted  # type: ignore[arg-type]
     assert ran == ([] if sizes == [1, 64] else [max(2, max(sizes, default=0) + 1)])
-    assert not tap._first
+    assert not tap._steps
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
@@ -142,8 +143,8 @@ def test_the_first_tap_of_a_step_brings_what_is_asked_unless_the_step_may_be_rep
         assert torch.equal(found[0][1][i], found[1][1][i])
         assert torch.equal(found[0][1][i], found[2][1][i])
     taps._replayed = 0
-    monkeypatch.setattr(tap, "come", lambda _: None)
+    monkeypatch.setattr(tap, "come", lambda _: tap.Doing())
     with pytest.raises(RequestFailed, match="no tap ran in a step"):
         engine.generate(prompts, sampling, steer=add)
-    assert not tap._first
+    assert not tap._steps
     engine.close()

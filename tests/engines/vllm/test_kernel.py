@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from gpu_code import compiled
 from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, LAID, STRIDE
+from steerscope.engines.vllm.summing import LINE, ROWS
 from steerscope.engines.vllm.tap import WATCHED
 from waiting import HUNG_S
 
@@ -30,7 +31,7 @@ NAN, INF = float("nan"), float("inf")
 def test_the_kernels_equal_their_definitions_in_tritons_interpreter() -> None:
     """Runs the tests below, and those of the kernels for readings, reductions and lenses."""
     here, root = Path(__file__), Path(__file__).parents[3]
-    files = [str(here.with_name(f"test_{name}.py")) for name in ("kernel", "readout", "reducing")]
+    files = [str(here.with_name(f"test_{name}.py")) for name in ("kernel", "readout", "reducing", "summing")]
     files.append(str(root / "tests" / "lenses" / "test_fused.py"))
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -43,27 +44,27 @@ def made(function: Any, **fixed: Any) -> Any:
     """As an engine launches it."""
     from steerscope.engines.vllm import laying
 
-    now: dict[str, Any] = {"COLUMNS": 4, "BLOCK": 2048, "STEER": True, "CAPTURE": True, "RESIDUAL": True, "FEW": True}
-    now["STAGED"] = False
+    now: dict[str, Any] = {"COLUMNS": 4, "BLOCK": 2048, "STEER": True, "CAPTURE": True, "RESIDUAL": True}
+    now |= {"STAGED": False, "LINE": LINE, "ROWS": ROWS, "SPAN": 2, "TILE": 2}
     now |= {"BESIDE_ONE": False, "LAST": True, "LARGE": 3e38, "WATCHED": WATCHED}
     now |= {"ASKER": ASKER, "CELL": CELL, "GROUP": GROUP, "STRIDE": STRIDE, "ENTRIES": ENTRIES}
     now |= {"LAID": LAID, "TAIL": laying.TAIL, "PLACE": laying.PLACE, "BEFORE": laying.BEFORE} | fixed
     kinds = dict.fromkeys(("delta", "residual", "weight", "normed", "stream", "pool", "staged", "stage"), "*bf16")
     kinds |= dict.fromkeys(("vectors", "coefficients", "gates", "laid"), "*fp32") | {"before": "*i1", "epsilon": "fp32"}
-    kinds |= dict.fromkeys(("index", "order", "orders", "faults"), "*i32")
+    kinds |= dict.fromkeys(("index", "order", "orders", "faults", "runs"), "*i32")
     return compiled(function, kinds, {name: now[name] for name in function.arg_names if name in now}, num_warps=8)
 
 
 @compiles
 def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
-    from steerscope.engines.vllm import keeping, kernel, laying
+    from steerscope.engines.vllm import keeping, kernel, laying, norming
 
     for function in (
-        kernel._kernel, keeping.end_kernel, keeping.gather_kernel, laying._lay_kernel, kernel._norm_kernel,
+        kernel._kernel, keeping.end_kernel, keeping.gather_kernel, laying._lay_kernel, norming.few_kernel,
+        norming.many_kernel, norming.sum_kernel,
     ):  # fmt: skip
         assert ".entry" in made(function).asm["ptx"]
-    assert ".entry" in made(kernel._norm_kernel, FEW=False).asm["ptx"]
-    assert ".entry" in made(kernel._norm_kernel, STEER=False, CAPTURE=False, STAGED=True).asm["ptx"]
+    assert ".entry" in made(norming.few_kernel, STEER=False, CAPTURE=False, STAGED=True).asm["ptx"]
 
 
 def instructions(kernel: Any, folder: Path) -> list[str]:
@@ -81,11 +82,11 @@ def test_no_read_of_a_decoding_step_waits_for_another(tmp_path: Path, steer: boo
     """Which tables are read is a matter of a microsecond in every layer: where the compiler puts a use of one answer
     before the next question, the memory's time is paid twice. `most` are the wide reads that are asked for so: the
     stream, its change, what lies ready; and the weights, which without steering may come later."""
-    from steerscope.engines.vllm import kernel
+    from steerscope.engines.vllm import norming
 
     asked: set[int] = set()  # registers that wait for an answer
     wide = 0
-    for line in instructions(made(kernel._norm_kernel, STEER=steer), tmp_path):
+    for line in instructions(made(norming.few_kernel, STEER=steer), tmp_path):
         used = {int(number) for number in re.findall(r"\bR(\d+)", line)}
         read = re.search(r"LDG\S* R(\d+), \S*\[R(\d+)", line)
         if re.search(r"\b(BRA|BAR)\b", line) or (read is None and asked & used):
@@ -281,7 +282,7 @@ def both_normed(
     """What the kernel that is a norm too leaves behind, and what the tap and vLLM's norm do one after the other, in
     (normed, stream, pool, faults)."""
     from steerscope.engines.vllm.keeping import make_stage
-    from steerscope.engines.vllm.kernel import _cuda_tap_norm
+    from steerscope.engines.vllm.norming import cuda_tap_norm
     from steerscope.engines.vllm.tap import _torch_tap
 
     rest = [tensor.clone() for tensor in given]
@@ -290,7 +291,7 @@ def both_normed(
     stage = make_stage(3, staged, rest[0]).fill_(9.0)
     orders = torch.stack([torch.full_like(rest[5], -1), rest[5], torch.full_like(rest[5], -1)])
     laid_by = laid, stage[1], stage, orders
-    normed, stream = _cuda_tap_norm(delta, residual, weight, 1e-6, beside_one, *laid_by, *rest, steer, True, True)
+    normed, stream = cuda_tap_norm(delta, residual, weight, 1e-6, beside_one, *laid_by, *rest, steer, True, True)
     rest[1][:, ASKER] %= LAID
     mine, other = copied(delta), [tensor.clone() for tensor in given]
     left = copied(residual)
@@ -331,7 +332,7 @@ def test_any_tokens_through_the_norm(
     few: int,
     seed: int,
 ) -> None:
-    from steerscope.engines.vllm import kernel as kernels
+    from steerscope.engines.vllm import norming
 
     rng = torch.Generator().manual_seed(seed + 2)
     delta, residual = (torch.randn(tokens, 2 * hidden, generator=rng).to(dtype)[:, :hidden] for _ in range(2))
@@ -341,7 +342,7 @@ def test_any_tokens_through_the_norm(
     before = copied(delta), copied(residual)
     drawn = tables(tokens, hidden, columns, dtype, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_FEW", few)  # more tokens than that go the other way
+        patch.setattr(norming, "FEW", few)  # more tokens than that go the other way
         kernel, wanted = both_normed(delta, residual, weight, beside_one, drawn, steer, min(rows, tokens), staged)
     assert all(close(mine, theirs) for mine, theirs in zip(kernel[:3], wanted[:3], strict=True))
     assert torch.equal(kernel[3], wanted[3])
@@ -354,7 +355,7 @@ def test_any_tokens_through_the_norm(
 def test_rows_left_on_a_stage_are_where_each_tap_would_have_kept_them() -> None:
     """Three taps of a step, of which the last brings the rows of all to their cells."""
     from steerscope.engines.vllm.keeping import make_stage
-    from steerscope.engines.vllm.kernel import _cuda_tap_norm
+    from steerscope.engines.vllm.norming import cuda_tap_norm
     from steerscope.engines.vllm.tap import _torch_tap
 
     for tokens, rows in ((5, 8), (5, 5), (5, 4)):
@@ -369,7 +370,7 @@ def test_rows_left_on_a_stage_are_where_each_tap_would_have_kept_them() -> None:
             mine[5] = theirs[5] = order
             ready = torch.zeros(0), stage[i], stage, orders
             blank = mine[0].clone()
-            _cuda_tap_norm(delta, residual, torch.ones(16), 1e-6, False, *ready, *mine, False, True, i == 2)
+            cuda_tap_norm(delta, residual, torch.ones(16), 1e-6, False, *ready, *mine, False, True, i == 2)
             assert torch.equal(mine[0], blank) == (i < 2 and tokens <= rows)
             _torch_tap(delta, residual, *theirs, False, True)
         assert torch.equal(mine[0], theirs[0])

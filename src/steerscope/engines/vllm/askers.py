@@ -104,7 +104,8 @@ class Slice:
     cell: int
     reached: int  # captured rows that are there when this slice is
     size: int  # cells that are free when it has left; none: their page is still being written
-    before: int = 0  # so many of these lie before it: they were sent earlier
+    before: int = 0  # so many of these lie before it: rows that were sent earlier, or sums
+    summed: int = 0  # so many of its rows, the first ones, are not there, but in these sums; the cells are the others'
 
     @property
     def room(self) -> tuple[int, int]:
@@ -112,11 +113,11 @@ class Slice:
         return self.cell - self.before, self.size
 
 
-def sliced(asker: Asker, start: int, stop: int, cell: int, size: int, before: int = 0) -> Slice:
+def sliced(asker: Asker, start: int, stop: int, cell: int, size: int, before: int = 0, summed: int = 0) -> Slice:
     """Rows of it that are on their way from now on."""
     assert asker.wire.capture is not None
     asker.moved = max(asker.moved, asker.wire.capture.positions.count(stop))
-    return Slice(asker, start, stop, cell, asker.moved, size, before)
+    return Slice(asker, start, stop, cell, asker.moved, size, before, summed)
 
 
 def rest_of(asker: Asker, page: Page, count: int) -> Slice:

@@ -16,7 +16,8 @@ import torch
 
 from steerscope.engines.vllm.askers import Asker
 from steerscope.engines.vllm.guards import graph_sizes
-from steerscope.engines.vllm.tap import before_first, nobody_came
+from steerscope.engines.vllm.summing import FEW, LINE
+from steerscope.engines.vllm.tap import Doing, before_first, over
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn
 from steerscope.residual.table import Column, Key
 from steerscope.specs.errors import UnsupportedModel
@@ -51,12 +52,22 @@ def replayed(taps: "WorkerTaps", dummy_run: Callable[..., Any], most: int) -> in
     largest, seen = max(graph_sizes(taps.runner.vllm_config), default=0), list[bool]()
     if largest >= most or not taps.keys:
         return most
-    before_first(taps.pool.index, lambda: seen.append(True))
-    try:
-        dummy_run(max(2, largest + 1))
-    finally:
-        nobody_came(taps.pool.index)
-    return largest if seen else most
+    runs = torch.zeros(1, LINE, dtype=torch.int32, device=taps.device)
+
+    def run(tokens: int, doing: Doing) -> None:
+        before_first(taps.pool.index, lambda: seen.append(True) or doing)
+        try:
+            dummy_run(tokens)
+        finally:
+            over(taps.pool.index)
+
+    run(max(2, largest + 1), Doing())
+    if not seen:
+        return most
+    if taps.device.type == "cuda" and most > FEW:  # kernels are compiled when they are first needed: now
+        for doing in (Doing(False, False), Doing(False, True), *([Doing(False, True, runs)] if taps.span else [])):
+            run(max(largest, FEW) + 1, doing)
+    return largest
 
 
 def _try(taps: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bool]) -> bool:

@@ -24,7 +24,11 @@ class Reductions(Protocol):
         ...
 
     def push(self, parts: Sequence[tuple[Any, Slice]]) -> None:
-        """Take rows in; their cells may be used again by whatever is queued from now on."""
+        """Take rows in; their cells may be used again behind the next `join`."""
+        ...
+
+    def join(self) -> None:
+        """The next forward comes behind whatever was pushed: it may write to those cells."""
         ...
 
     def foretell(self, ends: Sequence[tuple[Any, int, Arena, int, int]]) -> None:
@@ -61,6 +65,8 @@ class HostReductions:
             count, width = part.stop - part.start, part.asker.width
             rows = self._cells[part.cell : part.cell + count * width].view(count, width, -1)
             held.push(range(part.start, part.stop), rows)
+
+    def join(self) -> None: ...
 
     def foretell(self, ends: Sequence[tuple[HeldBack, int, Arena, int, int]]) -> None:
         for held, counted, arena, place, counter in ends:

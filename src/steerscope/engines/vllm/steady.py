@@ -18,9 +18,11 @@ class Filled:
     failed: list[Asker] = field(default_factory=list)  # found out in this step
     looks: Looks | None = None  # rows that lenses read
     recomputed: int = 0  # requests that were preempted and begin again
+    summed: int = 0  # rows that taps sum
     steers: bool = False
     busy: bool = False  # the taps have something to do
     same: bool = False  # the index says what it said in the last step
+    runs: np.ndarray | None = None  # of tokens that taps sum, and of the others
     advance: bool = False  # it does when every token's cell is moved on by its stride
 
 

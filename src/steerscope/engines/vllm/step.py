@@ -16,6 +16,7 @@ import numpy as np
 
 from steerscope.engines.vllm.askers import Asker, Looks, Page, Slice, rest_of, sliced
 from steerscope.engines.vllm.steady import Filled, Steady
+from steerscope.engines.vllm.summing import Prompts, Taken
 from steerscope.engines.vllm.wire import WireColumn
 from steerscope.specs.errors import CapacityExceeded
 from steerscope.specs.tokens import Interval, Positions
@@ -58,10 +59,11 @@ class Books:
         computed: np.ndarray,
         reserve: Callable[[int], int],
         bring_out: Callable[[list[Slice]], None],
+        span: int = 0,
     ) -> Filled:
         """Write the index for a step in which request i feeds tokens [starts[i], starts[i+1]) of the batch, beginning
         at its absolute position computed[i]. `reserve(cells)` gives the first cell of so many in a row, and may close
-        every page to make room; `bring_out` takes rows of earlier steps."""
+        every page to make room; `bring_out` takes rows of earlier steps; with `span`, see `summing.Prompts`."""
         self._step += 1
         if self._steady is not None and self._steady.fits(requests, starts, computed):
             again = self._repeat(self._steady, reserve)
@@ -71,8 +73,8 @@ class Books:
         filled = Filled()
         self.clear()
         here: list[tuple[int, Asker]] = []
-        taken: list[tuple[Asker, int, int, int]] = []  # who, batch token, positions; of prompts
-        rows: list[tuple[Asker, int, int, int]] = []  # the same, of those who feed one token
+        taken: list[Taken] = []  # of prompts
+        rows: list[tuple[Asker, int, int, int]] = []  # who, batch token, positions; of those who feed one token
         looks: list[tuple[Asker, int, int, int]] = []  # the same, of those who are watched
         for i, name in enumerate(requests):
             asker = self.askers.get(name)
@@ -91,18 +93,18 @@ class Books:
                 filled.steers = filled.busy = True
             if asker.group and asker.wire.capture and not asker.failed:
                 found = [(asker, first + a - at, a, b) for a, b in _captured(asker, at, at + last - first)]
-                (rows if last - first == 1 else taken).extend(found)
+                if last - first == 1:
+                    rows += found
+                else:
+                    taken += [Taken(*one, again=before) for one in found]
                 filled.busy |= bool(found)
             if asker.watched is not None and not asker.failed:
                 looks += [(asker, first + a - at, a, b) for a, b in _read(asker, at, at + last - first)]
             if asker.failed and fine:
                 filled.failed.append(asker)
-        total = sum((b - a) * asker.width for asker, _, a, b in taken)
-        cell = self._make_room(rows, total, reserve)
-        for asker, _, a, b in taken:
-            filled.slices.append(sliced(asker, a, b, cell, (b - a) * asker.width))
-            cell += (b - a) * asker.width
-        self._capture(taken, cell)
+        prompts = Prompts(taken, 0 if filled.steers else span)
+        filled.slices += prompts.place(self._make_room(rows, prompts.cells, reserve), self.index, CELL, GROUP)
+        filled.runs, filled.summed = prompts.runs(filled.tokens), prompts.summed
         due = self._due(len(rows))
         for i, (asker, token, _, _) in enumerate(rows):
             self.index[token, CELL : STRIDE + 1] = self._page_row(asker, i in due, filled), asker.group, asker.width
@@ -118,19 +120,6 @@ class Books:
         """It may have fed tokens before, of which it asked for nothing."""
         self.settle()  # steps that repeat know who asks
         self.askers[name], self.resting = asker, False
-
-    def _capture(self, taken: list[tuple[Asker, int, int, int]], end: int) -> None:
-        """Tokens of prompts, whose cells follow each other up to `end`; those that also do in the batch, at once."""
-        count = 0
-        for i in reversed(range(len(taken))):
-            asker, token, a, b = taken[i]
-            count += b - a
-            if i and (one := taken[i - 1])[0].group == asker.group and one[1] + one[3] - one[2] == token:
-                continue  # one group, one width
-            where, end = slice(token, token + count), end - count * asker.width
-            self.index[where, CELL] = np.arange(end, end + count * asker.width, asker.width)
-            self.index[where, GROUP] = asker.group
-            count = 0
 
     def _watch(self, asker: Asker, token: int, count: int) -> None:
         """After captures: a token has one group."""

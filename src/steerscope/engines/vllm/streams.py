@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 
@@ -27,3 +28,8 @@ def aside(here: torch.cuda.Stream, stream: torch.cuda.Stream) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_stream(here)
+
+
+def sent(array: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
+    """On its way to the device, behind what this stream was told before."""
+    return None if array is None else torch.from_numpy(array).pin_memory().to(device, non_blocking=True)

@@ -10,7 +10,7 @@ costs more than what it does, so where the model's next step is an RMS norm over
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,43 +52,54 @@ def _fake_norm(delta: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 # In `order`, added to a place: a group that reads the row too. It is left behind the cells, at the token's own number,
 # so that whoever is watched needs no cells: the rows of one step are looked at before the next.
 WATCHED = 1 << 16
-_working = (True, True)  # whether CUDA taps steer, and whether they keep rows; graphs may be captured without
+
+
+class Doing(NamedTuple):
+    """What the taps of a step do on CUDA, at most."""
+
+    steer: bool = True
+    capture: bool = True
+    runs: Tensor | None = None  # where they sum rows instead of keeping them (`summing`)
+    covered: int = 0  # the first so many tokens are in these
+
+
+_working = Doing()  # graphs may be captured with less
 
 
 @contextlib.contextmanager
 def kernels(steer: bool, capture: bool) -> Iterator[None]:
     """What is launched meanwhile does no more than this."""
     global _working
-    _working = steer, capture
+    _working = Doing(steer, capture)
     try:
         yield
     finally:
-        _working = True, True
+        _working = Doing()
 
 
-def working(steer: bool, capture: bool) -> tuple[bool, bool]:
-    """What of this a kernel does now."""
-    return steer and _working[0], capture and _working[1]
+_steps: dict[int, Callable[[], Doing] | Doing] = {}  # of those that are not replayed, by the address of an index
 
 
-_first: dict[int, Callable[[], None]] = {}  # by the address of an index
-
-
-def before_first(index: Tensor, work: Callable[[], None]) -> None:
+def before_first(index: Tensor, ask: Callable[[], Doing]) -> None:
     """Whichever tap of the forward that follows comes first does this before it reads the index: the device then has
     the layers before it to work on. Only for forwards that are not replayed."""
-    _first[index.data_ptr()] = work
+    _steps[index.data_ptr()] = ask
 
 
-def nobody_came(index: Tensor) -> bool:
-    """Whether that was never done, and never will be."""
-    return _first.pop(index.data_ptr(), None) is not None
+def over(index: Tensor) -> bool:
+    """The forward is. Whether no tap came, and that was never done."""
+    return callable(_steps.pop(index.data_ptr(), None))
 
 
-def come(index: Tensor) -> None:
+def come(index: Tensor) -> Doing:
     """A tap is about to read this index."""
-    if _first and (work := _first.pop(index.data_ptr(), None)):
-        work()
+    if not _steps:
+        return _working
+    known = _steps.get(index.data_ptr(), _working)
+    if callable(known):
+        _steps[index.data_ptr()] = _working
+        known = _steps[index.data_ptr()] = known()
+    return known
 
 
 def _torch_tap(

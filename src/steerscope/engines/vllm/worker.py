@@ -29,7 +29,9 @@ from steerscope.engines.vllm.seeds import mend
 from steerscope.engines.vllm.settings import NAME, Settings
 from steerscope.engines.vllm.steady import Filled
 from steerscope.engines.vllm.step import Books
-from steerscope.engines.vllm.tap import Shared, Tap, before_first, nobody_came
+from steerscope.engines.vllm.streams import sent
+from steerscope.engines.vllm.summing import FEW
+from steerscope.engines.vllm.tap import Doing, Shared, Tap, before_first, over
 from steerscope.engines.vllm.watching import Group, Watching, groups_of, places_of
 from steerscope.engines.vllm.wire import OVERFLOW, Wire, waits
 from steerscope.residual.table import Key, Slots, SlotTable
@@ -81,6 +83,7 @@ class WorkerTaps:
         self._laid = pool.lay_out(*table, self.orders, before, requests) if settings.steer else None
         norms = not settings.noop and plain_norms(config)
         self._staged = pool.make_stage(len(self.keys), requests) if norms and in_norms(found, self.keys) else None
+        self.span = 0 if self._staged is None else 4 // self.dtype.itemsize  # cells of a sum, if taps make any
         self.delivery = Delivery(self.pool, self.hidden, self.dtype, self.stage, self.writes)
         self.faults = Faults(requests, self.pool, self.books, self.delivery)
         # As many as can be known at once: those that were preempted are, too.
@@ -91,7 +94,7 @@ class WorkerTaps:
         count_memory(runner, self.device, self.pool.cells, *table, self._laid, self._staged)
         attach(found, self.taps, norms)
         self.vectors: dict[bytes, dict[Key, np.ndarray]] = {}
-        self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "stall_s": 0.0}
+        self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "summed": 0, "stall_s": 0.0}
         self.graphs, self.lock = Graphs(runner), threading.RLock()  # a client here may ask from another thread
         self._share = functools.lru_cache(maxsize=256)(self._share_of)  # requests ask alike
         self._filled, self._output, self._later = NOTHING, cast("SchedulerOutput", None), list[Any]()  # of the step
@@ -131,7 +134,7 @@ class WorkerTaps:
             try:
                 result = run(output, *args, **kwargs)
             finally:
-                missed = nobody_came(self.pool.index)
+                missed = over(self.pool.index)
             if missed:
                 raise RuntimeError("no tap ran in a step, though one did before: its rows would be wrong")
             if self._filled.looks is not None:
@@ -173,31 +176,33 @@ class WorkerTaps:
         """While the device reads its inputs, or begins with the first layer."""
         output = self._output
 
-        def ask() -> None:
+        def ask(span: int = 0) -> Doing:
             """What the taps are to do in this step."""
             if fresh := output.scheduled_new_reqs:
                 self._later = self._admit_all(fresh, output.num_scheduled_tokens)
             if self.books.resting or (not self.books.askers and self.books.clean):
                 self.graphs.use()
-            else:
-                self._fill(names, starts, computed)
+                return Doing(False, False)
+            now = self._fill(names, starts, computed, span)
+            return Doing(now.steers, now.busy, sent(now.runs, self.device), now.tokens)
 
         if output.total_num_scheduled_tokens > self._replayed:
-            before_first(self.pool.index, ask)
+            span = self.span if output.total_num_scheduled_tokens > FEW else 0
+            before_first(self.pool.index, functools.partial(ask, span))
         else:
             ask()
         # Beside the forward: its inputs, which come over the same bus, are there.
         self.pool.pump(output.total_num_scheduled_tokens)
 
-    def _fill(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
-        bring_out = self.delivery.bring_out
+    def _fill(self, names: list[str], starts: np.ndarray, computed: np.ndarray, span: int) -> Filled:
+        how = self.reserve, self.delivery.bring_out, span
         try:
-            self._filled = self.books.fill(names, starts, computed, self.reserve, bring_out)
+            self._filled = self.books.fill(names, starts, computed, *how)
         except Exception as error:  # a fault of ours: those who asked are told, the step goes on without their rows
             for asker in [self.books.askers[name] for name in names if name in self.books.askers]:
                 self.delivery.fail(asker, f"{type(error).__name__}: {error}")
             # Steered they must be, or the step must not run: their keys are cached as steered ones.
-            self._filled = self.books.fill(names, starts, computed, self.reserve, bring_out)
+            self._filled = self.books.fill(names, starts, computed, *how)
         self.graphs.use(self._filled.steers, self._filled.busy)
         if self._filled.advance:
             self.pool.advance(self._filled.tokens)
@@ -205,8 +210,11 @@ class WorkerTaps:
             self.pool.send_index(self._filled.tokens if self._filled.busy else 0, lay=self._filled.busy)
         self.counts["asked_steps"] += 1
         self.counts["recomputed"] += self._filled.recomputed
+        self.counts["summed"] += self._filled.summed
         for asker in self._filled.failed:
             self.delivery.fail(asker, asker.failed or "")
+        self.delivery.reductions.join()
+        return self._filled
 
     def reserve(self, cells: int) -> int:
         """Cells in a row. If rows of earlier steps make no room, the last one's leave too; nothing runs meanwhile."""
@@ -385,7 +393,7 @@ class WorkerTaps:
     def describe(self) -> dict[str, Any]:
         found = {"layer_class": self.layer_class, "list": self.list_name, "stage": self.stage, "returns": self.returns}
         found |= {"taps": [list(key) for key in self.keys], "runner": type(self.runner).__module__}
-        return found | {"pool_bytes": self.pool.cells.numel() * self.pool.cells.element_size()}
+        return found | {"pool_bytes": self.pool.cells.nbytes, "sums": self.span > 0}
 
     def stats(self) -> dict[str, float]:
         now = {"slots_in_use": self.table.in_use, "askers": len(self.books.askers), "packs": len(self.watching.monitor)}
