@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _LATE = 8  # steps after which the workers have looked whether steered rows are finite
 _PATIENCE = 5.0  # seconds, for a reading whose token is there; then it is missing
+_SOON = 0.002  # … for a result, which then is asked for
 _HOLD = 4  # rows a reduction keeps back: vLLM may run a step or two past the end of a text
 _HOLD_LATE, _HOLD_BYTES = 64, 64 << 20  # … and on until it hears of a stop string or a cancellation
 
@@ -128,7 +130,7 @@ class Running(RunningText):
             return True
         wanted = watch.positions.count(rows)
         if claim.read < wanted:  # a GPU writes readings and tokens beside each other
-            self._await(claim, wanted)
+            self._await(lambda: claim.read >= wanted, _PATIENCE)
         stop = min(claim.read, wanted)
         if stop > self._noted:
             positions = selected(watch.positions, rows)[self._noted : stop]
@@ -136,10 +138,11 @@ class Running(RunningText):
             self._noted = stop
         return stop == wanted
 
-    def _await(self, claim: Claim, wanted: int) -> None:
-        patience = time.monotonic() + _PATIENCE
-        while claim.read < wanted and self.failure is None and time.monotonic() < patience:
+    def _await(self, there: Callable[[], bool], seconds: float) -> bool:
+        patience = time.monotonic() + seconds
+        while not (done := there()) and self.failure is None and time.monotonic() < patience:
             time.sleep(1e-5)
+        return done
 
     def _choice(self, reason: FinishReason) -> Choice:
         self._note(self.computed)
@@ -171,10 +174,14 @@ class Running(RunningText):
             return True
         if self.plan.capture is None:
             return False
-        wanted, arrived = self.plan.capture.positions.count(self.computed), self.claim.arrived()
-        if self.plan.capture.spec.reduce:  # a GPU has written the result of a text as long as it may become
-            return not wanted or arrived != wanted or bool(self.plan.columns)
-        return arrived < wanted
+        wanted, arrived = self.plan.capture.positions.count(self.computed), self.claim.arrived
+        if self.plan.capture.spec.reduce:
+            if not wanted or self.plan.columns:
+                return True
+            # The result of a text as long as it may become is written beside its last token.
+            soon = _SOON if self.count == self.plan.sampling.max_tokens else 0.0
+            return arrived() != wanted and not self._await(lambda: arrived() == wanted, soon)
+        return arrived() < wanted
 
     def ending(self) -> list[Any]:
         assert self.claim is not None
