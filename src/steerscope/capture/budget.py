@@ -34,6 +34,8 @@ class Reservation:
         return Reservation(self._budget, size)
 
     def shrink(self, size: int) -> None:
+        if size >= self.size:
+            return
         with self._budget.lock:  # a handle may be closed and expire at the same moment
             freed = max(0, self.size - size)
             self.size -= freed

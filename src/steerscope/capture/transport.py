@@ -106,8 +106,13 @@ class Region:
         self.counters = regions.counters(offset)
 
     @property
+    def failed(self) -> bool:
+        """A worker gave the request up."""
+        return bool(self.counters[FAILED])
+
+    @property
     def failure(self) -> str | None:
-        """Why a worker gave the request up; None when none did."""
+        """Why one did; None when none did."""
         if not self.counters[FAILED]:
             return None
         start = self.offset + WHY

@@ -82,8 +82,9 @@ def digest(content: Mapping[Key, bytes]) -> bytes:
 
 
 @dataclass(slots=True)
-class _Slot:
+class Slot:
     number: int
+    key: Hashable
     users: int = 0
 
 
@@ -94,29 +95,36 @@ class Slots:
     def __init__(self, capacity: int, what: str) -> None:
         self.capacity, self.what = capacity, what
         self._free = list(range(capacity - 1, 0, -1))
-        self._slots: dict[Hashable, _Slot] = {}
+        self._slots: dict[Hashable, Slot] = {}
         self._idle: OrderedDict[int, Hashable] = OrderedDict()  # by number
 
     def acquire(self, key: Hashable) -> tuple[int, bool]:
         """The slot for this content and whether it must be written first."""
-        slot, known = self._slots.get(key), True
+        slot, fresh = self.hold(key)
+        return slot.number, fresh
+
+    def hold(self, key: Hashable) -> tuple[Slot, bool]:
+        """The same, for whoever gives it back by `drop`."""
+        slot, fresh = self._slots.get(key), False
         if slot is None:
             if not self._free:
                 self._evict()
-            slot = self._slots[key] = _Slot(self._free.pop())
-            known = False
+            slot, fresh = Slot(self._free.pop(), key), True
+            self._slots[key] = slot
         slot.users += 1
         self._idle.pop(slot.number, None)
-        return slot.number, not known
+        return slot, fresh
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._slots
 
     def release(self, key: Hashable) -> None:
-        slot = self._slots[key]
+        self.drop(self._slots[key])
+
+    def drop(self, slot: Slot) -> None:
         slot.users -= 1
         if slot.users == 0:
-            self._idle[slot.number] = key
+            self._idle[slot.number] = slot.key
 
     def _evict(self) -> None:
         if not self._idle:

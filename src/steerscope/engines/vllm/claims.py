@@ -18,7 +18,7 @@ from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch
 from steerscope.lenses.compile import MOST_RULES
 from steerscope.lenses.monitor import SeenOnHost, WatchPlan
-from steerscope.residual.table import Key, Slots
+from steerscope.residual.table import Key, Slot, Slots
 from steerscope.specs.errors import CapacityExceeded, RequestFailed
 
 _KEPT = 256
@@ -91,15 +91,14 @@ class Claim:
         self.room, self.plan = room, plan
         self.region: Region | None = None
         self.watch = room.watch(plan)
-        self._held: list[tuple[Slots, Hashable]] = []
+        self._held: list[tuple[Slots, Slot]] = []
 
     def take(self) -> None:
         """Raises CapacityExceeded, holding nothing, when there is no room now."""
         try:
             with self.room.lock:
                 for slots, content in self.room.needs(self.plan):
-                    slots.acquire(content)
-                    self._held.append((slots, content))
+                    self._held.append((slots, slots.hold(content)[0]))
             self.region = self.room.regions.allocate(self.room.row_bytes(self.plan), self.room.stages)
             if self.region is None:
                 raise CapacityExceeded(
@@ -113,8 +112,8 @@ class Claim:
         """Give the slots back; may be called more than once."""
         with self.room.lock:
             while self._held:
-                slots, content = self._held.pop()
-                slots.release(content)
+                slots, slot = self._held.pop()
+                slots.drop(slot)
 
     def withdraw(self) -> None:
         """The request ends before anybody may have met it."""

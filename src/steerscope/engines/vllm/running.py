@@ -164,24 +164,25 @@ class Running(RunningText):
 
     def incomplete(self) -> bool:
         """The workers have to be asked for the rows, or for what became of them."""
-        if self.claim is None or self.claim.region is None:
+        claim, plan, count = self.claim, self.plan, self.count
+        if claim is None or claim.region is None:
             return False
-        if not self.count or self.failure is not None:  # it may be in the very step that runs now
+        if not count or claim.region.failed:  # it may be in the very step that runs now
             return True
-        if self.plan.columns and self.count <= _LATE:  # the last steps' faults may not have been looked at
+        if plan.columns and count <= _LATE:  # the last steps' faults may not have been looked at
             return True
-        if self.plan.watch and self.claim.read < self.plan.watch.positions.count(self.computed):
+        if plan.watch and claim.read < plan.watch.positions.count(self.computed):
             return True
-        if self.plan.capture is None:
+        if plan.capture is None:
             return False
-        wanted, arrived = self.plan.capture.positions.count(self.computed), self.claim.arrived
-        if self.plan.capture.spec.reduce:
-            if not wanted or self.plan.columns:
-                return True
-            # The result of a text as long as it may become is written beside its last token.
-            soon = _SOON if self.count == self.plan.sampling.max_tokens else 0.0
-            return arrived() != wanted and not self._await(lambda: arrived() == wanted, soon)
-        return arrived() < wanted
+        wanted, arrived = plan.capture.positions.count(self.computed), claim.arrived()
+        if not plan.capture.spec.reduce:
+            return arrived < wanted
+        if not wanted or plan.columns:
+            return True
+        # The result of a text as long as it may become is written beside its last token.
+        soon = _SOON if count == plan.sampling.max_tokens else 0.0
+        return arrived != wanted and not self._await(lambda: claim.arrived() == wanted, soon)
 
     def ending(self) -> list[Any]:
         assert self.claim is not None
