@@ -43,6 +43,9 @@ def taps(results: Path) -> str:
     size = f"{data['layers']} layers, {data['tokens']} tokens of {data['hidden']}"
     run = f"{data['rounds']} rounds; {data['device']}, torch {data['torch'].partition('+')[0]}"
     lines += ["", f"{size}, the matrix products of a layer between two taps; {run}."]
+    if whole := data.get("prompts_us"):
+        lines += ["", f"| tap and norm of {data['prompts']} prompts of 512 tokens | µs |", "|---|---|"]
+        lines += [f"| {case} | {value:.1f} |" for case, value in whole.items()]
     return "\n".join(lines)
 
 

@@ -13,22 +13,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from steerscope.bench.one import write
+from steerscope.engines.vllm.askers import Asker
 from steerscope.engines.vllm.keeping import make_stage
 from steerscope.engines.vllm.laying import Laying
 from steerscope.engines.vllm.norming import cuda_tap_norm
 from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, LAID, PAGE, STRIDE
+from steerscope.engines.vllm.summing import Prompts, Taken
+from steerscope.engines.vllm.tap import Doing, before_first, over
+from steerscope.engines.vllm.wire import Wire, WireCapture
 from steerscope.residual.equation import NOTHING
 from steerscope.specs import Ablate, Add
+from steerscope.specs.tokens import EVERYWHERE
 
 CASES = (
     "norm", "nothing asked", "capture", "capture, laid out", "capture, nobody steers, laid out",
     "capture, nobody steers, staged", "add", "add, laid out", "ablate", "ablate, laid out",
 )  # fmt: skip
 _COLUMNS, _GROUPS = 4, 64  # as an engine has them
+_SUM = 1e-5  # relative L2 that a sum may be off
 
 
 class Layers:
@@ -128,6 +135,77 @@ def agree(layers: Layers) -> float:
     return worst
 
 
+class WholePrompts:
+    """One tap, and prompts whose rows it keeps, or sums for their means."""
+
+    def __init__(self, count: int, hidden: int, length: int = 512, hold: int = 4, device: str = "cuda") -> None:
+        tokens, cuda = count * length, torch.device(device)
+        self.hidden = hidden
+        self.delta, self.residual = torch.randn(2, tokens, hidden, device=cuda).to(torch.bfloat16)
+        self.norm = torch.ones(hidden, dtype=torch.bfloat16, device=cuda)
+        self.pool = torch.zeros(3 * tokens, hidden, dtype=torch.bfloat16, device=cuda)
+        self.index = torch.zeros(tokens, 16, dtype=torch.int32, device=cuda)
+        self.order = torch.full((_GROUPS,), -1, dtype=torch.int32, device=cuda)
+        self.order[1] = 0
+        self.tables = torch.zeros(2, hidden, device=cuda), torch.zeros(2, 5, device=cuda), torch.ones(2, device=cuda)
+        self.more = torch.zeros(_GROUPS, dtype=torch.bool, device=cuda), torch.zeros(2, device=cuda).int()
+        self.bare, self.flush = torch.zeros(0, device=cuda), torch.empty(256 << 20, dtype=torch.uint8, device=cuda)
+        capture = WireCapture((), EVERYWHERE, False, "mean", hold, length)
+        self.askers = [Asker(Wire(str(i), None, 0, 1, (), capture), [], 1, 1) for i in range(count)]
+        self.length, self.doing, self.prompts = length, Doing(), Prompts([], 0)
+
+    def ask(self, case: str) -> None:
+        span = 2 if case == "summed" else 0
+        books = np.zeros(self.index.shape, dtype=np.int32)
+        taken = [Taken(one, i * self.length, 0, self.length, False) for i, one in enumerate(self.askers)]
+        self.prompts = Prompts(taken if case != "nothing asked" else [], span)
+        self.prompts.place(0, books, CELL, GROUP)
+        runs = self.prompts.runs(len(books))
+        self.index.copy_(torch.from_numpy(books))
+        listed = None if runs is None else torch.from_numpy(runs).to(self.index.device)
+        self.doing = Doing(case == "kept, others steer", case != "nothing asked", listed, len(books))
+
+    def run(self) -> Tensor:
+        before_first(self.index, lambda: self.doing)
+        normed, _ = cuda_tap_norm(
+            self.delta, self.residual, self.norm, 1e-6, False, self.bare, self.bare, self.bare, self.bare, self.pool,
+            self.index, *self.tables, self.order, *self.more, True, True, False,
+        )  # fmt: skip
+        over(self.index)
+        return normed
+
+    def agree(self) -> None:
+        """Sums are those of the rows, and nobody's norm is another for it."""
+        self.ask("kept")
+        plain, rows = self.run(), self.pool[: len(self.delta)].clone()
+        self.ask("summed")
+        if not torch.equal(plain, self.run()):
+            raise SystemExit("summed: another norm than where rows are kept")
+        for one in self.prompts.taken:
+            sums = self.pool[one.cell : one.cell + one.sums].view(-1).view(torch.float32).view(-1, self.hidden)
+            mine = rows[one.token : one.token + one.summed].double()
+            if float((sums.double().sum(0) - mine.sum(0)).norm() / mine.sum(0).norm()) > _SUM:
+                raise SystemExit("summed: other sums than those of the rows")
+
+
+def prompts_us(count: int, hidden: int, rounds: int) -> dict[str, float]:
+    """Microseconds of one kernel, with nothing of it in the cache."""
+    whole = WholePrompts(count, hidden)
+    whole.agree()
+    found: dict[str, list[float]] = {case: [] for case in ("nothing asked", "kept, others steer", "kept", "summed")}
+    for _, case in itertools.product(range(rounds), found):
+        whole.ask(case)
+        whole.flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)  # until the host has told the device all of it
+        start.record()
+        whole.run()
+        end.record()
+        end.synchronize()
+        found[case].append(1000 * start.elapsed_time(end))
+    return {case: statistics.median(times) for case, times in found.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -136,7 +214,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--inner", type=int, default=11008, help="size of the MLP")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=32, help="of 512 tokens, which one kernel works on")
     args = parser.parse_args()
+    whole = prompts_us(args.prompts, args.hidden, args.rounds)
     layers = Layers(args.layers, args.tokens, args.hidden, args.inner)
     worst = agree(layers)
     graphs = {case: graph_of(layers, case) for case in CASES}
@@ -160,12 +240,16 @@ def main() -> None:
         "more_us_per_layer": {case: statistics.median(found) for case, found in more.items()},
         "spread_us": {case: [min(found), max(found)] for case, found in more.items()},
         "laid_against_looked_up": worst,
+        "prompts": args.prompts,
+        "prompts_us": whole,
     }
     write(args.out, result)
     for case, value in result["more_us_per_layer"].items():
         low, high = result["spread_us"][case]
         print(f"{case:34} {value:+.3f} µs per layer over the norm alone [{low:+.3f}, {high:+.3f}]")  # noqa: T201
     print(f"laid out against looked up: {worst:.2e}")  # noqa: T201
+    for case, value in whole.items():
+        print(f"{case:34} {value:.1f} µs for {args.prompts} prompts")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class Prompts:
 
     def __init__(self, taken: list[Taken], span: int) -> None:
         """A row of float32 needs `span` cells; 0: the taps of this step sum nothing."""
-        self._taken, self._span = taken, span
+        self.taken, self._span = taken, span
         for one in taken if span else ():
             one.summed = _summed(one)
             one.sums = one.runs * span * one.asker.width
@@ -56,7 +56,7 @@ class Prompts:
         follows each other there and in the batch at once."""
         spans: list[tuple[Taken, int, int, int]] = []  # of one group, first token, how many, first cell
         slices = []
-        for one in self._taken:
+        for one in self.taken:
             asker, one.cell = one.asker, cell
             slices.append(sliced(asker, one.start, one.stop, cell + one.sums, one.size, one.sums, one.summed))
             token, count, first = one.token + one.summed, one.stop - one.start - one.summed, cell + one.sums
@@ -77,7 +77,7 @@ class Prompts:
         """The first so many tokens of the batch, each in a run; None: nothing is summed. Tokens of one run lie as far
         apart as there are runs of that request: those that are worked on at a time lie side by side."""
         found, done = [], 0
-        for one in self._taken:
+        for one in self.taken:
             if not one.summed:
                 continue
             found.append(_others(done, one.token))
