@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from steerscope.bench import drivers, paired
+from steerscope.bench import calm, drivers, paired
+from steerscope.bench.calm import Calm
 from steerscope.bench.gpu_tables import hooks, phases, shapes, speed, steps
 from steerscope.bench.paired import CELLS, ChildFailed, parse
 from steerscope.bench.workload import Setup
@@ -67,6 +68,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "baseline": "baseline",
         }
         given |= {"batches": None, "profile": None, "noop": False, "out": tmp_path / "speed.json"}
+        given |= {"patience": 0.0, "calm": Calm(0.0)}
         return paired.measure(argparse.Namespace(**given | more), tmp_path)
 
     return measure
@@ -133,14 +135,33 @@ def test_a_dead_engine_costs_its_cell_only(run: Any, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "speed.json").read_text())["cells"].keys() == found.keys()
 
 
+def test_a_run_begins_when_the_host_has_time_or_patience_is_over(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([1.0, 1.2, 1.5, 2.0, 1.1, 0.5, 0.7, 0.6, *[9.0] * 40])
+    monkeypatch.setattr(calm, "_PAUSE_S", 0.002)
+    host = Calm(0.05, lambda: next(times))
+    for _ in range(5):  # the best falls to 0.5: then 0.7 is slow
+        host.wait()
+    assert 0.006 <= host.waited < 0.05
+    before = host.waited
+    found = run("noise", calm=host, patience=0.05, rounds=4)["cells"]["noise"]
+    assert host.waited >= 0.05
+    assert found["waited_s"] == round(host.waited - before, 1)
+    assert found["rounds"] == 4
+    left = len(list(times))
+    host.wait()
+    assert left  # nobody looks any more
+    assert 0 < calm.work() < 60
+
+
 def test_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = ["--model", "llama-8b", "--batch", "64", "--eager", "--cells", "noise", "layers=0,5", "--out", "x.json"]
-    words += ["--rounds-of", "noise=3"]
+    words += ["--rounds-of", "noise=3", "--patience", "30"]
     monkeypatch.setattr(sys, "argv", ["paired", *words])
     args = parse()
     assert (args.setup.model, args.setup.batch, args.setup.eager, args.setup.engine) == ("llama-8b", 64, True, "vllm")
     assert args.cells == ["noise", "layers=0,5"]
     assert args.rounds_of == {"noise": 3}
+    assert args.calm._left == args.patience == 30
     monkeypatch.setattr(sys, "argv", ["paired", *words, "--rounds-of", "nois=3"])
     with pytest.raises(SystemExit):
         parse()

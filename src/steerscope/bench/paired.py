@@ -6,8 +6,8 @@ Two engines live side by side on one GPU, each in a process of its own: stock vL
 tapped one (B). They start beside each other, and then only one runs at a time. Rounds go A B, B A, A B, …, and each
 round's ratio is B over A with the same prompts, so that what changes slowly hits both. The first cell runs A against
 itself: that is the noise. The second runs it against another untouched engine: no two processes are equally fast, which
-no number of rounds takes away. A cell holds when the upper end of the 95 % interval of its median ratio does. The file
-is written after every cell.
+no number of rounds takes away. With `--patience` a run begins when the host has time (`calm`). A cell holds when the
+upper end of the 95 % interval of its median ratio does. The file is written after every cell.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from steerscope.bench.calm import Calm
 from steerscope.bench.one import about, write
 from steerscope.bench.stats import drift, paired
 from steerscope.bench.workload import Setup, capture_of, check_cell
@@ -149,11 +150,12 @@ def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.N
             first = child.order("run", cell, 10_000 + i)
             if "error" in first:
                 return {"error": first["error"]}
-    ours, theirs, same, began = [], [], 0, time.perf_counter()
+    ours, theirs, same, began, waited = [], [], 0, time.perf_counter(), args.calm.waited
     told: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     pair: dict[int, dict[str, Any]] = {}
     for turn in range(rounds):
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
+            args.calm.wait()
             pair[which] = (base, other)[which].order("run", cell, turn)
             if "error" in pair[which]:
                 return {"error": pair[which]["error"]}
@@ -163,8 +165,9 @@ def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.N
         same += sum(a == b for a, b in zip(pair[0]["tokens"], pair[1]["tokens"], strict=True))
         if turn + 1 >= _FEWEST and time.perf_counter() - began > args.cell_seconds:
             break
-    ratio = paired(theirs, ours)
+    ratio, waited = paired(theirs, ours), args.calm.waited - waited
     found: dict[str, Any] = {"rounds": len(ours), "baseline_s": theirs, "tapped_s": ours, "ratio": ratio}
+    found["waited_s"] = round(waited, 1)  # for a host that has time
     found |= {"same_tokens": same / (len(ours) * args.setup.batch), "steps": [pair[0]["steps"], pair[1]["steps"]]}
     for name, rounds_of in zip(("baseline", "tapped"), told, strict=True):
         found.setdefault("phases", {})[name] = medians([one["phases"] for one in rounds_of])
@@ -270,6 +273,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
     def begin() -> None:
         kept = {"rounds": args.rounds, "warmups": args.warmups, "baseline": args.baseline, "noop": args.noop}
+        kept["patience_s"] = args.patience
         result.clear()
         result.update(about(args.setup, **kept) | {"engines": {}, "cells": {}})
 
@@ -311,6 +315,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds-of", nargs="*", default=[], metavar="CELL=ROUNDS", help="of those near their goals")
     parser.add_argument("--warmups", type=int, default=2)
     parser.add_argument("--cell-seconds", type=float, default=60.0, help="a cell ends after so long, with fewer rounds")
+    parser.add_argument(
+        "--patience", type=float, default=0.0, help="seconds, in all, to wait for times when the host is not busy"
+    )
     parser.add_argument("--profile", metavar="CELL", help="instead of timing: one cell under profilers")
     parser.add_argument("--noop", action="store_true", help="taps that do nothing: what the machinery costs alone")
     parser.add_argument("--scratch", type=Path, help="keep the shape's folder, so that compiled code is found again")
@@ -323,6 +330,7 @@ def parse() -> argparse.Namespace:
             parser.add_argument(name, type=type(default), default=default)
     args = parser.parse_args()
     args.setup = Setup(**{f.name: getattr(args, f.name) for f in fields(Setup) if f.name != "engine"}, engine="vllm")
+    args.calm = Calm(args.patience)
     args.rounds_of = {cell: int(rounds) for cell, _, rounds in (one.partition("=") for one in args.rounds_of)}
     if unknown := set(args.rounds_of) - set(args.cells):
         parser.error(f"--rounds-of names cells that are not run: {', '.join(sorted(unknown))}")
