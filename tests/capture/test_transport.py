@@ -213,3 +213,19 @@ numpy.kept = kept
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+def test_the_first_that_is_given_back_is_told(arena: Arena) -> None:
+    told: list[int] = []
+    regions = Regions(arena, lambda: told.append(len(told)))
+    one, two, three = (regions.allocate(100, (0,)) for _ in range(3))
+    assert one is not None
+    one.counters[LEFT] = 1
+    del one, two
+    gc.collect()
+    assert told == [0]
+    regions.tidy()  # one of them must wait for its writer
+    assert not regions.untidy
+    del three
+    gc.collect()
+    assert told == [0, 1]

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -168,8 +168,10 @@ class Freed(NamedTuple):
 class Regions:
     """Who has which part of an arena: first fit, neighbours merged."""
 
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
+    def __init__(self, arena: Arena, when_untidy: Callable[[], None] | None = None) -> None:
+        """`when_untidy` is called, by whichever thread, when something is given back for the first time since anybody
+        looked: to `tidy` takes longer than to allocate, and the next request would have to."""
+        self.arena, self._when_untidy = arena, when_untidy
         self._lock = threading.RLock()  # a finaliser may run inside allocate
         self._free: list[tuple[int, int]] = [(ALIGN, arena.size - ALIGN)]  # (offset, size), ascending
         self._returned: list[Freed] = []
@@ -221,6 +223,9 @@ class Regions:
     def free(self, part: Freed) -> None:
         with self._lock:
             self._returned.append(part)
+            first = len(self._returned) == self._kept + 1
+        if first and self._when_untidy is not None:
+            self._when_untidy()
 
     def _merge(self) -> None:
         """Take back what is free and left. All parts are judged before the first is: counters lie in them. A finaliser

@@ -84,6 +84,24 @@ def test_when_nothing_runs_the_workers_hear_of_ends_without_a_next_request(
     assert regions.used == 0
 
 
+def test_rows_that_are_dropped_while_nothing_runs_are_tidied_up_before_the_next_request(
+    engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("steerscope.engines.threaded.SWEEP_S", 2 * HUNG_S)  # nobody looks by itself
+    done = engine.generate(LONG, SAMPLING, capture=Capture())
+    regions = engine.aio.room.regions  # type: ignore[attr-defined]
+    time.sleep(0.1)  # idle: it has tidied up what there was
+    assert done.capture is not None
+    done.capture.close()
+    del done
+    gc.collect()
+    until = time.monotonic() + HUNG_S
+    while regions.untidy:
+        assert time.monotonic() < until, "an idle engine does not notice"
+        time.sleep(0.005)
+    assert len(regions._free) == 1
+
+
 def test_a_mean_of_nothing_is_not_somebody_elses_rows(engine: SyncEngine) -> None:
     before = engine.generate(LONG, SAMPLING, capture=Capture(layers=0))
     assert before.capture is not None

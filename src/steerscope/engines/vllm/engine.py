@@ -27,7 +27,7 @@ from steerscope.engines.vllm.claims import Room
 from steerscope.engines.vllm.entering import Entrance
 from steerscope.engines.vllm.guards import check_version, facts_of
 from steerscope.engines.vllm.packs import Packs
-from steerscope.engines.vllm.running import Running, sampling_params
+from steerscope.engines.vllm.running import Running, SamplingParamsOf
 from steerscope.engines.vllm.selftest import self_test
 from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.starting import eos_ids, mode_of, reason_of, tokenizer_of
@@ -91,7 +91,8 @@ class VLLMEngine(ThreadedEngine[Running]):
         self._decoder = Decoder(self.tokenizer)  # type: ignore[arg-type]
         self._eos = eos_ids(config, self.tokenizer)
         # The budget counts rows; every request that asks for something also has counters, and gaps cost a little.
-        regions = Regions(self._share(capture_budget + (capture_budget >> 3) + _COUNTERS))
+        arena = self._share(capture_budget + (capture_budget >> 3) + _COUNTERS)
+        regions = Regions(arena, functools.partial(self._inbox.put, _look_up))  # an idle thread tidies them
         stage = {(layer, site): one["stage"] for one in self._rpc("describe") for layer, site in one["taps"]}
         self.room = Room(self.facts, self.dtype, self.settings, stage, regions)
         self.separate = hasattr(self._llm.engine_core, "outputs_queue")  # the engine core is another process
@@ -103,7 +104,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         self._unborn: list[Running] = []  # quiet ones without a token
         self._ended: list[str] = []  # those that the workers may not know of
         self._failures = 0  # what the shared memory said when it was last looked at
-        self.sampling_params = functools.lru_cache(maxsize=64)(sampling_params)
+        self.sampling_params = SamplingParamsOf()
 
     def _start_vllm(self, model: str | Path, name: str, options: dict[str, Any]) -> "tuple[LLMEngine, Any]":
         from vllm.engine.arg_utils import EngineArgs
@@ -388,3 +389,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         if one.claim is not None:
             self._ended.append(one.key)
         super()._failed(one, error)
+
+
+def _look_up() -> None:
+    """For a thread that waits for something to do."""

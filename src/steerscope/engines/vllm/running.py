@@ -17,6 +17,7 @@ from steerscope.engines.vllm.entering import Entrance
 from steerscope.engines.vllm.wire import reads_cached, salt
 from steerscope.residual.rows import selected
 from steerscope.specs.errors import CapacityExceeded, RequestFailed
+from steerscope.specs.sampling import Sampling
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -27,6 +28,7 @@ _LATE = 8  # steps after which the workers have looked whether steered rows are 
 _PATIENCE = 5.0  # seconds, for a reading whose token is there; then it is missing
 _SOON = 0.002  # … for a result, which then is asked for
 _HOLD = 4  # rows a reduction keeps back: vLLM may run a step or two past the end of a text
+_KEPT = 64
 _HOLD_LATE, _HOLD_BYTES = 64, 64 << 20  # … and on until it hears of a stop string or a cancellation
 
 
@@ -64,27 +66,8 @@ class Running(RunningText):
             hold = self._hold(self.plan.capture) if self.plan.capture else 0
             extra = self.claim.wire(self.key, hold).entry()
         plain = ids if type(ids[0]) is int else np.asarray(ids).tolist()
-        entrance.add(self.key, plain, salt(self.plan), self._params(), extra)
-
-    def _params(self) -> "SamplingParams":
-        """Equal ones may be one: all that vLLM changes in them is the same for every request to a model."""
-        s = self.plan.sampling
-        greedy = s.greedy
-        return self.engine.sampling_params(
-            max_tokens=s.max_tokens,
-            temperature=0.0 if greedy else s.temperature,
-            top_p=1.0 if greedy else s.top_p,
-            top_k=0 if greedy else s.top_k or 0,
-            min_p=0.0 if greedy else s.min_p,
-            repetition_penalty=s.repetition_penalty,
-            frequency_penalty=s.frequency_penalty,
-            presence_penalty=s.presence_penalty,
-            seed=None if greedy else s.seed,
-            ignore_eos=s.ignore_eos,
-            logprobs=s.logprobs,
-            quiet=self.late,
-            skip_reading_prefix_cache=None if reads_cached(self.plan) else True,
-        )
+        params = self.engine.sampling_params(self.plan.sampling, self.late, reads_cached(self.plan))
+        entrance.add(self.key, plain, salt(self.plan), params, extra)
 
     def _hold(self, capture: CapturePlan) -> int:
         """Rows a reduction keeps back. Where this process finds the end, vLLM hears of it late, and has run on."""
@@ -211,7 +194,41 @@ def _logprobs(token: int, told: Any, most: int) -> TokenLogprobs:
     return TokenLogprobs(token, told[token].logprob, tuple((found, value) for _, found, value in ranked[:most]))
 
 
-def sampling_params(*, quiet: bool, **fields: Any) -> "SamplingParams":
+class SamplingParamsOf:
+    """vLLM's parameters. Equal ones are one: all that vLLM changes in them is the same for every request to a model."""
+
+    def __init__(self) -> None:
+        self._equal = functools.lru_cache(maxsize=64)(_sampling_params)
+        # Requests of one call share what they were given: by identity, which stays theirs as long as it is kept.
+        self._same: dict[tuple[int, bool, bool], tuple[Sampling, SamplingParams]] = {}
+
+    def __call__(self, sampling: Sampling, quiet: bool, reads_cached: bool) -> "SamplingParams":
+        name = id(sampling), quiet, reads_cached
+        if (known := self._same.get(name)) is not None:
+            return known[1]
+        s, greedy = sampling, sampling.greedy
+        made = self._equal(
+            max_tokens=s.max_tokens,
+            temperature=0.0 if greedy else s.temperature,
+            top_p=1.0 if greedy else s.top_p,
+            top_k=0 if greedy else s.top_k or 0,
+            min_p=0.0 if greedy else s.min_p,
+            repetition_penalty=s.repetition_penalty,
+            frequency_penalty=s.frequency_penalty,
+            presence_penalty=s.presence_penalty,
+            seed=None if greedy else s.seed,
+            ignore_eos=s.ignore_eos,
+            logprobs=s.logprobs,
+            quiet=quiet,
+            skip_reading_prefix_cache=None if reads_cached else True,
+        )
+        self._same[name] = sampling, made
+        if len(self._same) > _KEPT:
+            del self._same[next(iter(self._same))]
+        return made
+
+
+def _sampling_params(*, quiet: bool, **fields: Any) -> "SamplingParams":
     """Without the deep copy that vLLM would make of them."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
