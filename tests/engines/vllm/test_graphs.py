@@ -113,6 +113,30 @@ def test_what_is_asked_comes_late_only_where_a_dummy_batch_has_shown_that_taps_a
     assert not tap._steps
 
 
+@pytest.mark.parametrize(
+    ("sizes", "most", "span", "wanted"),
+    [
+        ([1, 8], 2048, 2, [(9, "all"), (9, ""), (9, "rows"), (513, ""), (513, "rows"), (513, "sums")]),
+        ([600], 2048, 0, [(601, "all"), (601, ""), (601, "rows")]),
+        ([], 512, 2, [(2, "all"), (2, ""), (2, "rows")]),
+    ],
+)
+def test_every_kernel_of_a_step_that_is_not_replayed_has_run_before_the_first_request(sizes, most, span, wanted):
+    index, ran = torch.zeros(1), []
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes))
+    taps = SimpleNamespace(
+        runner=SimpleNamespace(vllm_config=config), keys=[(0, "resid_post")], pool=SimpleNamespace(index=index),
+        device=SimpleNamespace(type="cuda"), span=span,
+    )  # fmt: skip
+
+    def dummy_run(tokens: int) -> None:
+        steer, capture, runs, _ = tap.come(index)
+        ran.append((tokens, "all" if steer else "" if not capture else "rows" if runs is None else "sums"))
+
+    assert replayed(taps, dummy_run, most) == max(sizes, default=0)  # type: ignore[arg-type]
+    assert ran == wanted
+
+
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 def test_the_first_tap_of_a_step_brings_what_is_asked_unless_the_step_may_be_replayed(
     monkeypatch: pytest.MonkeyPatch,

@@ -194,8 +194,7 @@ def sum_kernel(
     STRIDE: tl.constexpr, WATCHED: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """The same for the tokens of a run, where nobody steers: those of a list, then such as it does not cover. The norm
-    adds its squares up in the order of `many_kernel`: what is asked of one request changes no bit of another."""
+    """The same for the tokens of a run, where nobody steers: those of a list, then such as it does not cover."""
     program = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)[None, :]
     inside = at < hidden

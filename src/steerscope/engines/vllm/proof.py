@@ -7,6 +7,7 @@ captured must show it. What else is in those rows does not matter, and nothing o
 
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ def replayed(taps: "WorkerTaps", dummy_run: Callable[..., Any], most: int) -> in
     largest, seen = max(graph_sizes(taps.runner.vllm_config), default=0), list[bool]()
     if largest >= most or not taps.keys:
         return most
-    runs = torch.zeros(1, LINE, dtype=torch.int32, device=taps.device)
+    runs = torch.zeros(1, LINE, dtype=torch.int32, device=taps.pool.index.device)
 
     def run(tokens: int, doing: Doing) -> None:
         before_first(taps.pool.index, lambda: seen.append(True) or doing)
@@ -61,12 +62,16 @@ def replayed(taps: "WorkerTaps", dummy_run: Callable[..., Any], most: int) -> in
         finally:
             over(taps.pool.index)
 
-    run(max(2, largest + 1), Doing())
+    few, many = max(2, largest + 1), max(largest, FEW) + 1
+    run(few, Doing())
     if not seen:
         return most
-    if taps.device.type == "cuda" and most > FEW:  # kernels are compiled when they are first needed: now
-        for doing in (Doing(False, False), Doing(False, True), *([Doing(False, True, runs)] if taps.span else [])):
-            run(max(largest, FEW) + 1, doing)
+    if taps.device.type == "cuda":  # kernels are compiled when they are first needed: now
+        less, sizes = (Doing(False, False), Doing(False, True)), [few] if most < many else sorted({few, many})
+        for tokens, doing in itertools.product(sizes, less):
+            run(tokens, doing)
+        if taps.span and most >= many:
+            run(many, Doing(False, True, runs))
     return largest
 
 
