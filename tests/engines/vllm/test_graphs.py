@@ -148,6 +148,10 @@ def test_the_first_tap_of_a_step_brings_what_is_asked_unless_the_step_may_be_rep
     (taps,) = (one for one in worker.HERE if one.runner.vllm_config is engine.aio._llm.vllm_config)
     assert taps._replayed == 0, "a CPU has no graphs"
     late: list[int] = []
+    order: list[str] = []
+    fill, join, reductions = taps.books.fill, taps.delivery.reductions.join, taps.delivery.reductions
+    monkeypatch.setattr(taps.books, "fill", lambda *args: (order.append("fill"), fill(*args))[1])
+    monkeypatch.setattr(reductions, "join", lambda: (order.append("join"), join())[1])
     monkeypatch.setattr(worker, "before_first", lambda *args: (late.append(1), tap.before_first(*args)))
     add = Add(vector=np.ones(engine.facts.hidden, np.float32), scale=0.1, layers="all")
     prompts, sampling = [TokenPrompt([5, 6, 7]), TokenPrompt([8, 9, 10])], Sampling(max_tokens=4, ignore_eos=True)
@@ -166,6 +170,8 @@ def test_the_first_tap_of_a_step_brings_what_is_asked_unless_the_step_may_be_rep
     for i in range(2):
         assert torch.equal(found[0][1][i], found[1][1][i])
         assert torch.equal(found[0][1][i], found[2][1][i])
+    assert order == ["fill", "join"] * (len(order) // 2), "cells that a step is given may just have been read"
+    assert len(order) >= 24
     taps._replayed = 0
     monkeypatch.setattr(tap, "come", lambda _: tap.Doing())
     with pytest.raises(RequestFailed, match="no tap ran in a step"):

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +102,31 @@ def test_rows_that_are_dropped_while_nothing_runs_are_tidied_up_before_the_next_
         assert time.monotonic() < until, "an idle engine does not notice"
         time.sleep(0.005)
     assert len(regions._free) == 1
+
+
+@pytest.mark.parametrize("patience", [0.0, HUNG_S])
+def test_a_result_that_is_on_its_way_is_waited_for_and_asked_for_if_it_takes_too_long(
+    engine: SyncEngine, monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    from steerscope.engines.vllm.reducing import HostReductions
+
+    foretell, rpc, asked, late = HostReductions.foretell, engine.aio._rpc, [], []  # type: ignore[attr-defined]
+
+    def later(*args: Any) -> None:
+        late.append(threading.Timer(0.05, foretell, args))
+        late[-1].start()
+
+    monkeypatch.setattr("steerscope.engines.vllm.engine._SOON", patience)
+    monkeypatch.setattr(HostReductions, "foretell", lambda self, ends: later(self, ends) if ends else None)
+    monkeypatch.setattr(engine.aio, "_rpc", lambda name, *args: (asked.append(name), rpc(name, *args))[1])
+    done = engine.generate(LONG, SAMPLING, capture=Capture(layers=0, reduce="mean"))
+    for timer in late:
+        timer.join()
+    assert len(late) == 1
+    assert ("finish" in asked) == (patience == 0)
+    assert done.rows[0].isfinite().all()
+    assert done.capture is not None
+    done.capture.close()
 
 
 def test_a_mean_of_nothing_is_not_somebody_elses_rows(engine: SyncEngine) -> None:

@@ -1,6 +1,8 @@
 """Reductions of a GPU, in Triton's interpreter, against those in torch: in the process that test_kernel.py starts."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -141,3 +143,58 @@ def test_nothing_is_written_outside_the_arena(arena) -> None:
         with pytest.raises(ValueError, match="outside an arena"):
             road.finish(held, 3, 3, arena, arena.size - 8)
         road.flush()
+
+
+@interpreted
+def test_rows_are_taken_in_behind_their_forward_and_before_the_next(arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On streams that only keep what they are told: nothing else would notice a wait that is missing."""
+    from steerscope.engines.vllm import reducing_cuda
+
+    log: list[tuple[str, ...]] = []
+    current = ["main"]
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_event(self, event: "Event") -> None:
+            log.append((self.name, "waits for", event.after))
+
+    class Event:
+        after = ""
+
+        def record(self, stream: Stream | None = None) -> None:
+            self.after = f"{stream.name if stream else current[0]} {len(log)}"
+            log.append((self.after,))
+
+        def query(self) -> bool:
+            return False
+
+    @contextmanager
+    def aside(here: Stream, stream: Stream) -> Iterator[None]:
+        current[0] = stream.name
+        yield
+        current[0] = here.name
+
+    cells, one = torch.arange(60.0).view(12, 5), asker("mean", 1, 1)
+    road = reducing_cuda.DeviceReductions(cells)
+    monkeypatch.setattr(reducing_cuda, "aside", aside)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    road._here, road._side = lambda: Stream("main"), Stream("side")  # type: ignore[assignment]
+    empty = torch.empty
+    made: list[str] = []
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: (made.append(current[0]), empty(*args, **kwargs))[1])
+    held = road.start(one.wire.capture, 1)
+    assert made == ["side", "side"], "its memory is used again in the order of that stream"
+    road.join()
+    assert log == []
+    road.push([(held, part(one, 0, 3, 0))])
+    assert log == [("main 0",), ("side", "waits for", "main 0"), ("side 2",)]
+    for _ in range(2):
+        road.join()
+    assert log[3:] == [("main", "waits for", "side 2")], "once"
+    road.foretell([(held, 3, arena, 64, 0)])
+    assert log[4:] == [("main 4",), ("side", "waits for", "main 4"), ("side 6",)]
+    assert road.fence() is road._fence is not None
+    road.join()
+    assert len(log) == 7, "results are written to the client's memory, not to cells"

@@ -126,7 +126,7 @@ def test_every_token_is_kept_or_summed_once_and_only_old_rows_of_means_are_summe
             assert not (back and number), "rows that may have come before are kept one by one"
             assert part.summed == part.stop - part.start - kind.hold
             width = kind.width
-            token = summing.first[part.asker.wire.name] + max(kind.skipped if not number else 0, 0)
+            token = summing.first[part.asker.wire.name] + (0 if number else kind.skipped)
             sums = [cell for first, _, _, group, cell in runs if group and token <= first < token + part.summed]
             assert sums == list(range(part.cell - len(sums) * SPAN * width, part.cell, SPAN * width))
             assert len(sums) == -(-part.summed // ROWS)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _COUNTERS = 4 << 20
+_SOON = 0.002  # seconds, for the results of all that end with one step; then they are asked for
 _FAILURES = 2  # steps that fail in a row: the engine is beyond help
 
 
@@ -364,7 +365,8 @@ class VLLMEngine(ThreadedEngine[Running]):
             for one, _ in done:
                 one.catch_up(self._llm.output_processor.request_states.get(one.key))
             self._llm.abort_request([one.key for one, _ in done])
-        late = [one for one, _ in done if one.incomplete()]
+        soon = time.monotonic() + _SOON
+        late = [one for one, _ in done if one.incomplete(soon)]
         if late:
             self._rpc("finish", [one.ending() for one in late])
         for one, reason in done:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _LATE = 8  # steps after which the workers have looked whether steered rows are finite
 _PATIENCE = 5.0  # seconds, for a reading whose token is there; then it is missing
-_SOON = 0.002  # … for a result, which then is asked for
 _HOLD = 4  # rows a reduction keeps back: vLLM may run a step or two past the end of a text
 _KEPT = 64
 _HOLD_LATE, _HOLD_BYTES = 64, 64 << 20  # … and on until it hears of a stop string or a cancellation
@@ -113,7 +112,7 @@ class Running(RunningText):
             return True
         wanted = watch.positions.count(rows)
         if claim.read < wanted:  # a GPU writes readings and tokens beside each other
-            self._await(lambda: claim.read >= wanted, _PATIENCE)
+            self._await(lambda: claim.read >= wanted, time.monotonic() + _PATIENCE)
         stop = min(claim.read, wanted)
         if stop > self._noted:
             positions = selected(watch.positions, rows)[self._noted : stop]
@@ -121,9 +120,8 @@ class Running(RunningText):
             self._noted = stop
         return stop == wanted
 
-    def _await(self, there: Callable[[], bool], seconds: float) -> bool:
-        patience = time.monotonic() + seconds
-        while not (done := there()) and self.failure is None and time.monotonic() < patience:
+    def _await(self, there: Callable[[], bool], until: float) -> bool:
+        while not (done := there()) and self.failure is None and time.monotonic() < until:
             time.sleep(1e-5)
         return done
 
@@ -145,8 +143,9 @@ class Running(RunningText):
         """p + g − 1 rows, and none of what was never started."""
         return len(self.history) - 1 if self.count else 0
 
-    def incomplete(self) -> bool:
-        """The workers have to be asked for the rows, or for what became of them."""
+    def incomplete(self, until: float = 0.0) -> bool:
+        """The workers have to be asked for the rows, or for what became of them. The result of a text as long as it may
+        become is written beside its last token: that is waited for, until then."""
         claim, plan, count = self.claim, self.plan, self.count
         if claim is None or claim.region is None:
             return False
@@ -163,9 +162,8 @@ class Running(RunningText):
             return arrived < wanted
         if not wanted or plan.columns:
             return True
-        # The result of a text as long as it may become is written beside its last token.
-        soon = _SOON if count == plan.sampling.max_tokens else 0.0
-        return arrived != wanted and not self._await(lambda: claim.arrived() == wanted, soon)
+        until = until if count == plan.sampling.max_tokens else 0.0
+        return arrived != wanted and not self._await(lambda: claim.arrived() == wanted, until)
 
     def ending(self) -> list[Any]:
         assert self.claim is not None
