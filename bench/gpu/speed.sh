@@ -6,12 +6,12 @@ runs=${*:-"qwen one profile llama-8b llama-1b batches peer lens"}
 tmp=${TMPDIR:-/tmp}
 mkdir -p "$out"
 . bench/gpu/env.sh
-limit=${LIMIT:-540}; rounds=${ROUNDS:-20}; seconds=${CELL_SECONDS:-40}; patience=${PATIENCE:-0}
+limit=${LIMIT:-540}; rounds=${ROUNDS:-20}; seconds=${CELL_SECONDS:-40}
 some="noise zero-layer all-layers generated add cap"
 pair() {  # name, then options of steerscope.bench.paired
   name=$1; shift; start=$(date +%s)
   timeout "$limit" python3 -m steerscope.bench.paired --scratch "$tmp/shapes" --rounds "$rounds" \
-    --cell-seconds "$seconds" --patience "$patience" --out "$out/$name.json" "$@" > "$out/$name.log" 2>&1
+    --cell-seconds "$seconds" --out "$out/$name.json" "$@" > "$out/$name.log" 2>&1
   echo "$name: exit $? after $(( $(date +%s) - start )) s"; grep -E ' s +[+-].*rounds|MISSES|Error' "$out/$name.log" | tail -16
 }
 for run in $runs; do

@@ -2,14 +2,15 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from steerscope.bench import calm, drivers, paired
-from steerscope.bench.calm import Calm
+from steerscope.bench import cores, drivers, paired
+from steerscope.bench.cores import Cores
 from steerscope.bench.gpu_tables import hooks, phases, shapes, speed, steps
 from steerscope.bench.paired import CELLS, ChildFailed, parse
 from steerscope.bench.workload import Setup
@@ -34,7 +35,7 @@ class FakeChild:
 
     def order(self, what: str, cell: str, seed: int, *how: bool) -> dict[str, Any]:
         FakeChild.log.append((what, self.kind, cell, str(seed)))
-        if what == "batch":
+        if what in ("batch", "core"):
             return {}
         if cell in FakeChild.broken and self.kind == "ours":
             self.alive = False
@@ -68,7 +69,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "baseline": "baseline",
         }
         given |= {"batches": None, "profile": None, "noop": False, "out": tmp_path / "speed.json"}
-        given |= {"patience": 0.0, "calm": Calm(0.0)}
+        given |= {"cores": Cores(False)}
         return paired.measure(argparse.Namespace(**given | more), tmp_path)
 
     return measure
@@ -135,33 +136,35 @@ def test_a_dead_engine_costs_its_cell_only(run: Any, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "speed.json").read_text())["cells"].keys() == found.keys()
 
 
-def test_a_run_begins_when_the_host_has_time_or_patience_is_over(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([1.0, 1.2, 1.5, 2.0, 1.1, 0.5, 0.7, 0.6, *[9.0] * 40])
-    monkeypatch.setattr(calm, "_PAUSE_S", 0.002)
-    host = Calm(0.05, lambda: next(times))
-    for _ in range(5):  # the best falls to 0.5: then 0.7 is slow
-        host.wait()
-    assert 0.006 <= host.waited < 0.05
-    before = host.waited
-    found = run("noise", calm=host, patience=0.05, rounds=4)["cells"]["noise"]
-    assert host.waited >= 0.05
-    assert found["waited_s"] == round(host.waited - before, 1)
-    assert found["rounds"] == 4
-    left = len(list(times))
-    host.wait()
-    assert left  # nobody looks any more
-    assert 0 < calm.work() < 60
+def test_both_runs_of_a_pair_are_driven_from_the_core_that_was_fastest_before_it(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took = iter([3.0, 1.0, 2.0, 4.0] + [2.0, 3.0, 1.0, 1.0] + [5.0] * 4 * 2)
+    bound: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 4, 6})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: bound.append(set(cores)))
+    found = run("zero-layer", cores=Cores(True, lambda: next(took)), rounds=4, warmups=0)["cells"]["zero-layer"]
+    assert found["cores"] == [2, 4, 0, 0]
+    assert bound[:4] == [{0}, {0, 2, 4, 6}, {2}, {0, 2, 4, 6}]
+    told = [entry for entry in FakeChild.log if entry[0] in ("core", "run")]
+    pair = [("core", "baseline", "zero-layer", "2"), ("core", "ours", "zero-layer", "2")]
+    assert told[:4] == [*pair, ("run", "baseline", "zero-layer", "0"), ("run", "ours", "zero-layer", "0")]
+    assert found["phases_of_rounds"]["tapped"] == [[2.01, 0.5]] * 4
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2})
+    assert Cores(True).fastest() is None  # two would not be a choice
+    assert Cores(False).fastest() is None
+    assert 0 < cores.work() < 60
 
 
 def test_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = ["--model", "llama-8b", "--batch", "64", "--eager", "--cells", "noise", "layers=0,5", "--out", "x.json"]
-    words += ["--rounds-of", "noise=3", "--patience", "30"]
+    words += ["--rounds-of", "noise=3"]
     monkeypatch.setattr(sys, "argv", ["paired", *words])
     args = parse()
     assert (args.setup.model, args.setup.batch, args.setup.eager, args.setup.engine) == ("llama-8b", 64, True, "vllm")
     assert args.cells == ["noise", "layers=0,5"]
     assert args.rounds_of == {"noise": 3}
-    assert args.calm._left == args.patience == 30
+    assert args.cores.fastest() is None  # there is no GPU, so the host computes
     monkeypatch.setattr(sys, "argv", ["paired", *words, "--rounds-of", "nois=3"])
     with pytest.raises(SystemExit):
         parse()

@@ -6,7 +6,7 @@ Two engines live side by side on one GPU, each in a process of its own: stock vL
 tapped one (B). They start beside each other, and then only one runs at a time. Rounds go A B, B A, A B, …, and each
 round's ratio is B over A with the same prompts, so that what changes slowly hits both. The first cell runs A against
 itself: that is the noise. The second runs it against another untouched engine: no two processes are equally fast, which
-no number of rounds takes away. With `--patience` a run begins when the host has time (`calm`). A cell holds when the
+no number of rounds takes away. On a GPU both runs of a pair are driven from one core (`cores`). A cell holds when the
 upper end of the 95 % interval of its median ratio does. The file is written after every cell.
 """
 
@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from steerscope.bench.calm import Calm
+from steerscope.bench.cores import Cores
 from steerscope.bench.one import about, write
 from steerscope.bench.stats import drift, paired
 from steerscope.bench.workload import Setup, capture_of, check_cell
@@ -69,6 +69,9 @@ def serve(pipe: Connection, kind: str, setup: Setup, scratch: Path, budget: int,
             try:
                 if what == "batch":
                     driver.setup = setup = replace(setup, batch=seed)
+                    pipe.send({})
+                elif what == "core":
+                    os.sched_setaffinity(driver.steps.thread, {seed})  # type: ignore[attr-defined]
                     pipe.send({})
                 elif what == "profile":
                     assert isinstance(driver, Ours)
@@ -150,12 +153,16 @@ def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.N
             first = child.order("run", cell, 10_000 + i)
             if "error" in first:
                 return {"error": first["error"]}
-    ours, theirs, same, began, waited = [], [], 0, time.perf_counter(), args.calm.waited
+    ours, theirs, cores, same, began = [], [], [], 0, time.perf_counter()
     told: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     pair: dict[int, dict[str, Any]] = {}
     for turn in range(rounds):
+        if (core := args.cores.fastest()) is not None:
+            cores.append(core)
+            for child in (base, other):
+                if "error" in (answer := child.order("core", cell, core)):
+                    return {"error": answer["error"]}
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
-            args.calm.wait()
             pair[which] = (base, other)[which].order("run", cell, turn)
             if "error" in pair[which]:
                 return {"error": pair[which]["error"]}
@@ -165,12 +172,13 @@ def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.N
         same += sum(a == b for a, b in zip(pair[0]["tokens"], pair[1]["tokens"], strict=True))
         if turn + 1 >= _FEWEST and time.perf_counter() - began > args.cell_seconds:
             break
-    ratio, waited = paired(theirs, ours), args.calm.waited - waited
-    found: dict[str, Any] = {"rounds": len(ours), "baseline_s": theirs, "tapped_s": ours, "ratio": ratio}
-    found["waited_s"] = round(waited, 1)  # for a host that has time
+    ratio = paired(theirs, ours)
+    found: dict[str, Any] = {"rounds": len(ours), "baseline_s": theirs, "tapped_s": ours, "ratio": ratio, "cores": cores}
     found |= {"same_tokens": same / (len(ours) * args.setup.batch), "steps": [pair[0]["steps"], pair[1]["steps"]]}
     for name, rounds_of in zip(("baseline", "tapped"), told, strict=True):
-        found.setdefault("phases", {})[name] = medians([one["phases"] for one in rounds_of])
+        phases = [one["phases"] for one in rounds_of]
+        found.setdefault("phases", {})[name] = medians(phases)
+        found.setdefault("phases_of_rounds", {})[name] = [[round(ms, 2) for ms in one.values()] for one in phases]
         found.setdefault("steps_ms", {})[name] = each_step([one["steps_ms"] for one in rounds_of])
     found |= {
         "drift": drift(ratio["rounds"]),
@@ -273,7 +281,6 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
     def begin() -> None:
         kept = {"rounds": args.rounds, "warmups": args.warmups, "baseline": args.baseline, "noop": args.noop}
-        kept["patience_s"] = args.patience
         result.clear()
         result.update(about(args.setup, **kept) | {"engines": {}, "cells": {}})
 
@@ -315,9 +322,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds-of", nargs="*", default=[], metavar="CELL=ROUNDS", help="of those near their goals")
     parser.add_argument("--warmups", type=int, default=2)
     parser.add_argument("--cell-seconds", type=float, default=60.0, help="a cell ends after so long, with fewer rounds")
-    parser.add_argument(
-        "--patience", type=float, default=0.0, help="seconds, in all, to wait for times when the host is not busy"
-    )
     parser.add_argument("--profile", metavar="CELL", help="instead of timing: one cell under profilers")
     parser.add_argument("--noop", action="store_true", help="taps that do nothing: what the machinery costs alone")
     parser.add_argument("--scratch", type=Path, help="keep the shape's folder, so that compiled code is found again")
@@ -330,7 +334,8 @@ def parse() -> argparse.Namespace:
             parser.add_argument(name, type=type(default), default=default)
     args = parser.parse_args()
     args.setup = Setup(**{f.name: getattr(args, f.name) for f in fields(Setup) if f.name != "engine"}, engine="vllm")
-    args.calm = Calm(args.patience)
+    # Where the device computes, and the thread that drives it is in the child's own process.
+    args.cores = Cores(args.setup.device == "cuda" and args.setup.core == "inside")
     args.rounds_of = {cell: int(rounds) for cell, _, rounds in (one.partition("=") for one in args.rounds_of)}
     if unknown := set(args.rounds_of) - set(args.cells):
         parser.error(f"--rounds-of names cells that are not run: {', '.join(sorted(unknown))}")
