@@ -1,6 +1,7 @@
-"""The core that both runs of a pair are driven from. A host's cores are shared with others: for seconds one is half as
-fast as the next, and whichever engine is driven from it then pays. So a pair has one core, the fastest just before it;
-since this looks at how long a small piece of work takes there, and at no run, it favours nobody."""
+"""The core that a run is driven from. A host's cores are shared with others: at any moment every other one is only half
+as fast, and one that has worked for a second becomes so. Whichever engine is driven from such a core pays for it. So
+each run has the fastest core just before it; since this looks at how long a small piece of work takes there, and at no
+run, it favours nobody."""
 
 import os
 import time
@@ -8,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 _FEWEST = 4  # cores: with fewer there is nothing to choose from
 _PIECE = 30_000  # additions: about a millisecond
+_LOOKS = 2  # at each: what is fast once may be slow again
 
 
 def work() -> float:
@@ -26,7 +28,11 @@ class Cores:
 
     def fastest(self) -> int | None:
         """None: whatever the system chooses."""
-        return min(self._all, key=self._took) if self._chosen else None
+        if not self._chosen:
+            return None
+        looks = [[self._took(core) for core in self._all] for _ in range(_LOOKS)]
+        slowest = [max(one) for one in zip(*looks, strict=True)]
+        return self._all[slowest.index(min(slowest))]
 
     def _took(self, core: int) -> float:
         os.sched_setaffinity(0, {core})

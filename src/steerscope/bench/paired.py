@@ -6,8 +6,8 @@ Two engines live side by side on one GPU, each in a process of its own: stock vL
 tapped one (B). They start beside each other, and then only one runs at a time. Rounds go A B, B A, A B, …, and each
 round's ratio is B over A with the same prompts, so that what changes slowly hits both. The first cell runs A against
 itself: that is the noise. The second runs it against another untouched engine: no two processes are equally fast, which
-no number of rounds takes away. On a GPU both runs of a pair are driven from one core (`cores`). A cell holds when the
-upper end of the 95 % interval of its median ratio does. The file is written after every cell.
+no number of rounds takes away. On a GPU each run is driven from the core that is fastest then (`cores`). A cell holds
+when the upper end of the 95 % interval of its median ratio does. The file is written after every cell.
 """
 
 import argparse
@@ -153,17 +153,12 @@ def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.N
             first = child.order("run", cell, 10_000 + i)
             if "error" in first:
                 return {"error": first["error"]}
-    ours, theirs, cores, same, began = [], [], [], 0, time.perf_counter()
+    ours, theirs, same, began = [], [], 0, time.perf_counter()
     told: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     pair: dict[int, dict[str, Any]] = {}
     for turn in range(rounds):
-        if (core := args.cores.fastest()) is not None:
-            cores.append(core)
-            for child in (base, other):
-                if "error" in (answer := child.order("core", cell, core)):
-                    return {"error": answer["error"]}
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
-            pair[which] = (base, other)[which].order("run", cell, turn)
+            pair[which] = from_core(args.cores.fastest(), (base, other)[which], cell, turn)
             if "error" in pair[which]:
                 return {"error": pair[which]["error"]}
             told[which].append(pair[which]["extra"])
@@ -173,7 +168,7 @@ def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.N
         if turn + 1 >= _FEWEST and time.perf_counter() - began > args.cell_seconds:
             break
     ratio = paired(theirs, ours)
-    found: dict[str, Any] = {"rounds": len(ours), "baseline_s": theirs, "tapped_s": ours, "ratio": ratio, "cores": cores}
+    found: dict[str, Any] = {"rounds": len(ours), "baseline_s": theirs, "tapped_s": ours, "ratio": ratio}
     found |= {"same_tokens": same / (len(ours) * args.setup.batch), "steps": [pair[0]["steps"], pair[1]["steps"]]}
     for name, rounds_of in zip(("baseline", "tapped"), told, strict=True):
         phases = [one["phases"] for one in rounds_of]
@@ -189,6 +184,11 @@ def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.N
     if other.kind == PEER or (other is not base and capture_of(cell, 4)):
         found |= verify_cell(cell, other, args)
     return found
+
+
+def from_core(core: int | None, child: Child, cell: str, seed: int) -> dict[str, Any]:
+    found = {} if core is None else child.order("core", cell, core)
+    return found if "error" in found else child.order("run", cell, seed)
 
 
 def verify_cell(cell: str, child: Child, args: argparse.Namespace) -> dict[str, Any]:
