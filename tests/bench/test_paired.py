@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class FakeChild:
 
     def order(self, what: str, cell: str, seed: int, *how: bool) -> dict[str, Any]:
         FakeChild.log.append((what, self.kind, cell, str(seed)))
-        if what in ("batch", "core"):
+        if what in ("batch", "cores"):
             return {}
         if cell in FakeChild.broken and self.kind == "ours":
             self.alive = False
@@ -137,22 +138,39 @@ def test_a_dead_engine_costs_its_cell_only(run: Any, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "speed.json").read_text())["cells"].keys() == found.keys()
 
 
-def test_each_run_is_driven_from_the_core_that_was_fastest_before_it(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = [[3.0, 1.0, 2.0, 4.0], [3.0, 9.0, 2.0, 1.0], [2.0, 3.0, 1.0, 1.0], [2.0, 3.0, 1.0, 1.5]]
-    took = itertools.chain(*looks, itertools.repeat(5.0))
+def test_each_run_has_the_cores_that_were_fastest_before_it(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "_FEWEST", 4)
+    first, second = [3, 3, 9, 1, 2, 2, 1, 4], [1, 1, 1, 1, 8, 1, 9, 9]  # two looks at each of four cores
+    took = itertools.chain(first, second, itertools.repeat(5.0))
     bound: list[set[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 4, 6})
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: bound.append(set(cores)))
     found = run("zero-layer", cores=Cores(True, lambda: next(took)), rounds=4, warmups=0)["cells"]["zero-layer"]
-    assert bound[:4] == [{0}, {0, 2, 4, 6}, {2}, {0, 2, 4, 6}]
-    told = [entry[:2] + entry[3:] for entry in FakeChild.log if entry[0] in ("core", "run")]
-    first = [("core", "baseline", "4"), ("run", "baseline", "0"), ("core", "ours", "4"), ("run", "ours", "0")]
-    assert told[:6] == [*first, ("core", "ours", "0"), ("run", "ours", "1")]
+    assert bound[:4] == [{0}, {0, 2, 4, 6}, {0}, {0, 2, 4, 6}]
+    told = [entry[:2] + entry[3:] for entry in FakeChild.log if entry[0] in ("cores", "run")]
+    assert told[:2] == [("cores", "baseline", "[4, 0, 6]"), ("run", "baseline", "0")]  # 3, 9, 2, 4
+    assert told[2:4] == [("cores", "ours", "[0, 2, 4]"), ("run", "ours", "0")]  # 2, 5, 5, 6.5
+    assert told[-2:] == [("cores", kind, "[0, 2, 4, 6]") for kind in ("baseline", "ours")]
     assert found["phases_of_rounds"]["tapped"] == [[2.01, 0.5]] * 4
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2})
-    assert Cores(True).fastest() is None  # two would not be a choice
-    assert Cores(False).fastest() is None
+    assert not Cores(True).chosen  # two would not be a choice
+    assert not Cores(False).chosen
     assert 0 < cores.work() < 60
+
+
+def test_all_threads_of_a_process_are_confined() -> None:
+    everywhere = sorted(os.sched_getaffinity(0))
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        cores.confine(everywhere[:1])
+        assert [os.sched_getaffinity(i) for i in (0, thread.native_id or 0)] == [{everywhere[0]}] * 2
+    finally:
+        cores.confine(everywhere)
+        done.set()
+        thread.join()
+    assert os.sched_getaffinity(0) == set(everywhere)
 
 
 def test_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -163,7 +181,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (args.setup.model, args.setup.batch, args.setup.eager, args.setup.engine) == ("llama-8b", 64, True, "vllm")
     assert args.cells == ["noise", "layers=0,5"]
     assert args.rounds_of == {"noise": 3}
-    assert args.cores.fastest() is None  # there is no GPU, so the host computes
+    assert not args.cores.chosen  # there is no GPU, so the host computes
     monkeypatch.setattr(sys, "argv", ["paired", *words, "--rounds-of", "nois=3"])
     with pytest.raises(SystemExit):
         parse()

@@ -1,15 +1,19 @@
-"""The core that a run is driven from. A host's cores are shared with others: at any moment every other one is only half
-as fast, and one that has worked for a second becomes so. Whichever engine is driven from such a core pays for it. So
-each run has the fastest core just before it; since this looks at how long a small piece of work takes there, and at no
-run, it favours nobody."""
+"""The cores that a run has. A host's cores are shared with others: at any moment every other one is only half as fast,
+and one that has worked for a second becomes so. An engine whose threads stay on such cores pays for it round after
+round. So each run has the few cores that are fastest before it; since this looks at how long a small piece of work
+takes there, and at no run, it favours nobody."""
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
-_FEWEST = 4  # cores: with fewer there is nothing to choose from
+_FEWEST = 8  # cores: with fewer there is nothing to choose from
+_CHOSEN = 3  # of them: one thread drives the engine, one waits for the device's answers
 _PIECE = 30_000  # additions: about a millisecond
 _LOOKS = 2  # at each: what is fast once may be slow again
+_FORGOTTEN = 0.5  # of what was found before, each time
 
 
 def work() -> float:
@@ -23,20 +27,26 @@ def work() -> float:
 
 class Cores:
     def __init__(self, choose: bool, measure: Callable[[], float] = work) -> None:
-        self._all: Sequence[int] = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
-        self._chosen, self._measure = choose and len(self._all) >= _FEWEST, measure
+        self.all = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        self.chosen, self._measure = choose and len(self.all) >= _FEWEST, measure
+        self._known: dict[int, float] = {}
 
-    def fastest(self) -> int | None:
-        """None: whatever the system chooses."""
-        if not self._chosen:
-            return None
-        looks = [[self._took(core) for core in self._all] for _ in range(_LOOKS)]
-        slowest = [max(one) for one in zip(*looks, strict=True)]
-        return self._all[slowest.index(min(slowest))]
+    def fastest(self) -> list[int]:
+        for core in self.all:
+            took = max(self._took(core) for _ in range(_LOOKS))
+            self._known[core] = took + (1 - _FORGOTTEN) * (self._known.get(core, took) - took)
+        return sorted(self.all, key=self._known.__getitem__)[:_CHOSEN]
 
     def _took(self, core: int) -> float:
         os.sched_setaffinity(0, {core})
         try:
             return self._measure()
         finally:
-            os.sched_setaffinity(0, self._all)
+            os.sched_setaffinity(0, self.all)
+
+
+def confine(cores: list[int]) -> None:
+    """All threads of this process to these."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), cores)

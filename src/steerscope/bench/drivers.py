@@ -5,7 +5,6 @@ last row that was asked for, is in the client's memory; the device is synchronis
 import functools
 import gc
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,18 +69,15 @@ def clocked(work: Callable[[], Any], steps: "Steps | None" = None) -> tuple[floa
 
 
 class Steps:
-    """When each call of an engine's `step` began and ended, in the round that is clocked, and which thread calls."""
+    """When each call of an engine's `step` began and ended, in the round that is clocked."""
 
     def __init__(self, step: Callable[[], Any]) -> None:
         self._step = step
         self.begun: list[float] = []
         self.done: list[float] = []
         self.start = self.end = 0.0
-        self.thread = 0
 
     def __call__(self) -> Any:
-        if not self.begun:
-            self.thread = threading.get_native_id()
         self.begun.append(time.perf_counter())
         found = self._step()
         self.done.append(time.perf_counter())
@@ -301,10 +297,10 @@ class Ours:
         self.facts = self.engine.facts
         self._steer = functools.cache(lambda cell: steering_of(cell, self.facts.layers, self.facts.hidden, setup.batch))
         self._private = torch.empty(0, dtype=torch.uint8)
-        self.steps: Steps | None = None
+        self._steps: Steps | None = None
         if setup.engine == "vllm":
             llm = self.engine.aio._llm  # type: ignore[attr-defined]
-            llm.step = self.steps = Steps(llm.step)
+            llm.step = self._steps = Steps(llm.step)
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
         steer = self._steer(cell)
@@ -315,12 +311,12 @@ class Ours:
         sampling = Sampling(max_tokens=self.setup.decode, ignore_eos=True)
         texts = [TokenPrompt(ids) for ids in prompts]
         before = self.engine.stats()["steps"]
-        if self.steps is not None:
-            self.steps.clear()
-        seconds, done = clocked(lambda: self.engine.generate(texts, sampling, **asked), self.steps)
+        if self._steps is not None:
+            self._steps.clear()
+        seconds, done = clocked(lambda: self.engine.generate(texts, sampling, **asked), self._steps)
         run = Run(seconds, [one.token_ids for one in done], int(self.engine.stats()["steps"] - before))
-        if self.steps is not None:
-            run.extra |= self.steps.told()
+        if self._steps is not None:
+            run.extra |= self._steps.told()
         check_batched(self.setup, run.tokens, run.steps)
         if cell in WATCHES and any(len(one.readings) != self.setup.decode - 1 for one in done):
             raise NotMeasured("not measured: readings are missing")

@@ -6,7 +6,7 @@ Two engines live side by side on one GPU, each in a process of its own: stock vL
 tapped one (B). They start beside each other, and then only one runs at a time. Rounds go A B, B A, A B, …, and each
 round's ratio is B over A with the same prompts, so that what changes slowly hits both. The first cell runs A against
 itself: that is the noise. The second runs it against another untouched engine: no two processes are equally fast, which
-no number of rounds takes away. On a GPU each run is driven from the core that is fastest then (`cores`). A cell holds
+no number of rounds takes away. On a GPU each run has the cores that are fastest then (`cores`). A cell holds
 when the upper end of the 95 % interval of its median ratio does. The file is written after every cell.
 """
 
@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from steerscope.bench.cores import Cores
+from steerscope.bench.cores import Cores, confine
 from steerscope.bench.one import about, write
 from steerscope.bench.stats import drift, paired
 from steerscope.bench.workload import Setup, capture_of, check_cell
@@ -70,8 +70,8 @@ def serve(pipe: Connection, kind: str, setup: Setup, scratch: Path, budget: int,
                 if what == "batch":
                     driver.setup = setup = replace(setup, batch=seed)
                     pipe.send({})
-                elif what == "core":
-                    os.sched_setaffinity(driver.steps.thread, {seed})  # type: ignore[attr-defined]
+                elif what == "cores":
+                    confine(seed)
                     pipe.send({})
                 elif what == "profile":
                     assert isinstance(driver, Ours)
@@ -158,7 +158,8 @@ def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.N
     pair: dict[int, dict[str, Any]] = {}
     for turn in range(rounds):
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
-            pair[which] = from_core(args.cores.fastest(), (base, other)[which], cell, turn)
+            child = (base, other)[which]
+            pair[which] = (args.cores.chosen and give(child, args.cores.fastest())) or child.order("run", cell, turn)
             if "error" in pair[which]:
                 return {"error": pair[which]["error"]}
             told[which].append(pair[which]["extra"])
@@ -181,14 +182,16 @@ def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.N
     }
     if cell in GOALS and other.kind == "ours":
         found |= {"goal": GOALS[cell], "holds": ratio["interval"][1] <= GOALS[cell]}
+    if args.cores.chosen and (wrong := give(base, args.cores.all) or give(other, args.cores.all)):
+        return wrong
     if other.kind == PEER or (other is not base and capture_of(cell, 4)):
         found |= verify_cell(cell, other, args)
     return found
 
 
-def from_core(core: int | None, child: Child, cell: str, seed: int) -> dict[str, Any]:
-    found = {} if core is None else child.order("core", cell, core)
-    return found if "error" in found else child.order("run", cell, seed)
+def give(child: Child, cores: list[int]) -> dict[str, Any]:
+    """Only these to a child, from now on; what went wrong."""
+    return child.order("cores", "", cores)
 
 
 def verify_cell(cell: str, child: Child, args: argparse.Namespace) -> dict[str, Any]:
