@@ -158,6 +158,33 @@ def test_each_run_has_the_cores_that_were_fastest_before_it(run: Any, monkeypatc
     assert 0 < cores.work() < 60
 
 
+def test_pairs_that_lost_their_cores_are_measured_again(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "_FEWEST", 1)
+    losses = itertools.cycle([0.0, 0.01, 0.01, 0.0, 0.03, 0.0])  # of runs: one of three pairs comes again
+    taken = itertools.accumulate(loss for lost in losses for loss in (0.0, lost))  # before and after each
+    monkeypatch.setattr(paired, "stolen", lambda _: next(taken))
+    host = Cores(True, lambda: 1.0)
+    found = run("zero-layer", cores=host, rounds=4)["cells"]["zero-layer"]
+    assert found["rounds"] == 4
+    assert found["stolen_s"] == [[0.0, 0.01], [0.0, 0.01], [0.01, 0.0], [0.01, 0.0]]
+    assert [[lost for _, lost in pair] for pair in found["measured_again"]] == [[0.03, 0.0]]
+    assert "4 rounds, drift +0.0 % (1 more)" in paired.shown("zero-layer", found)
+    always = itertools.count()
+    monkeypatch.setattr(paired, "stolen", lambda _: float(next(always)))
+    found = run("zero-layer", cores=host, rounds=4)["cells"]["zero-layer"]
+    assert (found["rounds"], len(found["measured_again"])) == (8, 8)  # there are no others
+
+
+def test_what_others_had_of_a_core_is_counted_by_the_system(tmp_path: Path) -> None:
+    counts = tmp_path / "stat"
+    counts.write_text("cpu  9 9 9 9 9 9 9 999 0 0\ncpu0 1 2 3 4 5 6 7 300 9 9\ncpu1 1 2 3 4 5 6 7 50 9 9\nintr 5\n\n")
+    tick = os.sysconf("SC_CLK_TCK")
+    assert cores.stolen([0, 1], counts) == 350 / tick
+    assert cores.stolen([1], counts) == 50 / tick
+    assert cores.stolen([1], tmp_path / "nowhere") == 0
+    assert cores.stolen(sorted(os.sched_getaffinity(0))) >= 0
+
+
 def test_all_threads_of_a_process_are_confined() -> None:
     everywhere = sorted(os.sched_getaffinity(0))
     done = threading.Event()

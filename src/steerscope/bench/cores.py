@@ -1,7 +1,7 @@
 """The cores that a run has. A host's cores are shared with others: at any moment every other one is only half as fast,
 and one that has worked for a second becomes so. An engine whose threads stay on such cores pays for it round after
-round. So each run has the few cores that are fastest before it; since this looks at how long a small piece of work
-takes there, and at no run, it favours nobody."""
+round. So each run has the few cores that are fastest before it, and it is known for how long others had them meanwhile.
+This looks at how long a small piece of work takes, and at what the system counts, and at no run: it favours nobody."""
 
 import os
 import time
@@ -43,6 +43,14 @@ class Cores:
             return self._measure()
         finally:
             os.sched_setaffinity(0, self.all)
+
+
+def stolen(cores: list[int], counts: Path = Path("/proc/stat")) -> float:
+    """Seconds, ever, in which one of these was wanted and others had it (in hundredths; 0 where nobody counts)."""
+    wanted = {f"cpu{core}" for core in cores}
+    lines = counts.read_text().splitlines() if wanted and counts.exists() else []
+    found = [int(parts[8]) for line in lines if (parts := line.split())[:1] and parts[0] in wanted and len(parts) > 8]
+    return sum(found) / os.sysconf("SC_CLK_TCK")
 
 
 def confine(cores: list[int]) -> None:

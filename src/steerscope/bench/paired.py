@@ -6,8 +6,9 @@ Two engines live side by side on one GPU, each in a process of its own: stock vL
 tapped one (B). They start beside each other, and then only one runs at a time. Rounds go A B, B A, A B, …, and each
 round's ratio is B over A with the same prompts, so that what changes slowly hits both. The first cell runs A against
 itself: that is the noise. The second runs it against another untouched engine: no two processes are equally fast, which
-no number of rounds takes away. On a GPU each run has the cores that are fastest then (`cores`). A cell holds
-when the upper end of the 95 % interval of its median ratio does. The file is written after every cell.
+no number of rounds takes away. On a GPU each run has the cores that are fastest then, and a pair is measured
+again if others had them meanwhile (`cores`). A cell holds when the upper end of the 95 % interval of its median ratio
+does. The file is written after every cell.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from steerscope.bench.cores import Cores, confine
+from steerscope.bench.cores import Cores, confine, stolen
 from steerscope.bench.one import about, write
 from steerscope.bench.stats import drift, paired
 from steerscope.bench.workload import Setup, capture_of, check_cell
@@ -43,7 +44,9 @@ GOALS = {
 }  # fmt: skip
 FETCH_GOAL, DRIFT_GOAL = 10.0, 0.01  # GB/s into private memory; of the ratio, with every row captured
 START_S, RUN_S = 900.0, 300.0
+STOLEN_S = 0.02  # a pair is measured again when others had the cores of one of its runs for so long
 _FEWEST = 4  # rounds of a cell that is cut short
+Pair = tuple[dict[str, Any], dict[str, Any]]
 
 
 class ChildFailed(SteerscopeError):
@@ -146,52 +149,62 @@ class Child:
 
 
 def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Pairs of runs until there are enough, or the time is over. The warm-ups and one round after the timed ones, which
+    """Pairs of runs until there are enough, or it is time. The warm-ups and one round after the timed ones, which
     verifies the rows and copies them, are not among them."""
     for i in range(args.warmups):
         for child in (base, other):
             first = child.order("run", cell, 10_000 + i)
             if "error" in first:
                 return {"error": first["error"]}
-    ours, theirs, same, began = [], [], 0, time.perf_counter()
-    told: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
-    pair: dict[int, dict[str, Any]] = {}
-    for turn in range(rounds):
+    kept: list[Pair] = []
+    again: list[Pair] = []
+    began = time.perf_counter()
+    for turn in range(2 * rounds):
+        pair: dict[int, dict[str, Any]] = {}
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
-            child = (base, other)[which]
-            pair[which] = (args.cores.chosen and give(child, args.cores.fastest())) or child.order("run", cell, turn)
+            pair[which] = drive((base, other)[which], cell, turn, args.cores)
             if "error" in pair[which]:
                 return {"error": pair[which]["error"]}
-            told[which].append(pair[which]["extra"])
-        theirs.append(pair[0]["seconds"])
-        ours.append(pair[1]["seconds"])
-        same += sum(a == b for a, b in zip(pair[0]["tokens"], pair[1]["tokens"], strict=True))
-        if turn + 1 >= _FEWEST and time.perf_counter() - began > args.cell_seconds:
+        calm = max(one["stolen_s"] for one in pair.values()) < STOLEN_S
+        (kept if calm else again).append((pair[0], pair[1]))
+        if len(kept) == rounds or (turn + 1 >= _FEWEST and time.perf_counter() - began > args.cell_seconds):
             break
+    pairs = kept if len(kept) >= _FEWEST else kept + again
+    theirs, ours = ([pair[which]["seconds"] for pair in pairs] for which in (0, 1))
     ratio = paired(theirs, ours)
     found: dict[str, Any] = {"rounds": len(ours), "baseline_s": theirs, "tapped_s": ours, "ratio": ratio}
-    found |= {"same_tokens": same / (len(ours) * args.setup.batch), "steps": [pair[0]["steps"], pair[1]["steps"]]}
-    for name, rounds_of in zip(("baseline", "tapped"), told, strict=True):
-        phases = [one["phases"] for one in rounds_of]
+    found["stolen_s"] = [[round(one["stolen_s"], 2) for one in pair] for pair in pairs]
+    found["measured_again"] = [[[one["seconds"], round(one["stolen_s"], 2)] for one in pair] for pair in again]
+    same = sum(a == b for one, two in pairs for a, b in zip(one["tokens"], two["tokens"], strict=True))
+    found |= {"same_tokens": same / (len(ours) * args.setup.batch), "steps": [one["steps"] for one in pairs[-1]]}
+    for which, name in enumerate(("baseline", "tapped")):
+        told = [pair[which]["extra"] for pair in pairs]
+        phases = [one["phases"] for one in told]
         found.setdefault("phases", {})[name] = medians(phases)
         found.setdefault("phases_of_rounds", {})[name] = [[round(ms, 2) for ms in one.values()] for one in phases]
-        found.setdefault("steps_ms", {})[name] = each_step([one["steps_ms"] for one in rounds_of])
+        found.setdefault("steps_ms", {})[name] = each_step([one["steps_ms"] for one in told])
     found |= {
         "drift": drift(ratio["rounds"]),
         "tokens_per_s": args.setup.batch * args.setup.decode / statistics.median(ours),
     }
     if cell in GOALS and other.kind == "ours":
         found |= {"goal": GOALS[cell], "holds": ratio["interval"][1] <= GOALS[cell]}
-    if args.cores.chosen and (wrong := give(base, args.cores.all) or give(other, args.cores.all)):
-        return wrong
+    for child in (base, other) if args.cores.chosen else ():
+        child.order("cores", "", args.cores.all)
     if other.kind == PEER or (other is not base and capture_of(cell, 4)):
         found |= verify_cell(cell, other, args)
     return found
 
 
-def give(child: Child, cores: list[int]) -> dict[str, Any]:
-    """Only these to a child, from now on; what went wrong."""
-    return child.order("cores", "", cores)
+def drive(child: Child, cell: str, seed: int, cores: Cores) -> dict[str, Any]:
+    """A run, and for how long others had its cores."""
+    if not cores.chosen:
+        return child.order("run", cell, seed) | {"stolen_s": 0.0}
+    chosen = cores.fastest()
+    if wrong := child.order("cores", "", chosen):
+        return wrong
+    before = stolen(chosen)
+    return child.order("run", cell, seed) | {"stolen_s": stolen(chosen) - before}
 
 
 def verify_cell(cell: str, child: Child, args: argparse.Namespace) -> dict[str, Any]:
@@ -229,6 +242,7 @@ def shown(cell: str, found: dict[str, Any]) -> str:
     low, high = (100 * (edge - 1) for edge in ratio["interval"])
     text = f"{cell:14} {statistics.median(found['tapped_s']):8.4f} s  {100 * (ratio['median'] - 1):+6.2f} % "
     text += f"[{low:+.2f}, {high:+.2f}]  {found['rounds']} rounds, drift {100 * found['drift']:+.1f} %"
+    text += f" ({len(found['measured_again'])} more)" if found["measured_again"] else ""
     if goal:
         text += f"  goal {100 * (goal - 1):+.1f} %: {'holds' if found['holds'] else 'MISSES'}"
     parts = found["phases"]

@@ -67,6 +67,7 @@ class Arena:
         self.address = self.memory.data_ptr()
         self.bytes = self.memory.numpy()
         self.words = self.bytes[: size // 8 * 8].view(np.int64)
+        self.ints = memoryview(self._map)[: size // 8 * 8].cast("q")  # the same: to read one takes a third of the time
 
     def at(self, offset: int, size: int) -> int:
         """The address of so many bytes."""
@@ -90,7 +91,7 @@ class Arena:
     @property
     def failures(self) -> int:
         """Another number than before when a request has failed since."""
-        return int(self.words[0])
+        return self.ints[0]
 
     def unlink(self) -> None:
         with contextlib.suppress(OSError):
@@ -182,8 +183,8 @@ class Regions:
     def bytes_for(data: int) -> int:
         return HEADER + -(-data // ALIGN) * ALIGN
 
-    def counters(self, offset: int) -> np.ndarray:
-        return self.arena.words[offset // 8 : (offset + WHY) // 8 : ALIGN // 8]
+    def counters(self, offset: int) -> memoryview:
+        return self.arena.ints[offset // 8 : (offset + WHY) // 8 : ALIGN // 8]
 
     def allocate(self, data: int, stages: Iterable[int] = ()) -> Region | None:
         """Room for so many bytes that these stages will write, its counters at 0 but for a new owner; None when no gap
@@ -199,8 +200,8 @@ class Regions:
                 offset = self._take(size)
         if offset is None:
             return None
+        self.arena.words[offset // 8 : (offset + WHY) // 8] = 0
         region = Region(self, offset, size, tuple(stages))
-        region.counters[:] = 0
         region.counters[OWNER] = region.owner
         return region
 

@@ -133,7 +133,7 @@ class Claim:
     @property
     def read(self) -> int:
         """Readings that are there."""
-        return 0 if self.region is None else int(self.region.counters[READ])
+        return 0 if self.region is None else self.region.counters[READ]
 
     def readings(self, start: int, stop: int) -> SeenOnHost:
         """Those numbers, in memory of their own."""
@@ -154,7 +154,7 @@ class Claim:
         assert self.region is not None
         assert self.plan.capture is not None
         stages, counters = self.room.stages_of(self.plan.capture.keys), self.region.counters
-        return int(counters[stages[0]]) if len(stages) == 1 else min(int(counters[stage]) for stage in stages)
+        return counters[stages[0]] if len(stages) == 1 else min(counters[stage] for stage in stages)
 
     def left(self) -> bool:
         """Every stage has said that it writes no more."""

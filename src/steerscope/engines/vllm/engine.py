@@ -104,6 +104,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         self._running: dict[str, Running] = {}
         self._unborn: list[Running] = []  # quiet ones without a token
         self._ended: list[str] = []  # those that the workers may not know of
+        self._spent: tuple = ()  # what is left of them: to free it takes longer than to wake who waits for them
         self._failures = 0  # what the shared memory said when it was last looked at
         self.sampling_params = SamplingParamsOf()
 
@@ -169,9 +170,8 @@ class VLLMEngine(ThreadedEngine[Running]):
     def _check_sampling(self, sampling: Sampling) -> list[Problem]:
         if sampling.repetition_window is None or sampling.repetition_penalty == 1.0:
             return []
-        return [
-            Problem("sampling.repetition_window", "vLLM penalises the whole text", "leave it out, or use engine hf")
-        ]
+        remedy = "leave it out, or use engine hf"
+        return [Problem("sampling.repetition_window", "vLLM penalises the whole text", remedy)]
 
     def _keep_pack(self, registered: Registered) -> None:
         self._call(lambda: self._lenses.keep(registered))
@@ -186,11 +186,8 @@ class VLLMEngine(ThreadedEngine[Running]):
         """Counters of this process and of the workers."""
         workers = self._call(lambda: self._rpc("stats"))
         summed = {name: max(one[name] for one in workers) for name in workers[0]}
-        now = {
-            "running": len(self._running),
-            "waiting": len(self._waiting),
-            "slots_in_use": self.room.vectors.in_use,
-        }
+        now = {"running": len(self._running), "waiting": len(self._waiting)}
+        now["slots_in_use"] = self.room.vectors.in_use
         now |= {name: summed[name] for name in ("readings", "packs", "lens_seconds")}
         workers_own = {f"worker_{name}": value for name, value in summed.items()}
         return {**workers_own, **self._counts, **now, **self.budget.stats()}
@@ -205,10 +202,14 @@ class VLLMEngine(ThreadedEngine[Running]):
         from vllm.v1.engine.exceptions import EngineDeadError
 
         failures = 0
-        while failures < _FAILURES and self._receive():
+        # Every step comes by here, and where the host is slower than the device it waits for this.
+        while failures < _FAILURES and ((self._running and self._inbox.empty()) or self._receive()):
             try:
-                self._drop_cancelled()
-                self._admit()
+                if self._noticed.is_set():
+                    self._drop_cancelled()
+                if self._waiting:
+                    self._spent = ()
+                    self._admit()
                 if self._running:
                     self._step()
                 failures = 0
@@ -244,10 +245,10 @@ class VLLMEngine(ThreadedEngine[Running]):
         return bool(self._running)
 
     def _untidy(self) -> bool:
-        return bool(self._ended) or self.room.regions.untidy
+        return bool(self._ended or self._spent) or self.room.regions.untidy
 
     def _tidy(self) -> None:
-        ended, self._ended = self._ended, []
+        ended, self._ended, self._spent = self._ended, [], ()
         with contextlib.suppress(Exception):  # of an engine that is dead: the next request will hear of it
             self.room.regions.tidy()
             if ended:
@@ -255,12 +256,9 @@ class VLLMEngine(ThreadedEngine[Running]):
                 self.room.regions.tidy()
 
     def _drop_cancelled(self) -> None:
-        if not self._noticed.is_set():  # every step comes here
-            return
         self._noticed.clear()
         self._drop_waiting(cancelled_only=True)
-        gone = [one for one in self._running.values() if one.job.cancelled]
-        if gone:
+        if gone := [one for one in self._running.values() if one.job.cancelled]:
             self._conclude([(one, "cancelled") for one in gone], abort=True)
 
     def _admit(self) -> None:
@@ -320,15 +318,21 @@ class VLLMEngine(ThreadedEngine[Running]):
             del self._resident[oldest]
             self._rpc("unregister", oldest)
 
-    @together()
     def _step(self) -> None:
-        done: list[tuple[Running, Any]] = []
-        stopped: list[str] = []
         ended, outputs = len(self._ended), self._llm.step()
         del self._ended[:ended]  # the step said so
+        self._counts["steps"] += 1
         if self._unborn:
             states = self._llm.output_processor.request_states
             self._unborn = [one for one in self._unborn if one.key in states and not one.look(states[one.key])]
+        if outputs or self.room.regions.arena.failures != self._failures:
+            self._spent = outputs, self._hear(outputs)
+
+    @together()
+    def _hear(self, outputs: list[Any]) -> list[tuple[Running, Any]]:
+        """What a step has brought; those that have ended with it."""
+        done: list[tuple[Running, Any]] = []
+        stopped: list[str] = []
         if self.room.regions.arena.failures != self._failures:
             self._give_up()
         for output in outputs:
@@ -347,11 +351,11 @@ class VLLMEngine(ThreadedEngine[Running]):
                 done.append((one, reason))
                 if not output.finished:
                     stopped.append(one.key)
-        self._counts["steps"] += 1
         if stopped:
             self._llm.abort_request(stopped)
         if done:
             self._conclude(done)
+        return done
 
     def _give_up(self) -> None:
         """End what the workers say has failed."""
@@ -366,8 +370,7 @@ class VLLMEngine(ThreadedEngine[Running]):
                 one.catch_up(self._llm.output_processor.request_states.get(one.key))
             self._llm.abort_request([one.key for one, _ in done])
         soon = time.monotonic() + _SOON
-        late = [one for one, _ in done if one.incomplete(soon)]
-        if late:
+        if late := [one for one, _ in done if one.incomplete(soon)]:
             self._rpc("finish", [one.ending() for one in late])
         for one, reason in done:
             if (why := one.failure) is not None:
