@@ -1,7 +1,8 @@
 """Work that every step pays for, counted instead of timed, so that it cannot grow unnoticed on any machine.
 
-On the host: Python and C calls that the worker's hooks make in one decode step. In the graph: nodes that a tap adds to
-a layer. The numbers are ceilings: lower one when the code has become better; raise one only for a reason.
+On the host: Python and C calls that the worker's hooks, and the client's thread around vLLM's step, make in one decode
+step. In the graph: nodes that a tap adds to a layer. The numbers are ceilings: lower one when the code has become
+better; raise one only for a reason.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from waiting import HUNG_S
 BATCH, HIDDEN, LAYERS = 32, 64, 4
 # Calls per decode step of 32 requests.
 IDLE, CAPTURING, STEERING, WATCHING = 11, 310, 25, 560
+DRIVING = 8  # of the client, for texts that nobody looks at before their ends
 # Beside the operator itself a tap may only bring its tensors in.
 OPERATORS, INPUTS = 1, 3
 # The same thread drives these, but they are not the worker's.
@@ -44,14 +46,18 @@ def is_worker(frame: FrameType) -> bool:
     return (inside or pure) and file.name not in not_counted
 
 
-def calls(engine: SyncEngine, tokens: int, **asked: object) -> int:
-    """Calls by worker code in all steps of a batch."""
-    count = 0
+def is_client(frame: FrameType) -> bool:
+    file = Path(frame.f_code.co_filename)
+    return "steerscope" in file.parts and file.name in (*CLIENT, "threaded.py", "outbox.py", "transport.py")
+
+
+def calls(engine: SyncEngine, tokens: int, **asked: object) -> np.ndarray:
+    """Calls by worker code in all steps of a batch, and by the client."""
+    count = np.zeros(2)
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        nonlocal count
-        if event in ("call", "c_call") and is_worker(frame):
-            count += 1
+        if event in ("call", "c_call"):
+            count[:] += is_worker(frame), is_client(frame)
 
     prompts = [TokenPrompt([5 + i, 6, 7, 8]) for i in range(BATCH)]
     engine.aio._call(lambda: sys.setprofile(note))  # type: ignore[attr-defined]
@@ -83,9 +89,10 @@ def test_calls_of_a_step() -> None:
     try:
         for name, (most, asked) in kinds.items():
             calls(engine, 20, **asked)  # vectors are given to the worker once; and nobody looks for faults any more
-            found = (calls(engine, 30, **asked) - calls(engine, 10, **asked)) / 20
-            print(f"{name}: {found:g} calls per step")  # noqa: T201
+            found, client = (calls(engine, 30, **asked) - calls(engine, 10, **asked)) / 20
+            print(f"{name}: {found:g} calls per step, {client:g} of the client")  # noqa: T201
             assert found <= most, f"{name}: a step makes {found:g} calls, {most} were allowed"
+            assert client <= DRIVING, f"{name}: the client makes {client:g} calls in a step, {DRIVING} were allowed"
     finally:
         engine.close()
 

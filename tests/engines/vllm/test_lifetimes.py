@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved, start_vllm
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, Generation, TokenPrompt
-from steerscope.specs import Capture, Sampling
+from steerscope.specs import Add, Capture, Sampling
 from waiting import HUNG_S
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
@@ -102,6 +103,21 @@ def test_rows_that_are_dropped_while_nothing_runs_are_tidied_up_before_the_next_
         assert time.monotonic() < until, "an idle engine does not notice"
         time.sleep(0.005)
     assert len(regions._free) == 1
+
+
+def test_what_is_left_of_requests_goes_when_nothing_runs_and_before_others_come(
+    engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aio: Any = engine.aio
+    seen, admit, push = [], aio._admit, Add(vector=np.ones(64, np.float32), scale=1e-3, layers=0)
+    monkeypatch.setattr(aio, "_admit", lambda: (seen.append(aio._spent), admit())[1])
+    for _ in range(4):
+        engine.generate([LONG, LONG], SAMPLING, steer=push)
+    assert set(seen) == {()}
+    until = time.monotonic() + HUNG_S
+    while aio._spent or aio.room.regions.used:
+        assert time.monotonic() < until, "an idle engine keeps what nobody needs"
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("patience", [0.0, HUNG_S])
