@@ -1,7 +1,8 @@
-"""The cores that a run has. A host's cores are shared with others: at any moment every other one is only half as fast,
-and one that has worked for a second becomes so. An engine whose threads stay on such cores pays for it round after
-round. So each run has the few cores that are fastest before it, and it is known for how long others had them meanwhile.
-This looks at how long a small piece of work takes, and at what the system counts, and at no run: it favours nobody."""
+"""The cores that a run has. A host's cores may be shared with others: on some, half of them are half as fast at any
+moment, and one that has worked for a second becomes so. An engine whose threads stay on such cores pays round after
+round. So each run has the few cores that are fastest before it, which favours nobody; and it is known for how long
+others had them meanwhile. Who works longer on the host loses more there: pairs that were measured again for that are
+kept in the file, and the ratio of all."""
 
 import os
 import time

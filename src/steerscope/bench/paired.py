@@ -169,10 +169,12 @@ def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.N
         (kept if calm else again).append((pair[0], pair[1]))
         if len(kept) == rounds or (turn + 1 >= _FEWEST and time.perf_counter() - began > args.cell_seconds):
             break
-    pairs = kept if len(kept) >= _FEWEST else kept + again
+    every = paired(*([pair[which]["seconds"] for pair in kept + again] for which in (0, 1)))
+    pairs, again = (kept, again) if len(kept) >= _FEWEST else (kept + again, [])
     theirs, ours = ([pair[which]["seconds"] for pair in pairs] for which in (0, 1))
     ratio = paired(theirs, ours)
     found: dict[str, Any] = {"rounds": len(ours), "baseline_s": theirs, "tapped_s": ours, "ratio": ratio}
+    found["ratio_of_all"] = {name: every[name] for name in ("median", "interval")}  # those measured again, too
     found["stolen_s"] = [[round(one["stolen_s"], 2) for one in pair] for pair in pairs]
     found["measured_again"] = [[[one["seconds"], round(one["stolen_s"], 2)] for one in pair] for pair in again]
     same = sum(a == b for one, two in pairs for a, b in zip(one["tokens"], two["tokens"], strict=True))
