@@ -338,8 +338,7 @@ class Engine(Scopes, ABC):
             raise
         finally:
             self._finish(jobs, inbox, ended=not left)
-        complete = {plan.request_id: len(choices[plan.request_id]) == plan.sampling.n for plan in plans}
-        done = [assembled(p, choices[p.request_id]) if complete[p.request_id] else None for p in plans]
+        done = [assembled(p, of) if len(of := choices[p.request_id]) == p.sampling.n else None for p in plans]
         if failure is not None:
             failure.completed = done
             raise failure

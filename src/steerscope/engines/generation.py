@@ -71,9 +71,14 @@ class Generation:
     `steered` tells where each op really acted."""
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt: Prompt
     choices: tuple[Choice, ...]
     steered: tuple[Applied, ...] = ()  # where each op really acted
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """A copy, made when it is asked for: those of many long prompts hold up everybody's answer."""
+        return list(self.prompt.token_ids)
 
     @property
     def text(self) -> str:
@@ -189,4 +194,4 @@ def singles(plan: Plan) -> list[Plan]:
 
 def assembled(plan: Plan, choices: list[Choice]) -> Generation:
     ordered = tuple(choices) if len(choices) == 1 else tuple(sorted(choices, key=lambda choice: choice.index))
-    return Generation(plan.request_id, list(plan.prompt.token_ids), ordered, plan.applied)
+    return Generation(plan.request_id, plan.prompt, ordered, plan.applied)

@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -59,7 +59,7 @@ class RunningText(ABC):
         """Nobody looks at its tokens before the end."""
         return self._decode is not None
 
-    def accept_all(self, tokens: list[int]) -> FinishReason | None:
+    def accept_all(self, tokens: Sequence[int]) -> FinishReason | None:
         """Take what a quiet one has sampled, at once; the reason if that was the end."""
         if not self._first and tokens:
             self._first = time.perf_counter()
@@ -129,9 +129,10 @@ class RunningText(ABC):
     def _choice(self, reason: FinishReason) -> Choice:
         """All there is to say of it. Raises RequestFailed when something is missing."""
         self._release()
+        tokens = self.generated
         if self._decode is not None:
             try:
-                self._pieces = [self._decode(self.generated)]
+                self._pieces = [self._decode(tokens)]
             except Exception as error:  # of a tokenizer that does not know an id
                 raise RequestFailed(f"{self.name} cannot be decoded: {type(error).__name__}: {error}") from error
         elif reason == "cancelled":
@@ -144,7 +145,7 @@ class RunningText(ABC):
         return Choice(
             index=self.plan.choice,
             text="".join(self._pieces),
-            token_ids=self.generated,
+            token_ids=tokens,
             finish_reason=reason,
             stop_string=self._stops.found,
             seed=self.plan.sampling.seed or 0,

@@ -77,7 +77,7 @@ class Running(RunningText):
     def take(self, output: Any) -> FinishReason | None:
         """New tokens, of a quiet one all; the reason if the request is over."""
         new = output.outputs[0]
-        if self.late and (reason := self.accept_all(list(new.token_ids))):
+        if self.late and (reason := self.accept_all(new.token_ids)):
             return reason
         told = new.logprobs or ()
         for i, token in enumerate(() if self.late else new.token_ids):
@@ -102,7 +102,7 @@ class Running(RunningText):
     def catch_up(self, state: Any) -> None:
         """It ends before vLLM would tell: what it has sampled is in vLLM's own books."""
         if self.late and state is not None:
-            self.accept_all(list(state.detokenizer.output_token_ids)[self.count :])
+            self.accept_all(state.detokenizer.output_token_ids[self.count :])
 
     def _note(self, rows: int) -> bool:
         """Take over what was read of the first rows; whether all of it was there. Of later ones, which may be there,
