@@ -29,7 +29,7 @@ from waiting import HUNG_S
 
 BATCH, HIDDEN, LAYERS = 32, 64, 4
 # Calls per decode step of 32 requests.
-IDLE, CAPTURING, STEERING, WATCHING = 11, 310, 25, 560
+IDLE, CAPTURING, STEERING, WATCHING = 11, 270, 23, 545
 DRIVING = 3  # of the client, for texts that nobody looks at before their ends
 # Beside the operator itself a tap may only bring its tensors in.
 OPERATORS, INPUTS = 1, 3

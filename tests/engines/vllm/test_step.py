@@ -320,6 +320,38 @@ def test_decoding_requests_cost_no_python_each(monkeypatch: pytest.MonkeyPatch) 
     assert [(part.start, part.stop) for part in done] == [(3, 19)] * 20
 
 
+def test_a_batch_that_goes_on_is_looked_at_once() -> None:
+    """However long it does, and whoever else is in it."""
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    for name in "ab":
+        books.askers[name] = asker(name, None, (EVERYWHERE,))
+    parts = ("a", 3), ("plain", 90), ("b", 7)
+    step(books, pool, *((name, at, 1) for name, at in parts))
+    known = books._steady
+    assert known is not None
+    for later in range(1, 200):
+        assert step(books, pool, *((name, at + later, 1) for name, at in parts)).same
+        assert books._steady is known
+    step(books, pool, *((name, at + 201, 1) for name, at in parts))  # a position was left out
+    assert books._steady is not known
+
+
+def test_who_begins_again_in_its_place_is_not_taken_for_one_who_goes_on() -> None:
+    books, pool = Books(TOKENS, COLUMNS), Pool()
+    for name in "ab":
+        books.askers[name] = asker(name, EVERYWHERE)
+    step(books, pool, ("a", 0, 3), ("b", 0, 3))
+    for at in range(3, 10):
+        step(books, pool, ("a", at, 1), ("b", at, 1))
+    filled = step(books, pool, ("a", 5, 1), ("b", 10, 1))
+    assert filled.recomputed == 1
+    assert [(part.start, part.stop) for part in filled.slices] == [(3, 10)]  # of its page until then
+    (rest,) = books.forget("b")[1]
+    assert (rest.start, rest.stop) == (3, 11)
+    (rest,) = books.forget("a")[1]
+    assert (rest.start, rest.stop) == (5, 6)
+
+
 def test_prompts_side_by_side_have_cells_side_by_side() -> None:
     """Those of one group that also are neighbours in the batch are written at once."""
     books, pool = Books(TOKENS, COLUMNS), Pool()

@@ -5,7 +5,7 @@ into one row of integers per token: where its captured rows go, which group of t
 tokens nobody claims are zero. Pure numpy, and work only for requests that asked for something.
 
 While requests decode, a step differs from the last one only in where its rows go, and these lie in pages: rows of one
-request side by side. Such a step is a handful of array operations, whatever the number of requests. Now and then what a
+request side by side. Such a step is a comparison and a few sums, whatever the number of requests. Now and then what a
 few of the pages hold is sent.
 """
 
@@ -223,13 +223,14 @@ class Books:
             askers=askers,
             request=request,
             token=starts[request].astype(np.int64),
-            position=computed[request].astype(np.int64) + 1,
+            first=computed[request].astype(np.int64) + 1,
             width=np.array(rows),
             cell=np.array([page.cell + page.count * w if page else 0 for page, w in zip(pages, rows, strict=True)]),
             room=np.array([0 if page is None else page.size - page.count for page in pages]),
             most=np.array([asker.wire.capture.most if w and asker.wire.capture else _ENDLESS
                            for asker, w in zip(askers, rows, strict=True)]),
             filled=again,
+            everybody=len(here) == len(names),
             alone=int(starts[len(names)]) == len(names),
             turn=np.arange(len(askers)) % _TURNS,
         )  # fmt: skip
@@ -242,10 +243,10 @@ class Books:
         if now.filled.same or now.left > 1:
             if now.filled.looks is not None:
                 now.filled.looks.moved += 1
-            now.position += 1
+            now.steps += 1
+            now.lag += 1
             now.left -= 1
             now.ends -= 1
-            now.lag += 1
             if now.filled.same or (self._step % _REST and now.ends > _TURNS):
                 return now.filled
             return replace(now.filled, slices=self._parts(now))
@@ -277,10 +278,11 @@ class Books:
 
     def _turn_pages(self, now: Steady, reserve: Callable[[int], int]) -> bool:
         """A new page for everybody whose last one is full; False when these steps do not go on."""
-        if not (now.position < now.most).all():
+        positions = now.position
+        if not (positions < now.most).all():
             return False
         for i in np.flatnonzero((now.room == 0) & (now.width > 0)):
-            asker, position = now.askers[i], int(now.position[i])
+            asker, position = now.askers[i], int(positions[i])
             size = min(self.page, int(now.most[i]) - position)
             asker.page = Page(reserve(size * asker.width), position, size)
             now.cell[i], now.room[i] = asker.page.cell, size
@@ -294,15 +296,16 @@ class Books:
         if now is None:
             return
         now.catch_up()
-        for i, asker in enumerate(now.askers):
-            asker.reached = max(asker.reached, int(now.position[i]))
+        arrays = now.position.tolist(), now.width.tolist(), now.room.tolist()
+        for asker, position, width, room in zip(now.askers, *arrays, strict=True):
+            asker.reached = max(asker.reached, position)
             if asker.watched is not None and asker.wire.watch is not None:
-                asker.watched.reach(asker.wire.watch.positions.count(int(now.position[i])), int(now.position[i]))
-            if not now.width[i] or asker.wire.capture is None:
+                asker.watched.reach(asker.wire.watch.positions.count(position), position)
+            if not width or asker.wire.capture is None:
                 continue
-            asker.seen = max(asker.seen, asker.wire.capture.positions.count(int(now.position[i])))
+            asker.seen = max(asker.seen, asker.wire.capture.positions.count(position))
             if asker.page is not None:
-                asker.page.count = asker.page.size - int(now.room[i])
+                asker.page.count = asker.page.size - room
 
     def forget(self, name: str) -> tuple[Asker | None, list[Slice]]:
         """The request is over: who it was, and the rows of its open page."""

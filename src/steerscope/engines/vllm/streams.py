@@ -30,6 +30,6 @@ def aside(here: torch.cuda.Stream, stream: torch.cuda.Stream) -> Iterator[None]:
         torch.cuda.set_stream(here)
 
 
-def sent(array: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
+def sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """On its way to the device, behind what this stream was told before."""
-    return None if array is None else torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
+    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)

@@ -88,7 +88,7 @@ def before_first(index: Tensor, ask: Callable[[], Doing]) -> None:
 
 def over(index: Tensor) -> bool:
     """The forward is. Whether no tap came, and that was never done."""
-    return callable(_steps.pop(index.data_ptr(), None))
+    return bool(_steps) and callable(_steps.pop(index.data_ptr(), None))
 
 
 def come(index: Tensor) -> Doing:

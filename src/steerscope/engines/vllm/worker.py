@@ -139,8 +139,10 @@ class WorkerTaps:
                 raise RuntimeError("no tap ran in a step, though one did before: its rows would be wrong")
             if self._filled.looks is not None:
                 self.watching.read(self._filled.looks)
-            if self._filled is not NOTHING or self.faults.looking:
-                self._collect(self._filled)
+            if self._filled.slices:
+                self.delivery.bring_out(self._filled.slices)
+            if self._filled.steers or self.faults.looking:
+                self.faults.look(self._filled.steers)
             if self._later:
                 self._admit_all(self._later)  # while the device works
             if not output.total_num_scheduled_tokens:  # nobody runs any more: no later step will bring the rows out
@@ -174,17 +176,18 @@ class WorkerTaps:
 
     def _stage(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
         """While the device reads its inputs, or begins with the first layer."""
-        output = self._output
+        output, books = self._output, self.books
 
         def ask(span: int = 0) -> Doing:
             """What the taps are to do in this step."""
             if fresh := output.scheduled_new_reqs:
                 self._later = self._admit_all(fresh, output.num_scheduled_tokens)
-            if self.books.resting or (not self.books.askers and self.books.clean):
+            if books.resting or (not books.askers and books.clean):
                 self.graphs.use()
                 return Doing(False, False)
             now = self._fill(names, starts, computed, span)
-            return Doing(now.steers, now.busy, sent(now.runs, self.device), now.tokens)
+            runs = None if now.runs is None else sent(now.runs, self.device)
+            return Doing(now.steers, now.busy, runs, now.tokens)
 
         if output.total_num_scheduled_tokens > self._replayed:
             span = self.span if output.total_num_scheduled_tokens > FEW else 0
@@ -230,11 +233,6 @@ class WorkerTaps:
         if first is None:
             raise CapacityExceeded("the rows of one step do not fit the pool")
         return first
-
-    def _collect(self, filled: Filled) -> None:
-        if filled.slices:
-            self.delivery.bring_out(filled.slices)
-        self.faults.look(filled.steers)
 
     # --- requests
 
