@@ -5,8 +5,12 @@ import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from steerscope.bench.paired import GOALS
+from steerscope.bench.stats import paired
+
 _MAIN = "speed-qwen2.5-3b.json"  # the run that has goals
 _EARLIER = "earlier-qwen2.5-3b.json"  # the one before it, on another machine
+_AGAIN = "again-*-qwen2.5-3b.json"  # those after it, in order
 _SLOW_MS, _PROMPTS = 0.1, 3  # the first few read prompts
 _MANY = 20  # steps, not to be named
 _AROUND = ("WorkerTaps._around_step", "WorkerTaps._after_inputs", "WorkerTaps._before_forward")  # vLLM's own is in them
@@ -70,8 +74,8 @@ def _cells(data: dict, ending: Callable[[dict], str]) -> Iterator[str]:
         yield f"| {asked} | {base:.4f} | {mine:.4f} | {_interval(cell, 2)} | {ending(cell)} |"
 
 
-def _interval(cell: dict, digits: int) -> str:
-    over, low, high = (f"{100 * (x - 1):+.{digits}f}" for x in (cell["ratio"]["median"], *cell["ratio"]["interval"]))
+def _interval(cell: dict, digits: int, of: str = "ratio") -> str:
+    over, low, high = (f"{100 * (x - 1):+.{digits}f}" for x in (cell[of]["median"], *cell[of]["interval"]))
     return f"{over} % [{low}, {high}]"
 
 
@@ -92,10 +96,39 @@ def speed(results: Path) -> str:
     return "\n".join(lines)
 
 
+def again(results: Path) -> str:
+    """Later runs of the same, and all their rounds together: also those of pairs that were measured again."""
+    runs = [json.loads(file.read_text())["cells"] for file in sorted((results / "gpu").glob(_AGAIN))]
+    if not runs:
+        return "*No figures yet.*"
+    heads = "".join(f" run {i}, rounds |" for i in range(1, len(runs) + 1))
+    lines = [f"| request |{heads} all rounds | goal |", "|---" * (len(runs) + 3) + "|"]
+    for name in runs[0]:
+        found = [run.get(name) for run in runs]
+        alone = [f"{_interval(one, 2, 'ratio_of_all')}, {len(list(_pairs(one)))}" if one else "" for one in found]
+        pairs = [pair for one in found if one for pair in _pairs(one)]
+        whole: dict = {"ratio": paired(*zip(*pairs, strict=True))}
+        if name in GOALS:
+            whole |= {"goal": GOALS[name], "holds": whole["ratio"]["interval"][1] <= GOALS[name]}
+        line = [_REQUESTS.get(name, name), *alone, f"{_interval(whole, 2)}, {len(pairs)}", _goal(whole)]
+        lines.append(f"| {' | '.join(line)} |")
+    return "\n".join(lines)
+
+
+def _pairs(cell: dict) -> Iterator[tuple[float, float]]:
+    """Seconds of untouched vLLM, and of the other."""
+    yield from zip(cell["baseline_s"], cell["tapped_s"], strict=True)
+    yield from ((base, mine) for (base, _), (mine, _) in cell["measured_again"])
+
+
+def _goal(cell: dict) -> str:
+    if "goal" not in cell:
+        return ""
+    return f"≤ {100 * (cell['goal'] - 1):+.1f} %: {'holds' if cell['holds'] else '**missed**'}"
+
+
 def _goals(cell: dict) -> str:
-    goal = fetch = ""
-    if "goal" in cell:
-        goal = f"≤ {100 * (cell['goal'] - 1):+.1f} %: {'holds' if cell['holds'] else '**missed**'}"
+    goal, fetch = _goal(cell), ""
     if cell.get("fetch_gb_per_s"):
         fetch = f"{cell['fetch_gb_per_s']:.1f}"
     if "fetch_goal" in cell:
