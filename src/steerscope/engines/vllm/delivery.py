@@ -75,7 +75,7 @@ class Delivery:
 
     def _word(self, asker: Asker, counter: int) -> int:
         assert asker.arena is not None
-        return int(asker.arena.words[(asker.wire.offset + ALIGN * counter) // 8])
+        return asker.arena.ints[(asker.wire.offset + ALIGN * counter) // 8]
 
     def _part(self, asker: Asker) -> None:
         asker.arena, asker.left = None, True
@@ -140,7 +140,7 @@ class Delivery:
         """Tell the client; never again after the region was left."""
         if self.writes and asker.arena is not None and not asker.left:
             asker.left = counter == LEFT + self.stage
-            asker.arena.words[(asker.wire.offset + ALIGN * counter) // 8] = value
+            asker.arena.ints[(asker.wire.offset + ALIGN * counter) // 8] = value
 
     def fail(self, asker: Asker, why: str) -> None:
         asker.failed = why
@@ -246,10 +246,10 @@ class Delivery:
         self.reductions.flush()
         for asker, n in counted:
             assert asker.arena is not None
-            asker.arena.words[(asker.wire.offset + ALIGN * (ROWS + self.stage)) // 8] = n
+            asker.arena.ints[(asker.wire.offset + ALIGN * (ROWS + self.stage)) // 8] = n
         if self.writes and self.arena is not None:
             for _, _, offset, *_ in requests:  # also those that never came here
-                self.arena.words[(offset + ALIGN * (LEFT + self.stage)) // 8] = 1
+                self.arena.ints[(offset + ALIGN * (LEFT + self.stage)) // 8] = 1
         for asker in askers:
             asker.left = True
         self._finishing = set()
