@@ -1,8 +1,12 @@
 """The arithmetic of the figures."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from steerscope.bench.gpu_tables import again
 from steerscope.bench.stats import drift, line, paired, summary
 
 
@@ -37,3 +41,35 @@ def test_the_interval_covers_the_truth_and_narrows_with_rounds() -> None:
 
 def test_a_line_goes_through_its_points() -> None:
     assert line([0, 4, 8], [1.0, 3.0, 5.0]) == pytest.approx((0.5, 1.0))
+
+
+def test_no_round_of_a_complete_run_is_left_out_and_others_are_not_counted(tmp_path: Path) -> None:
+    """Pairs that were measured again count; a run without noise, made of what came out badly, does not."""
+
+    def cell(times: list[tuple[float, float]], again: list[tuple[float, float]]) -> dict:
+        base, mine = ([pair[i] for pair in times] for i in (0, 1))
+        every = paired(*zip(*times, *again, strict=True))
+        known = {name: every[name] for name in ("median", "interval")}
+        slow = [[[theirs, 0.1], [ours, 0.1]] for theirs, ours in again]
+        return {"baseline_s": base, "tapped_s": mine, "ratio_of_all": known, "measured_again": slow}
+
+    calm = cell([(1.0, 1.0)] * 5, [])
+    runs = [
+        {"noise": calm, "cap": cell([(1.0, 1.01)] * 2, [(1.0, 1.05)] * 3), "mean": {"error": "no room\nat all"}},
+        {"cap": calm, "mean": calm},
+        {"noise": calm, "last": cell([(1.0, 1.002)] * 5, [])},
+    ]
+    folder = tmp_path / "gpu"
+    folder.mkdir()
+    for i, cells in enumerate(runs):
+        (folder / f"again-{i}-qwen2.5-3b.json").write_text(json.dumps({"cells": cells}))
+    lines = {
+        line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in again(tmp_path).splitlines()
+    }
+    one = "+0.00 % [+0.00, +0.00], 5"
+    assert lines["untouched against itself"][-1] == "+0.00 % [+0.00, +0.00], 10"
+    assert lines["cap, likewise"] == [
+        "+5.00 % [+1.00, +5.00], 5", one, "", "+5.00 % [+1.00, +5.00], 5", "≤ +2.0 %: **missed**"
+    ]  # fmt: skip
+    assert lines["all layers, mean"] == ["no room", one]
+    assert lines["all layers, last prompt token"][-2:] == ["+0.20 % [+0.20, +0.20], 5", "≤ +0.5 %: holds"]

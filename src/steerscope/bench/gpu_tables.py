@@ -97,28 +97,35 @@ def speed(results: Path) -> str:
 
 
 def again(results: Path) -> str:
-    """Later runs of the same, and all their rounds together: also those of pairs that were measured again."""
+    """Later runs of the same, and all rounds of those that measured their noise, also of pairs that were measured
+    again. A run without noise was made for lines that had come out badly: to count it would be to choose."""
     runs = [json.loads(file.read_text())["cells"] for file in sorted((results / "gpu").glob(_AGAIN))]
     if not runs:
         return "*No figures yet.*"
     heads = "".join(f" run {i}, rounds |" for i in range(1, len(runs) + 1))
     lines = [f"| request |{heads} all rounds | goal |", "|---" * (len(runs) + 3) + "|"]
-    for name in runs[0]:
-        found = [run.get(name) for run in runs]
-        alone = [f"{_interval(one, 2, 'ratio_of_all')}, {len(list(_pairs(one)))}" if one else "" for one in found]
-        pairs = [pair for one in found if one for pair in _pairs(one)]
-        whole: dict = {"ratio": paired(*zip(*pairs, strict=True))}
-        if name in GOALS:
+    names: list[str] = list(dict.fromkeys(name for run in runs for name in run))
+    for name in names:
+        shown = [_alone(run[name]) if name in run else "" for run in runs]
+        pairs = [pair for run in runs if "noise" in run and name in run for pair in _pairs(run[name])]
+        whole: dict = {"ratio": paired(*zip(*pairs, strict=True))} if pairs else {}
+        if pairs and name in GOALS:
             whole |= {"goal": GOALS[name], "holds": whole["ratio"]["interval"][1] <= GOALS[name]}
-        line = [_REQUESTS.get(name, name), *alone, f"{_interval(whole, 2)}, {len(pairs)}", _goal(whole)]
-        lines.append(f"| {' | '.join(line)} |")
+        together = f"{_interval(whole, 2)}, {len(pairs)}" if pairs else ""
+        lines.append(f"| {' | '.join([_REQUESTS.get(name, name), *shown, together, _goal(whole)])} |")
     return "\n".join(lines)
+
+
+def _alone(cell: dict) -> str:
+    if "error" in cell:
+        return cell["error"].splitlines()[0][:80]
+    return f"{_interval(cell, 2, 'ratio_of_all')}, {sum(1 for _ in _pairs(cell))}"
 
 
 def _pairs(cell: dict) -> Iterator[tuple[float, float]]:
     """Seconds of untouched vLLM, and of the other."""
-    yield from zip(cell["baseline_s"], cell["tapped_s"], strict=True)
-    yield from ((base, mine) for (base, _), (mine, _) in cell["measured_again"])
+    yield from zip(cell.get("baseline_s", ()), cell.get("tapped_s", ()), strict=True)
+    yield from ((base, mine) for (base, _), (mine, _) in cell.get("measured_again", ()))
 
 
 def _goal(cell: dict) -> str:

@@ -143,8 +143,6 @@ MUTANTS = [
         ("        self.settle()  # steps that repeat know who asks\n", ""),
         ("capture.reduce is not None or page.sent == count", "page.sent == count"),
         ("first, page.sent = page.sent, count", "first = page.sent"),
-        ("min(_TURNS, (self.page - 1) // _REST)", "_TURNS"),
-        ("or turns < _LEAST", ""),
         ("page.size - int(now.room[i]) + now.lag", "page.size - int(now.room[i])"),
         ("np.where(group == 0, asker.watched.alone, asker.watched.both)", "asker.watched.alone"),
         ("asker.failed or not _lasts(asker, at)", "asker.failed"),

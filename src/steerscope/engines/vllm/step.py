@@ -26,9 +26,8 @@ from steerscope.specs.tokens import Interval, Positions
 ASKER, CELL, GROUP, STRIDE, ENTRIES = range(5)
 LAID = 1 << 30  # added to the asker's number: what its ops add lies ready (on a GPU, `laying`)
 PAGE = 128  # rows, at most
-# Rows leave pages that are not full every so many steps, those of one in so many requests (of at least so many: pages
-# that are shorter leave when they are full); and before a text's last row, those of one in so many.
-_REST, _TURNS, _LEAST, _LAST = 8, 8, 4, 4
+# Rows leave pages that are not full every so many steps, those of one in so many requests.
+_REST, _TURNS = 8, 4
 _FEW = 4  # askers
 _TRIES = 4  # of finding room for a step
 _ENDLESS = np.iinfo(np.int64).max
@@ -160,10 +159,9 @@ class Books:
         """Which of so many askers' rows leave with this step, though their pages are not full: a few, every few steps,
         since all of them at once would keep the next step waiting. And before its last row everybody's leave,
         so that few others are waited for."""
-        turns = min(_TURNS, (self.page - 1) // _REST)
-        if self._step % _REST or turns < _LEAST:
+        if self._step % _REST or self.page <= _REST * _TURNS:
             return range(0)
-        return range(-(self._step // _REST) % turns, count, turns)
+        return range(-(self._step // _REST) % _TURNS, count, _TURNS)
 
     def _part(self, asker: Asker, count: int) -> list[Slice]:
         """What a page of so many rows holds and was not sent. Reductions take rows in all at once."""
@@ -234,7 +232,7 @@ class Books:
             filled=again,
             everybody=len(here) == len(names),
             alone=int(starts[len(names)]) == len(names),
-            turn=np.arange(len(askers)) % _LAST,
+            turn=np.arange(len(askers)) % _TURNS,
         )  # fmt: skip
         if capturing:
             made.left = int(made.room[made.width > 0].min())
@@ -249,7 +247,7 @@ class Books:
             now.lag += 1
             now.left -= 1
             now.ends -= 1
-            if now.filled.same or (self._step % _REST and now.ends > _LAST):
+            if now.filled.same or (self._step % _REST and now.ends > _TURNS):
                 return now.filled
             return replace(now.filled, slices=self._parts(now))
         again = replace(now.filled, slices=[])
@@ -272,7 +270,7 @@ class Books:
     def _parts(self, now: Steady) -> list[Slice]:
         """What pages that are not full hold with this step, and is to leave."""
         found: list[Slice] = []
-        last = np.flatnonzero(now.most - now.position - 1 == now.turn) if now.ends <= _LAST else ()
+        last = np.flatnonzero(now.most - now.position - 1 == now.turn) if now.ends <= _TURNS else ()
         for i in (*self._due(len(now.askers)), *last):
             if now.width[i] and (page := now.askers[i].page) is not None:
                 found += self._part(now.askers[i], page.size - int(now.room[i]) + now.lag)
