@@ -147,23 +147,32 @@ class WholePrompts:
         self.index = torch.zeros(tokens, 16, dtype=torch.int32, device=cuda)
         self.order = torch.full((_GROUPS,), -1, dtype=torch.int32, device=cuda)
         self.order[1] = 0
-        self.tables = torch.zeros(2, hidden, device=cuda), torch.zeros(2, 5, device=cuda), torch.ones(2, device=cuda)
-        self.more = torch.zeros(_GROUPS, dtype=torch.bool, device=cuda), torch.zeros(2, device=cuda).int()
+        vectors = torch.randn(count + 1, hidden, device=cuda) / hidden**0.5
+        ops = torch.tensor(Ablate(vector=[1.0]).coefficients(), device=cuda).repeat(count + 1, 1)
+        self.tables = vectors, ops, torch.ones(2, device=cuda)
+        self.more = torch.zeros(_GROUPS, dtype=torch.bool, device=cuda), torch.zeros(count + 2, device=cuda).int()
         self.bare, self.flush = torch.zeros(0, device=cuda), torch.empty(256 << 20, dtype=torch.uint8, device=cuda)
         capture = WireCapture((), EVERYWHERE, False, "mean", hold, length)
         self.askers = [Asker(Wire(str(i), None, 0, 1, (), capture), [], 1, 1) for i in range(count)]
         self.length, self.doing, self.prompts = length, Doing(), Prompts([], 0)
+        self.numbers = torch.arange(tokens, dtype=torch.int32, device=cuda) // length + 1  # another op for each
 
     def ask(self, case: str) -> None:
         span = 2 if case == "summed" else 0
         books = np.zeros(self.index.shape, dtype=np.int32)
         taken = [Taken(one, i * self.length, 0, self.length, False) for i, one in enumerate(self.askers)]
-        self.prompts = Prompts(taken if case != "nothing asked" else [], span)
+        self.prompts = Prompts(taken if "kept" in case or case == "summed" else [], span)
         self.prompts.place(0, books, CELL, GROUP)
         runs = self.prompts.runs(len(books))
         self.index.copy_(torch.from_numpy(books))
         listed = None if runs is None else torch.from_numpy(runs).to(self.index.device)
-        self.doing = Doing(case == "kept, others steer", case != "nothing asked", listed, len(books))
+        steers = case.startswith("steered")
+        if steers:
+            self.index[:, ASKER] = self.index[:, ENTRIES] = self.index[:, ENTRIES + 1] = self.numbers
+        keeps = case not in ("nothing asked", "steered")
+        self.doing = Doing(
+            steers or case == "kept, others steer", keeps, listed, len(books), int(case == "steered")
+        )
 
     def run(self) -> Tensor:
         before_first(self.index, lambda: self.doing)
@@ -188,12 +197,16 @@ class WholePrompts:
             mine = rows[one.token : one.token + one.summed].double()
             if float((sums.double().sum(0) - mine.sum(0)).norm() / mine.sum(0).norm()) > _SUM:
                 raise SystemExit("summed: other sums than those of the rows")
+        steered = [self.ask(case) or self.run() for case in ("steered, as if there were more", "steered")]
+        if not torch.allclose(*(one.float() for one in steered), rtol=torch.finfo(plain.dtype).eps, atol=1e-2):
+            raise SystemExit("steered: another norm than where there may be several ops")
         return float((plain != summed).float().mean())
 
 
 def prompts_us(whole: WholePrompts, rounds: int) -> dict[str, float]:
     """Microseconds of one kernel, with nothing of it in the cache."""
-    found: dict[str, list[float]] = {case: [] for case in ("nothing asked", "kept, others steer", "kept", "summed")}
+    cases = "nothing asked", "kept, others steer", "kept", "summed", "steered, as if there were more", "steered"
+    found: dict[str, list[float]] = {case: [] for case in cases}
     for _, case in itertools.product(range(rounds), found):
         whole.ask(case)
         whole.flush.zero_()

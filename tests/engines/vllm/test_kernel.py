@@ -317,6 +317,7 @@ def both_normed(
     rows=st.integers(0, 6),
     staged=st.integers(0, 7),
     few=st.sampled_from([0, 512]),
+    told=st.booleans(),
     seed=st.integers(0, 999),
 )
 def test_any_tokens_through_the_norm(
@@ -330,9 +331,10 @@ def test_any_tokens_through_the_norm(
     rows: int,
     staged: int,
     few: int,
+    told: bool,
     seed: int,
 ) -> None:
-    from steerscope.engines.vllm import norming
+    from steerscope.engines.vllm import norming, tap
 
     rng = torch.Generator().manual_seed(seed + 2)
     delta, residual = (torch.randn(tokens, 2 * hidden, generator=rng).to(dtype)[:, :hidden] for _ in range(2))
@@ -343,6 +345,7 @@ def test_any_tokens_through_the_norm(
     drawn = tables(tokens, hidden, columns, dtype, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norming, "FEW", few)  # more tokens than that go the other way
+        patch.setattr(tap, "_working", tap.Doing(columns=columns if told else 0))
         kernel, wanted = both_normed(delta, residual, weight, beside_one, drawn, steer, min(rows, tokens), staged)
     assert all(close(mine, theirs) for mine, theirs in zip(kernel[:3], wanted[:3], strict=True))
     assert torch.equal(kernel[3], wanted[3])

@@ -85,6 +85,12 @@ def step(books: Books, pool: Pool, *parts: tuple[str, int, int]) -> Filled:
     filled = books.fill([name for name, _, _ in parts], starts, at, pool.reserve, early.extend)
     if filled.advance:  # as the pool does
         books.index[: filled.tokens, CELL] += books.index[: filled.tokens, STRIDE]
+    # What a step says of itself decides which kernels run: never less than its index has.
+    numbers = books.index[:, ENTRIES + 1 : ENTRIES + 3 * COLUMNS : 3]
+    assert not numbers[:, filled.columns :].any()
+    assert filled.steers == numbers.any()
+    assert filled.keeps == books.index[:, GROUP].any()
+    assert filled.busy == (filled.steers or filled.keeps)
     return replace(filled, slices=early + filled.slices)
 
 

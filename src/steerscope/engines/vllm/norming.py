@@ -286,9 +286,12 @@ def cuda_tap_norm(
             gather(stage, pool, index, orders, tokens)
         return normed, stream
     if runs is None:
+        # Most requests have one column. Code for more of them needs so many registers that fewer rows are worked on at a
+        # time, whether anybody has more or not.
+        one = steer and doing.columns == 1
         many_kernel[(tokens,)](  # type: ignore[index]
-            delta, residual, weight, normed, stream, *tables, *sizes, **known, CAPTURE=capture,
-            num_warps=warps(block // 2),
+            delta, residual, weight, normed, stream, *tables, *sizes, **known | ({"COLUMNS": 1} if one else {}),
+            CAPTURE=capture, num_warps=warps(block if one else block // 2),
         )  # fmt: skip
         return normed, stream
     programs = len(runs) + max(0, triton.cdiv(tokens - doing.covered, ROWS))

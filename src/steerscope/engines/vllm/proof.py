@@ -68,7 +68,8 @@ def replayed(taps: "WorkerTaps", dummy_run: Callable[..., Any], most: int) -> in
         return most
     if taps.device.type == "cuda":  # kernels are compiled when they are first needed: now
         less, sizes = (Doing(False, False), Doing(False, True)), [few] if most < many else sorted({few, many})
-        for tokens, doing in itertools.product(sizes, less):
+        steering = [Doing(True, False), *(Doing(True, keeps, columns=1) for keeps in (False, True))]
+        for tokens, doing in itertools.product(sizes, (*less, *(steering if taps.settings.steer else ()))):
             run(tokens, doing)
         if taps.span and most >= many:
             run(many, Doing(False, True, runs))

@@ -22,8 +22,10 @@ class Filled:
     looks: Looks | None = None  # rows that lenses read
     recomputed: int = 0  # requests that were preempted and begin again
     summed: int = 0  # rows that taps sum
+    columns: int = 0  # of ops, that a token may have at most
     steers: bool = False
-    busy: bool = False  # the taps have something to do
+    keeps: bool = False  # rows are captured or read
+    busy: bool = False  # the taps have something to do: one or the other
     same: bool = False  # the index says what it said in the last step
     runs: np.ndarray | None = None  # of tokens that taps sum, and of the others
     advance: bool = False  # it does when every token's cell is moved on by its stride

@@ -90,28 +90,29 @@ class Books:
             asker.reached = max(asker.reached, at + last - first)
             # Also when its rows are void: its keys and values are cached under the salt of its steering.
             if asker.steers and self._steer(asker, first, at, at + last - first, before):
-                filled.steers = filled.busy = True
+                filled.columns = max(filled.columns, len(asker.wire.columns))
             if asker.group and asker.wire.capture and not asker.failed:
                 found = [(asker, first + a - at, a, b) for a, b in _captured(asker, at, at + last - first)]
                 if last - first == 1:
                     rows += found
                 else:
                     taken += [Taken(*one, again=before) for one in found]
-                filled.busy |= bool(found)
             if asker.watched is not None and not asker.failed:
                 looks += [(asker, first + a - at, a, b) for a, b in _read(asker, at, at + last - first)]
             if asker.failed and fine:
                 filled.failed.append(asker)
-        prompts = Prompts(taken, 0 if filled.steers else span)
+        prompts = Prompts(taken, 0 if filled.columns else span)
         filled.slices += prompts.place(self._make_room(rows, prompts.cells, reserve), self.index, CELL, GROUP)
         filled.runs, filled.summed = prompts.runs(filled.tokens), prompts.summed
         due = self._due(len(rows))
         for i, (asker, token, _, _) in enumerate(rows):
             self.index[token, CELL : STRIDE + 1] = self._page_row(asker, i in due, filled), asker.group, asker.width
         if looks:
-            filled.looks, filled.busy = Looks(looks), True
+            filled.looks = Looks(looks)
             for asker, token, a, b in looks:
                 self._watch(asker, token, b - a)
+        filled.steers, filled.keeps = filled.columns > 0, bool(taken or rows or looks)
+        filled.busy = filled.steers or filled.keeps
         self._steady = self._begin(list(requests), here, starts, computed, filled)
         self.resting = len(here) == len(self.askers) and self._steady is not None and not self._steady.wanted()
         return filled
@@ -213,7 +214,9 @@ class Books:
         again = Filled(
             filled.tokens,
             looks=filled.looks,
+            columns=filled.columns,
             steers=filled.steers,
+            keeps=filled.keeps,
             busy=filled.busy,
             same=not capturing,
             advance=capturing,

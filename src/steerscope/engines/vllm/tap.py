@@ -61,6 +61,7 @@ class Doing(NamedTuple):
     capture: bool = True
     runs: Tensor | None = None  # where they sum rows instead of keeping them (`summing`)
     covered: int = 0  # the first so many tokens are in these
+    columns: int = 0  # of ops that any token has at most; 0: nobody knows
 
 
 _working = Doing()  # graphs may be captured with less

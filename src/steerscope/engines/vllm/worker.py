@@ -187,7 +187,7 @@ class WorkerTaps:
                 return Doing(False, False)
             now = self._fill(names, starts, computed, span)
             runs = None if now.runs is None else sent(now.runs, self.device)
-            return Doing(now.steers, now.busy, runs, now.tokens)
+            return Doing(now.steers, now.keeps, runs, now.tokens, now.columns)
 
         if output.total_num_scheduled_tokens > self._replayed:
             span = self.span if output.total_num_scheduled_tokens > FEW else 0
