@@ -66,6 +66,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "cells": cells,
             "rounds": 6,
             "rounds_of": {},
+            "passes": 1,
             "warmups": 1,
             "cell_seconds": 60.0,
             "baseline": "baseline",
@@ -116,6 +117,25 @@ def test_rows_are_verified_and_a_missed_goal_is_said(run: Any) -> None:
 def test_a_cell_may_have_rounds_of_its_own(run: Any) -> None:
     found = run("noise", "zero-layer", "add", rounds_of={"add": 9, "noise": 5})["cells"]
     assert [one["rounds"] for one in found.values()] == [5, 6, 9]
+
+
+def test_passes_give_every_cell_a_part_of_its_rounds_in_turn(run: Any) -> None:
+    found = run("noise", "zero-layer", "generated", passes=3, rounds_of={"zero-layer": 7}, warmups=2)["cells"]
+    assert [one["rounds"] for one in found.values()] == [6, 7, 6]
+    runs = [entry[1:] for entry in FakeChild.log if entry[0] == "run" and entry[2] == "zero-layer"]
+    timed = [entry for entry in runs if int(entry[2]) < 100]
+    assert [entry[0] for entry in timed] == (["baseline", "ours", "ours", "baseline"] * 4)[:14]
+    assert [entry[2] for entry in timed] == [str(i // 2) for i in range(14)]
+    assert len(runs) - len(timed) == 2 * 4  # two to warm up, and one before each later part
+    order = [cell for cell, _ in itertools.groupby(e[2] for e in FakeChild.log if e[0] == "run")]
+    assert order == ["baseline", "zero-layer", "generated"] * 3
+    checks = [entry for entry in FakeChild.log if entry[0] == "run" and entry[2] == "generated" and entry[3] == "0"]
+    assert len(checks) == 4  # its first pair, and at the very end the rows, verified and copied
+    assert found["generated"]["verified"] is True
+    FakeChild.broken = {"cap"}
+    found = run("cap", "zero-layer", passes=2)["cells"]
+    assert found["cap"] == {"error": "ours: the process died"}
+    assert found["zero-layer"]["rounds"] == 6
 
 
 def test_two_untouched_engines_are_compared_like_any_others(run: Any) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from steerscope.engines.plan import Facts, Plan, Planner, Prompt, tap_of
+from steerscope.engines.plan import Facts, Plan, Planner, Prompt, Same, tap_of
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest
 from steerscope.specs.sampling import Sampling
@@ -240,6 +240,41 @@ def test_roles_are_resolved_with_the_spans_of_the_chat():
     assert plan(Add(vector="layered", tokens="role=user"), prompt=chat).columns[0].positions == Positions(((1, 3),))
     answer = plan(Add(vector="layered", tokens="role=assistant"), prompt=chat).columns[0].positions
     assert [i for i in range(9) if i in answer] == [6, 7, 8]
+
+
+def test_what_was_made_of_an_op_serves_it_again_as_long_as_everything_is_the_same():
+    op = Add(vector="layered", tokens="last_prompt")
+    first, again = plan(op), plan(op)
+    assert first.applied[0] is again.applied[0]
+    assert first.columns == again.columns
+    assert plan(op.model_copy()).applied[0] is not first.applied[0]
+    assert plan(op, max_tokens=11).applied[0] is not first.applied[0]
+    longer = plan(op, prompt=Prompt([5] * 7)).applied[0]
+    assert longer.positions == Positions(((6, 7),))
+    chat = plan(op, prompt=Prompt([5] * 6, SPANS))
+    assert chat.applied[0] is not first.applied[0]
+    fewer = replace(FACTS, tapped=frozenset({(1, "resid_post")}))
+    assert problems(op, facts=fewer) == problems(op, facts=fewer)  # another model, and a refusal is not kept
+    other = Planner(FACTS, {"layered": VectorData(per_layer={3: [1.0, 2.0, 2.0]})})  # type: ignore[dict-item]
+    assert other.plan("r", PROMPT, Sampling(max_tokens=10), Steering(ops=(op,)), None).applied[0].layers == (3,)
+
+
+def test_numbers_that_somebody_changes_behind_our_back_are_seen():
+    data = VectorData(per_layer={1: [1.0, 2.0, 2.0], 2: [0.0, 0.0, 2.0]})  # type: ignore[dict-item]
+    op = Add(vector=data)
+    before = plan(op).columns[0].vectors[1, "resid_post"]
+    assert plan(op).columns[0].vectors[1, "resid_post"] is before
+    data.per_layer[1] = data.per_layer[2]
+    assert plan(op).columns[0].vectors[1, "resid_post"].tolist() == [0.0, 0.0, 2.0]
+    assert before.tolist() == [1.0, 2.0, 2.0]
+    del data.per_layer[1]
+    assert plan(op).applied[0].layers == (2,)
+
+
+def test_no_more_than_a_few_hundred_specs_are_kept():
+    kept = Same[int](most=3)
+    assert [kept.keep(i, i, object()) for i in range(5)] == [0, 1, 2, 3, 4]
+    assert [kept.get(i, (None,))[0] for i in range(5)] == [None, None, 2, 3, 4]
 
 
 def test_resid_pre_of_a_later_layer_is_the_tap_of_the_layer_before_and_of_layer_0_its_own():

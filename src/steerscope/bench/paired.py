@@ -7,12 +7,14 @@ tapped one (B). They start beside each other, and then only one runs at a time. 
 round's ratio is B over A with the same prompts, so that what changes slowly hits both. The first cell runs A against
 itself: that is the noise. The second runs it against another untouched engine: no two processes are equally fast, which
 no number of rounds takes away. On a GPU each run has the cores that are fastest then, and a pair is measured
-again if others had them meanwhile (`cores`). A cell holds when the upper end of the 95 % interval of its median ratio
-does. The file is written after every cell.
+again if others had them meanwhile (`cores`). With `--passes` every cell has a part of its rounds, then every cell the
+next part, so that no single one has the minutes in which the host is busy. A cell holds when the upper end of the 95 %
+interval of its median ratio does. The file is written after every cell.
 """
 
 import argparse
 import gc
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -148,27 +150,49 @@ class Child:
             self._process.kill()
 
 
-def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Pairs of runs until there are enough, or it is time. The warm-ups and one round after the timed ones, which
+class Pairs:
+    """What a cell has of them."""
+
+    def __init__(self) -> None:
+        self.kept, self.again = list[Pair](), list[Pair]()  # in the second, others had the cores
+        self.seconds = 0.0
+
+    @property
+    def turn(self) -> int:
+        return len(self.kept) + len(self.again)
+
+
+def run_cell(
+    cell: str, base: Child, other: Child, rounds: int, last: bool, pairs: Pairs, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Pairs of runs until there are so many, or it is time. The warm-ups and one round after the last timed ones, which
     verifies the rows and copies them, are not among them."""
-    for i in range(args.warmups):
+    for i in range(args.warmups if not pairs.turn else min(1, args.warmups)):
         for child in (base, other):
             first = child.order("run", cell, 10_000 + i)
             if "error" in first:
                 return {"error": first["error"]}
-    kept: list[Pair] = []
-    again: list[Pair] = []
-    began = time.perf_counter()
-    for turn in range(2 * rounds):
+    before, began = pairs.seconds, time.perf_counter()
+    while len(pairs.kept) < rounds and (turn := pairs.turn) < 2 * rounds:
         pair: dict[int, dict[str, Any]] = {}
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
             pair[which] = drive((base, other)[which], cell, turn, args.cores)
             if "error" in pair[which]:
                 return {"error": pair[which]["error"]}
         calm = max(one["stolen_s"] for one in pair.values()) < STOLEN_S
-        (kept if calm else again).append((pair[0], pair[1]))
-        if len(kept) == rounds or (turn + 1 >= _FEWEST and time.perf_counter() - began > args.cell_seconds):
+        (pairs.kept if calm else pairs.again).append((pair[0], pair[1]))
+        pairs.seconds = before + time.perf_counter() - began
+        if turn + 1 >= _FEWEST and pairs.seconds > args.cell_seconds:
             break
+    for child in (base, other) if args.cores.chosen else ():
+        child.order("cores", "", args.cores.all)
+    found = figures(cell, other.kind, pairs.kept, pairs.again, args)
+    if last and (other.kind == PEER or (other is not base and capture_of(cell, 4))):
+        found |= verify_cell(cell, other, args)
+    return found
+
+
+def figures(cell: str, kind: str, kept: list[Pair], again: list[Pair], args: argparse.Namespace) -> dict[str, Any]:
     every = paired(*([pair[which]["seconds"] for pair in kept + again] for which in (0, 1)))
     pairs, again = (kept, again) if len(kept) >= _FEWEST else (kept + again, [])
     theirs, ours = ([pair[which]["seconds"] for pair in pairs] for which in (0, 1))
@@ -185,16 +209,10 @@ def run_cell(cell: str, base: Child, other: Child, rounds: int, args: argparse.N
         found.setdefault("phases", {})[name] = medians(phases)
         found.setdefault("phases_of_rounds", {})[name] = [[round(ms, 2) for ms in one.values()] for one in phases]
         found.setdefault("steps_ms", {})[name] = each_step([one["steps_ms"] for one in told])
-    found |= {
-        "drift": drift(ratio["rounds"]),
-        "tokens_per_s": args.setup.batch * args.setup.decode / statistics.median(ours),
-    }
-    if cell in GOALS and other.kind == "ours":
+    found["drift"] = drift(ratio["rounds"])
+    found["tokens_per_s"] = args.setup.batch * args.setup.decode / statistics.median(ours)
+    if cell in GOALS and kind == "ours":
         found |= {"goal": GOALS[cell], "holds": ratio["interval"][1] <= GOALS[cell]}
-    for child in (base, other) if args.cores.chosen else ():
-        child.order("cores", "", args.cores.all)
-    if other.kind == PEER or (other is not base and capture_of(cell, 4)):
-        found |= verify_cell(cell, other, args)
     return found
 
 
@@ -261,13 +279,17 @@ def run_cells(
     base, out = up(args.baseline), args.out
     if args.batches:
         out = out.with_name(f"{out.stem}-b{args.setup.batch}{out.suffix}")
-    for cell in cells:
+    taken = {cell: Pairs() for cell in cells}
+    for number, cell in itertools.product(range(args.passes), cells):
+        if "error" in result["cells"].get(cell, ()):
+            continue
         for name in {"ours", TWIN} & set(children) if cell == PEER else ():  # the peer needs their room
             children.pop(name).close()
         kind = args.baseline if cell == NOISE else cell if cell in UNTOUCHED else "ours"
-        rounds = args.rounds_of.get(cell, args.rounds)
+        rounds = -(-args.rounds_of.get(cell, args.rounds) * (number + 1) // args.passes)  # by the end of this pass
+        how = "baseline" if cell in UNTOUCHED else cell
         try:
-            found = run_cell("baseline" if cell in UNTOUCHED else cell, base, up(kind), rounds, args)
+            found = run_cell(how, base, up(kind), rounds, number + 1 == args.passes, taken[cell], args)
         except ChildFailed as error:
             if not base.alive:
                 raise
@@ -299,7 +321,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         return child
 
     def begin() -> None:
-        kept = {"rounds": args.rounds, "warmups": args.warmups, "baseline": args.baseline, "noop": args.noop}
+        kept = {name: getattr(args, name) for name in ("rounds", "passes", "warmups", "baseline", "noop")}
         result.clear()
         result.update(about(args.setup, **kept) | {"engines": {}, "cells": {}})
 
@@ -339,6 +361,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="*", help="each of these, with the same engines; OUT-b<size>.json")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--rounds-of", nargs="*", default=[], metavar="CELL=ROUNDS", help="of those near their goals")
+    parser.add_argument("--passes", type=int, default=1, help="through all cells, each with a part of their rounds")
     parser.add_argument("--warmups", type=int, default=2)
     parser.add_argument("--cell-seconds", type=float, default=60.0, help="a cell ends after so long, with fewer rounds")
     parser.add_argument("--profile", metavar="CELL", help="instead of timing: one cell under profilers")
@@ -358,6 +381,8 @@ def parse() -> argparse.Namespace:
     args.rounds_of = {cell: int(rounds) for cell, _, rounds in (one.partition("=") for one in args.rounds_of)}
     if unknown := set(args.rounds_of) - set(args.cells):
         parser.error(f"--rounds-of names cells that are not run: {', '.join(sorted(unknown))}")
+    if args.passes > 1 and PEER in args.cells:
+        parser.error(f"{PEER} ends the other engines: it has one pass")
     args.cells = [cell if cell in UNTOUCHED else check_cell(cell) for cell in args.cells]
     return args
 

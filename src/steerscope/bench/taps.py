@@ -170,9 +170,7 @@ class WholePrompts:
         if steers:
             self.index[:, ASKER] = self.index[:, ENTRIES] = self.index[:, ENTRIES + 1] = self.numbers
         keeps = case not in ("nothing asked", "steered")
-        self.doing = Doing(
-            steers or case == "kept, others steer", keeps, listed, len(books), int(case == "steered")
-        )
+        self.doing = Doing(steers or case == "kept, others steer", keeps, listed, len(books), int(case == "steered"))
 
     def run(self) -> Tensor:
         before_first(self.index, lambda: self.doing)

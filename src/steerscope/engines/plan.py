@@ -6,10 +6,11 @@ Selectors become positions, names become vectors, ops become columns. Both engin
 import difflib
 import functools
 import hashlib
+import threading
 from array import array
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,6 +35,8 @@ from steerscope.specs.steering import (
 )
 from steerscope.specs.tokens import END, EVERYWHERE, MessageSpan, Positions, SelectorError, resolve
 from steerscope.specs.watch import InlinePack, Steer, Watch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +184,16 @@ class Planner:
         placed: list[tuple[_Placing, Applied]] = []
         # What a rule switches acts on generated rows only: how a prompt is cut into steps must change nothing.
         within = Positions(((len(prompt.token_ids), END),)) if gate else EVERYWHERE
+        plain = prompt.messages is None and not gate  # else it may depend on more than these
         for i, op in enumerate(steering.ops):
             here = f"{field}.ops[{i}]"
             data = self._vector(op, here)
+            name = id(self.facts), id(op), id(data), len(prompt.token_ids), most
+            found, _ = _placed.get(name, _NEVER) if plain else _NEVER
+            if found is not None and data is not None and found[0].raw == _raw(data, found[0].layers):
+                placed.append(found)
+                continue
+            before = len(self.problems)
             positions = self._positions(op.tokens, prompt, most, here)
             layers = self._op_layers(op, data, here)
             self._check_site(op.site, f"{here}.site")
@@ -194,9 +204,10 @@ class Planner:
                 what = "selects no generated row" if gate else "selects no token of this request"
                 self._problem(f"{here}.tokens", f"{op.tokens!r} {what}", "widen it")
             self._check_tapped(layers, op.site, f"{here}.layers")
-            raw = tuple(data.per_layer[layer] if data.shared is None else data.shared for layer in layers)
-            placing = _Placing(raw, layers, op.site, op.unit, op.coefficients(), positions, gate)
+            placing = _Placing(_raw(data, layers), layers, op.site, op.unit, op.coefficients(), positions, gate)
             placed.append((placing, Applied(op, layers, positions, rule)))
+            if plain and len(self.problems) == before:
+                _placed.keep(name, placed[-1], self.facts, op, data)
         return placed
 
     def _switched(self, watch: Watch, prompt: Prompt, most: int) -> "list[tuple[_Placing, Applied]]":
@@ -339,6 +350,13 @@ def _within(ids: list[int], vocab: int) -> bool:
     return not len(found) or int(found.max()) < vocab
 
 
+def _raw(data: VectorData, layers: tuple[int, ...]) -> tuple[bytes, ...]:
+    """The direction of each layer, all of which it has."""
+    if data.shared is not None:
+        return (data.shared,) * len(layers)
+    return tuple(map(data.per_layer.get, layers))  # type: ignore[arg-type]
+
+
 class _Placing(NamedTuple):
     """An op that will be placed, as far as columns depend on it."""
 
@@ -349,6 +367,28 @@ class _Placing(NamedTuple):
     coefficients: Coefficients
     positions: Positions
     gate: int = 0
+
+
+class Same(Generic[T]):
+    """What was made of specs, found again by which they are: to compare them would take longer than to make it. They do
+    not change, and are kept, so that their identities stay theirs."""
+
+    def __init__(self, most: int = 256) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._known: dict[Hashable, tuple[T, tuple[object, ...]]] = {}
+        self.get = self._known.get
+
+    def keep(self, name: Hashable, made: T, *of: object) -> T:
+        """`name` has the identities of these, and what else matters."""
+        with self._lock:
+            self._known[name] = made, of
+            if len(self._known) > self._most:
+                del self._known[next(iter(self._known))]
+        return made
+
+
+_placed: Same[tuple[_Placing, Applied]] = Same()
+_NEVER = None, ()
 
 
 @functools.lru_cache(maxsize=256)

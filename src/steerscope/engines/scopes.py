@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Unpack
 
 from steerscope.engines.options import PackKeywords, SteerLike
-from steerscope.engines.plan import Facts, Planner, Prompt
+from steerscope.engines.plan import Facts, Planner, Prompt, Same
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.reader import PackOptions, Registered
 from steerscope.specs.errors import InvalidRequest, Problem
@@ -15,6 +15,7 @@ from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Ablate, Add, Cap, Steering, Vector, VectorData
 
 _NOTHING = Steering()
+_alone: Same[Steering] = Same()  # what an op is by itself
 
 
 class Scopes:
@@ -116,6 +117,8 @@ class Scopes:
 def as_steering(steer: SteerLike | None) -> Steering:
     if steer is None:
         return _NOTHING
+    if (known := _alone.get(id(steer))) is not None:
+        return known[0]
     if isinstance(steer, Add | Cap | Ablate):  # which is checked already
-        return Steering.model_construct(ops=(steer,))
+        return _alone.keep(id(steer), Steering.model_construct(ops=(steer,)), steer)
     return steer if isinstance(steer, Steering) else Steering(ops=(steer,))

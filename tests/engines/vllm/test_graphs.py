@@ -116,25 +116,28 @@ def test_what_is_asked_comes_late_only_where_a_dummy_batch_has_shown_that_taps_a
 @pytest.mark.parametrize(
     ("sizes", "most", "span", "wanted"),
     [
-        ([1, 8], 2048, 2, [(9, "all"), (9, ""), (9, "rows"), (513, ""), (513, "rows"), (513, "sums")]),
-        ([600], 2048, 0, [(601, "all"), (601, ""), (601, "rows")]),
-        ([], 512, 2, [(2, "all"), (2, ""), (2, "rows")]),
+        ([1, 8], 2048, 2, ["9 ops rows", "9", "9 rows", "9 ops", "513", "513 rows", "513 ops", "513 op", "513 op rows",
+                           "513 rows sums"]),
+        ([600], 2048, 0, ["601 ops rows", "601", "601 rows", "601 ops", "601 op", "601 op rows"]),
+        ([], 512, 2, ["2 ops rows", "2", "2 rows", "2 ops"]),
     ],
-)
-def test_every_kernel_of_a_step_that_is_not_replayed_has_run_before_the_first_request(sizes, most, span, wanted):
+)  # fmt: skip
+@pytest.mark.parametrize("steer", [True, False])
+def test_every_kernel_of_a_step_that_is_not_replayed_has_run_before_the_first_request(sizes, most, span, wanted, steer):
     index, ran = torch.zeros(1), []
     config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes))
     taps = SimpleNamespace(
         runner=SimpleNamespace(vllm_config=config), keys=[(0, "resid_post")], pool=SimpleNamespace(index=index),
-        device=SimpleNamespace(type="cuda"), span=span,
+        device=SimpleNamespace(type="cuda"), span=span, settings=SimpleNamespace(steer=steer),
     )  # fmt: skip
 
     def dummy_run(tokens: int) -> None:
-        steer, capture, runs, _ = tap.come(index)
-        ran.append((tokens, "all" if steer else "" if not capture else "rows" if runs is None else "sums"))
+        doing = tap.come(index)
+        words = "op" if doing.columns else "ops" if doing.steer else "", "rows" * doing.capture
+        ran.append(" ".join(filter(None, (str(tokens), *words, "sums" * (doing.runs is not None)))))
 
     assert replayed(taps, dummy_run, most) == max(sizes, default=0)  # type: ignore[arg-type]
-    assert ran == wanted
+    assert ran == [what for what in wanted if steer or "op" not in what or what == wanted[0]]
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")

@@ -286,8 +286,8 @@ def cuda_tap_norm(
             gather(stage, pool, index, orders, tokens)
         return normed, stream
     if runs is None:
-        # Most requests have one column. Code for more of them needs so many registers that fewer rows are worked on at a
-        # time, whether anybody has more or not.
+        # Mostly nobody has more than one column. Code for several needs so many registers that fewer rows are worked on
+        # at a time.
         one = steer and doing.columns == 1
         many_kernel[(tokens,)](  # type: ignore[index]
             delta, residual, weight, normed, stream, *tables, *sizes, **known | ({"COLUMNS": 1} if one else {}),

@@ -7,7 +7,6 @@ captured must show it. What else is in those rows does not matter, and nothing o
 
 import functools
 import inspect
-import itertools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -67,10 +66,11 @@ def replayed(taps: "WorkerTaps", dummy_run: Callable[..., Any], most: int) -> in
     if not seen:
         return most
     if taps.device.type == "cuda":  # kernels are compiled when they are first needed: now
-        less, sizes = (Doing(False, False), Doing(False, True)), [few] if most < many else sorted({few, many})
-        steering = [Doing(True, False), *(Doing(True, keeps, columns=1) for keeps in (False, True))]
-        for tokens, doing in itertools.product(sizes, (*less, *(steering if taps.settings.steer else ()))):
-            run(tokens, doing)
+        less, one = (Doing(False, False), Doing(False, True), Doing(True, False)), range(2)
+        for tokens in [few] if most < many else sorted({few, many}):
+            for doing in (*less, *(Doing(True, bool(keeps), columns=1) for keeps in one if tokens > FEW)):
+                if taps.settings.steer or not doing.steer:
+                    run(tokens, doing)
         if taps.span and most >= many:
             run(many, Doing(False, True, runs))
     return largest
