@@ -130,7 +130,7 @@ def test_passes_give_every_cell_a_part_of_its_rounds_in_turn(run: Any) -> None:
     order = [cell for cell, _ in itertools.groupby(e[2] for e in FakeChild.log if e[0] == "run")]
     assert order == ["baseline", "zero-layer", "generated"] * 3
     checks = [entry for entry in FakeChild.log if entry[0] == "run" and entry[2] == "generated" and entry[3] == "0"]
-    assert len(checks) == 4  # its first pair, and at the very end the rows, verified and copied
+    assert len(checks) == 4  # its first pair, and once the rows, verified and copied
     assert found["generated"]["verified"] is True
     FakeChild.broken = {"cap"}
     found = run("cap", "zero-layer", passes=2)["cells"]

@@ -155,7 +155,7 @@ class Pairs:
 
     def __init__(self) -> None:
         self.kept, self.again = list[Pair](), list[Pair]()  # in the second, others had the cores
-        self.seconds = 0.0
+        self.seconds, self.verified = 0.0, dict[str, Any]()
 
     @property
     def turn(self) -> int:
@@ -163,10 +163,10 @@ class Pairs:
 
 
 def run_cell(
-    cell: str, base: Child, other: Child, rounds: int, last: bool, pairs: Pairs, args: argparse.Namespace
+    cell: str, base: Child, other: Child, rounds: int, pairs: Pairs, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Pairs of runs until there are so many, or it is time. The warm-ups and one round after the last timed ones, which
-    verifies the rows and copies them, are not among them."""
+    """Pairs of runs until there are so many, or it is time. The warm-ups and one round after the first timed ones,
+    which verifies the rows and copies them, are not among them."""
     for i in range(args.warmups if not pairs.turn else min(1, args.warmups)):
         for child in (base, other):
             first = child.order("run", cell, 10_000 + i)
@@ -187,9 +187,9 @@ def run_cell(
     for child in (base, other) if args.cores.chosen else ():
         child.order("cores", "", args.cores.all)
     found = figures(cell, other.kind, pairs.kept, pairs.again, args)
-    if last and (other.kind == PEER or (other is not base and capture_of(cell, 4))):
-        found |= verify_cell(cell, other, args)
-    return found
+    if not pairs.verified and (other.kind == PEER or (other is not base and capture_of(cell, 4))):
+        pairs.verified = verify_cell(cell, other, args)
+    return found | pairs.verified
 
 
 def figures(cell: str, kind: str, kept: list[Pair], again: list[Pair], args: argparse.Namespace) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def run_cells(
         rounds = -(-args.rounds_of.get(cell, args.rounds) * (number + 1) // args.passes)  # by the end of this pass
         how = "baseline" if cell in UNTOUCHED else cell
         try:
-            found = run_cell(how, base, up(kind), rounds, number + 1 == args.passes, taken[cell], args)
+            found = run_cell(how, base, up(kind), rounds, taken[cell], args)
         except ChildFailed as error:
             if not base.alive:
                 raise
