@@ -6,8 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from steerscope.bench.gpu_tables import again
+from steerscope.bench.gpu_tables import pairs
+from steerscope.bench.paired import DRIFT_GOAL, FETCH_GOAL, GOALS
 from steerscope.bench.stats import drift, line, paired, summary
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 
 def test_a_summary_has_median_least_spread_and_drift() -> None:
@@ -43,9 +46,7 @@ def test_a_line_goes_through_its_points() -> None:
     assert line([0, 4, 8], [1.0, 3.0, 5.0]) == pytest.approx((0.5, 1.0))
 
 
-def test_no_round_of_a_complete_run_is_left_out_and_others_are_not_counted(tmp_path: Path) -> None:
-    """Pairs that were measured again count; a run without noise, made of what came out badly, does not."""
-
+def test_a_pair_that_was_measured_again_is_not_left_out_of_the_table_of_every_pair(tmp_path: Path) -> None:
     def cell(times: list[tuple[float, float]], again: list[tuple[float, float]]) -> dict:
         base, mine = ([pair[i] for pair in times] for i in (0, 1))
         every = paired(*zip(*times, *again, strict=True))
@@ -54,22 +55,37 @@ def test_no_round_of_a_complete_run_is_left_out_and_others_are_not_counted(tmp_p
         return {"baseline_s": base, "tapped_s": mine, "ratio_of_all": known, "measured_again": slow}
 
     calm = cell([(1.0, 1.0)] * 5, [])
-    runs = [
-        {"noise": calm, "cap": cell([(1.0, 1.01)] * 2, [(1.0, 1.05)] * 3), "mean": {"error": "no room\nat all"}},
-        {"cap": calm, "mean": calm},
-        {"noise": calm, "last": cell([(1.0, 1.002)] * 5, [])},
-    ]
+    runs = {
+        "before-1": {"noise": calm, "cap": calm},
+        "before-2": {"noise": calm, "last": calm},
+        "speed": {"noise": calm, "cap": cell([(1.0, 1.01)] * 2, [(1.0, 1.05)] * 3), "mean": {"error": "no room\nat"},
+                  "last": cell([(1.0, 1.002)] * 5, [])},
+    }  # fmt: skip
     folder = tmp_path / "gpu"
     folder.mkdir()
-    for i, cells in enumerate(runs):
-        (folder / f"again-{i}-qwen2.5-3b.json").write_text(json.dumps({"cells": cells}))
-    lines = {
-        line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in again(tmp_path).splitlines()
-    }
-    one = "+0.00 % [+0.00, +0.00], 5"
-    assert lines["untouched against itself"][-1] == "+0.00 % [+0.00, +0.00], 10"
-    assert lines["cap, likewise"] == [
-        "+5.00 % [+1.00, +5.00], 5", one, "", "+5.00 % [+1.00, +5.00], 5", "≤ +2.0 %: **missed**"
-    ]  # fmt: skip
-    assert lines["all layers, mean"] == ["no room", one]
-    assert lines["all layers, last prompt token"][-2:] == ["+0.20 % [+0.20, +0.20], 5", "≤ +0.5 %: holds"]
+    assert pairs(tmp_path) == "*No figures yet.*"
+    for name, cells in runs.items():
+        (folder / f"{name}-qwen2.5-3b.json").write_text(json.dumps({"cells": cells}))
+    same = "+0.00 % [+0.00, +0.00], 5 pairs"
+    assert pairs(tmp_path).splitlines()[2:] == [
+        f"| untouched against itself | {same} |  | {same} | {same} |",
+        f"| all layers, last prompt token | +0.20 % [+0.20, +0.20], 5 pairs | ≤ +0.5 %: holds | {same} |  |",
+        "| all layers, mean | no room |  |  |  |",
+        f"| cap, likewise | +5.00 % [+1.00, +5.00], 5 pairs | ≤ +2.0 %: **missed** |  | {same} |",
+    ]
+
+
+def test_every_goal_holds_in_the_committed_run() -> None:
+    """By the upper ends of its intervals; rows were counted, and are those that were asked for."""
+    found = json.loads((RESULTS / "gpu" / "speed-qwen2.5-3b.json").read_text())
+    work, cells = found["configuration"], found["cells"]
+    assert [work[name] for name in ("model", "batch", "prefill", "decode")] == ["qwen2.5-3b", 32, 512, 128]
+    assert next(iter(cells)) == "noise"
+    for name in ("zero-layer", "all-layers", "generated", "last", "mean", "add", "cap", "ablate", "watch"):
+        assert cells[name]["ratio"]["interval"][1] <= GOALS[name], name
+        assert cells[name]["rounds"] >= 20
+        assert abs(cells[name]["drift"]) <= DRIFT_GOAL
+        assert cells[name].get("verified", True) is True
+    assert cells["all-layers"]["verified"]
+    assert cells["all-layers"]["rows"] == 32 * (512 + 127) * 36
+    assert cells["all-layers"]["fetch_gb_per_s"] >= FETCH_GOAL

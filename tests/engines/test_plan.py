@@ -255,8 +255,9 @@ def test_what_was_made_of_an_op_serves_it_again_as_long_as_everything_is_the_sam
     assert chat.applied[0] is not first.applied[0]
     fewer = replace(FACTS, tapped=frozenset({(1, "resid_post")}))
     assert problems(op, facts=fewer) == problems(op, facts=fewer)  # another model, and a refusal is not kept
-    other = Planner(FACTS, {"layered": VectorData(per_layer={3: [1.0, 2.0, 2.0]})})  # type: ignore[dict-item]
-    assert other.plan("r", PROMPT, Sampling(max_tokens=10), Steering(ops=(op,)), None).applied[0].layers == (3,)
+    more = VectorData(per_layer={**LAYERED.per_layer, 3: [1.0, 2.0, 2.0]})  # type: ignore[dict-item]
+    other = Planner(FACTS, {"layered": more})  # it was registered again
+    assert other.plan("r", PROMPT, Sampling(max_tokens=10), Steering(ops=(op,)), None).applied[0].layers == (1, 2, 3)
 
 
 def test_numbers_that_somebody_changes_behind_our_back_are_seen():

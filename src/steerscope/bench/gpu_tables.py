@@ -5,12 +5,11 @@ import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from steerscope.bench.paired import GOALS
-from steerscope.bench.stats import paired
+from steerscope.bench.paired import CELLS, GOALS
 
 _MAIN = "speed-qwen2.5-3b.json"  # the run that has goals
 _EARLIER = "earlier-qwen2.5-3b.json"  # the one before it, on another machine
-_AGAIN = "again-*-qwen2.5-3b.json"  # those after it, in order
+_BEFORE = "before-*-qwen2.5-3b.json"  # others before it, in order
 _SLOW_MS, _PROMPTS = 0.1, 3  # the first few read prompts
 _MANY = 20  # steps, not to be named
 _AROUND = ("WorkerTaps._around_step", "WorkerTaps._after_inputs", "WorkerTaps._before_forward")  # vLLM's own is in them
@@ -54,7 +53,10 @@ def taps(results: Path) -> str:
 
 
 def _main(results: Path) -> dict:
-    return json.loads((results / "gpu" / _MAIN).read_text())
+    """Its cells in the order of CELLS, whatever order they were measured in."""
+    data = json.loads((results / "gpu" / _MAIN).read_text())
+    order = sorted(data["cells"], key=lambda name: CELLS.index(name) if name in CELLS else len(CELLS))
+    return data | {"cells": {name: data["cells"][name] for name in order}}
 
 
 def _shape(data: dict) -> str:
@@ -96,36 +98,27 @@ def speed(results: Path) -> str:
     return "\n".join(lines)
 
 
-def again(results: Path) -> str:
-    """Later runs of the same, and all rounds of those that measured their noise, also of pairs that were measured
-    again. A run without noise was made for lines that had come out badly: to count it would be to choose."""
-    runs = [json.loads(file.read_text())["cells"] for file in sorted((results / "gpu").glob(_AGAIN))]
-    if not runs:
+def pairs(results: Path) -> str:
+    """Every pair of the run in the speed table, also those that were measured again, and of runs before it."""
+    if not (results / "gpu" / _MAIN).exists():
         return "*No figures yet.*"
-    heads = "".join(f" run {i}, rounds |" for i in range(1, len(runs) + 1))
-    lines = [f"| request |{heads} all rounds | goal |", "|---" * (len(runs) + 3) + "|"]
-    names: list[str] = list(dict.fromkeys(name for run in runs for name in run))
-    for name in names:
-        shown = [_alone(run[name]) if name in run else "" for run in runs]
-        pairs = [pair for run in runs if "noise" in run and name in run for pair in _pairs(run[name])]
-        whole: dict = {"ratio": paired(*zip(*pairs, strict=True))} if pairs else {}
-        if pairs and name in GOALS:
-            whole |= {"goal": GOALS[name], "holds": whole["ratio"]["interval"][1] <= GOALS[name]}
-        together = f"{_interval(whole, 2)}, {len(pairs)}" if pairs else ""
-        lines.append(f"| {' | '.join([_REQUESTS.get(name, name), *shown, together, _goal(whole)])} |")
+    files = sorted((results / "gpu").glob(_BEFORE), reverse=True)
+    before, now = [json.loads(file.read_text())["cells"] for file in files], _main(results)["cells"]
+    heads = "".join(f" {i} before it |" for i in range(1, len(before) + 1))
+    lines = [f"| every pair | this run | goal |{heads}", "|---" * (len(before) + 3) + "|"]
+    for name, cell in now.items():
+        whole: dict = {}
+        if name in GOALS and "error" not in cell:
+            whole = {"goal": GOALS[name], "holds": cell["ratio_of_all"]["interval"][1] <= GOALS[name]}
+        shown = [_alone(run[name]) if name in run else "" for run in before]
+        lines.append(f"| {' | '.join([_REQUESTS.get(name, name), _alone(cell), _goal(whole), *shown])} |")
     return "\n".join(lines)
 
 
 def _alone(cell: dict) -> str:
     if "error" in cell:
         return cell["error"].splitlines()[0][:80]
-    return f"{_interval(cell, 2, 'ratio_of_all')}, {sum(1 for _ in _pairs(cell))}"
-
-
-def _pairs(cell: dict) -> Iterator[tuple[float, float]]:
-    """Seconds of untouched vLLM, and of the other."""
-    yield from zip(cell.get("baseline_s", ()), cell.get("tapped_s", ()), strict=True)
-    yield from ((base, mine) for (base, _), (mine, _) in cell.get("measured_again", ()))
+    return f"{_interval(cell, 2, 'ratio_of_all')}, {len(cell['baseline_s']) + len(cell['measured_again'])} pairs"
 
 
 def _goal(cell: dict) -> str:
