@@ -272,7 +272,7 @@ def test_numbers_that_somebody_changes_behind_our_back_are_seen():
     assert plan(op).applied[0].layers == (2,)
 
 
-def test_no_more_than_a_few_hundred_specs_are_kept():
+def test_no_more_than_so_many_specs_are_kept():
     kept = Same[int](most=3)
     assert [kept.keep(i, i, object()) for i in range(5)] == [0, 1, 2, 3, 4]
     assert [kept.get(i, (None,))[0] for i in range(5)] == [None, None, 2, 3, 4]

@@ -371,9 +371,9 @@ class _Placing(NamedTuple):
 
 class Same(Generic[T]):
     """What was made of specs, found again by which they are: to compare them would take longer than to make it. They do
-    not change, and are kept, so that their identities stay theirs."""
+    not change, and a few are kept (with their vectors), so that their identities stay theirs."""
 
-    def __init__(self, most: int = 256) -> None:
+    def __init__(self, most: int = 128) -> None:
         self._most, self._lock = most, threading.Lock()
         self._known: dict[Hashable, tuple[T, tuple[object, ...]]] = {}
         self.get = self._known.get

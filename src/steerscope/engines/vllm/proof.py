@@ -66,9 +66,10 @@ def replayed(taps: "WorkerTaps", dummy_run: Callable[..., Any], most: int) -> in
     if not seen:
         return most
     if taps.device.type == "cuda":  # kernels are compiled when they are first needed: now
-        less, one = (Doing(False, False), Doing(False, True), Doing(True, False)), range(2)
+        less = Doing(False, False), Doing(False, True), Doing(True, False)
+        with_one = tuple(Doing(True, keeps, columns=1) for keeps in (False, True))
         for tokens in [few] if most < many else sorted({few, many}):
-            for doing in (*less, *(Doing(True, bool(keeps), columns=1) for keeps in one if tokens > FEW)):
+            for doing in less + with_one if tokens > FEW else less:
                 if taps.settings.steer or not doing.steer:
                     run(tokens, doing)
         if taps.span and most >= many:
