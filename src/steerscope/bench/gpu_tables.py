@@ -56,7 +56,8 @@ def _main(results: Path) -> dict:
     """Its cells in the order of CELLS, whatever order they were measured in."""
     data = json.loads((results / "gpu" / _MAIN).read_text())
     order = sorted(data["cells"], key=lambda name: CELLS.index(name) if name in CELLS else len(CELLS))
-    return data | {"cells": {name: data["cells"][name] for name in order}}
+    data["cells"] = {name: data["cells"][name] for name in order}
+    return data
 
 
 def _shape(data: dict) -> str:
@@ -103,7 +104,8 @@ def pairs(results: Path) -> str:
     if not (results / "gpu" / _MAIN).exists():
         return "*No figures yet.*"
     files = sorted((results / "gpu").glob(_BEFORE), reverse=True)
-    before, now = [json.loads(file.read_text())["cells"] for file in files], _main(results)["cells"]
+    before: list[dict[str, dict]] = [json.loads(file.read_text())["cells"] for file in files]
+    now: dict[str, dict] = _main(results)["cells"]
     heads = "".join(f" {i} before it |" for i in range(1, len(before) + 1))
     lines = [f"| every pair | this run | goal |{heads}", "|---" * (len(before) + 3) + "|"]
     for name, cell in now.items():
