@@ -15,6 +15,7 @@ import torch
 import tiny
 from reference import Reference, distance
 from steerscope.capture.budget import ByteBudget
+from steerscope.engines import placing
 from steerscope.engines import plan as plan_module
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine, kv, passes, sampler, taps
@@ -291,9 +292,9 @@ def no_watermark(patch: pytest.MonkeyPatch) -> None:
 
 
 def order_lost(patch: pytest.MonkeyPatch) -> None:
-    real = plan_module.pack
-    patch.setattr(plan_module, "pack", lambda ops: real(ops[::-1]))
-    patch.setattr(plan_module, "_columns", plan_module._columns.__wrapped__)
+    real = placing.pack
+    patch.setattr(placing, "pack", lambda ops: real(ops[::-1]))
+    patch.setattr(plan_module, "columns_of", plan_module.columns_of.__wrapped__)
 
 
 def no_steering(patch: pytest.MonkeyPatch) -> None:
@@ -313,9 +314,9 @@ def no_layer_check(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_column_check(patch: pytest.MonkeyPatch) -> None:
-    real = plan_module.pack
-    patch.setattr(plan_module, "pack", lambda ops: real(ops)[:1])
-    patch.setattr(plan_module, "_columns", plan_module._columns.__wrapped__)
+    real = placing.pack
+    patch.setattr(placing, "pack", lambda ops: real(ops)[:1])
+    patch.setattr(plan_module, "columns_of", plan_module.columns_of.__wrapped__)
 
 
 def numbers_unchecked(patch: pytest.MonkeyPatch) -> None:

@@ -75,14 +75,16 @@ def test_a_pair_that_was_measured_again_is_not_left_out_of_the_table_of_every_pa
     ]
 
 
-def test_every_goal_holds_in_the_committed_run() -> None:
-    """By the upper ends of its intervals; rows were counted, and are those that were asked for."""
+def test_goals_hold_in_the_committed_run() -> None:
+    """By the upper ends of its intervals, with every pair but for one line, as the docs say; rows were counted, and are
+    those that were asked for."""
     found = json.loads((RESULTS / "gpu" / "speed-qwen2.5-3b.json").read_text())
     work, cells = found["configuration"], found["cells"]
     assert [work[name] for name in ("model", "batch", "prefill", "decode")] == ["qwen2.5-3b", 32, 512, 128]
     assert next(iter(cells)) == "noise"
     for name in ("zero-layer", "all-layers", "generated", "last", "mean", "add", "cap", "ablate", "watch"):
         assert cells[name]["ratio"]["interval"][1] <= GOALS[name], name
+        assert (cells[name]["ratio_of_all"]["interval"][1] <= GOALS[name]) == (name != "all-layers"), name
         assert cells[name]["rounds"] >= 20
         assert abs(cells[name]["drift"]) <= DRIFT_GOAL
         assert cells[name].get("verified", True) is True

@@ -5,20 +5,18 @@ Selectors become positions, names become vectors, ops become columns. Both engin
 
 import difflib
 import functools
-import hashlib
-import threading
 from array import array
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from steerscope.engines.placing import Placing, Same, columns_of, raw_of, tap_of
 from steerscope.lenses.compile import compile_rules
 from steerscope.lenses.monitor import WatchPlan
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.reader import Registered
-from steerscope.residual.table import Column, Key, PlacedOp, pack
+from steerscope.residual.table import Column, Key
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling
@@ -26,7 +24,6 @@ from steerscope.specs.steering import (
     Ablate,
     Add,
     Cap,
-    Coefficients,
     LayersLike,
     Site,
     Steering,
@@ -35,8 +32,6 @@ from steerscope.specs.steering import (
 )
 from steerscope.specs.tokens import END, EVERYWHERE, MessageSpan, Positions, SelectorError, resolve
 from steerscope.specs.watch import InlinePack, Steer, Watch
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +105,6 @@ class Plan:
         return steered | read | set(self.capture.keys if self.capture else ())
 
 
-def tap_of(layer: int, site: Site) -> Key:
-    """`resid_pre` of layer i > 0 is `resid_post` of layer i−1: one tap."""
-    return (layer - 1, "resid_post") if site == "resid_pre" and layer > 0 else (layer, site)
-
-
 class Planner:
     """Collects the problems of one request while resolving it."""
 
@@ -142,7 +132,7 @@ class Planner:
         placed = self._place(steering, prompt, most, "steer")
         watch_plan = self._watch(watch, prompt, most) if watch else None
         placed += self._switched(watch, prompt, most) if watch else []
-        columns = _columns(tuple(placing for placing, _ in placed))
+        columns = columns_of(tuple(placing for placing, _ in placed))
         if len(columns) > self.facts.max_columns:
             what = f"the ops need {len(columns)} columns, the engine has {self.facts.max_columns} per token"
             self._problem("steer.ops", what, "use fewer ops with differing tokens, or start it with more max_columns")
@@ -180,8 +170,8 @@ class Planner:
 
     def _place(
         self, steering: Steering, prompt: Prompt, most: int, field: str, gate: int = 0, rule: str | None = None
-    ) -> "list[tuple[_Placing, Applied]]":
-        placed: list[tuple[_Placing, Applied]] = []
+    ) -> "list[tuple[Placing, Applied]]":
+        placed: list[tuple[Placing, Applied]] = []
         # What a rule switches acts on generated rows only: how a prompt is cut into steps must change nothing.
         within = Positions(((len(prompt.token_ids), END),)) if gate else EVERYWHERE
         plain = prompt.messages is None and not gate  # else it may depend on more than these
@@ -190,7 +180,7 @@ class Planner:
             data = self._vector(op, here)
             name = id(self.facts), id(op), id(data), len(prompt.token_ids), most
             found, _ = _placed.get(name, _NEVER) if plain else _NEVER
-            if found is not None and data is not None and found[0].raw == _raw(data, found[0].layers):
+            if found is not None and data is not None and found[0].raw == raw_of(data, found[0].layers):
                 placed.append(found)
                 continue
             before = len(self.problems)
@@ -204,15 +194,15 @@ class Planner:
                 what = "selects no generated row" if gate else "selects no token of this request"
                 self._problem(f"{here}.tokens", f"{op.tokens!r} {what}", "widen it")
             self._check_tapped(layers, op.site, f"{here}.layers")
-            placing = _Placing(_raw(data, layers), layers, op.site, op.unit, op.coefficients(), positions, gate)
+            placing = Placing(raw_of(data, layers), layers, op.site, op.unit, op.coefficients(), positions, gate)
             placed.append((placing, Applied(op, layers, positions, rule)))
             if plain and len(self.problems) == before:
                 _placed.keep(name, placed[-1], self.facts, op, data)
         return placed
 
-    def _switched(self, watch: Watch, prompt: Prompt, most: int) -> "list[tuple[_Placing, Applied]]":
+    def _switched(self, watch: Watch, prompt: Prompt, most: int) -> "list[tuple[Placing, Applied]]":
         """The steerings of rules, each behind a gate of its own: 1 + the number of its rule."""
-        placed: list[tuple[_Placing, Applied]] = []
+        placed: list[tuple[Placing, Applied]] = []
         for i, rule in enumerate(watch.rules):
             if isinstance(rule.then, Steer):
                 field = f"watch.rules[{i}].then.steering"
@@ -350,59 +340,8 @@ def _within(ids: list[int], vocab: int) -> bool:
     return not len(found) or int(found.max()) < vocab
 
 
-def _raw(data: VectorData, layers: tuple[int, ...]) -> tuple[bytes, ...]:
-    """The direction of each layer, all of which it has."""
-    if data.shared is not None:
-        return (data.shared,) * len(layers)
-    return tuple(map(data.per_layer.get, layers))  # type: ignore[arg-type]
-
-
-class _Placing(NamedTuple):
-    """An op that will be placed, as far as columns depend on it."""
-
-    raw: tuple[bytes, ...]  # a direction per layer
-    layers: tuple[int, ...]
-    site: Site
-    unit: bool
-    coefficients: Coefficients
-    positions: Positions
-    gate: int = 0
-
-
-class Same(Generic[T]):
-    """What was made of specs, found again by which they are: to compare them would take longer than to make it. They do
-    not change, and a few are kept (with their vectors), so that their identities stay theirs."""
-
-    def __init__(self, most: int = 128) -> None:
-        self._most, self._lock = most, threading.Lock()
-        self._known: dict[Hashable, tuple[T, tuple[object, ...]]] = {}
-        self.get = self._known.get
-
-    def keep(self, name: Hashable, made: T, *of: object) -> T:
-        """`name` has the identities of these, and what else matters."""
-        with self._lock:
-            self._known[name] = made, of
-            if len(self._known) > self._most:
-                del self._known[next(iter(self._known))]
-        return made
-
-
-_placed: Same[tuple[_Placing, Applied]] = Same()
+_placed: Same[tuple[Placing, Applied]] = Same()
 _NEVER = None, ()
-
-
-@functools.lru_cache(maxsize=256)
-def _columns(placed: tuple[_Placing, ...]) -> tuple[Column, ...]:
-    """Once for all requests that are steered alike."""
-    found: list[tuple[bool, PlacedOp]] = []
-    for op in placed:
-        for layer, raw in zip(op.layers, op.raw, strict=True):
-            vector, content = _worked_out(raw, op.unit)
-            key = tap_of(layer, op.site)
-            placed_op = PlacedOp(key, op.positions, vector, op.coefficients, op.gate, content)
-            found.append((key != (layer, op.site), placed_op))
-    # At a shared tap the ops of resid_post come before those of the next layer's resid_pre.
-    return tuple(pack([op for _, op in sorted(found, key=lambda pair: pair[0])]))
 
 
 @functools.lru_cache(maxsize=256)
@@ -415,13 +354,3 @@ def _taps(layers: tuple[int, ...], sites: tuple[Site, ...]) -> tuple[tuple[Key, 
     """What a capture asks for, and the taps that is to be had from, without repeats."""
     asked: tuple[Key, ...] = tuple((layer, site) for layer in layers for site in sites)
     return asked, tuple(dict.fromkeys(tap_of(layer, site) for layer, site in asked))
-
-
-@functools.lru_cache(maxsize=4096)
-def _worked_out(raw: bytes, unit: bool) -> tuple[np.ndarray, bytes]:
-    """Once for all requests that use them."""
-    vector = np.frombuffer(raw, dtype="<f4")
-    if unit:
-        precise = vector.astype(np.float64)
-        vector = (precise / np.linalg.norm(precise)).astype(np.float32)
-    return vector, hashlib.blake2b(vector.tobytes(), digest_size=16).digest()

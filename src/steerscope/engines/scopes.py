@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Unpack
 
 from steerscope.engines.options import PackKeywords, SteerLike
-from steerscope.engines.plan import Facts, Planner, Prompt, Same
+from steerscope.engines.placing import Same
+from steerscope.engines.plan import Facts, Planner, Prompt
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.reader import PackOptions, Registered
 from steerscope.specs.errors import InvalidRequest, Problem

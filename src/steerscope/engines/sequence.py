@@ -9,7 +9,8 @@ import torch
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
 from steerscope.engines.generation import Choice, FinishReason, Job, RuleEvent, Timings, TokenEvent, TokenLogprobs
-from steerscope.engines.plan import Plan, tap_of
+from steerscope.engines.placing import tap_of
+from steerscope.engines.plan import Plan
 from steerscope.engines.text import Decoder, Detokenizer, StopStrings
 from steerscope.residual.rows import make_labels, selected
 from steerscope.residual.table import Key

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.blocks import Blocks, find_blocks, first
 from steerscope.engines.hf.taps import Pass, Taps, Work
-from steerscope.engines.plan import tap_of
+from steerscope.engines.placing import tap_of
 from steerscope.residual.table import SlotTable
 from steerscope.training.learnable import Learnable
 from steerscope.training.texts import Sample

@@ -169,7 +169,7 @@ MUTANTS = [
     ),
     *_of(
         "engines/plan.py",
-        ("found[0].raw == _raw(data, found[0].layers)", "True"),
+        ("found[0].raw == raw_of(data, found[0].layers)", "True"),
         ("plain = prompt.messages is None and not gate", "plain = not gate"),
         ("id(data), len(prompt.token_ids), most", "id(data), most"),
         ("id(op), id(data), len(", "id(op), len("),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from steerscope import __version__
-from steerscope.engines.plan import tap_of
+from steerscope.engines.placing import tap_of
 from steerscope.residual.table import Key
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Sites
