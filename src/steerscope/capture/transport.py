@@ -33,6 +33,7 @@ ROWS, FAILED, LEFT, MET, OWNER, READ = 0, STAGES, STAGES + 1, 2 * STAGES + 1, 3 
 TAKEN = READ + 1
 WHY, WHY_SIZE = (TAKEN + 1) * ALIGN, 256  # after them, in words, why a worker gave up
 HEADER = WHY + WHY_SIZE
+_ZEROS = bytes(WHY)
 
 
 def shared_folder(size: int) -> Path:
@@ -67,7 +68,8 @@ class Arena:
         self.address = self.memory.data_ptr()
         self.bytes = self.memory.numpy()
         self.words = self.bytes[: size // 8 * 8].view(np.int64)
-        self.ints = memoryview(self._map)[: size // 8 * 8].cast("q")  # the same: to read one takes a third of the time
+        self.raw = memoryview(self._map)
+        self.ints = self.raw[: size // 8 * 8].cast("q")  # the words: to read one takes a third of the time
 
     def at(self, offset: int, size: int) -> int:
         """The address of so many bytes."""
@@ -200,7 +202,7 @@ class Regions:
                 offset = self._take(size)
         if offset is None:
             return None
-        self.arena.words[offset // 8 : (offset + WHY) // 8] = 0
+        self.arena.raw[offset : offset + WHY] = _ZEROS
         region = Region(self, offset, size, tuple(stages))
         region.counters[OWNER] = region.owner
         return region

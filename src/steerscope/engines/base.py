@@ -41,7 +41,7 @@ from steerscope.engines.options import (
     per_prompt,
 )
 from steerscope.engines.outbox import Box, Boxes, Pause, discard, sleep, waits_here
-from steerscope.engines.plan import Plan, Planner, Prompt
+from steerscope.engines.plan import Plan, Planner, Prompt, within
 from steerscope.engines.prompts import all_of, rendered, tokenized
 from steerscope.engines.scopes import Scopes, as_steering
 from steerscope.specs.capture import Capture
@@ -251,9 +251,10 @@ class Engine(Scopes, ABC):
         around, usual = self.surrounding(), Sampling()
         plans: list[Plan] = []
         planned: dict[tuple[int, ...], Plan] = {}  # by the specs themselves: requests of one call ask alike
+        judged = within([prompt.token_ids for prompt in prompts], self.facts.vocab)  # else they are one by one
         for i, prompt in enumerate(prompts):
             name = request_id or next(n for i in self._numbers if (n := f"r{i}") not in self._jobs)
-            planner, asked = Planner(self.facts, self._vectors, self._packs), samplings[i] or usual
+            planner, asked = Planner(self.facts, self._vectors, self._packs, judged), samplings[i] or usual
             specs = id(asked), id(steers[i]), id(captures[i]), id(watches[i]), len(prompt.token_ids)
             known = planned.get(specs) if prompt.messages is None else None
             try:

@@ -6,7 +6,7 @@ Selectors become positions, names become vectors, ops become columns. Both engin
 import difflib
 import functools
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,7 +82,7 @@ class CapturePlan:
         return 1 if self.spec.reduce else self.positions.count(most)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would make it twice as expensive to make
 class Plan:
     request_id: str
     choice: int
@@ -109,9 +109,14 @@ class Planner:
     """Collects the problems of one request while resolving it."""
 
     def __init__(
-        self, facts: Facts, vectors: Mapping[str, VectorData], packs: Mapping[str, Registered] | None = None
+        self,
+        facts: Facts,
+        vectors: Mapping[str, VectorData],
+        packs: Mapping[str, Registered] | None = None,
+        judged: bool = False,
     ) -> None:
         self.facts, self.vectors, self.packs = facts, vectors, packs or {}
+        self.judged = judged  # the ids of its prompt exist
         self.problems: list[Problem] = []
 
     def plan(
@@ -156,7 +161,7 @@ class Planner:
         ids, facts = prompt.token_ids, self.facts
         if not ids:
             self._problem("prompt", "the prompt is empty", "give at least one token")
-        if not _within(ids, facts.vocab):
+        if not self.judged and not within([ids], facts.vocab):
             bad = [i for i in ids if not isinstance(i, int | np.integer) or not 0 <= i < facts.vocab]
             self._problem("prompt", f"token id {bad[0]!r} does not exist", f"{facts.name} has ids 0–{facts.vocab - 1}")
         if facts.context is None or len(ids) + sampling.max_tokens <= facts.context:
@@ -331,13 +336,15 @@ class Planner:
         return CapturePlan(*_taps(layers, sites), positions, capture)
 
 
-def _within(ids: list[int], vocab: int) -> bool:
-    """All of them are whole numbers in [0, vocab)."""
+def within(prompts: Iterable[Sequence[int]], vocab: int) -> bool:
+    """All ids are whole numbers in [0, vocab)."""
+    ids = array("I")  # refuses negative ones, and what is not whole
     try:
-        found = np.frombuffer(array("I", ids), dtype=np.uint32)  # refuses negative ones, and what is not whole
+        for one in prompts:
+            ids.fromlist(one if type(one) is list else list(one))
     except (TypeError, OverflowError):
         return False
-    return not len(found) or int(found.max()) < vocab
+    return not ids or int(np.frombuffer(ids, dtype=np.uint32).max()) < vocab
 
 
 _placed: Same[tuple[Placing, Applied]] = Same()

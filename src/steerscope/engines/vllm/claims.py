@@ -18,10 +18,11 @@ from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch
 from steerscope.lenses.compile import MOST_RULES
 from steerscope.lenses.monitor import SeenOnHost, WatchPlan
-from steerscope.residual.table import Key, Slot, Slots
+from steerscope.residual.table import Column, Key, Slot, Slots
 from steerscope.specs.errors import CapacityExceeded, RequestFailed
 
 _KEPT = 256
+Held = tuple[tuple[Slots, Slot], ...]
 
 
 class Room:
@@ -41,8 +42,31 @@ class Room:
         # By what else matters; a plan of a watch keeps its pack, so it must not be kept.
         self._watches: WeakKeyDictionary[WatchPlan, dict[tuple[CapturePlan | None, int], WireWatch]]
         self._watches = WeakKeyDictionary()
+        self._last: tuple[tuple[Column, ...], CapturePlan | None, Held] | None = None  # what the last one was given
 
-    def needs(self, plan: Plan) -> list[tuple[Slots, Hashable]]:
+    def hold(self, plan: Plan) -> "Held":
+        """The slots that a plan needs, until each of them is dropped. Raises CapacityExceeded, holding nothing. Plans
+        of one call share what they ask for: whoever asks for the very same as the one before is given the same, if that
+        is in use, and nothing of it has to be hashed."""
+        if self._last is not None and plan.watch is None:
+            columns, capture, held = self._last
+            if capture is plan.capture and columns is plan.columns and all(slot.users for _, slot in held):
+                for _, slot in held:
+                    slot.users += 1
+                return held
+        found: list[tuple[Slots, Slot]] = []
+        try:
+            for slots, content in self._needs(plan):
+                found.append((slots, slots.hold(content)[0]))
+        except CapacityExceeded:
+            for slots, slot in found:
+                slots.drop(slot)
+            raise
+        held = tuple(found)
+        self._last = None if plan.watch else (plan.columns, plan.capture, held)
+        return held
+
+    def _needs(self, plan: Plan) -> list[tuple[Slots, Hashable]]:
         found: list[tuple[Slots, Hashable]] = []
         for column in plan.columns:
             found += [(self.vectors, column.vector_key), (self._coefficients, column.coefficient_key)]
@@ -91,14 +115,13 @@ class Claim:
         self.room, self.plan = room, plan
         self.region: Region | None = None
         self.watch = room.watch(plan)
-        self._held: list[tuple[Slots, Slot]] = []
+        self._held: Held = ()
 
     def take(self) -> None:
         """Raises CapacityExceeded, holding nothing, when there is no room now."""
         try:
             with self.room.lock:
-                for slots, content in self.room.needs(self.plan):
-                    self._held.append((slots, slots.hold(content)[0]))
+                self._held = self.room.hold(self.plan)
             self.region = self.room.regions.allocate(self.room.row_bytes(self.plan), self.room.stages)
             if self.region is None:
                 raise CapacityExceeded(
@@ -111,8 +134,8 @@ class Claim:
     def release(self) -> None:
         """Give the slots back; may be called more than once."""
         with self.room.lock:
-            while self._held:
-                slots, slot = self._held.pop()
+            held, self._held = self._held, ()
+            for slots, slot in held:
                 slots.drop(slot)
 
     def withdraw(self) -> None:
@@ -170,7 +193,7 @@ class Claim:
         count = capture.positions.count(computed)
         found, reduce = self.arrived(), capture.spec.reduce
         region.counters[TAKEN] = 1
-        if region.failure is not None or (found != count if reduce else found < count):
+        if region.failed or (found != count if reduce else found < count):
             raise RequestFailed(f"{count - found} of {count} rows did not arrive")
         size = region.size
         if len(self.room.stages_of(capture.keys)) == 1:

@@ -22,6 +22,7 @@ from steerscope.engines.vllm.pacing import Pace
 from steerscope.engines.vllm.pool import Cells, watched_rows
 from steerscope.engines.vllm.step import ASKER, LAID
 from steerscope.engines.vllm.streams import Here
+from steerscope.engines.vllm.summing import FEW
 from steerscope.specs.errors import CapacityExceeded
 
 if TYPE_CHECKING:
@@ -31,19 +32,21 @@ _RING = 8  # steps that may be prepared while earlier ones run
 _DRAIN = 64 << 20  # bytes at once, where everything has to leave
 _CRUMB = 1 << 20  # bytes that are not left for a copy of their own
 _AHEAD = 2  # parts that may be under way: the host prepares a step while the one before it runs
+_PATIENT = 8  # steps behind a prompt in which rows may have to wait
 _LOOK = 4  # steps between two looks at the fault flags
 _TO_HOST = 2  # cudaMemcpyDeviceToHost
 _MAPPED = 2  # cudaHostRegisterMapped
 
 
 class Part(NamedTuple):
-    """What was sent beside one step: when its first and last byte left, and when the step before began and ended."""
+    """What was sent beside one step, and when its last byte left; if it was timed, also when its first one did, and
+    when the step before began (with its size, if that was timed) and ended."""
 
-    begin: torch.cuda.Event
     end: torch.cuda.Event
     bytes: int
-    before: tuple[torch.cuda.Event, int] | None
-    mark: torch.cuda.Event
+    begin: torch.cuda.Event | None = None
+    before: tuple[torch.cuda.Event, int] | None = None
+    mark: torch.cuda.Event | None = None
 
 
 @dataclass(slots=True)
@@ -117,13 +120,15 @@ class CudaPool:
         self._asked, self._looks = False, 0
         self._side = torch.cuda.Stream(device)
         self._ready, self._tokens_out = torch.cuda.Event(), torch.cuda.Event()
+        self._answers: torch.cuda.Stream | None = None
+        self._spare, self._behind = list[torch.cuda.Event](), _PATIENT  # steps since one that read prompts
         self._moves: deque[Move] = deque()  # sent ones first
         self._unsent: deque[Move] = deque()
         self._backlog = 0  # bytes of the unsent
         self._whole = 0  # how many of these are of forwards that the side stream waits for already
         self._pace = Pace()
         self._parts: deque[Part] = deque()  # of the last few steps
-        self._mark: tuple[torch.cuda.Event, int] | None = None  # the last step's begin and size, if rows waited
+        self._mark: tuple[torch.cuda.Event, int] | None = None  # the last step's begin and size, if it was timed
 
     # --- before the forward
 
@@ -191,33 +196,74 @@ class CudaPool:
         self._arrived()
 
     def pump(self, tokens: int) -> None:
-        """A part of what waits; none while more than _AHEAD are under way."""
-        if self._moves:
-            self._arrived()
+        """A part of what waits; none while more than _AHEAD are under way, nor while the device waits for the host just
+        behind a prompt."""
+        there: torch.cuda.Event | None = None
         while self._parts and self._parts[0].end.query():
-            part = self._parts.popleft()
-            self._pace.rows_took(part.bytes, part.begin.elapsed_time(part.end))
-            if part.before is not None:
-                self._pace.step_took(part.before[1], part.before[0].elapsed_time(part.mark))
-        if not self._unsent:
-            self._mark = None
+            there = self._learn(self._parts.popleft())
+        if self._moves and (there is not None or not self._parts):
+            self._arrived(there=there)
+        before, self._mark = self._mark, None
+        self._behind = 0 if tokens > FEW else self._behind + 1
+        if not self._unsent or self._hurried(before):
             return
-        before, mark, begin, end = self._mark, _timed(), _timed(), _timed()
-        mark.record(self._here())
-        self._mark = mark, tokens
-        if len(self._parts) > _AHEAD:
+        timed, free = self._pace.timed(tokens), len(self._parts) <= _AHEAD
+        mark = _timed() if timed else self._ready
+        if timed or free:
+            mark.record(self._here())
+        if timed:
+            self._mark = mark, tokens
+        if not free:
             return
         self._side.wait_event(mark)
-        if (stream := self._answering()) is not None:
-            self._tokens_out.record(stream)
+        if self._tokens_leave():
             self._side.wait_event(self._tokens_out)
         self._whole = len(self._unsent)
-        begin.record(self._side)
+        begin, end = (_timed(), _timed()) if timed else (None, self._spare.pop() if self._spare else torch.cuda.Event())
+        if begin is not None:
+            begin.record(self._side)
         allowed = self._pace.beside(tokens)
         size = self._send(allowed, end)
         self._pace.sent(size, allowed)
         if size:
-            self._parts.append(Part(begin, end, size, before, mark))
+            self._parts.append(Part(end, size, begin, before, mark) if timed else Part(end, size))
+
+    def _hurried(self, before: tuple[torch.cuda.Event, int] | None) -> bool:
+        """For some steps behind a prompt the device waits for the host, which has slept meanwhile and has an answer to
+        every request to look at. To send rows takes it a while, and makes the rest slower: they write where it reads.
+        So rows wait until the tokens of the step before are not there yet; of the first such step nobody knows. They
+        may be sent all the same, if somebody needs their room."""
+        if not 0 < self._behind <= _PATIENT:
+            return False
+        if self._behind == 1:
+            mark = _timed() if before is not None else self._ready
+            mark.record(self._here())
+            self._side.wait_event(mark)
+            self._whole = len(self._unsent)
+            if before is not None:  # how long the step with the prompts took is learnt all the same
+                self._parts.append(Part(mark, 0, mark, before, mark))
+        elif not self._tokens_leave() or not self._tokens_out.query():
+            self._behind = _PATIENT
+            return False
+        return True
+
+    def _tokens_leave(self) -> bool:
+        """Whether somebody says when those of the step before have left: `_tokens_out`, from now on."""
+        if self._answers is None:
+            self._answers = self._answering()
+        if self._answers is not None:
+            self._tokens_out.record(self._answers)
+        return self._answers is not None
+
+    def _learn(self, part: Part) -> torch.cuda.Event:
+        """It has arrived. Its event may be used again: whoever still looks at it hears of something later."""
+        if part.begin is None or part.mark is None:
+            self._spare.append(part.end)
+            return part.end
+        self._pace.rows_took(part.bytes, part.begin.elapsed_time(part.end))
+        if part.before is not None:
+            self._pace.step_took(part.before[1], part.before[0].elapsed_time(part.mark))
+        return part.end
 
     def _answering(self) -> torch.cuda.Stream | None:
         """vLLM's, on which the tokens of a step leave: one engine of the device copies to the host, in order, and the
@@ -288,8 +334,8 @@ class CudaPool:
         with torch.cuda.stream(self._side):
             torch.frombuffer(memory, dtype=torch.uint8).copy_(flat, non_blocking=True)
 
-    def _arrived(self, wait: bool = False) -> None:
-        there: torch.cuda.Event | None = None  # many moves share one
+    def _arrived(self, wait: bool = False, there: torch.cuda.Event | None = None) -> None:
+        """Many moves share an event; `there` is one that is known to have come to pass."""
         while self._moves:
             move = self._moves[0]
             if move.sent is None:

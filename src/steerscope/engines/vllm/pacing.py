@@ -6,7 +6,8 @@ lasts as long as they do, so that they seem to fit beside it: steps and rows are
 
 _FIRST = 64 << 20  # while nobody knows better
 _ENOUGH = 1 << 20  # the least; smaller ones tell how long a copy takes, not how fast the bus is
-_SHARE = 0.4  # of a step: what is left over is for the step's own
+_SHARE = 0.7  # of a step: what is left over is for the step's own
+_AGAIN = 7  # of so many that go beside steps of a known size, two in a row are timed: it costs the host as much again
 
 
 class Pace:
@@ -16,6 +17,14 @@ class Pace:
         self.rate = 0.0  # bytes per millisecond, of the last rows that arrived
         self._steps: dict[int, tuple[float, float]] = {}  # by the size of a step: milliseconds of the last two
         self._owed = 0  # bytes that went out beyond what they should
+        self._turn, self._new = 0, False
+
+    def timed(self, tokens: int) -> bool:
+        """Whether what goes beside the next step, with so many tokens, is to be timed. A step lasts from one mark to
+        the next, so what follows a step that nobody knows is timed too."""
+        before, self._new = self._new, not self.rate or tokens.bit_length() not in self._steps
+        self._turn += 1
+        return before or self._new or self._turn % _AGAIN < 2
 
     def step_took(self, tokens: int, ms: float) -> None:
         size = tokens.bit_length()

@@ -70,9 +70,10 @@ class Running(RunningText):
 
     def _hold(self, capture: CapturePlan) -> int:
         """Rows a reduction keeps back. Where this process finds the end, vLLM hears of it late, and has run on."""
-        late = self.plan.sampling.stop or self.job.stream or self.engine.separate or self._stops_by_rule
+        if not (self.plan.sampling.stop or self.job.stream or self.engine.separate or self._stops_by_rule):
+            return _HOLD
         row = len(capture.keys) * self.engine.facts.hidden * self.engine.dtype.itemsize
-        return min(self.plan.sampling.max_tokens, max(_HOLD_LATE, _HOLD_BYTES // row)) if late else _HOLD
+        return min(self.plan.sampling.max_tokens, max(_HOLD_LATE, _HOLD_BYTES // row))
 
     def take(self, output: Any) -> FinishReason | None:
         """New tokens, of a quiet one all; the reason if the request is over."""

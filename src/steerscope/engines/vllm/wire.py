@@ -17,14 +17,14 @@ from steerscope.lenses.monitor import WatchPlan
 from steerscope.lenses.reader import Registered
 from steerscope.residual.table import Column, Key
 from steerscope.specs.steering import Coefficients
-from steerscope.specs.tokens import EVERYWHERE, Positions
+from steerscope.specs.tokens import END, EVERYWHERE, Positions
 
 LATER = "steerscope_from"  # beside that entry: it asks for nothing below this position
 OVERFLOW = "its steering makes the hidden states not finite; lower the strength"  # why a worker gives a request up
 _KEPT, _RECENT = 256, 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WireColumn:
     vectors: bytes  # hash of the content
     strengths: bytes  # hash of the coefficients
@@ -54,7 +54,7 @@ class WireColumn:
         return made
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WireCapture:
     keys: tuple[Key, ...]
     positions: Positions
@@ -62,6 +62,14 @@ class WireCapture:
     reduce: Literal["mean", "last"] | None
     hold: int  # rows a reduction keeps back until the end is known
     most: int  # rows are numbered below this
+
+    @functools.cached_property
+    def packed(self) -> bytes:
+        """Requests that ask alike share it: their layers, which are many, are packed once."""
+        import msgspec
+
+        where = [_plain_keys(self.keys), _pack_positions(self.positions)]
+        return msgspec.msgpack.encode([*where, self.before_steering, self.reduce, self.hold, self.most])
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +123,7 @@ def pack_name(registered: Registered) -> str:
     return registered.word
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, nor are its columns: that would make them twice as expensive to make
 class Wire:
     name: str
     arena: tuple[str, int] | None  # path and size of the shared memory; None: the one that was attached
@@ -133,9 +141,11 @@ class Wire:
     @property
     def first(self) -> int:
         """Nothing is asked below this position."""
-        asked = [column.positions for column in self.columns]
-        asked += [one.positions for one in (self.capture, self.watch) if one is not None]
-        return min((positions.intervals[0][0] for positions in asked if positions.intervals), default=0)
+        found = END
+        for one in (*self.columns, self.capture, self.watch):
+            if one is not None and one.positions.intervals:
+                found = min(found, one.positions.intervals[0][0])
+        return 0 if found == END else found
 
     def without_content(self) -> "Wire":
         """When the vectors are in the table nobody needs these bytes."""
@@ -152,7 +162,7 @@ class Wire:
         import msgspec  # vLLM has it
 
         columns = [[_pack_ops(c), c.content, _pack_positions(c.positions), c.gate] for c in self.columns]
-        capture = None if self.capture is None else _pack_capture(self.capture)
+        capture = None if self.capture is None else self.capture.packed
         watch = None if self.watch is None else self.watch.plain()
         return msgspec.msgpack.encode([self.name, self.arena, self.offset, self.owner, columns, capture, watch])
 
@@ -197,15 +207,6 @@ def _unpack_ops(packed: bytes) -> tuple[bytes, bytes, dict[Key, Coefficients]]:
 
     vectors, strengths, keys, values = msgspec.msgpack.decode(packed)
     return bytes(vectors), bytes(strengths), dict(zip(_keys(keys), map(tuple, values), strict=True))  # type: ignore[arg-type]
-
-
-@functools.lru_cache(maxsize=_KEPT)
-def _pack_capture(capture: WireCapture) -> bytes:
-    import msgspec
-
-    c = capture
-    plain = [_plain_keys(c.keys), _pack_positions(c.positions), c.before_steering, c.reduce, c.hold, c.most]
-    return msgspec.msgpack.encode(plain)
 
 
 @functools.lru_cache(maxsize=_KEPT)
@@ -282,5 +283,5 @@ def spoil(plan: Plan) -> None:
 
 def reads_cached(plan: Plan) -> bool:
     """Whether a cached prompt may be used: of its positions, all but the last can be, and those would have no rows."""
-    wanted = [asked.positions for asked in (plan.capture, plan.watch) if asked is not None]
-    return all(positions.count(len(plan.prompt.token_ids) - 1) == 0 for positions in wanted)
+    last = len(plan.prompt.token_ids) - 1
+    return not any(asked is not None and asked.positions.count(last) for asked in (plan.capture, plan.watch))
