@@ -58,6 +58,7 @@ def test_a_pair_that_was_measured_again_is_not_left_out_of_the_table_of_every_pa
     runs = {
         "before-1": {"noise": calm, "cap": calm},
         "before-2": {"noise": calm, "last": calm},
+        "after-1": {"noise": calm},
         "speed": {"noise": calm, "cap": cell([(1.0, 1.01)] * 2, [(1.0, 1.05)] * 3), "mean": {"error": "no room\nat"},
                   "last": cell([(1.0, 1.002)] * 5, [])},
     }  # fmt: skip
@@ -67,11 +68,13 @@ def test_a_pair_that_was_measured_again_is_not_left_out_of_the_table_of_every_pa
     for name, cells in runs.items():
         (folder / f"{name}-qwen2.5-3b.json").write_text(json.dumps({"cells": cells}))
     same = "+0.00 % [+0.00, +0.00], 5 pairs"
-    assert pairs(tmp_path).splitlines()[2:] == [
-        f"| untouched against itself | {same} |  | {same} | {same} |",
-        f"| all layers, last prompt token | +0.20 % [+0.20, +0.20], 5 pairs | ≤ +0.5 %: holds | {same} |  |",
-        "| all layers, mean | no room |  |  |  |",
-        f"| cap, likewise | +5.00 % [+1.00, +5.00], 5 pairs | ≤ +2.0 %: **missed** |  | {same} |",
+    assert pairs(tmp_path).splitlines() == [
+        "| every pair | this run | goal | 1 before it | 2 before it | 1 after it |",
+        "|---|---|---|---|---|---|",
+        f"| untouched against itself | {same} |  | {same} | {same} | {same} |",
+        f"| all layers, last prompt token | +0.20 % [+0.20, +0.20], 5 pairs | ≤ +0.5 %: holds | {same} |  |  |",
+        "| all layers, mean | no room |  |  |  |  |",
+        f"| cap, likewise | +5.00 % [+1.00, +5.00], 5 pairs | ≤ +2.0 %: **missed** |  | {same} |  |",
     ]
 
 

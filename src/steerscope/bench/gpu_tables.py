@@ -10,6 +10,7 @@ from steerscope.bench.paired import CELLS, GOALS
 _MAIN = "speed-qwen2.5-3b.json"  # the run that has goals
 _EARLIER = "earlier-qwen2.5-3b.json"  # the one before it, on another machine
 _BEFORE = "before-*-qwen2.5-3b.json"  # others before it, in order
+_AFTER = "after-*-qwen2.5-3b.json"  # … and since then
 _SLOW_MS, _PROMPTS = 0.1, 3  # the first few read prompts
 _MANY = 20  # steps, not to be named
 _AROUND = ("WorkerTaps._around_step", "WorkerTaps._after_inputs", "WorkerTaps._before_forward")  # vLLM's own is in them
@@ -100,19 +101,21 @@ def speed(results: Path) -> str:
 
 
 def pairs(results: Path) -> str:
-    """Every pair of the run in the speed table, also those that were measured again, and of runs before it."""
+    """Every pair of the run in the speed table, also those that were measured again, and of other runs."""
     if not (results / "gpu" / _MAIN).exists():
         return "*No figures yet.*"
-    files = sorted((results / "gpu").glob(_BEFORE), reverse=True)
-    before: list[dict[str, dict]] = [json.loads(file.read_text())["cells"] for file in files]
+    before, after = sorted((results / "gpu").glob(_BEFORE), reverse=True), sorted((results / "gpu").glob(_AFTER))
+    others: list[dict[str, dict]] = [json.loads(file.read_text())["cells"] for file in (*before, *after)]
     now: dict[str, dict] = _main(results)["cells"]
-    heads = "".join(f" {i} before it |" for i in range(1, len(before) + 1))
-    lines = [f"| every pair | this run | goal |{heads}", "|---" * (len(before) + 3) + "|"]
+    heads = [
+        f" {i + 1} {when} it |" for files, when in ((before, "before"), (after, "after")) for i in range(len(files))
+    ]
+    lines = [f"| every pair | this run | goal |{''.join(heads)}", "|---" * (len(others) + 3) + "|"]
     for name, cell in now.items():
         whole: dict = {}
         if name in GOALS and "error" not in cell:
             whole = {"goal": GOALS[name], "holds": cell["ratio_of_all"]["interval"][1] <= GOALS[name]}
-        shown = [_alone(run[name]) if name in run else "" for run in before]
+        shown = [_alone(run[name]) if name in run else "" for run in others]
         lines.append(f"| {' | '.join([_REQUESTS.get(name, name), _alone(cell), _goal(whole), *shown])} |")
     return "\n".join(lines)
 

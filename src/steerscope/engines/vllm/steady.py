@@ -10,6 +10,7 @@ import numpy as np
 from steerscope.engines.vllm.askers import Asker, Looks, Slice
 
 _FORESEEN = 64  # steps
+_NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(slots=True)
@@ -47,9 +48,9 @@ class Steady:
     filled: Filled  # a step that changes nothing else
     everybody: bool  # who is in the batch asks for something
     alone: bool  # nobody feeds more than one token
-    turn: np.ndarray  # how many rows before its last one all that are there leave
+    turn: np.ndarray  # so many rows before its last one, and before others that count from there, what is there leaves
     left: int = 0  # steps until the first page is full
-    ends: int = 0  # … and until somebody has all rows that it can have
+    due: int = 0  # … and until rows leave one that is not
     lag: int = 0
     steps: int = 0  # so far
     _foreseen: list[bytes] = field(default_factory=list)  # what the scheduler will say of the positions, step by step
@@ -75,6 +76,16 @@ class Steady:
         found = computed if self.everybody else computed[self.request]
         return same and found.tobytes().startswith(self._foreseen[at])
 
+    @property
+    def left_behind(self) -> np.ndarray:
+        """Rows that each can have after the next one, but for those of its turn."""
+        return self.most - self.position - 1 - self.turn
+
+    def next_due(self, period: int) -> int:
+        """Steps until that is a multiple of the period, for anybody."""
+        left = self.left_behind
+        return int(np.where(left > 0, (left - 1) % period + 1, _NEVER).min())
+
     def wanted(self) -> bool:
         """Whether anybody wants something, now or if a part of it is computed again. Rows are had once; but what was
         steered once must be steered again."""
@@ -89,6 +100,5 @@ class Steady:
         """One more row in every page."""
         self.steps += 1
         self.lag += 1
-        self.ends -= 1
         self.catch_up()
         self.left = int(self.room[self.width > 0].min())

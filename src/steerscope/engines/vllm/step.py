@@ -5,8 +5,8 @@ into one row of integers per token: where its captured rows go, which group of t
 tokens nobody claims are zero. Pure numpy, and work only for requests that asked for something.
 
 While requests decode, a step differs from the last one only in where its rows go, and these lie in pages: rows of one
-request side by side. Such a step is a comparison and a few sums, whatever the number of requests. Now and then what a
-few of the pages hold is sent.
+request side by side. Such a step is a comparison and a few sums, whatever the number of requests. Now and then, and
+just before a text is as long as it may become, what pages hold is sent.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -26,8 +26,9 @@ from steerscope.specs.tokens import Interval, Positions
 ASKER, CELL, GROUP, STRIDE, ENTRIES = range(5)
 LAID = 1 << 30  # added to the asker's number: what its ops add lies ready (on a GPU, `laying`)
 PAGE = 128  # rows, at most
-# Rows leave pages that are not full every so many steps, those of one in so many requests.
-_REST, _TURNS = 8, 4
+# Rows leave pages that are not full every so many steps, in a few steps that follow each other: to send those of all
+# requests at once would hold up the next step, and to send few at a time takes the host longer.
+_PERIOD, _TURNS = 64, 4
 _FEW = 4  # askers
 _TRIES = 4  # of finding room for a step
 _ENDLESS = np.iinfo(np.int64).max
@@ -45,7 +46,6 @@ class Books:
         self._steady: Steady | None = None
         self.proving = False  # a dummy batch is to do what the index says
         self.resting = False  # those who asked have all they wanted
-        self._step = 0
 
     @property
     def page(self) -> int:
@@ -64,7 +64,6 @@ class Books:
         """Write the index for a step in which request i feeds tokens [starts[i], starts[i+1]) of the batch, beginning
         at its absolute position computed[i]. `reserve(cells)` gives the first cell of so many in a row, and may close
         every page to make room; `bring_out` takes rows of earlier steps; with `span`, see `summing.Prompts`."""
-        self._step += 1
         if self._steady is not None and self._steady.fits(requests, starts, computed):
             again = self._repeat(self._steady, reserve)
             if again is not None:
@@ -104,9 +103,9 @@ class Books:
         prompts = Prompts(taken, 0 if filled.columns else span)
         filled.slices += prompts.place(self._make_room(rows, prompts.cells, reserve), self.index, CELL, GROUP)
         filled.runs, filled.summed = prompts.runs(filled.tokens), prompts.summed
-        due = self._due(len(rows))
         for i, (asker, token, _, _) in enumerate(rows):
-            self.index[token, CELL : STRIDE + 1] = self._page_row(asker, i in due, filled), asker.group, asker.width
+            cell = self._page_row(asker, i % _TURNS, filled)
+            self.index[token, CELL : STRIDE + 1] = cell, asker.group, asker.width
         if looks:
             filled.looks = Looks(looks)
             for asker, token, a, b in looks:
@@ -144,7 +143,7 @@ class Books:
                 return cell or 0
         raise CapacityExceeded("the rows of one step do not fit the pool")
 
-    def _page_row(self, asker: Asker, due: bool, filled: Filled) -> int:
+    def _page_row(self, asker: Asker, turn: int, filled: Filled) -> int:
         """The cell of one more row; a page that is full with it is complete."""
         page = asker.page
         assert page is not None
@@ -152,17 +151,14 @@ class Books:
         page.count += 1
         if page.count == page.size:
             filled.slices += self.close(asker)
-        elif due or page.start + page.count == asker.wire.capture.most - 1:
+        elif not (more := asker.wire.capture.most - page.start - page.count - 1) or (more - turn) % self._period == 0:
             filled.slices += self._part(asker, page.count)
         return page.cell + (page.count - 1) * asker.width
 
-    def _due(self, count: int) -> range:
-        """Which of so many askers' rows leave with this step, though their pages are not full: a few, every few steps,
-        since all of them at once would keep the next step waiting. And before its last row everybody's leave,
-        so that few others are waited for."""
-        if self._step % _REST or self.page <= _REST * _TURNS:
-            return range(0)
-        return range(-(self._step // _REST) % _TURNS, count, _TURNS)
+    @property
+    def _period(self) -> int:
+        """Counted from a text's last row, so that few others have to leave with that one."""
+        return _PERIOD if self.page > _PERIOD else _ENDLESS
 
     def _part(self, asker: Asker, count: int) -> list[Slice]:
         """What a page of so many rows holds and was not sent. Reductions take rows in all at once."""
@@ -239,7 +235,7 @@ class Books:
         )  # fmt: skip
         if capturing:
             made.left = int(made.room[made.width > 0].min())
-            made.ends = int((made.most - made.position).min())
+            made.due = made.next_due(self._period)
         return made
 
     def _repeat(self, now: Steady, reserve: Callable[[int], int]) -> Filled | None:
@@ -249,8 +245,8 @@ class Books:
             now.steps += 1
             now.lag += 1
             now.left -= 1
-            now.ends -= 1
-            if now.filled.same or (self._step % _REST and now.ends > _TURNS):
+            now.due -= 1
+            if now.filled.same or now.due:
                 return now.filled
             return replace(now.filled, slices=self._parts(now))
         again = replace(now.filled, slices=[])
@@ -268,15 +264,19 @@ class Books:
             assert asker.page is not None
             page, asker.page = asker.page, None
             again.slices.append(rest_of(asker, page, page.size))
+        now.due -= 1
+        if not now.due:
+            again.slices += self._parts(now)
         return again
 
     def _parts(self, now: Steady) -> list[Slice]:
         """What pages that are not full hold with this step, and is to leave."""
         found: list[Slice] = []
-        last = np.flatnonzero(now.most - now.position - 1 == now.turn) if now.ends <= _TURNS else ()
-        for i in (*self._due(len(now.askers)), *last):
+        left = now.left_behind
+        for i in np.flatnonzero((left >= 0) & (left % self._period == 0)):
             if now.width[i] and (page := now.askers[i].page) is not None:
                 found += self._part(now.askers[i], page.size - int(now.room[i]) + now.lag)
+        now.due = now.next_due(self._period)
         return found
 
     def _turn_pages(self, now: Steady, reserve: Callable[[int], int]) -> bool:
