@@ -16,10 +16,10 @@ pair() {  # name, then options of steerscope.bench.paired
 }
 for run in $runs; do
   case $run in
-    qwen)      limit=${LIMIT:-1800} rounds=${ROUNDS:-24} seconds=${CELL_SECONDS:-300} \
+    qwen)      limit=${LIMIT:-1800} rounds=${ROUNDS:-40} seconds=${CELL_SECONDS:-300} \
                  pair speed-qwen2.5-3b --model qwen2.5-3b --passes 8 \
                  --cells noise all-layers generated mean cap add last ablate zero-layer watch twin \
-                 --rounds-of ${NEAR:-all-layers=100 generated=100 mean=100 cap=40 ablate=32 watch=16 twin=8} ;;  # every goal
+                 --rounds-of ${NEAR:-all-layers=130 generated=130 mean=130 cap=120 add=50 last=50 watch=50 twin=20} ;;  # every goal
     one)       pair speed-qwen2.5-3b-one --model qwen2.5-3b --cells noise one-layer add:one add:same ;;
     quick)     pair speed-qwen2.5-3b --model qwen2.5-3b --cells noise zero-layer all-layers add ;;
     llm)       pair speed-qwen2.5-3b-llm --model qwen2.5-3b --baseline llm --cells noise zero-layer all-layers ;;
