@@ -639,7 +639,7 @@ def test_no_row_leaves_before_the_forward_that_writes_it(cuda_pool, regions, mon
             first = cuda_pool.take(rows)
         assert first is not None
         cuda_pool.give(first, rows)
-        cuda_pool.pump(rows)
+        cuda_pool.pump(chance.choice([rows, rows, 600]))  # or a step with prompts, behind which rows wait
         forwards[0] += 1
         sending(regions, cuda_pool, rows)
         total += rows
@@ -647,6 +647,19 @@ def test_no_row_leaves_before_the_forward_that_writes_it(cuda_pool, regions, mon
             cuda_pool.hasten()
     cuda_pool.drain()
     assert len(copied) == total
+
+
+def test_what_is_known_is_timed_now_and_then_and_twice_in_a_row():
+    pace = Pace()
+    assert all(pace.timed(32) for _ in range(5)), "nobody knows the bus"
+    pace.rows_took(16 << 20, 1.0)
+    assert pace.timed(32), "nor such a step"
+    pace.step_took(32, 3.0)
+    assert pace.timed(32), "what follows it says when it ended"
+    found = [pace.timed(32) for _ in range(70)]
+    assert sum(found) == 20
+    assert all(found[i - 1] != found[i + 1] for i in range(1, 69) if found[i])
+    assert [pace.timed(4096), pace.timed(32)] == [True, True], "a step that reads prompts, and what follows"
 
 
 def test_whatever_was_timed_rows_go_on_leaving():

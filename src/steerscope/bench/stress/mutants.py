@@ -170,8 +170,8 @@ MUTANTS = [
         ("made.due = made.next_due(self._period)", "made.due = 0"),
         ("        now.due = now.next_due(self._period)\n", ""),
         ("if not (more := ", "if (more := "),
-        ("(more - turn) % self._period == 0", "False"),
-        ("_PERIOD if self.page > _PERIOD else _ENDLESS", "_PERIOD"),
+        ("(more - turn) % period == 0", "False"),
+        ("_PERIOD if self.page > _PERIOD else NEVER", "_PERIOD"),
     ),
     *_of(
         "engines/plan.py",

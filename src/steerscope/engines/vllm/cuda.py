@@ -229,10 +229,9 @@ class CudaPool:
             self._parts.append(Part(end, size, begin, before, mark) if timed else Part(end, size))
 
     def _hurried(self, before: tuple[torch.cuda.Event, int] | None) -> bool:
-        """For some steps behind a prompt the device waits for the host, which has slept meanwhile and has an answer to
-        every request to look at. To send rows takes it a while, and makes the rest slower: they write where it reads.
-        So rows wait until the tokens of the step before are not there yet; of the first such step nobody knows. They
-        may be sent all the same, if somebody needs their room."""
+        """For some steps behind a prompt the device waits for the host, and to send rows takes the host a while; it is
+        slower, too, while they arrive. So they wait until the tokens of the step before are not there yet when a step
+        is prepared; of the first such step nobody knows. They are sent all the same if somebody needs their room."""
         if not 0 < self._behind <= _PATIENT:
             return False
         if self._behind == 1:

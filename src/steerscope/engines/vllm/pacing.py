@@ -7,7 +7,7 @@ lasts as long as they do, so that they seem to fit beside it: steps and rows are
 _FIRST = 64 << 20  # while nobody knows better
 _ENOUGH = 1 << 20  # the least; smaller ones tell how long a copy takes, not how fast the bus is
 _SHARE = 0.7  # of a step: what is left over is for the step's own
-_AGAIN = 7  # of so many that go beside steps of a known size, two in a row are timed: it costs the host as much again
+_AGAIN = 7  # of so many that go beside steps of a known size, two in a row are timed: three events more for the host
 
 
 class Pace:

@@ -10,7 +10,7 @@ import numpy as np
 from steerscope.engines.vllm.askers import Asker, Looks, Slice
 
 _FORESEEN = 64  # steps
-_NEVER = np.iinfo(np.int64).max
+NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Steady:
     def next_due(self, period: int) -> int:
         """Steps until that is a multiple of the period, for anybody."""
         left = self.left_behind
-        return int(np.where(left > 0, (left - 1) % period + 1, _NEVER).min())
+        return int(np.where(left > 0, (left - 1) % period + 1, NEVER).min())
 
     def wanted(self) -> bool:
         """Whether anybody wants something, now or if a part of it is computed again. Rows are had once; but what was

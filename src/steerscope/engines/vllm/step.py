@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from steerscope.engines.vllm.askers import Asker, Looks, Page, Slice, rest_of, sliced
-from steerscope.engines.vllm.steady import Filled, Steady
+from steerscope.engines.vllm.steady import NEVER, Filled, Steady
 from steerscope.engines.vllm.summing import Prompts, Taken
 from steerscope.engines.vllm.wire import WireColumn
 from steerscope.specs.errors import CapacityExceeded
@@ -31,7 +31,6 @@ PAGE = 128  # rows, at most
 _PERIOD, _TURNS = 64, 4
 _FEW = 4  # askers
 _TRIES = 4  # of finding room for a step
-_ENDLESS = np.iinfo(np.int64).max
 _LINE = 16  # an index row fills whole cache lines
 
 
@@ -103,8 +102,9 @@ class Books:
         prompts = Prompts(taken, 0 if filled.columns else span)
         filled.slices += prompts.place(self._make_room(rows, prompts.cells, reserve), self.index, CELL, GROUP)
         filled.runs, filled.summed = prompts.runs(filled.tokens), prompts.summed
+        period = self._period
         for i, (asker, token, _, _) in enumerate(rows):
-            cell = self._page_row(asker, i % _TURNS, filled)
+            cell = self._page_row(asker, i % _TURNS, period, filled)
             self.index[token, CELL : STRIDE + 1] = cell, asker.group, asker.width
         if looks:
             filled.looks = Looks(looks)
@@ -143,7 +143,7 @@ class Books:
                 return cell or 0
         raise CapacityExceeded("the rows of one step do not fit the pool")
 
-    def _page_row(self, asker: Asker, turn: int, filled: Filled) -> int:
+    def _page_row(self, asker: Asker, turn: int, period: int, filled: Filled) -> int:
         """The cell of one more row; a page that is full with it is complete."""
         page = asker.page
         assert page is not None
@@ -151,14 +151,14 @@ class Books:
         page.count += 1
         if page.count == page.size:
             filled.slices += self.close(asker)
-        elif not (more := asker.wire.capture.most - page.start - page.count - 1) or (more - turn) % self._period == 0:
+        elif not (more := asker.wire.capture.most - page.start - page.count - 1) or (more - turn) % period == 0:
             filled.slices += self._part(asker, page.count)
         return page.cell + (page.count - 1) * asker.width
 
     @property
     def _period(self) -> int:
         """Counted from a text's last row, so that few others have to leave with that one."""
-        return _PERIOD if self.page > _PERIOD else _ENDLESS
+        return _PERIOD if self.page > _PERIOD else NEVER
 
     def _part(self, asker: Asker, count: int) -> list[Slice]:
         """What a page of so many rows holds and was not sent. Reductions take rows in all at once."""
@@ -226,7 +226,7 @@ class Books:
             width=np.array(rows),
             cell=np.array([page.cell + page.count * w if page else 0 for page, w in zip(pages, rows, strict=True)]),
             room=np.array([0 if page is None else page.size - page.count for page in pages]),
-            most=np.array([asker.wire.capture.most if w and asker.wire.capture else _ENDLESS
+            most=np.array([asker.wire.capture.most if w and asker.wire.capture else NEVER
                            for asker, w in zip(askers, rows, strict=True)]),
             filled=again,
             everybody=len(here) == len(names),
