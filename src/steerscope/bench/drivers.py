@@ -299,8 +299,8 @@ class Ours:
         self._private = torch.empty(0, dtype=torch.uint8)
         self._steps: Steps | None = None
         if setup.engine == "vllm":
-            llm = self.engine.aio._llm  # type: ignore[attr-defined]
-            llm.step = self._steps = Steps(llm.step)
+            leaving = self.engine.aio.exit  # type: ignore[attr-defined]
+            leaving.step = self._steps = Steps(leaving.step)
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
         steer = self._steer(cell)

@@ -30,13 +30,13 @@ from waiting import HUNG_S
 BATCH, HIDDEN, LAYERS = 32, 64, 4
 # Calls per decode step of 32 requests.
 IDLE, CAPTURING, STEERING, WATCHING = 11, 270, 23, 545
-DRIVING = 3  # of the client, for texts that nobody looks at before their ends
+DRIVING = 4  # of the client, for texts that nobody looks at before their ends: one of them is vLLM's step, as we make it
 # Beside the operator itself a tap may only bring its tensors in.
 OPERATORS, INPUTS = 1, 3
 # The same thread drives these, but they are not the worker's.
-CLIENT = ("engine.py", "running.py", "claims.py", "front.py", "plugin.py", "selftest.py")
+CLIENT = ("engine.py", "entering.py", "leaving.py", "running.py", "claims.py", "front.py", "plugin.py", "selftest.py")
 # Those of them that every step of our own engine passes, and what they are made of.
-DRIVERS = ("engine.py", "running.py", "claims.py", "threaded.py", "outbox.py")
+DRIVERS = ("engine.py", "leaving.py", "running.py", "claims.py", "threaded.py", "outbox.py")
 
 
 def is_worker(frame: FrameType) -> bool:

@@ -26,6 +26,7 @@ from steerscope.engines.vllm import plugin
 from steerscope.engines.vllm.claims import Room
 from steerscope.engines.vllm.entering import Entrance
 from steerscope.engines.vllm.guards import check_version, facts_of
+from steerscope.engines.vllm.leaving import Exit
 from steerscope.engines.vllm.packs import Packs
 from steerscope.engines.vllm.running import Running, SamplingParamsOf
 from steerscope.engines.vllm.selftest import self_test
@@ -98,11 +99,11 @@ class VLLMEngine(ThreadedEngine[Running]):
         self.room = Room(self.facts, self.dtype, self.settings, stage, regions)
         self.separate = hasattr(self._llm.engine_core, "outputs_queue")  # the engine core is another process
         self.numbers = itertools.count()
-        self._entrance = Entrance(self._llm)
+        self._entrance, self.exit = Entrance(self._llm), Exit(self._llm)
         self._lenses = Packs(self._rpc, self._packs_in_use)
         self._resident: dict[bytes, None] = {}  # given to the workers, oldest first
         self._running: dict[str, Running] = {}
-        self._unborn: list[Running] = []  # quiet ones without a token
+        self._unborn: list[Running] = []  # those whose tokens are kept, without one
         self._ended: list[str] = []  # those that the workers may not know of
         self._spent: tuple = ()  # what is left of them: to free it takes longer than to wake who waits for them
         self._failures = 0  # what the shared memory said when it was last looked at
@@ -219,7 +220,7 @@ class VLLMEngine(ThreadedEngine[Running]):
                     with self._lock:
                         self.closed = True
                 with contextlib.suppress(Exception):
-                    self._llm.abort_request(list(self._running))
+                    self.exit.abort(list(self._running))
                 for one in [*self._running.values(), *self._waiting]:
                     if one.claim is not None:
                         one.claim.withdraw()
@@ -236,7 +237,7 @@ class VLLMEngine(ThreadedEngine[Running]):
             self._rpc("detach_arena")
         with contextlib.suppress(Exception):
             self._llm.engine_core.shutdown()
-        del self._llm
+        del self._llm, self._entrance, self.exit
 
     def _sequence(self, job: Job) -> Running:
         return Running(job, self._decoder, self._eos, self)
@@ -319,12 +320,11 @@ class VLLMEngine(ThreadedEngine[Running]):
             self._rpc("unregister", oldest)
 
     def _step(self) -> None:
-        ended, outputs = len(self._ended), self._llm.step()
+        ended, outputs = len(self._ended), self.exit.step()
         del self._ended[:ended]  # the step said so
         self._counts["steps"] += 1
         if self._unborn:
-            states = self._llm.output_processor.request_states
-            self._unborn = [one for one in self._unborn if one.key in states and not one.look(states[one.key])]
+            self._unborn = [one for one in self._unborn if one.key in self._running and one.unborn()]
         if outputs or self.room.regions.arena.failures != self._failures:
             self._spent = outputs, self._hear(outputs)
 
@@ -342,7 +342,7 @@ class VLLMEngine(ThreadedEngine[Running]):
             try:
                 reason = one.take(output)
             except Exception as error:
-                self._llm.abort_request([one.key])
+                self.exit.abort([one.key])
                 if one.incomplete():
                     self._rpc("finish", [one.ending()])
                 self._failed(one, error)
@@ -352,7 +352,7 @@ class VLLMEngine(ThreadedEngine[Running]):
                 if not output.finished:
                     stopped.append(one.key)
         if stopped:
-            self._llm.abort_request(stopped)
+            self.exit.abort(stopped)
         if done:
             self._conclude(done)
         return done
@@ -367,8 +367,8 @@ class VLLMEngine(ThreadedEngine[Running]):
         """End requests; those whose rows are not all here yet ask the workers for them in one call."""
         if abort:
             for one, _ in done:
-                one.catch_up(self._llm.output_processor.request_states.get(one.key))
-            self._llm.abort_request([one.key for one, _ in done])
+                one.catch_up()
+            self.exit.abort([one.key for one, _ in done])
         soon = time.monotonic() + _SOON
         if late := [one for one, _ in done if one.incomplete(soon)]:
             self._rpc("finish", [one.ending() for one in late])

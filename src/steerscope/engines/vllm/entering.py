@@ -23,9 +23,16 @@ class Entrance:
         self._known: dict[int, tuple[SamplingParams, Any]] = {}  # by identity: they are kept, so it stays theirs
 
     def add(
-        self, name: str, ids: list[int], salt: str | None, params: "SamplingParams", extra: dict[str, Any] | None
+        self,
+        name: str,
+        ids: list[int],
+        salt: str | None,
+        params: "SamplingParams",
+        extra: dict[str, Any] | None,
+        booked: bool,
     ) -> None:
-        """A request with a name of its own. Whoever passes the same parameters again must not have changed them."""
+        """A request with a name of its own. Whoever passes the same parameters again must not have changed them. It is
+        in vLLM's books beside its core if it is to be `booked` (`leaving`)."""
         if id(params) not in self._known:
             self._known[id(params)] = params, self._judged(name, ids, params)
             if len(self._known) > _KEPT:
@@ -37,7 +44,8 @@ class Entrance:
         if extra is not None:
             request.sampling_params = copy.copy(known.sampling_params)
             request.sampling_params.extra_args = extra
-        self._llm.output_processor.add_request(request, None, None, 0)
+        if booked:
+            self._llm.output_processor.add_request(request, None, None, 0)
         self._llm.engine_core.add_request(request)
 
     def _judged(self, name: str, ids: list[int], params: "SamplingParams") -> Any:

@@ -41,8 +41,10 @@ class Running(RunningText):
         self.claim = Claim(engine.room, self.plan) if asks else None
         rules = self.plan.watch.compiled.rules if self.plan.watch else []
         self._stops_by_rule = any(rule.kind == "stop" for rule in rules)
-        # vLLM may keep its tokens until the end.
-        self.late = self.quiet and not self._stops_by_rule and self.plan.sampling.logprobs is None
+        # vLLM's core tells of its tokens; or they are kept until its end.
+        self._direct = engine.exit.direct and self.plan.sampling.logprobs is None
+        self.late = self._direct and self.quiet and not self._stops_by_rule
+        self._sampled: list[int] = []  # so far, of such a one
         self._noted = 0  # readings that were taken over
 
     def prepare(self) -> bool:
@@ -65,8 +67,10 @@ class Running(RunningText):
             hold = self._hold(self.plan.capture) if self.plan.capture else 0
             extra = self.claim.wire(self.key, hold).entry()
         plain = ids if type(ids[0]) is int else np.asarray(ids).tolist()
-        params = self.engine.sampling_params(self.plan.sampling, self.late, reads_cached(self.plan))
-        entrance.add(self.key, plain, salt(self.plan), params, extra)
+        params = self.engine.sampling_params(self.plan.sampling, reads_cached(self.plan))
+        entrance.add(self.key, plain, salt(self.plan), params, extra, booked=not self._direct)
+        if self.late:
+            self.engine.exit.keep(self.key, self._sampled)
 
     def _hold(self, capture: CapturePlan) -> int:
         """Rows a reduction keeps back. Where this process finds the end, vLLM hears of it late, and has run on."""
@@ -77,11 +81,11 @@ class Running(RunningText):
 
     def take(self, output: Any) -> FinishReason | None:
         """New tokens, of a quiet one all; the reason if the request is over."""
-        new = output.outputs[0]
-        if self.late and (reason := self.accept_all(new.token_ids)):
+        new = output if self._direct else output.outputs[0]
+        tokens, told = (new.new_token_ids, ()) if self._direct else (new.token_ids, new.logprobs or ())
+        if self.late and (reason := self.accept_all(self._sampled)):
             return reason
-        told = new.logprobs or ()
-        for i, token in enumerate(() if self.late else new.token_ids):
+        for i, token in enumerate(() if self.late else tokens):
             if self.notes is not None and not self._note(len(self.history)) and self.failure is None:
                 raise RequestFailed(f"{self.name} failed: a reading did not arrive within {_PATIENCE:g} s of its token")
             found = _logprobs(token, told[i], self.plan.sampling.logprobs or 0) if told else None
@@ -89,21 +93,20 @@ class Running(RunningText):
                 return reason
         if not output.finished:
             return None
-        if new.finish_reason not in ("stop", "length"):
-            raise RequestFailed(f"vLLM gave {self.name} up: {new.finish_reason}")
-        return "length" if new.finish_reason == "length" else "stop"
+        if (why := str(new.finish_reason)) not in ("stop", "length"):
+            raise RequestFailed(f"vLLM gave {self.name} up: {why}")
+        return "length" if why == "length" else "stop"
 
-    def look(self, state: Any) -> bool:
-        """vLLM's own books of a quiet one: whether its first token is there, and when that was."""
-        if state is None or state.is_prefilling:
-            return False
-        self._first = self._first or time.perf_counter()
-        return True
+    def unborn(self) -> bool:
+        """Of one whose tokens are kept until its end: whether none is there. The first time that one is, it is now."""
+        if self._sampled:
+            self._first = self._first or time.perf_counter()
+        return not self._sampled
 
-    def catch_up(self, state: Any) -> None:
-        """It ends before vLLM would tell: what it has sampled is in vLLM's own books."""
-        if self.late and state is not None:
-            self.accept_all(state.detokenizer.output_token_ids[self.count :])
+    def catch_up(self) -> None:
+        """It ends before anybody would tell: what was sampled for it is taken."""
+        if self.late:
+            self.accept_all(self._sampled[self.count :])
 
     def _note(self, rows: int) -> bool:
         """Take over what was read of the first rows; whether all of it was there. Of later ones, which may be there,
@@ -199,10 +202,10 @@ class SamplingParamsOf:
     def __init__(self) -> None:
         self._equal = functools.lru_cache(maxsize=64)(_sampling_params)
         # Requests of one call share what they were given: by identity, which stays theirs as long as it is kept.
-        self._same: dict[tuple[int, bool, bool], tuple[Sampling, SamplingParams]] = {}
+        self._same: dict[tuple[int, bool], tuple[Sampling, SamplingParams]] = {}
 
-    def __call__(self, sampling: Sampling, quiet: bool, reads_cached: bool) -> "SamplingParams":
-        name = id(sampling), quiet, reads_cached
+    def __call__(self, sampling: Sampling, reads_cached: bool) -> "SamplingParams":
+        name = id(sampling), reads_cached
         if (known := self._same.get(name)) is not None:
             return known[1]
         s, greedy = sampling, sampling.greedy
@@ -218,7 +221,6 @@ class SamplingParamsOf:
             seed=None if greedy else s.seed,
             ignore_eos=s.ignore_eos,
             logprobs=s.logprobs,
-            quiet=quiet,
             skip_reading_prefix_cache=None if reads_cached else True,
         )
         self._same[name] = sampling, made
@@ -227,10 +229,9 @@ class SamplingParamsOf:
         return made
 
 
-def _sampling_params(*, quiet: bool, **fields: Any) -> "SamplingParams":
+def _sampling_params(**fields: Any) -> "SamplingParams":
     """Without the deep copy that vLLM would make of them."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    kind = RequestOutputKind.FINAL_ONLY if quiet else RequestOutputKind.DELTA
-    return SamplingParams(detokenize=False, output_kind=kind, skip_clone=True, **fields)
+    return SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA, skip_clone=True, **fields)
