@@ -30,7 +30,7 @@ from waiting import HUNG_S
 BATCH, HIDDEN, LAYERS = 32, 64, 4
 # Calls per decode step of 32 requests.
 IDLE, CAPTURING, STEERING, WATCHING = 11, 270, 23, 545
-DRIVING = 4  # of the client, for texts that nobody looks at before their ends: one of them is vLLM's step, as we make it
+DRIVING = 4  # of the client, for texts that nobody looks at before their ends (one is vLLM's step, as we make it)
 # Beside the operator itself a tap may only bring its tensors in.
 OPERATORS, INPUTS = 1, 3
 # The same thread drives these, but they are not the worker's.

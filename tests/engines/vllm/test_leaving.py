@@ -1,0 +1,145 @@
+"""The way out of vLLM: tokens come from its core, and its books beside that are passed by."""
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engines.conftest import HAS_VLLM, saved, start_vllm
+from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
+from steerscope.engines.vllm.leaving import Exit
+from steerscope.specs import Capture, Sampling
+from waiting import HUNG_S
+
+
+class LLM:
+    """As much of vLLM's engine as the way out needs: steps that were written down before."""
+
+    def __init__(self, *steps: list[Any], booked: Sequence[str] = (), log: bool = False, trace: bool = False) -> None:
+        self._steps, self.log_stats = list(steps), log
+        self.passed: list[str] = []  # through vLLM's books
+        self.aborted: list[tuple[str, list[str]]] = []
+        states = dict.fromkeys(booked, object())
+        self.output_processor = SimpleNamespace(
+            request_states=states, tracing_enabled=trace, process_outputs=self._process
+        )
+        self.engine_core = SimpleNamespace(
+            get_output=lambda: SimpleNamespace(outputs=self._steps.pop(0)),
+            abort_requests=lambda names: self.aborted.append(("core", names)),
+        )
+
+    def _process(self, outputs: list[Any]) -> Any:
+        self.passed += [one.request_id for one in outputs]
+        return SimpleNamespace(request_outputs=[f"told of {one.request_id}" for one in outputs])
+
+    def abort_request(self, names: list[str]) -> None:
+        self.aborted.append(("books", names))
+
+    def step(self) -> list[str]:
+        return ["vLLM's own step"]
+
+
+def told(name: str, *tokens: int, why: str | None = None) -> Any:
+    return SimpleNamespace(request_id=name, new_token_ids=list(tokens), finish_reason=why)
+
+
+def way_out(llm: LLM) -> Exit:
+    return Exit(llm)  # type: ignore[arg-type]
+
+
+def test_tokens_of_a_quiet_text_are_kept_until_its_end_and_others_are_told_at_once() -> None:
+    first = [told("quiet", 1), told("loud", 11), told("booked", 21)]
+    second = [told("loud", 12, 13, why="stop"), told("quiet", 2, 3, why="length"), told("booked", 22)]
+    llm, kept = LLM(first, second, [told("quiet", 4)], booked=["booked"]), list[int]()
+    out = way_out(llm)
+    out.keep("quiet", kept)
+    assert out.step() == [first[1], "told of booked"]
+    assert kept == [1]
+    assert out.step() == [second[0], second[1], "told of booked"]
+    assert kept == [1, 2, 3]
+    assert llm.passed == ["booked", "booked"]
+    assert len(out.step()) == 1  # of one that has ended: whoever asks knows that nobody has that name
+    assert kept == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("log", "trace"), [(True, False), (False, True)])
+def test_if_vllm_is_to_log_or_to_trace_its_own_step_runs(log: bool, trace: bool) -> None:
+    out = way_out(LLM(log=log, trace=trace))
+    assert not out.direct
+    assert out.step() == ["vLLM's own step"]
+
+
+def test_whoever_is_given_up_is_given_up_where_it_is_known() -> None:
+    llm, kept = LLM([told("quiet", 2)], booked=["booked"]), [1]
+    out = way_out(llm)
+    out.keep("quiet", kept)
+    out.abort(["quiet", "booked", "loud"])
+    assert llm.aborted == [("books", ["booked"]), ("core", ["quiet", "loud"])]
+    out.step()
+    assert kept == [1]
+    out.abort(["loud"])
+    assert llm.aborted[2:] == [("core", ["loud"])]  # nothing is asked of the books that they do not know
+
+
+def books(engine: SyncEngine) -> tuple[Any, Exit]:
+    return engine.aio._llm.output_processor, engine.aio.exit  # type: ignore[attr-defined]
+
+
+async def together(engine: SyncEngine, asked: dict[str, Sampling], streams: Sequence[str]) -> dict[str, Generation]:
+    async def one(name: str, sampling: Sampling) -> Generation:
+        prompt = TokenPrompt([5 + len(name), 6, 7])
+        if name not in streams:
+            return await engine.aio.generate(prompt, sampling, capture=Capture())
+        events = [event async for event in engine.aio.stream(prompt, sampling, capture=Capture())]
+        assert isinstance(events[-1], EndEvent)
+        done = events[-1].generation
+        assert [event.token_id for event in events if isinstance(event, TokenEvent)] == done.token_ids
+        return done
+
+    found = await asyncio.gather(*(one(name, sampling) for name, sampling in asked.items()))
+    return dict(zip(asked, found, strict=True))
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+def test_only_who_asks_for_log_probabilities_is_in_vllms_books_and_all_read_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Against an engine that logs, where vLLM keeps books of everybody."""
+    folder, plain = saved("llama", "bytes", None, {}), Sampling(max_tokens=12, ignore_eos=True)
+    asked = {"quiet": plain, "stream": plain, "asking": Sampling(max_tokens=12, ignore_eos=True, logprobs=2)}
+    asked |= {"stopping": Sampling(max_tokens=12, ignore_eos=True, stop=["zzzz"]), "one": Sampling(max_tokens=1)}
+    found: list[dict[str, Generation]] = []
+    passed: list[list[str]] = []
+    for logs in (False, True):
+        engine = start_vllm(folder, "llama", {"sites": ("resid_post",), "disable_log_stats": not logs})
+        try:
+            processor, out = books(engine)
+            assert out.direct == (not logs)
+            names: list[str] = []
+            process = processor.process_outputs
+
+            def note(outputs: list[Any], *rest: Any, process: Any = process, names: Any = names, **more: Any) -> Any:
+                names.extend(one.request_id for one in outputs)
+                return process(outputs, *rest, **more)
+
+            monkeypatch.setattr(processor, "process_outputs", note)
+            done = asyncio.run(asyncio.wait_for(together(engine, asked, ["stream"]), HUNG_S))
+            found.append(done)
+            passed.append(names)
+            assert [one.rows.n for one in done.values()] == [len(one.token_ids) + 2 for one in done.values()]
+            assert not processor.request_states
+            assert not out._quiet
+        finally:
+            engine.close()
+    short, whole = found
+    assert len(set(passed[0])) == 1  # one request, in as many steps as it has tokens
+    assert len(passed[0]) == 12
+    assert len(set(passed[1])) == len(asked)
+    for name, one in short.items():
+        other = whole[name]
+        assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+        assert 0 < one.timings.first_token <= one.timings.total
+    assert len(short["asking"].choices[0].logprobs) == 12
