@@ -58,7 +58,6 @@ def test_a_pair_that_was_measured_again_is_not_left_out_of_the_table_of_every_pa
     runs = {
         "before-1": {"noise": calm, "cap": calm},
         "before-2": {"noise": calm, "last": calm},
-        "after-1": {"noise": calm},
         "speed": {"noise": calm, "cap": cell([(1.0, 1.01)] * 2, [(1.0, 1.05)] * 3), "mean": {"error": "no room\nat"},
                   "last": cell([(1.0, 1.002)] * 5, [])},
     }  # fmt: skip
@@ -69,25 +68,24 @@ def test_a_pair_that_was_measured_again_is_not_left_out_of_the_table_of_every_pa
         (folder / f"{name}-qwen2.5-3b.json").write_text(json.dumps({"cells": cells}))
     same = "+0.00 % [+0.00, +0.00], 5 pairs"
     assert pairs(tmp_path).splitlines() == [
-        "| every pair | this run | goal | 1 before it | 2 before it | 1 after it |",
-        "|---|---|---|---|---|---|",
-        f"| untouched against itself | {same} |  | {same} | {same} | {same} |",
-        f"| all layers, last prompt token | +0.20 % [+0.20, +0.20], 5 pairs | ≤ +0.5 %: holds | {same} |  |  |",
-        "| all layers, mean | no room |  |  |  |  |",
-        f"| cap, likewise | +5.00 % [+1.00, +5.00], 5 pairs | ≤ +2.0 %: **missed** |  | {same} |  |",
+        "| every pair | this run | goal | 1 before it | 2 before it |",
+        "|---|---|---|---|---|",
+        f"| untouched against itself | {same} |  | {same} | {same} |",
+        f"| all layers, last prompt token | +0.20 % [+0.20, +0.20], 5 pairs | ≤ +0.5 %: holds | {same} |  |",
+        "| all layers, mean | no room |  |  |  |",
+        f"| cap, likewise | +5.00 % [+1.00, +5.00], 5 pairs | ≤ +2.0 %: **missed** |  | {same} |",
     ]
 
 
 def test_goals_hold_in_the_committed_run() -> None:
-    """By the upper ends of its intervals, with every pair but for one line, as the docs say; rows were counted, and are
-    those that were asked for."""
+    """By the upper ends of its intervals, also with every pair; rows were counted, and are those that were wanted."""
     found = json.loads((RESULTS / "gpu" / "speed-qwen2.5-3b.json").read_text())
     work, cells = found["configuration"], found["cells"]
     assert [work[name] for name in ("model", "batch", "prefill", "decode")] == ["qwen2.5-3b", 32, 512, 128]
     assert next(iter(cells)) == "noise"
     for name in ("zero-layer", "all-layers", "generated", "last", "mean", "add", "cap", "ablate", "watch"):
         assert cells[name]["ratio"]["interval"][1] <= GOALS[name], name
-        assert (cells[name]["ratio_of_all"]["interval"][1] <= GOALS[name]) == (name != "all-layers"), name
+        assert cells[name]["ratio_of_all"]["interval"][1] <= GOALS[name], name
         assert cells[name]["rounds"] >= 20
         assert abs(cells[name]["drift"]) <= DRIFT_GOAL
         assert cells[name].get("verified", True) is True

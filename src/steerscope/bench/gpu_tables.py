@@ -8,9 +8,7 @@ from pathlib import Path
 from steerscope.bench.paired import CELLS, GOALS
 
 _MAIN = "speed-qwen2.5-3b.json"  # the run that has goals
-_EARLIER = "earlier-qwen2.5-3b.json"  # the one before it, on another machine
 _BEFORE = "before-*-qwen2.5-3b.json"  # others before it, in order
-_AFTER = "after-*-qwen2.5-3b.json"  # … and since then
 _SLOW_MS, _PROMPTS = 0.1, 3  # the first few read prompts
 _MANY = 20  # steps, not to be named
 _AROUND = ("WorkerTaps._around_step", "WorkerTaps._after_inputs", "WorkerTaps._before_forward")  # vLLM's own is in them
@@ -87,12 +85,9 @@ def speed(results: Path) -> str:
     """What each kind of request costs against untouched vLLM, next to its goal."""
     if not (results / "gpu" / _MAIN).exists():
         return "*No figures yet: run `bench/gpu/speed.sh` where there is a GPU.*"
-    data, file = _main(results), results / "gpu" / _EARLIER
-    before = json.loads(file.read_text())["cells"] if file.exists() else {}
-    for name, cell in data["cells"].items():
-        cell["before"] = _interval(before[name], 2) if "ratio" in before.get(name, {}) else ""
-    head = "| request | untouched s | steerscope s | overhead, 95 % interval | goal | earlier | drift | fetch GB/s |"
-    lines = [f"**{_shape(data)}**", "", head, "|---" * 8 + "|", *_cells(data, _goals)]
+    data = _main(results)
+    head = "| request | untouched s | steerscope s | overhead, 95 % interval | goal | drift | fetch GB/s |"
+    lines = [f"**{_shape(data)}**", "", head, "|---" * 7 + "|", *_cells(data, _goals)]
     rounds = [cell["rounds"] for cell in data["cells"].values() if "rounds" in cell]
     versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("vllm", "torch") if name in data["versions"])
     lines += ["", f"At least {min(rounds, default=0)} rounds; {data['engines'].get('ours', {}).get('mode')}; "]
@@ -101,16 +96,14 @@ def speed(results: Path) -> str:
 
 
 def pairs(results: Path) -> str:
-    """Every pair of the run in the speed table, also those that were measured again, and of other runs."""
+    """Every pair of the run in the speed table, also those that were measured again, and of runs before it."""
     if not (results / "gpu" / _MAIN).exists():
         return "*No figures yet.*"
-    before, after = sorted((results / "gpu").glob(_BEFORE), reverse=True), sorted((results / "gpu").glob(_AFTER))
-    others: list[dict[str, dict]] = [json.loads(file.read_text())["cells"] for file in (*before, *after)]
+    before = sorted((results / "gpu").glob(_BEFORE), reverse=True)
+    others: list[dict[str, dict]] = [json.loads(file.read_text())["cells"] for file in before]
     now: dict[str, dict] = _main(results)["cells"]
-    heads = [
-        f" {i + 1} {when} it |" for files, when in ((before, "before"), (after, "after")) for i in range(len(files))
-    ]
-    lines = [f"| every pair | this run | goal |{''.join(heads)}", "|---" * (len(others) + 3) + "|"]
+    heads = "".join(f" {i + 1} before it |" for i in range(len(others)))
+    lines = [f"| every pair | this run | goal |{heads}", "|---" * (len(others) + 3) + "|"]
     for name, cell in now.items():
         whole: dict = {}
         if name in GOALS and "error" not in cell:
@@ -138,7 +131,7 @@ def _goals(cell: dict) -> str:
         fetch = f"{cell['fetch_gb_per_s']:.1f}"
     if "fetch_goal" in cell:
         fetch += f" (goal ≥ {cell['fetch_goal']:.0f})"
-    return f"{goal} | {cell['before']} | {100 * cell['drift']:+.1f} % | {fetch}" if "drift" in cell else " | | | "
+    return f"{goal} | {100 * cell['drift']:+.1f} % | {fetch}" if "drift" in cell else " | | "
 
 
 def shapes(results: Path) -> str:

@@ -1,7 +1,8 @@
 """The way out of vLLM: tokens come from its core, and its books beside that are passed by."""
 
 import asyncio
-from collections.abc import Sequence
+import enum
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,15 @@ from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
 from steerscope.engines.vllm.leaving import Exit
 from steerscope.specs import Capture, Sampling
+from steerscope.specs.errors import RequestFailed
 from waiting import HUNG_S
+
+
+class Why(enum.IntEnum):
+    """vLLM's, of which one is 0."""
+
+    STOP = 0
+    LENGTH = 1
 
 
 class LLM:
@@ -24,7 +33,7 @@ class LLM:
         self.aborted: list[tuple[str, list[str]]] = []
         states = dict.fromkeys(booked, object())
         self.output_processor = SimpleNamespace(
-            request_states=states, tracing_enabled=trace, process_outputs=self._process
+            request_states=states, tracing_enabled=trace, process_outputs=self._process, stream_interval=4
         )
         self.engine_core = SimpleNamespace(
             get_output=lambda: SimpleNamespace(outputs=self._steps.pop(0)),
@@ -42,7 +51,7 @@ class LLM:
         return ["vLLM's own step"]
 
 
-def told(name: str, *tokens: int, why: str | None = None) -> Any:
+def told(name: str, *tokens: int, why: Why | None = None) -> Any:
     return SimpleNamespace(request_id=name, new_token_ids=list(tokens), finish_reason=why)
 
 
@@ -52,7 +61,7 @@ def way_out(llm: LLM) -> Exit:
 
 def test_tokens_of_a_quiet_text_are_kept_until_its_end_and_others_are_told_at_once() -> None:
     first = [told("quiet", 1), told("loud", 11), told("booked", 21)]
-    second = [told("loud", 12, 13, why="stop"), told("quiet", 2, 3, why="length"), told("booked", 22)]
+    second = [told("loud", 12, 13, why=Why.LENGTH), told("quiet", 2, 3, why=Why.STOP), told("booked", 22)]
     llm, kept = LLM(first, second, [told("quiet", 4)], booked=["booked"]), list[int]()
     out = way_out(llm)
     out.keep("quiet", kept)
@@ -61,6 +70,7 @@ def test_tokens_of_a_quiet_text_are_kept_until_its_end_and_others_are_told_at_on
     assert out.step() == [second[0], second[1], "told of booked"]
     assert kept == [1, 2, 3]
     assert llm.passed == ["booked", "booked"]
+    assert llm.output_processor.stream_interval == 1
     assert len(out.step()) == 1  # of one that has ended: whoever asks knows that nobody has that name
     assert kept == [1, 2, 3]
 
@@ -109,12 +119,14 @@ def test_only_who_asks_for_log_probabilities_is_in_vllms_books_and_all_read_the_
 ) -> None:
     """Against an engine that logs, where vLLM keeps books of everybody."""
     folder, plain = saved("llama", "bytes", None, {}), Sampling(max_tokens=12, ignore_eos=True)
-    asked = {"quiet": plain, "stream": plain, "asking": Sampling(max_tokens=12, ignore_eos=True, logprobs=2)}
-    asked |= {"stopping": Sampling(max_tokens=12, ignore_eos=True, stop=["zzzz"]), "one": Sampling(max_tokens=1)}
+    asked = {"quiet": plain.model_copy(update={"max_tokens": 200}), "stream": plain, "one": Sampling(max_tokens=1)}
+    asked["asking"] = Sampling(max_tokens=12, ignore_eos=True, logprobs=2)
+    asked["stopping"] = Sampling(max_tokens=12, ignore_eos=True, stop=["zzzz"])
     found: list[dict[str, Generation]] = []
     passed: list[list[str]] = []
     for logs in (False, True):
-        engine = start_vllm(folder, "llama", {"sites": ("resid_post",), "disable_log_stats": not logs})
+        options: dict[str, object] = {"sites": ("resid_post",), "disable_log_stats": not logs, "stream_interval": 5}
+        engine = start_vllm(folder, "llama", options)
         try:
             processor, out = books(engine)
             assert out.direct == (not logs)
@@ -142,4 +154,36 @@ def test_only_who_asks_for_log_probabilities_is_in_vllms_books_and_all_read_the_
         other = whole[name]
         assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
         assert 0 < one.timings.first_token <= one.timings.total
+    for done in (short, whole):  # the first of many
+        assert done["quiet"].timings.first_token < done["quiet"].timings.total / 2
     assert len(short["asking"].choices[0].logprobs) == 12
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+def test_whoever_vllm_gives_up_is_told_so_and_the_next_one_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine import FinishReason
+
+    engine = start_vllm(saved("llama", "bytes", None, {}), "llama", {"sites": ("resid_post",)})
+    core = engine.aio._llm.engine_core  # type: ignore[attr-defined]
+    get: Callable[[], Any] = core.get_output
+
+    def broken() -> Any:
+        found = get()
+        for one in found.outputs:
+            one.new_token_ids, one.finish_reason = [], FinishReason.ERROR
+        return found
+
+    asked: dict[str, Any] = {"sampling": Sampling(max_tokens=20, ignore_eos=True), "capture": Capture()}
+    try:
+        wanted = engine.generate(TokenPrompt([5, 6, 7]), **asked)
+        for ask in (engine.generate, lambda *prompt, **more: list(engine.stream(*prompt, **more))):
+            monkeypatch.setattr(core, "get_output", broken)
+            with pytest.raises(RequestFailed, match="gave .* up: error"):
+                ask(TokenPrompt([5, 6, 7]), **asked)
+            monkeypatch.setattr(core, "get_output", get)
+            again = engine.generate(TokenPrompt([5, 6, 7]), **asked)
+            assert again.token_ids == wanted.token_ids
+            assert again.rows.n == 22
+        assert engine.stats()["running"] == 0
+    finally:
+        engine.close()

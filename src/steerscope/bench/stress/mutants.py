@@ -243,6 +243,8 @@ MUTANTS = [
         "engines/vllm/leaving.py",
         ("llm.log_stats or ", ""),
         (" or llm.output_processor.tracing_enabled", ""),
+        ("if one.finish_reason is not None:", "if one.finish_reason:"),
+        ("        llm.output_processor.stream_interval = 1  # nobody keeps tokens back from us\n", ""),
         ("                    del quiet[name]\n", ""),
         ("elif name in self._books:", "elif False:"),
         ("            self._quiet.pop(name, None)\n", "            pass\n"),

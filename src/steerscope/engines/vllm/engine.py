@@ -115,7 +115,7 @@ class VLLMEngine(ThreadedEngine[Running]):
 
         plugin.register()
         extra = {**options.pop("additional_config", {}), **self.settings.additional_config()}
-        defaults = {"disable_log_stats": True}
+        defaults = {"disable_log_stats": not options.get("otlp_traces_endpoint")}  # traces are made of statistics
         try:
             args = EngineArgs(model=str(model), additional_config=extra, **{**defaults, **options})
             config = args.create_engine_config()

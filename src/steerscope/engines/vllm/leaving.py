@@ -17,6 +17,7 @@ class Exit:
     def __init__(self, llm: "LLMEngine") -> None:
         self._llm, self._books = llm, llm.output_processor.request_states
         self.direct = not (llm.log_stats or llm.output_processor.tracing_enabled)
+        llm.output_processor.stream_interval = 1  # nobody keeps tokens back from us
         self._quiet: dict[str, list[int]] = {}  # the tokens of texts that nobody looks at before their ends
 
     def keep(self, name: str, tokens: list[int]) -> None:
