@@ -208,7 +208,7 @@ class BareVLLM:
 
 class HiddenStates(BareVLLM):
     """vLLM's own `extract_hidden_states`: a drafter that keeps rows in a KV cache, and a connector that writes a file
-    per request. It hands out what enters a layer, so the last layer's rows are missing."""
+    per request. It hands out what enters a layer, so the last layer's rows are missing; generated tokens' if asked."""
 
     def __init__(self, setup: Setup, scratch: Path) -> None:
         # In a core of its own: the files of the last requests are written by steps that nobody asks for any more.
@@ -227,6 +227,8 @@ class HiddenStates(BareVLLM):
         )
         more = {"speculative_config": method, "kv_transfer_config": transfer, "kv_cache_memory_bytes": None}
         super().__init__(setup, scratch, **more)
+        self.params.extra_args = {"kv_transfer_params": {"include_output_tokens": True}}
+        self._layers = layers - 1
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
         """The clock stops when every file is complete: only then has the client its rows."""
@@ -243,6 +245,9 @@ class HiddenStates(BareVLLM):
             for name in (path, f"{path}.lock"):
                 Path(name).unlink(missing_ok=True)
         rows = sum(one.shape[0] * one.shape[1] for one in found)
+        wanted = self._layers * sum(len(prompt) + self.setup.decode - 1 for prompt in prompts)
+        if rows != wanted:
+            raise NotMeasured(f"{rows} rows are in vLLM's files, {wanted} were asked for")
         size = sum(one.numel() * one.element_size() for one in found)
         checksum = sum(float(one.abs().sum(dtype=torch.float64)) for one in found) if verify else None
         times = {**done.extra, "tokens_s": done.seconds, "files_s": seconds}
