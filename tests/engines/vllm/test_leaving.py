@@ -13,7 +13,7 @@ from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
 from steerscope.engines.vllm.leaving import Exit
 from steerscope.specs import Capture, Sampling
-from steerscope.specs.errors import RequestFailed
+from steerscope.specs.errors import ModelNotFound, RequestFailed
 from waiting import HUNG_S
 
 
@@ -187,3 +187,26 @@ def test_whoever_vllm_gives_up_is_told_so_and_the_next_one_is_served(monkeypatch
         assert engine.stats()["running"] == 0
     finally:
         engine.close()
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+@pytest.mark.parametrize(
+    ("options", "silent"),
+    [({}, True), ({"otlp_traces_endpoint": "http://x"}, False), ({"disable_log_stats": False}, False)],
+)
+def test_vllm_makes_statistics_if_it_is_to_log_or_to_trace(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, object], silent: bool
+) -> None:
+    from vllm.engine import arg_utils
+
+    given: dict[str, Any] = {}
+
+    class Refusing(arg_utils.EngineArgs):
+        def __init__(self, **arguments: Any) -> None:
+            given.update(arguments)
+            raise ValueError("seen enough")
+
+    monkeypatch.setattr(arg_utils, "EngineArgs", Refusing)
+    with pytest.raises(ModelNotFound, match="seen enough"):
+        start_vllm(saved("llama", "bytes", None, {}), "llama", options)
+    assert given["disable_log_stats"] is silent

@@ -41,7 +41,7 @@ class Running(RunningText):
         self.claim = Claim(engine.room, self.plan) if asks else None
         rules = self.plan.watch.compiled.rules if self.plan.watch else []
         self._stops_by_rule = any(rule.kind == "stop" for rule in rules)
-        # vLLM's core tells of its tokens; or they are kept until its end.
+        # Its tokens come from vLLM's core, and if nobody looks at them before its end, they are kept until then.
         self._direct = engine.exit.direct and self.plan.sampling.logprobs is None
         self.late = self._direct and self.quiet and not self._stops_by_rule
         self._sampled: list[int] = []  # so far, of such a one
