@@ -29,7 +29,7 @@ for run in $runs; do
     llama-1b)  pair speed-llama-1b --model llama-1b --cells $some ;;
     batches)   pair speed-qwen2.5-3b --model qwen2.5-3b --batches 1 64 256 --cells $some ;;  # one pair of engines
     room)      pair speed-qwen2.5-3b-room --model qwen2.5-3b --pool-bytes 5800000000 --batches 64 256 --cells noise all-layers ;;
-    peer)      pair speed-qwen2.5-3b-peer --model qwen2.5-3b --utilisation 0.4 --cells noise all-layers hidden-states ;;
+    peer)      pair speed-qwen2.5-3b-peer --model qwen2.5-3b --utilisation 0.5 --cells noise all-layers hidden-states ;;
     lens)      python3 -m steerscope.bench.lens_kernel --out "$out/kernel-lenses.json" > "$out/kernel-lenses.log" 2>&1
                echo "kernel-lenses: exit $?"; tail -140 "$out/kernel-lenses.log"
                for size in "267 --compile 8" "7947 --rounds 3 --levels="; do

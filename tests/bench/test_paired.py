@@ -13,7 +13,7 @@ import pytest
 
 from steerscope.bench import cores, drivers, paired
 from steerscope.bench.cores import Cores
-from steerscope.bench.gpu_tables import hooks, phases, shapes, speed, steps
+from steerscope.bench.gpu_tables import hidden_states, hooks, phases, shapes, speed, steps
 from steerscope.bench.paired import CELLS, ChildFailed, parse
 from steerscope.bench.workload import Setup
 
@@ -273,6 +273,22 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     found["configuration"]["pool_bytes"] = 5_800_000_000
     (tmp_path / "gpu" / "speed-room.json").write_text(json.dumps(found))
     assert "| tiny, 2 × (6 + 4), 5.8 GB for rows | nothing is asked |" in shapes(tmp_path)
+    (tmp_path / "gpu" / "speed-room-again.json").write_text(json.dumps(found))
+    assert "| tiny, 2 × (6 + 4), 5.8 GB for rows, again | nothing is asked |" in shapes(tmp_path)
+
+
+def test_the_table_of_vllms_own_way_to_get_at_rows(run: Any, tmp_path: Path) -> None:
+    FakeChild.broken = {"cap"}
+    found = run("noise", "all-layers", "cap")
+    (tmp_path / "gpu").mkdir()
+    assert "No figures yet" in hidden_states(tmp_path)
+    (tmp_path / "gpu" / "speed-qwen2.5-3b-peer.json").write_text(json.dumps(found))
+    cell, text = found["cells"]["all-layers"], hidden_states(tmp_path)
+    step, rows = cell["phases"]["tapped"]["step"], f"{cell['rows']:,} ({cell['bytes'] / 1e9:.2f} GB)"
+    assert f"] | {step:.2f} | {rows} | {cell['rounds']} |" in text
+    assert f"| {step:.2f} |  | 6 |" in next(line for line in text.splitlines() if "against itself" in line)
+    assert "| cap, likewise | — | — |" in text
+    assert "No figures yet" in shapes(tmp_path)
 
 
 def test_a_round_is_split_at_both_ends_of_its_first_step_the_end_of_its_prompts_and_its_last_step(

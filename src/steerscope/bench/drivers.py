@@ -18,6 +18,7 @@ import torch
 from steerscope.bench.lens import make_pack
 from steerscope.bench.shapes import NoTokenizer, load_model, model_config, vllm_model
 from steerscope.bench.workload import WATCHES, NotMeasured, Setup, capture_of, check_batched, steering_of, wanted_rows
+from steerscope.capture.transport import shared_folder
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Generation, TokenPrompt
 from steerscope.lenses.stack import Weights
@@ -219,9 +220,8 @@ class HiddenStates(BareVLLM):
         layers = model_config(setup.model).num_hidden_layers
         drafter = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(range(1, layers))}}
         method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": drafter}
-        memory = Path("/dev/shm")  # nosec B108 # a benchmark, on a machine of its own
-        folder = memory if os.access(memory, os.W_OK) else scratch
-        where = {"shared_storage_path": str(folder / "steerscope-hidden-states")}
+        folder = shared_folder(2 * setup.row_bytes()) / "steerscope-hidden-states"
+        where = {"shared_storage_path": str(folder)}
         transfer = KVTransferConfig(
             kv_connector="ExampleHiddenStatesConnector", kv_role="kv_producer", kv_connector_extra_config=where
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 from steerscope.bench.paired import CELLS, GOALS
 
 _MAIN = "speed-qwen2.5-3b.json"  # the run that has goals
+_PEER = "speed-qwen2.5-3b-peer.json"  # and vLLM's own way to get at rows
 _BEFORE = "before-*-qwen2.5-3b.json"  # others before it, in order
 _SLOW_MS, _PROMPTS = 0.1, 3  # the first few read prompts
 _MANY = 20  # steps, not to be named
@@ -136,11 +137,29 @@ def _goals(cell: dict) -> str:
 
 def shapes(results: Path) -> str:
     """Other models and batches, which have no goals."""
-    files = [file for file in sorted((results / "gpu").glob("speed*.json")) if file.name != _MAIN]
+    found = sorted((results / "gpu").glob("speed*.json"), key=lambda file: file.stem)
+    files = [file for file in found if file.name not in (_MAIN, _PEER)]
     lines = ["| shape | request | untouched s | steerscope s | overhead, 95 % interval | rounds |", "|---" * 6 + "|"]
-    for data in (json.loads(file.read_text()) for file in files):
-        lines += [f"| {_shape(data)} {line}" for line in _cells(data, lambda cell: cell.get("rounds", ""))]
+    for file in files:
+        shape = _shape(data := json.loads(file.read_text())) + (", again" if file.stem.endswith("-again") else "")
+        lines += [f"| {shape} {line}" for line in _cells(data, lambda cell: cell.get("rounds", ""))]
     return "\n".join(lines) if files else "*No figures yet.*"
+
+
+def hidden_states(results: Path) -> str:
+    """vLLM's own way to get at rows, beside ours."""
+    if not (results / "gpu" / _PEER).exists():
+        return "*No figures yet: run `bench/gpu/speed.sh OUT peer` where there is a GPU.*"
+    data = json.loads((results / "gpu" / _PEER).read_text())
+
+    def ending(cell: dict) -> str:
+        if "phases" not in cell:
+            return " | | "
+        rows = f"{cell['rows']:,} ({cell['bytes'] / 1e9:.2f} GB)" if cell.get("rows") else ""
+        return f"{cell['phases']['tapped']['step']:.2f} | {rows} | {cell['rounds']}"
+
+    head = "| request | untouched s | it takes s | overhead, 95 % interval | step, ms | rows | rounds |"
+    return "\n".join([f"**{_shape(data)}**", "", head, "|---" * 7 + "|", *_cells(data, ending)])
 
 
 def costs(results: Path) -> str:
@@ -152,6 +171,10 @@ def costs(results: Path) -> str:
     for name, cell in data["cells"].items():
         if "ratio" in cell and name not in ("noise", "twin"):
             lines.append(f"| {_REQUESTS.get(name, name)} | {_interval(cell, 1)} |")
+    if (results / "gpu" / _PEER).exists():
+        own = json.loads((results / "gpu" / _PEER).read_text())["cells"]["hidden-states"]
+        asked = f"all layers but the last, by {_REQUESTS['hidden-states']} (another run)"
+        lines.append(f"| {asked} | {_interval(own, 1)} |")
     return "\n".join(lines)
 
 

@@ -255,7 +255,7 @@ def _machine(machine: dict) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu, "versions": versions, "suite": suite,
     "speed": gpu_tables.speed, "shapes": gpu_tables.shapes, "phases": gpu_tables.phases, "hooks": gpu_tables.hooks,
-    "steps": gpu_tables.steps, "pairs": gpu_tables.pairs,
+    "steps": gpu_tables.steps, "pairs": gpu_tables.pairs, "hidden_states": gpu_tables.hidden_states,
     "lenses": lenses, "served": served, "store": store,
     "scale": scale, "costs": gpu_tables.costs, "taps": gpu_tables.taps,
     "vectors": vector_tables.study, "vector_answers": vector_tables.answers,
