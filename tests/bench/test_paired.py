@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from steerscope.bench import cores, drivers, paired
+from steerscope.bench import cores, paired
+from steerscope.bench import steps as steps_module
+from steerscope.bench.child import ChildFailed
 from steerscope.bench.cores import Cores
-from steerscope.bench.gpu_tables import hidden_states, hooks, phases, shapes, speed, steps
-from steerscope.bench.paired import CELLS, ChildFailed, parse
+from steerscope.bench.gpu_tables import costs, hidden_states, hooks, pairs, phases, shapes, speed, steps
+from steerscope.bench.paired import CELLS, parse
 from steerscope.bench.workload import Setup
 
 SETUP = Setup("tiny", batch=2, prefill=6, decode=4)
@@ -26,6 +28,7 @@ class FakeChild:
 
     log: list[tuple[str, ...]] = []
     broken: set[str] = set()
+    wrong: dict[str, str] = {}
 
     def __init__(self, kind: str, *_: object) -> None:
         self.kind, self.alive = kind, True
@@ -42,6 +45,8 @@ class FakeChild:
         if cell in FakeChild.broken and self.kind == "ours":
             self.alive = False
             raise ChildFailed("ours: the process died")
+        if why := self._wrong(cell, *how):
+            return {"error": why}
         seconds = TIMES[self.kind] + (0.02 if cell == "all-layers" and self.kind == "ours" else 0)
         fetch = 0.001 if len(how) > 1 else 0.0
         return {
@@ -51,6 +56,10 @@ class FakeChild:
                       "phases": {"coming": 2.0 * seconds, "step": 0.5}},
         }  # fmt: skip
 
+    def _wrong(self, cell: str, verify: bool = False, fetch: bool = False) -> str | None:
+        """Found when rows are looked at, or when they are only copied."""
+        return FakeChild.wrong.get(cell if verify else "copies" if fetch else "")
+
     def close(self) -> None:
         FakeChild.log.append(("close", self.kind))
 
@@ -58,7 +67,7 @@ class FakeChild:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(paired, "Child", FakeChild)
-    FakeChild.log, FakeChild.broken = [], set()
+    FakeChild.log, FakeChild.broken, FakeChild.wrong = [], set(), {}
 
     def measure(*cells: str, **more: Any) -> dict[str, Any]:
         given = {
@@ -260,7 +269,10 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     assert "the process died" in text
     assert "| tiny, 2 × (6 + 4) | nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | 6 |" in shapes(tmp_path)
     assert "| tiny, 2 × (6 + 4) | cap, likewise | — | — |" in shapes(tmp_path)
-    assert "| `WorkerTaps._stage` | 12.3 | 1 |" in hooks(tmp_path)
+    assert "| `WorkerTaps._stage` | 12.3 | 1 |\n" in hooks(tmp_path) + "\n"
+    profile["hooks"]["WorkerTaps._stage"]["median_call_us"] = 5.0
+    (tmp_path / "gpu" / "profile-add.json").write_text(json.dumps({"profile": profile}))
+    assert "| `WorkerTaps._stage` | 12.3 | 1 | 5.0 |" in hooks(tmp_path)
     told = {"baseline": [9.0, 9.0, 9.0, 3.0, 3.0, 3.0, 3.0], "tapped": [1.0, 1.0, 1.0, 3.01, 3.01, 3.5, 3.01]}
     many = {"baseline": [3.0] * 33, "tapped": [3.2] * 33}
     all_told = {"mean": told, "noise": dict.fromkeys(told, [3.0] * 5), "last": many}
@@ -291,14 +303,45 @@ def test_the_table_of_vllms_own_way_to_get_at_rows(run: Any, tmp_path: Path) -> 
     assert "No figures yet" in shapes(tmp_path)
 
 
+@pytest.mark.parametrize(("prompts", "split"), [(1, (500.0, 500.0, 2000.0, 500.0)), (2, (500.0, 500.0, 2250.0, 250.0))])
 def test_a_round_is_split_at_both_ends_of_its_first_step_the_end_of_its_prompts_and_its_last_step(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, prompts: int, split: tuple[float, ...]
 ) -> None:
+    """Prompts are read when the step after theirs has brought their first tokens: this engine prepares one ahead."""
     ticks = [10.0, *(10.5, 11.0), *(11.0, 12.0), *(12.0, 13.0), *(13.0, 13.25), *(13.25, 13.5), 14.5]
     now = iter(ticks)  # the start, five steps, the end
-    monkeypatch.setattr(drivers.time, "perf_counter", lambda: next(now))
-    steps = drivers.Steps(lambda: None)
-    seconds, _ = drivers.clocked(lambda: [steps() for _ in range(5)], steps)
+    monkeypatch.setattr(steps_module.time, "perf_counter", lambda: next(now))
+    steps = steps_module.Steps(lambda: None)
+    seconds, _ = steps_module.clocked(lambda: [steps() for _ in range(5)], steps)
     assert seconds == 4.5
-    split = {"coming": 500.0, "starting": 500.0, "prompts": 2000.0, "decoding": 500.0, "going": 1000.0}
-    assert steps.phases() == {**split, "step": 250.0}
+    names = ("coming", "starting", "prompts", "decoding", "going")
+    assert steps.phases(prompts) == {**dict(zip(names, (*split, 1000.0), strict=True)), "step": 250.0}
+
+
+def test_a_cell_whose_rows_are_not_what_they_should_be_has_no_times(run: Any, tmp_path: Path) -> None:
+    """Neither in the file nor in any table, whatever was measured before; and it is not measured again."""
+    FakeChild.wrong = {"all-layers": "not measured: a row is empty", "add": "not measured: add changed nothing"}
+    found = run("noise", "all-layers", "add", "zero-layer", passes=2)
+    for cell, why in FakeChild.wrong.items():
+        assert found["cells"][cell] == {"error": why}
+        last = [entry for entry in FakeChild.log if entry[0] == "run" and entry[2] == cell and int(entry[3]) < 100]
+        assert {int(entry[3]) for entry in last} == {0, 1, 2}  # the first pass alone
+    assert found["cells"]["zero-layer"]["rounds"] == 6
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "speed-qwen2.5-3b.json").write_text(json.dumps(found))
+    for table in (speed(tmp_path), pairs(tmp_path)):
+        assert "a row is empty" in next(line for line in table.splitlines() if "every row" in line)
+    assert "every row" not in costs(tmp_path)
+
+
+def test_a_copy_that_fails_is_an_error_too(run: Any) -> None:
+    FakeChild.wrong = {"copies": "no room"}
+    assert run("all-layers")["cells"]["all-layers"] == {"error": "no room"}
+
+
+def test_what_steers_is_verified_and_a_cell_that_drifts_says_so(run: Any) -> None:
+    cells = run("add", "all-layers", "zero-layer")["cells"]
+    assert cells["add"]["verified"] is True
+    assert "verified" not in cells["zero-layer"]
+    assert (cells["all-layers"]["drift_holds"], cells["all-layers"]["drift_goal"]) == (True, 0.01)
+    assert run("add", noop=True)["cells"]["add"]["verified"] is False  # taps that do nothing

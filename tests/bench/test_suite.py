@@ -24,7 +24,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     started: list[str] = []
 
     def fake(words: list[str], _output: Path) -> dict[str, Any]:
-        slow = 1 + 0.5 * (len(started) >= 22)  # the second repeat
+        slow = 1 + 0.5 * (len(started) >= 2 * len(suite_cells(4)))  # the second repeat
         started.append(" ".join(words))
         about = {"hardware": {"gpu": None, "processor": "x", "cores": 2}, "versions": {"torch": "2"}}
         if words[1] == "stream":

@@ -8,6 +8,8 @@ from steerscope.bench.workload import (
     capture_of,
     check_batched,
     check_cell,
+    check_setup,
+    check_streams,
     steering_of,
     wanted_rows,
 )
@@ -26,7 +28,7 @@ def test_a_real_batch_passes() -> None:
 @pytest.mark.parametrize(
     ("tokens", "steps", "why"),
     [
-        ([[1] * 8] * 3 + [[1] * 7], 10, "with \\[7\\] tokens instead of 8"),
+        ([[1] * 8] * 3 + [[1] * 7], 10, "texts of \\[7\\] tokens, each should have 8"),
         ([[1] * 8] * 3, 10, "3 of 4 requests"),
         (TOKENS, 4 * 8 + 4, "did not run together"),
     ],
@@ -34,6 +36,64 @@ def test_a_real_batch_passes() -> None:
 def test_what_is_not_a_batch_is_refused(tokens: list[list[int]], steps: int, why: str) -> None:
     with pytest.raises(NotMeasured, match=why):
         check_batched(SETUP, tokens, steps)
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+@pytest.mark.parametrize(("batch", "prefill", "room"), [(2, 6, 2048), (32, 512, 16384), (5, 40, 64), (256, 512, 16384)])
+@pytest.mark.parametrize("stagger", [0, 3])
+def test_two_halves_one_after_the_other_are_no_batch(
+    engine: str, batch: int, prefill: int, room: int, stagger: int
+) -> None:
+    """However few tokens a text may have: those that could not tell are refused before anything starts."""
+    for decode in range(2, 12):
+        setup = Setup("tiny", engine=engine, batch=batch, prefill=prefill, decode=decode, tokens=room, stagger=stagger)
+        try:
+            check_setup(setup)
+        except InvalidRequest:
+            assert decode < 4 + stagger
+            continue
+        assert decode >= 3 + stagger
+        texts, ends = [[1] * count for count in setup.decodes()], setup.decodes()
+        prompts = setup.prompt_steps() if engine == "vllm" else 0
+        check_batched(
+            setup, texts, prompts + decode - 1 + (engine == "vllm")
+        )  # one that an asynchronous engine is ahead
+        halves = prompts + sum(max(half) - 1 for half in (ends[: batch // 2], ends[batch // 2 :]))
+        with pytest.raises(NotMeasured, match="did not run together"):
+            check_batched(setup, texts, halves)
+
+
+def test_one_request_is_a_batch_of_its_own() -> None:
+    check_setup(Setup("tiny", batch=1, decode=2))
+    with pytest.raises(InvalidRequest, match="decode at least 4"):
+        check_setup(Setup("tiny", batch=2, decode=2))
+
+
+def test_requests_may_end_one_after_the_other() -> None:
+    setup = Setup("tiny", batch=4, prefill=16, decode=14, stagger=6, tokens=64)
+    assert setup.decodes() == [14, 12, 10, 8]
+    check_batched(setup, [[1] * count for count in (14, 12, 10, 8)], 15)
+    with pytest.raises(NotMeasured, match="texts of \\[14\\] tokens, each should have its own of 8 to 14"):
+        check_batched(setup, [[1] * 14] * 4, 15)
+    made = 13 + 11 + 9 + 7
+    wanted = {"all-layers": 4 * 16 + made, "generated": made, "last": 4, "mean": 4}
+    assert {cell: wanted_rows(setup, cell, 6) for cell in wanted} == {cell: 6 * rows for cell, rows in wanted.items()}
+
+
+def test_streams_that_began_when_another_had_ended_are_not_reported() -> None:
+    check_streams(SETUP, [8] * 4, 1.0, 1.0)
+    with pytest.raises(NotMeasured, match="did not run together"):
+        check_streams(SETUP, [8] * 4, 1.1, 1.0)
+    with pytest.raises(NotMeasured, match="streams of \\[7, 8\\] tokens instead of 8"):
+        check_streams(SETUP, [8, 8, 8, 7], 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "steps"),
+    [(1, 1), (32, 1), (33, 2), (64, 3), (256, 9)],  # the last two as vLLM on a GPU told
+)
+def test_prompts_are_read_in_so_many_steps(batch: int, steps: int) -> None:
+    assert Setup("qwen2.5-3b", batch=batch).prompt_steps() == steps
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from steerscope.capture.budget import ByteBudget
-from steerscope.capture.handle import CaptureHandle, UnfetchedRows
+from steerscope.capture.handle import CaptureHandle, UnfetchedRows, fetch_all
 from steerscope.capture.rows import Rows
 from steerscope.residual.rows import make_labels
 from steerscope.specs.errors import CaptureClosed, InvalidRequest
@@ -317,3 +317,39 @@ def test_saving_a_handle_fetches_it(tmp_path):
     with make(load=load) as handle:
         assert handle.save(tmp_path / "rows.safetensors").exists()
     assert load.calls == 1
+
+
+def test_a_copy_is_the_callers_own_and_gives_the_room_back() -> None:
+    budget, load = ByteBudget(1000, wait_s=0), Loader()
+    with make(budget, load) as handle:
+        shared = handle.fetch()
+        own = handle.fetch(copy=True)
+        assert own is handle.fetch(copy=True) is handle.fetch()
+        assert (budget.used, load.calls) == (0, 1)
+        assert own[3].data_ptr() != shared[3].data_ptr()
+        assert torch.equal(own[3], shared[3])
+        assert own.message(1).labels.position.tolist() == [4, 5]
+    assert budget.used == 0
+    assert own[3][5].tolist() == [5.0, 5.0]
+
+
+def test_copies_of_many_are_taken_together_into_memory_that_was_there() -> None:
+    budget = ByteBudget(1000, wait_s=0)
+    handles = [make(budget, Loader(make_rows())) for _ in range(3)]
+    room = torch.zeros(1000, dtype=torch.uint8)
+    found = fetch_all(handles, True, room)
+    assert budget.used == 0
+    assert all(handle.fetch() is rows for handle, rows in zip(handles, found, strict=True))
+    for rows in found:
+        assert torch.equal(rows[3], make_rows()[3])
+        assert room.data_ptr() <= rows[3].data_ptr() < room.data_ptr() + 1000
+    assert len({rows[3].data_ptr() for rows in found}) == 3
+
+
+def test_a_handle_that_was_closed_meanwhile_keeps_no_copy() -> None:
+    handle = make()
+    own = handle.keep
+    handle.close()
+    own(make_rows())
+    with pytest.raises(CaptureClosed):
+        handle.fetch()

@@ -15,6 +15,7 @@ import tiny
 from engines.conftest import Start
 from reference import Reference, distance, same_until_tie
 from steerscope.capture.handle import UnfetchedRows
+from steerscope.capture.rows import Rows
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, Generation, Timings, TokenEvent, TokenPrompt
 from steerscope.specs import Ablate, Add, Cap, Capture, InvalidRequest, Sampling, Steering
@@ -483,6 +484,30 @@ class TestCapture:
         done = engine.generate([PROMPT, "Hello"], SHORT, capture=Capture(layers=1))
         handles = [d.capture for d in done if d.capture is not None]
         assert [rows.n for rows in engine.fetch_all(handles)] == [d.rows.n for d in done]
+
+    def test_rows_that_were_copied_are_the_callers_and_the_engine_has_its_room_again(self, engine: SyncEngine) -> None:
+        done = engine.generate([PROMPT, "Hello"], SHORT, capture=Capture())
+        handles = [d.capture for d in done if d.capture is not None]
+        whole = [{key: tensor.clone() for key, tensor in d.rows.items()} for d in done]
+        assert engine.stats()["capture_bytes"]
+        room = torch.zeros(1 << 20, dtype=torch.uint8)
+        for found in (engine.fetch_all(handles, copy=True), engine.fetch_all(handles, copy=True, room=room)):
+            assert engine.stats()["capture_bytes"] == 0
+            for other in engine.generate(["Others have", "that memory now"], SHORT, capture=Capture()):
+                assert other.capture is not None
+                with other.capture:
+                    assert other.rows.n
+            for copies, rows in zip(found, whole, strict=True):
+                assert all(torch.equal(copies[key], rows[key]) for key in rows)
+
+    def test_rows_are_copied_for_who_awaits_them_without_holding_up_the_loop(self, engine: SyncEngine) -> None:
+        async def run() -> list[Rows]:
+            done = await engine.aio.generate(PROMPT, SHORT, capture=Capture(layers=1))
+            assert done.capture is not None
+            return await engine.aio.fetch_all([done.capture], copy=True)
+
+        (rows,) = asyncio.run(run())
+        assert torch.equal(rows[1], engine.generate(PROMPT, SHORT, capture=Capture(layers=1)).rows[1])
 
     def test_capturing_some_layers_costs_some_layers(self, engine: SyncEngine) -> None:
         sizes = []

@@ -3,29 +3,38 @@ last row that was asked for, is in the client's memory; the device is synchronis
 """
 
 import functools
-import gc
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from steerscope.bench.lens import make_pack
 from steerscope.bench.shapes import NoTokenizer, load_model, model_config, vllm_model
-from steerscope.bench.workload import WATCHES, NotMeasured, Setup, capture_of, check_batched, steering_of, wanted_rows
+from steerscope.bench.steps import Steps, clocked
+from steerscope.bench.workload import (
+    WATCHES,
+    NotMeasured,
+    Setup,
+    capture_of,
+    check_batched,
+    steering_of,
+    steers,
+    wanted_rows,
+)
+from steerscope.capture.handle import CaptureHandle
+from steerscope.capture.private import private, private_bytes
+from steerscope.capture.rows import Rows
 from steerscope.capture.transport import shared_folder
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Generation, TokenPrompt
 from steerscope.lenses.stack import Weights
-from steerscope.specs import Sampling, Watch
+from steerscope.specs import Capture, Sampling, Watch
 
-_PROMPT_STEPS = 3
-_COPIERS = min(8, os.cpu_count() or 1)  # threads that copy rows into private memory
+_THREADS = min(8, os.cpu_count() or 1)  # that sum rows
 
 
 @dataclass
@@ -52,59 +61,6 @@ class Driver(Protocol):
     def close(self) -> None: ...
 
 
-def synchronise() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-def clocked(work: Callable[[], Any], steps: "Steps | None" = None) -> tuple[float, Any]:
-    gc.collect()  # what the last round left is not this one's to sweep
-    synchronise()
-    start = time.perf_counter()
-    found = work()
-    synchronise()
-    end = time.perf_counter()
-    if steps is not None:
-        steps.start, steps.end = start, end
-    return end - start, found
-
-
-class Steps:
-    """When each call of an engine's `step` began and ended, in the round that is clocked."""
-
-    def __init__(self, step: Callable[[], Any]) -> None:
-        self._step = step
-        self.begun: list[float] = []
-        self.done: list[float] = []
-        self.start = self.end = 0.0
-
-    def __call__(self) -> Any:
-        self.begun.append(time.perf_counter())
-        found = self._step()
-        self.done.append(time.perf_counter())
-        return found
-
-    def clear(self) -> None:
-        self.begun.clear()
-        self.done.clear()
-
-    def phases(self) -> dict[str, float]:
-        """Milliseconds until the first step, of that step (where the engine is asynchronous, until the device is busy),
-        of the steps until the prompts are read (such an engine prepares one more meanwhile), of the rest, behind the
-        last, and of one that decodes."""
-        first = min(_PROMPT_STEPS, len(self.done)) - 1
-        edges = [self.start, self.begun[0], self.done[0], self.done[first], self.done[-1], self.end]
-        names = "coming", "starting", "prompts", "decoding", "going"
-        found = dict(zip(names, np.diff(edges) * 1e3, strict=True))
-        return {name: float(value) for name, value in found.items()} | {
-            "step": float(np.median(np.diff(self.done[first:])) * 1e3) if len(self.done) > first + 1 else 0.0
-        }
-
-    def told(self) -> dict[str, Any]:
-        """Of the round: its phases, and the milliseconds from one step's end to the next one's."""
-        return {"phases": self.phases(), "steps_ms": (np.diff(self.done) * 1e3).round(3).tolist()}
-
-
 class BareHF:
     """`model.generate`, nothing else."""
 
@@ -114,11 +70,14 @@ class BareHF:
         self.model.generation_config.eos_token_id = None
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
+        """All rows as long as the longest: what is longer than it should be is cut off."""
         del cell, verify, fetch
         ids = torch.tensor(prompts, device=self.model.device)
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": self.setup.decode, "do_sample": False}
         seconds, out = clocked(lambda: self.model.generate(ids, **options)[:, ids.shape[1] :].tolist())
-        return Run(seconds, out)
+        tokens = [made[:count] for made, count in zip(out, self.setup.decodes(), strict=False)]
+        check_batched(self.setup, tokens, None)
+        return Run(seconds, tokens)
 
     def describe(self) -> dict[str, Any]:
         return {"mode": "eager"}
@@ -153,7 +112,9 @@ def vllm_environment(setup: Setup, plugins: bool) -> None:
 class BareVLLM:
     """Stock vLLM without any plugin: its engine in a loop of a thread of its own, as ours is driven, or its `LLM`."""
 
-    def __init__(self, setup: Setup, scratch: Path, how: str = "engine", **more: Any) -> None:
+    def __init__(
+        self, setup: Setup, scratch: Path, how: str = "engine", extra: dict[str, Any] | None = None, **more: Any
+    ) -> None:
         vllm_environment(setup, plugins=False)
         from vllm import LLM, EngineArgs, SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -161,13 +122,9 @@ class BareVLLM:
 
         self.setup, self._count = setup, 0
         arguments = vllm_arguments(setup, scratch) | more
-        self.params = SamplingParams(
-            max_tokens=setup.decode,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        asked = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "extra_args": extra}
+        kind = RequestOutputKind.FINAL_ONLY
+        self._params = functools.cache(lambda tokens: SamplingParams(max_tokens=tokens, output_kind=kind, **asked))
         self.llm: Any = LLM(**arguments) if how == "llm" else None
         self.engine: Any = self.llm.llm_engine if self.llm else LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._thread = ThreadPoolExecutor(1)
@@ -179,19 +136,23 @@ class BareVLLM:
         drive = self._generate if self.llm else self._drive
         seconds, (tokens, last) = clocked(lambda: self._thread.submit(drive, prompts).result(), self.steps)
         check_batched(self.setup, tokens, len(self.steps.done))
-        return Run(seconds, tokens, len(self.steps.done), extra={"last": last, **self.steps.told()})
+        return Run(seconds, tokens, len(self.steps.done), extra={"last": last, **self.steps.told(self._prompts())})
+
+    def _prompts(self) -> int:
+        return self.setup.prompt_steps()
 
     def _generate(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
-        done = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], self.params, use_tqdm=False)
+        asked = [self._params(tokens) for tokens in self.setup.decodes()]
+        done = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
         return [list(one.outputs[0].token_ids) for one in done], done
 
     def _drive(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
         tokens: dict[str, list[int]] = {}
         last: list[Any] = []
-        for ids in prompts:
+        for ids, count in zip(prompts, self.setup.decodes(), strict=True):
             name, self._count = f"b{self._count}", self._count + 1
             tokens[name] = []
-            self.engine.add_request(name, {"prompt_token_ids": ids}, self.params)
+            self.engine.add_request(name, {"prompt_token_ids": ids}, self._params(count))
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 tokens[output.request_id] += output.outputs[0].token_ids
@@ -226,8 +187,8 @@ class HiddenStates(BareVLLM):
             kv_connector="ExampleHiddenStatesConnector", kv_role="kv_producer", kv_connector_extra_config=where
         )
         more = {"speculative_config": method, "kv_transfer_config": transfer, "kv_cache_memory_bytes": None}
-        super().__init__(setup, scratch, **more)
-        self.params.extra_args = {"kv_transfer_params": {"include_output_tokens": True}}
+        extra = {"kv_transfer_params": {"include_output_tokens": True}}
+        super().__init__(setup, scratch, extra=extra, **more)
         self._layers = layers - 1
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
@@ -245,7 +206,8 @@ class HiddenStates(BareVLLM):
             for name in (path, f"{path}.lock"):
                 Path(name).unlink(missing_ok=True)
         rows = sum(one.shape[0] * one.shape[1] for one in found)
-        wanted = self._layers * sum(len(prompt) + self.setup.decode - 1 for prompt in prompts)
+        made = sum(self.setup.decodes()) - len(prompts)
+        wanted = self._layers * (sum(map(len, prompts)) + made)
         if rows != wanted:
             raise NotMeasured(f"{rows} rows are in vLLM's files, {wanted} were asked for")
         size = sum(one.numel() * one.element_size() for one in found)
@@ -301,38 +263,65 @@ class Ours:
             ).sync
         self.facts = self.engine.facts
         self._steer = functools.cache(lambda cell: steering_of(cell, self.facts.layers, self.facts.hidden, setup.batch))
-        self._private = torch.empty(0, dtype=torch.uint8)
+        self._sampling = functools.cache(lambda tokens: Sampling(max_tokens=tokens, ignore_eos=True))
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self.noop = setup.engine == "vllm" and self.engine.aio.settings.noop  # type: ignore[attr-defined]
         self._steps: Steps | None = None
         if setup.engine == "vllm":
             leaving = self.engine.aio.exit  # type: ignore[attr-defined]
             leaving.step = self._steps = Steps(leaving.step)
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
-        steer = self._steer(cell)
-        steer = steer[: len(prompts)] if isinstance(steer, list) else steer
-        asked: dict[str, Any] = {"steer": steer, "capture": capture_of(cell, self.facts.layers)}
-        if cell in WATCHES:
-            asked["watch"] = self._watch(WATCHES[cell])
-        sampling = Sampling(max_tokens=self.setup.decode, ignore_eos=True)
-        texts = [TokenPrompt(ids) for ids in prompts]
         before = self.engine.stats()["steps"]
         if self._steps is not None:
             self._steps.clear()
-        seconds, done = clocked(lambda: self.engine.generate(texts, sampling, **asked), self._steps)
+        seconds, done = clocked(self.asking(prompts, cell), self._steps)
         run = Run(seconds, [one.token_ids for one in done], int(self.engine.stats()["steps"] - before))
         if self._steps is not None:
-            run.extra |= self._steps.told()
+            run.extra |= self._steps.told(self.setup.prompt_steps())
         check_batched(self.setup, run.tokens, run.steps)
-        if cell in WATCHES and any(len(one.readings) != self.setup.decode - 1 for one in done):
+        counts = self.setup.decodes()
+        if cell in WATCHES and any(len(one.readings) != n - 1 for one, n in zip(done, counts, strict=True)):
             raise NotMeasured("not measured: readings are missing")
-        if asked["capture"]:
-            self._count(run, done, wanted_rows(self.setup, cell, self.facts.layers), verify, fetch)
-        for one in done:
-            if one.capture is not None:
-                one.capture.close()
+        verify = verify and not self.noop  # taps that do nothing keep no row and steer nothing
+        handles = [one.capture for one in done if one.capture is not None]
+        if handles:
+            self._count(run, handles, wanted_rows(self.setup, cell, self.facts.layers), verify, fetch)
+        for handle in handles:
+            handle.close()
+        if verify and steers(cell):
+            self._check_steered(prompts, cell)
         if verify:
             run.extra["stats"] = self.engine.stats()
         return run
+
+    def asking(self, prompts: list[list[int]], cell: str) -> Callable[[], list[Generation]]:
+        """The call that is measured."""
+        asked: dict[str, Any] = {"steer": self._steering(prompts, cell), "capture": capture_of(cell, self.facts.layers)}
+        if cell in WATCHES:
+            asked["watch"] = self._watch(WATCHES[cell])
+        sampling = [self._sampling(tokens) for tokens in self.setup.decodes()]
+        texts = [TokenPrompt(ids) for ids in prompts]
+        alike = sampling if self.setup.stagger else sampling[0]
+        return lambda: self.engine.generate(texts, alike, **asked)
+
+    def _steering(self, prompts: list[list[int]], cell: str) -> Any:
+        steer = self._steer(cell)
+        return steer[: len(prompts)] if isinstance(steer, list) else steer
+
+    def _check_steered(self, prompts: list[list[int]], cell: str) -> None:
+        """Every request's stream is another one than without its op, where that acts."""
+        where = Capture(layers=self.facts.layers // 2, tokens="last_prompt")
+        texts, one = [TokenPrompt(ids) for ids in prompts], self._sampling(1)
+        plain = self.engine.generate(texts, one, capture=where)
+        steered = self.engine.generate(texts, one, capture=where, steer=self._steering(prompts, cell))
+        rows = [[torch.cat([*one.rows.values()]) for one in done] for done in (plain, steered)]
+        same = sum(torch.equal(*pair) for pair in zip(*rows, strict=True))
+        for done in (*plain, *steered):
+            assert done.capture is not None
+            done.capture.close()
+        if same:
+            raise NotMeasured(f"not measured: {cell} changed nothing for {same} of {len(prompts)} requests")
 
     def _watch(self, weights: Weights) -> Watch:
         if weights not in self.engine.packs:
@@ -340,48 +329,42 @@ class Ours:
             self.engine.register_pack(weights, pack, any_model=True, weights=weights)
         return Watch(pack=weights, tokens="generated")
 
-    def _count(self, run: Run, done: list[Generation], wanted: int, verify: bool, fetch: bool) -> None:
-        tensors = [tensor for one in done for tensor in one.rows.values()]
-        run.rows = sum(tensor.numel() // tensor.shape[-1] for tensor in tensors)
-        run.bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    def _count(self, run: Run, handles: list[CaptureHandle], wanted: int, verify: bool, fetch: bool) -> None:
+        """Rows in shared memory; then copies of them in memory that was used before, and once in fresh memory."""
+        rows = self.engine.fetch_all(handles)
+        run.rows = sum(tensor.numel() // tensor.shape[-1] for one in rows for tensor in one.values())
+        run.bytes = sum(tensor.nbytes for one in rows for tensor in one.values())
         if run.rows != wanted:
             raise NotMeasured(f"not measured: {run.rows} rows arrived, {wanted} were asked for")
-        copies: Sequence[torch.Tensor] = ()
-        if fetch:
-            run.extra["fetch_fresh"] = clocked(lambda: [tensor.clone() for tensor in tensors])[0] if verify else None
-            if len(self._private) < run.bytes:
-                self._private = torch.zeros(run.bytes, dtype=torch.uint8).fill_(1)  # every page is there
-            run.fetch, copies = clocked(lambda: self._copy(tensors))
+        copies: list[list[Rows]] = []
         if verify:
-            run.checksum = _verified(tensors)
-            if copies and _verified(copies) != run.checksum:
-                raise NotMeasured("not measured: the private copy of the rows differs from the rows")
-
-    def _copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Into private memory that was used before, several threads."""
-        copies, start = [], 0
-        for tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
-            copies.append(self._private[start : start + size].view(tensor.dtype).view(tensor.shape))
-            start += size
-        with ThreadPoolExecutor(_COPIERS) as threads:
-            list(threads.map(lambda pair: pair[0].copy_(pair[1]), zip(copies, tensors, strict=True)))
-        return copies
+            run.checksum = _verified(rows)
+        if verify and fetch:
+            run.extra["fetch_fresh"], made = clocked(lambda: private(rows))
+            copies.append(made)
+        if fetch:
+            if len(self._room) < private_bytes(rows):
+                self._room = torch.ones(private_bytes(rows), dtype=torch.uint8)  # every page is there
+            run.fetch, made = clocked(lambda: self.engine.fetch_all(handles, copy=True, room=self._room))
+            copies.append(made)
+        if verify and any(_verified(made) != run.checksum for made in copies):
+            raise NotMeasured("not measured: the private copy of the rows differs from the rows")
 
     def describe(self) -> dict[str, Any]:
         found: dict[str, Any] = {"mode": "eager", "layers": self.facts.layers, "hidden": self.facts.hidden}
         if self.setup.engine == "vllm":
             found |= describe_vllm(self.engine.aio._llm.vllm_config)  # type: ignore[attr-defined]
-            found["noop"] = self.engine.aio.settings.noop  # type: ignore[attr-defined]
+            found["noop"] = self.noop
         return found
 
     def close(self) -> None:
         self.engine.close()
 
 
-def _verified(tensors: Sequence[torch.Tensor]) -> float:
+def _verified(rows: Sequence[Rows]) -> float:
     """The sum of all absolute values; every row must be finite and hold something."""
-    with ThreadPoolExecutor(_COPIERS) as threads:
+    tensors = [tensor for one in rows for tensor in one.values()]
+    with ThreadPoolExecutor(_THREADS) as threads:
         sums = torch.cat(list(threads.map(lambda tensor: tensor.abs().sum(-1, dtype=torch.float32).view(-1), tensors)))
     if not bool((sums > 0).all()):
         raise NotMeasured("not measured: a row is empty")

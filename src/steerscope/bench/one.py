@@ -1,7 +1,6 @@
 """One configuration in one process: `steerscope bench capture`, `steer` and `stream`."""
 
 import asyncio
-import functools
 import hashlib
 import json
 import os
@@ -18,10 +17,21 @@ import torch
 from steerscope import __version__
 from steerscope.bench.drivers import Ours, Run, make_driver
 from steerscope.bench.stats import summary
-from steerscope.bench.workload import NotMeasured, Setup, capture_of, check_cell, steering_of
+from steerscope.bench.workload import (
+    NotMeasured,
+    Setup,
+    capture_of,
+    check_cell,
+    check_setup,
+    check_streams,
+    steering_of,
+    steers,
+)
+from steerscope.capture.private import private
 from steerscope.engines.generation import EndEvent, TokenPrompt
 from steerscope.files import atomic_path
 from steerscope.specs import Sampling
+from steerscope.specs.errors import InvalidRequest, Problem
 
 
 def source() -> str:
@@ -61,7 +71,8 @@ def write(output: Path, result: dict[str, Any]) -> None:
 def measure(setup: Setup, cell: str, iterations: int, warmups: int = 1) -> dict[str, Any]:
     """Rounds of one cell. The last one verifies the rows; nothing of that is on the clock."""
     check_cell(cell)
-    budget = setup.row_bytes() if capture_of(cell, 4) else 0
+    check_setup(setup)
+    budget = setup.row_bytes() if capture_of(cell, 4) or steers(cell) else 0
     if budget > setup.most_bytes:
         raise NotMeasured(f"not measured: the rows take {budget >> 20} MiB, most_bytes is {setup.most_bytes >> 20} MiB")
     with tempfile.TemporaryDirectory() as scratch:
@@ -77,7 +88,7 @@ def measure(setup: Setup, cell: str, iterations: int, warmups: int = 1) -> dict[
 
 
 def _figures(setup: Setup, runs: list[Run]) -> dict[str, Any]:
-    made = setup.batch * setup.decode
+    made = sum(setup.decodes())
     rows = [
         {
             "generation_s": run.seconds,
@@ -117,15 +128,18 @@ def stream(setup: Setup, iterations: int, cell: str = "zero-layer", warmups: int
 
 
 def stream_round(driver: Ours, setup: Setup, cell: str, prompts: list[list[int]]) -> dict[str, float]:
-    facts, sampling = driver.facts, Sampling(max_tokens=setup.decode, ignore_eos=True)
+    facts = driver.facts
     steer = steering_of(cell, facts.layers, facts.hidden, setup.batch)
     capture = capture_of(cell, facts.layers)
-    firsts: list[float] = []
+    firsts: list[float] = []  # when this loop hears of them
+    spans: list[tuple[float, float]] = []  # from its first token to its last, which the engine's clock tells apart
 
-    async def one(ids: list[int], op: Any) -> int:
-        count = 0
+    async def one(ids: list[int], tokens: int, op: Any) -> int:
+        count, sampling = 0, Sampling(max_tokens=tokens, ignore_eos=True)
         async for event in driver.engine.aio.stream(TokenPrompt(ids), sampling, steer=op, capture=capture):
             if isinstance(event, EndEvent):
+                timings, now = event.generation.timings, time.perf_counter()
+                spans.append((now - timings.total + timings.first_token, now))
                 if event.generation.capture is not None:
                     event.generation.capture.close()
                 continue
@@ -136,13 +150,12 @@ def stream_round(driver: Ours, setup: Setup, cell: str, prompts: list[list[int]]
 
     async def all_of_them() -> list[int]:
         ops = steer if isinstance(steer, list) else [steer] * setup.batch
-        return await asyncio.gather(*(one(ids, op) for ids, op in zip(prompts, ops, strict=True)))
+        return await asyncio.gather(*(one(*asked) for asked in zip(prompts, setup.decodes(), ops, strict=True)))
 
     start = time.perf_counter()
     counts = asyncio.run(all_of_them())
     total = time.perf_counter() - start
-    if set(counts) != {setup.decode}:
-        raise NotMeasured(f"not measured: streams of {sorted(set(counts))} tokens instead of {setup.decode}")
+    check_streams(setup, counts, max(first for first, _ in spans), min(end for _, end in spans))
     firsts.sort()
     return {
         "first_token_s": firsts[len(firsts) // 2] - start,
@@ -152,15 +165,19 @@ def stream_round(driver: Ours, setup: Setup, cell: str, prompts: list[list[int]]
     }
 
 
-def top_costs(setup: Setup, cell: str) -> list[dict[str, Any]]:
-    """What a fetch spends its time on: functions by their own time."""
+def top_costs(setup: Setup, cell: str) -> dict[str, Any]:
+    """What a fetch spends its time on: functions by their own time, with one thread, since a profile sees no other."""
     from steerscope.bench.profiled import top_functions
 
+    if not capture_of(check_cell(cell), 4):
+        raise InvalidRequest([Problem("profile", f"{cell} captures nothing", "profile a mode that captures")])
     with tempfile.TemporaryDirectory() as scratch:
         driver = Ours(setup, Path(scratch), setup.row_bytes())
         try:
             prompts = setup.prompts(0)
             driver.run(prompts, cell, fetch=True)
-            return top_functions(functools.partial(driver.run, prompts, cell, fetch=True))
+            handles = [one.capture for one in driver.asking(prompts, cell)() if one.capture is not None]
+            costs = top_functions(lambda: private([handle.fetch() for handle in handles], threads=1))
+            return about(setup, cell=cell) | {"engine": driver.describe(), "top_costs": costs}
         finally:
             driver.close()

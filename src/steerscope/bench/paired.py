@@ -13,26 +13,22 @@ interval of its median ratio does. The file is written after every cell.
 """
 
 import argparse
-import gc
 import itertools
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
-from multiprocessing.connection import Connection
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from steerscope.bench.cores import Cores, confine, stolen
+from steerscope.bench.child import Child, ChildFailed
+from steerscope.bench.cores import Cores, stolen
 from steerscope.bench.one import about, write
 from steerscope.bench.stats import drift, paired
-from steerscope.bench.workload import Setup, capture_of, check_cell
-from steerscope.specs.errors import SteerscopeError
+from steerscope.bench.workload import Setup, capture_of, check_cell, check_setup, steers
 
 NOISE, TWIN, PEER = "noise", "twin", "hidden-states"
 UNTOUCHED = (NOISE, TWIN, PEER)  # by us
@@ -45,109 +41,9 @@ GOALS = {
     "cap": 1.02, "ablate": 1.02, "watch": 1.02, "watch:int8": 1.02,
 }  # fmt: skip
 FETCH_GOAL, DRIFT_GOAL = 10.0, 0.01  # GB/s into private memory; of the ratio, with every row captured
-START_S, RUN_S = 900.0, 300.0
 STOLEN_S = 0.02  # a pair is measured again when others had the cores of one of its runs for so long
 _FEWEST = 4  # rounds of a cell that is cut short
 Pair = tuple[dict[str, Any], dict[str, Any]]
-
-
-class ChildFailed(SteerscopeError):
-    pass
-
-
-def serve(pipe: Connection, kind: str, setup: Setup, scratch: Path, budget: int, noop: bool) -> None:
-    """A child: start the engine, then answer one order at a time. vLLM is imported only from here on."""
-    os.environ["STEERSCOPE_NOOP"] = str(int(noop))
-    from steerscope.bench.drivers import Ours, make_driver
-    from steerscope.bench.profiled import HookTimer, profile
-
-    timer = HookTimer()
-    try:
-        if kind == "profiled":
-            timer.install()
-        driver = make_driver("ours" if kind == "profiled" else kind, setup, scratch, budget)
-        gc.collect()
-        gc.freeze()  # a sweep over vLLM's modules in the middle of a round would be noise
-        pipe.send(about(setup) | {"engine": driver.describe()})
-        while (order := pipe.recv())[0] != "close":
-            what, cell, seed, *how = order
-            try:
-                if what == "batch":
-                    driver.setup = setup = replace(setup, batch=seed)
-                    pipe.send({})
-                elif what == "cores":
-                    confine(seed)
-                    pipe.send({})
-                elif what == "profile":
-                    assert isinstance(driver, Ours)
-                    pipe.send(profile(driver, setup, cell, timer))
-                else:
-                    run = driver.run(setup.prompts(seed), cell, *how)
-                    run.extra.pop("last", None)
-                    pipe.send(asdict(run))
-            except Exception as error:  # this cell has no figures; the next may
-                traceback.print_exc()
-                pipe.send({"error": f"{type(error).__name__}: {error}"})
-        driver.close()
-        pipe.send({"closed": True})
-    except (EOFError, KeyboardInterrupt):
-        return
-    except Exception as error:
-        traceback.print_exc()
-        pipe.send({"fatal": f"{type(error).__name__}: {error}"})
-
-
-class Child:
-    """An engine in a process of its own."""
-
-    def __init__(self, kind: str, setup: Setup, scratch: Path, budget: int = 0, noop: bool = False) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.kind, began = kind, time.perf_counter()
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, kind, setup, scratch, budget, noop))
-        self._process.start()
-        theirs.close()
-        self._began = began
-        self.about: dict[str, Any] = {}
-
-    def ready(self) -> None:
-        """Wait until it is up."""
-        if not self.about:
-            self.about = self._answer(START_S)
-            self.about["start_s"] = time.perf_counter() - self._began
-
-    def order(self, *order: Any, limit: float = RUN_S) -> dict[str, Any]:
-        self._pipe.send(order)
-        return self._answer(limit)
-
-    def _answer(self, limit: float) -> dict[str, Any]:
-        try:
-            found = self._pipe.recv() if self._pipe.poll(limit) else {"fatal": f"no answer in {limit:.0f} s"}
-        except EOFError:
-            found = {"fatal": "the process died"}
-        if "fatal" in found:
-            self.stop()
-            raise ChildFailed(f"{self.kind}: {found['fatal']}")
-        return found
-
-    @property
-    def alive(self) -> bool:
-        return self._process.is_alive()
-
-    def close(self) -> None:
-        try:
-            self.order("close", limit=60)
-            self._process.join(30)
-        except (ChildFailed, OSError):
-            pass
-        self.stop()
-
-    def stop(self) -> None:
-        if self._process.is_alive():
-            self._process.terminate()
-            self._process.join(10)
-        if self._process.is_alive():
-            self._process.kill()
 
 
 class Pairs:
@@ -186,10 +82,15 @@ def run_cell(
             break
     for child in (base, other) if args.cores.chosen else ():
         child.order("cores", "", args.cores.all)
-    found = figures(cell, other.kind, pairs.kept, pairs.again, args)
-    if not pairs.verified and (other.kind == PEER or (other is not base and capture_of(cell, 4))):
+    shows = other is not base and (capture_of(cell, 4) or steers(cell))
+    if not pairs.verified and (other.kind == PEER or shows):
         pairs.verified = verify_cell(cell, other, args)
-    return found | pairs.verified
+    if "error" in pairs.verified:  # then its times mean nothing
+        return pairs.verified
+    found = figures(cell, other.kind, pairs.kept, pairs.again, args) | pairs.verified
+    if "drift_goal" in found:
+        found["drift_holds"] = abs(found["drift"]) <= found["drift_goal"]
+    return found
 
 
 def figures(cell: str, kind: str, kept: list[Pair], again: list[Pair], args: argparse.Namespace) -> dict[str, Any]:
@@ -210,7 +111,7 @@ def figures(cell: str, kind: str, kept: list[Pair], again: list[Pair], args: arg
         found.setdefault("phases_of_rounds", {})[name] = [[round(ms, 2) for ms in one.values()] for one in phases]
         found.setdefault("steps_ms", {})[name] = each_step([one["steps_ms"] for one in told])
     found["drift"] = drift(ratio["rounds"])
-    found["tokens_per_s"] = args.setup.batch * args.setup.decode / statistics.median(ours)
+    found["tokens_per_s"] = sum(args.setup.decodes()) / statistics.median(ours)
     if cell in GOALS and kind == "ours":
         found |= {"goal": GOALS[cell], "holds": ratio["interval"][1] <= GOALS[cell]}
     return found
@@ -228,14 +129,15 @@ def drive(child: Child, cell: str, seed: int, cores: Cores) -> dict[str, Any]:
 
 
 def verify_cell(cell: str, child: Child, args: argparse.Namespace) -> dict[str, Any]:
-    """Rows counted and summed, and copied into private memory several times."""
+    """Rows counted, summed, and copied into private memory several times; what steers must change something."""
     checked = child.order("run", cell, 0, not args.noop, True)
-    if "error" in checked:
-        return {"verified": checked["error"], "holds": False}
-    found: dict[str, Any] = {name: checked[name] for name in ("rows", "bytes", "checksum")} | {"verified": True}
-    found["stats"] = checked["extra"].get("stats")
+    again = [child.order("run", cell, i, False, True) for i in range(3)] if checked.get("fetch") else []
+    if wrong := [run["error"] for run in (checked, *again) if "error" in run]:
+        return {"error": wrong[0]}
+    found: dict[str, Any] = {name: checked[name] for name in ("rows", "bytes", "checksum")}
+    found |= {"verified": not args.noop, "stats": checked["extra"].get("stats")}
     if checked["fetch"]:
-        times = [child.order("run", cell, i, False, True)["fetch"] for i in range(3)]
+        times = [run["fetch"] for run in again]
         fresh = checked["extra"].get("fetch_fresh")
         found["fetch_gb_per_s"] = checked["bytes"] / statistics.median(times) / 1e9
         found["fetch_fresh_gb_per_s"] = checked["bytes"] / fresh / 1e9 if fresh else None
@@ -365,7 +267,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmups", type=int, default=2)
     parser.add_argument("--cell-seconds", type=float, default=60.0, help="a cell ends after so long, with fewer rounds")
     parser.add_argument("--profile", metavar="CELL", help="instead of timing: one cell under profilers")
-    parser.add_argument("--noop", action="store_true", help="taps that do nothing: what the machinery costs alone")
+    noop = os.environ.get("STEERSCOPE_NOOP") == "1"
+    parser.add_argument("--noop", action="store_true", default=noop, help="taps do nothing (also STEERSCOPE_NOOP=1)")
     parser.add_argument("--scratch", type=Path, help="keep the shape's folder, so that compiled code is found again")
     for field in fields(Setup):
         name = f"--{field.name.replace('_', '-')}"
@@ -379,6 +282,7 @@ def parse() -> argparse.Namespace:
     # Where the device computes, and the thread that drives it is in the child's own process.
     args.cores = Cores(args.setup.device == "cuda" and args.setup.core == "inside")
     args.rounds_of = {cell: int(rounds) for cell, _, rounds in (one.partition("=") for one in args.rounds_of)}
+    check_setup(args.setup)
     if unknown := set(args.rounds_of) - set(args.cells):
         parser.error(f"--rounds-of names cells that are not run: {', '.join(sorted(unknown))}")
     if args.passes > 1 and PEER in args.cells:

@@ -3,6 +3,7 @@
 import cProfile
 import functools
 import pstats
+import statistics
 import time
 from collections.abc import Callable
 from types import FunctionType
@@ -39,8 +40,7 @@ class HookTimer:
     about a microsecond, and the times of inner methods are in those of outer ones."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.calls: dict[str, int] = {}
+        self.seconds: dict[str, list[float]] = {}  # of every call
 
     def install(self) -> None:
         from steerscope.engines.vllm import delivery, pool, step, worker
@@ -64,20 +64,23 @@ class HookTimer:
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds[name] += time.perf_counter() - start
-                self.calls[name] += 1
+                self.seconds[name].append(time.perf_counter() - start)
 
         return call
 
     def reset(self, *names: str) -> None:
         for name in names or self.seconds:
-            self.seconds[name], self.calls[name] = 0.0, 0
+            self.seconds[name] = []
 
     def per_step(self, steps: int) -> dict[str, dict[str, float]]:
         found = {
-            name: {"us_per_step": 1e6 * self.seconds[name] / steps, "calls_per_step": count / steps}
-            for name, count in self.calls.items()
-            if count
+            name: {
+                "us_per_step": 1e6 * sum(times) / steps,
+                "median_call_us": 1e6 * statistics.median(times),
+                "calls_per_step": len(times) / steps,
+            }
+            for name, times in self.seconds.items()
+            if times
         }
         return dict(sorted(found.items(), key=lambda item: -item[1]["us_per_step"]))
 

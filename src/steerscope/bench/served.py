@@ -25,7 +25,7 @@ from steerscope.bench.drivers import Ours
 from steerscope.bench.one import about, stream_round
 from steerscope.bench.shapes import SHAPES
 from steerscope.bench.stats import paired, summary
-from steerscope.bench.workload import NotMeasured, Setup, check_cell, steering_of
+from steerscope.bench.workload import NotMeasured, Setup, check_cell, check_streams, steering_of
 from steerscope.engines.text import Decoder
 from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
@@ -142,7 +142,8 @@ class _Measure:
         return [ids[: max(1, len(ids) - i % LENGTHS)] for i, ids in enumerate(self.setup.prompts(seed))]
 
     def through(self, seed: int) -> dict[str, float]:
-        bodies = [self._body(ids, op) for ids, op in zip(self._prompts(seed), self.ops, strict=True)]
+        asked = zip(self._prompts(seed), self.setup.decodes(), self.ops, strict=True)
+        bodies = [self._body(*one) for one in asked]
         host, port = self.server.address.removeprefix("http://").split(":")
         before = self._loop_seconds()
         assert self.clients.stdin is not None
@@ -152,14 +153,13 @@ class _Measure:
         found = json.loads(self.clients.stdout.readline())
         spent = self._loop_seconds() - before
         counts = found.pop("tokens")
-        if set(counts) != {self.setup.decode} or len(counts) != self.setup.batch:
-            raise NotMeasured(f"not measured: streams of {sorted(set(counts))} tokens instead of {self.setup.decode}")
+        check_streams(self.setup, counts, found["last_first_token_s"], found.pop("first_end_s"))
         found["tokens_per_s"] = sum(counts) / found["total_s"]
         found["loop_us_per_token"] = 1e6 * spent / sum(counts)
         return found
 
-    def _body(self, ids: list[int], op: Any) -> str:
-        body: dict[str, Any] = {"prompt": ids, "max_tokens": self.setup.decode, "temperature": 0, "ignore_eos": True}
+    def _body(self, ids: list[int], tokens: int, op: Any) -> str:
+        body: dict[str, Any] = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if op is not None:
             body["steerscope"] = {"steer": Steering(ops=(op,)).model_dump(mode="json", exclude_none=True)}
@@ -184,7 +184,7 @@ class _Measure:
         finally:
             self._on_loop(profile.disable)
         stats: Any = pstats.Stats(profile)
-        tokens = self.setup.batch * self.setup.decode
+        tokens = sum(self.setup.decodes())
         ranked = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:TOP]
         functions = [
             {

@@ -19,6 +19,7 @@ def play(host: str, port: int, bodies: list[str]) -> dict[str, Any]:
     """All streams in one loop over sockets that have something to say: asyncio would cost more than the server."""
     received: dict[socket.socket, list[bytes]] = {}
     firsts: dict[socket.socket, float] = {}
+    ends: list[float] = []
     start = time.perf_counter()
     with selectors.DefaultSelector() as waiting:
         for body in bodies:
@@ -27,13 +28,16 @@ def play(host: str, port: int, bodies: list[str]) -> dict[str, Any]:
             waiting.register(one, selectors.EVENT_READ)
             received[one] = []
         while waiting.get_map():
-            for key, _ in waiting.select():
+            ready = waiting.select()
+            now = time.perf_counter() - start  # of all that came meanwhile
+            for key, _ in ready:
                 one: Any = key.fileobj
                 block = one.recv(1 << 16)
                 received[one].append(block)
                 if one not in firsts and b"data: " in block:
-                    firsts[one] = time.perf_counter() - start
+                    firsts[one] = now
                 if not block:
+                    ends.append(now)
                     waiting.unregister(one)
                     one.close()
             time.sleep(NAP)
@@ -43,6 +47,7 @@ def play(host: str, port: int, bodies: list[str]) -> dict[str, Any]:
     return {
         "first_token_s": times[len(times) // 2],
         "last_first_token_s": times[-1],
+        "first_end_s": min(ends),
         "total_s": total,
         "tokens": tokens,
     }

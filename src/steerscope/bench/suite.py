@@ -21,6 +21,7 @@ from steerscope.bench.stats import line, summary
 from steerscope.bench.workload import OPS, NotMeasured, Setup
 
 STREAM = "stream"
+PARTS = ("generated", "last", "mean")  # of all layers' rows
 STEERS = (*OPS, "add:one", "add:same")
 
 
@@ -28,7 +29,8 @@ def suite_cells(layers: int) -> dict[str, int]:
     """Cells, and how many layers each captures."""
     some = sorted({1, layers // 4, layers // 2})
     named = {"layers=" + ",".join(str(i * layers // n) for i in range(n)): n for n in some if 0 < n < layers}
-    return {"baseline": 0, "zero-layer": 0, **named, "all-layers": layers, **dict.fromkeys([*STEERS, STREAM], 0)}
+    others = dict.fromkeys([*PARTS, *STEERS, STREAM], 0)
+    return {"baseline": 0, "zero-layer": 0, **named, "all-layers": layers, **others}
 
 
 def command(setup: Setup, cell: str, iterations: int, output: Path) -> list[str]:
@@ -43,7 +45,7 @@ def command(setup: Setup, cell: str, iterations: int, output: Path) -> list[str]
         words = ["capture", "--mode", "custom", "--layers", cell.removeprefix("layers=")]
     else:
         words = ["capture", "--mode", cell]
-    for name in ("model", "engine", "batch", "prefill", "decode", "dtype"):
+    for name in ("model", "engine", "batch", "prefill", "decode", "stagger", "dtype"):
         words += [f"--{name}", str(getattr(setup, name))]
     words += ["--batched-tokens", str(setup.tokens)]
     words += ["--eager"] if setup.eager else []

@@ -140,7 +140,7 @@ def merged(known: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="results of other versions in it are kept")
-    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--requests", type=int, default=144)
     args = parser.parse_args()
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)

@@ -32,7 +32,8 @@ CAPTURES = {
     "last": Capture(tokens="last_prompt"),
     "mean": Capture(reduce="mean"),
 }
-_SLACK = 8  # steps an engine may run empty: an asynchronous one prepares ahead and hears of ends late
+# Steps beyond those of one batch: an asynchronous engine prepares ahead and hears of ends late.
+_SLACK = {"vllm": 2, "hf": 1}
 
 
 class NotMeasured(SteerscopeError):
@@ -48,6 +49,7 @@ class Setup:
     batch: int = 32
     prefill: int = 512
     decode: int = 128
+    stagger: int = 0  # so many tokens before the longest text the shortest ends, the others evenly between
     dtype: str = "auto"
     eager: bool = False
     tokens: int = 16384  # max_num_batched_tokens; vLLM's own default for batch work on large GPUs
@@ -73,10 +75,23 @@ class Setup:
         count = self.batch * (self.prefill + self.decode)
         return count * config.num_hidden_layers * config.hidden_size * self.torch_dtype.itemsize
 
+    def decodes(self) -> list[int]:
+        """Tokens that each request makes."""
+        return [self.decode - self.stagger * i // max(1, self.batch - 1) for i in range(self.batch)]
+
+    def prompt_steps(self) -> int:
+        """In how many steps vLLM reads the prompts, with those decoding that were read before."""
+        room = max(self.tokens - self.batch, 1) if self.batch * self.prefill > self.tokens else self.tokens
+        return math.ceil(self.batch * self.prefill / room)
+
     def prompts(self, seed: int) -> list[list[int]]:
         """Other prompts in every round, so that nothing can be reused."""
         vocab = model_config(self.model).vocab_size
         return np.random.default_rng(seed).integers(2, vocab, (self.batch, self.prefill)).tolist()
+
+
+def steers(cell: str) -> bool:
+    return cell.partition(":")[0] in OPS
 
 
 def capture_of(cell: str, layers: int) -> Capture | None:
@@ -92,9 +107,9 @@ def steering_of(cell: str, layers: int, hidden: int, batch: int) -> SteerLike | 
     where: dict[str, Any] = {"layers": layers // 2 if "one" in flags else "all"}
     vectors = np.random.default_rng(1).standard_normal((1 if "same" in flags else batch, hidden)).astype(np.float32)
     made: dict[str, Any] = {
-        # Small: weights that are made up keep a stream alive only just.
+        # Small: weights that are made up keep a stream alive only just. Bounds that nearly every row is beyond.
         "add": lambda v: Add(vector=v, scale=1e-3, **where),
-        "cap": lambda v: Cap(vector=v, min=-1.0, max=1.0, **where),
+        "cap": lambda v: Cap(vector=v, min=-1e-5, max=1e-5, **where),
         "ablate": lambda v: Ablate(vector=v, **where),
     }
     ops = [made[op](vector) for vector in vectors]
@@ -102,29 +117,49 @@ def steering_of(cell: str, layers: int, hidden: int, batch: int) -> SteerLike | 
 
 
 def check_cell(cell: str) -> str:
-    op, *flags = cell.split(":")
-    steers = op in OPS and set(flags) <= {"one", "same"}
+    _, *flags = cell.split(":")
+    steered = steers(cell) and set(flags) <= {"one", "same"}
     plain = cell in ("baseline", "zero-layer", "one-layer", *WATCHES, *CAPTURES) or cell.startswith("layers=")
-    if not steers and not plain:
+    if not steered and not plain:
         known = ", ".join(["baseline", "zero-layer", "one-layer", "layers=…", *WATCHES, *CAPTURES, *OPS])
         raise InvalidRequest([Problem("cell", f"{cell!r} is unknown", f"choose from {known} (:one, :same)")])
     return cell
 
 
+def check_setup(setup: Setup) -> None:
+    """Refuse what could not be told from requests that run one after the other, before anything starts."""
+    least = _SLACK[setup.engine] + 2 + setup.stagger  # then two halves take more steps than a batch may
+    if setup.batch > 1 and setup.decode < least:
+        what = f"{setup.decode} tokens do not show whether {setup.batch} requests run together"
+        raise InvalidRequest([Problem("decode", what, f"decode at least {least}, or stagger them less")])
+
+
 def check_batched(setup: Setup, tokens: Sequence[Sequence[int]], steps: int | None) -> None:
     """Refuse a run whose requests did not all make their tokens, or did not run together."""
-    short = sorted({len(ids) for ids in tokens} - {setup.decode})
-    if short or len(tokens) != setup.batch:
-        raise NotMeasured(
-            f"not measured: {len(tokens)} of {setup.batch} requests ended, with {short or setup.decode} tokens instead "
-            f"of {setup.decode}"
-        )
-    room = max(setup.tokens - setup.batch, 1)  # tokens of prompts in a step in which everybody else decodes
-    most = math.ceil(setup.batch * setup.prefill / room) + setup.decode + _SLACK
+    wanted = setup.decodes()
+    if len(tokens) != setup.batch:
+        raise NotMeasured(f"not measured: {len(tokens)} of {setup.batch} requests ended")
+    short = sorted({len(ids) for ids, count in zip(tokens, wanted, strict=True) if len(ids) != count})
+    if short:
+        raise NotMeasured(f"not measured: texts of {short} tokens, each should have {_counts(wanted)}")
+    most = setup.decode - 1 + _SLACK[setup.engine] + (setup.prompt_steps() if setup.engine == "vllm" else 0)
     if steps is not None and steps > most:
         raise NotMeasured(
             f"not measured: {steps} steps where a batch takes at most {most}: requests did not run together"
         )
+
+
+def check_streams(setup: Setup, tokens: Sequence[int], last_first: float, first_end: float) -> None:
+    """The same of streams: each had begun before any of them ended."""
+    wanted = setup.decodes()
+    if sorted(tokens) != sorted(wanted):
+        raise NotMeasured(f"not measured: streams of {sorted(set(tokens))} tokens instead of {_counts(wanted)}")
+    if last_first > first_end:
+        raise NotMeasured("not measured: a stream began when another had ended: they did not run together")
+
+
+def _counts(wanted: Sequence[int]) -> str:
+    return str(wanted[0]) if len(set(wanted)) == 1 else f"its own of {min(wanted)} to {max(wanted)}"
 
 
 def wanted_rows(setup: Setup, cell: str, layers: int) -> int:
@@ -132,6 +167,7 @@ def wanted_rows(setup: Setup, cell: str, layers: int) -> int:
     capture = capture_of(cell, layers)
     if capture is None:
         return 0
-    count = {"generated": setup.decode - 1, "last": 1, "mean": 1}.get(cell, setup.prefill + setup.decode - 1)
+    made = sum(setup.decodes()) - setup.batch  # no row of a text's last token
+    count = {"generated": made, "last": setup.batch, "mean": setup.batch}.get(cell, setup.batch * setup.prefill + made)
     width = layers if capture.layers == "all" else len(capture.layers)  # type: ignore[arg-type]
-    return setup.batch * count * width
+    return count * width

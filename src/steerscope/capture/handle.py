@@ -3,12 +3,15 @@
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from torch import Tensor
+
 from steerscope.capture.budget import ByteBudget, Reservation
+from steerscope.capture.private import private
 from steerscope.capture.rows import Rows
 from steerscope.specs.errors import CaptureClosed
 
@@ -27,6 +30,7 @@ class CaptureHandle:
         self._load: Callable[[], Rows] | None = load
         self._rows: Rows | None = None
         self._gone: str | None = None
+        self._own = False  # the rows are copies that need no room
         self._budget, self._held = budget, held
         self._lock = threading.RLock()  # users, their threads, and the budget's sweep meet here
         me = weakref.ref(self)  # the budget must not keep a dropped handle alive
@@ -39,18 +43,27 @@ class CaptureHandle:
 
         budget.expire_after(id(self), ttl_s, expire)
 
-    def fetch(self) -> Rows:
-        """Bring the rows here; the same ones each time."""
+    def fetch(self, copy: bool = False) -> Rows:
+        """Bring the rows here; the same ones each time. With `copy` they are the caller's own, and the room they had is
+        free at once (`engine.fetch_all` copies those of many handles together)."""
         with self._lock:
             if self._rows is None:
                 if self._load is None:
                     raise CaptureClosed(f"the rows of {self.request_id} are gone: {self._gone}")
                 self._rows, self._load = self._load(), None
                 self._budget.forget(id(self))
-            return self._rows
+            return self.keep(*private([self._rows])) if copy and not self._own else self._rows
 
-    async def fetch_async(self) -> Rows:
-        return self.fetch()
+    def keep(self, rows: Rows) -> Rows:
+        """Have these instead, which are a copy: the room is given back."""
+        with self._lock:
+            if self._gone is None:
+                self._rows, self._own = rows, True
+                self._held.release()
+            return rows
+
+    async def fetch_async(self, copy: bool = False) -> Rows:
+        return self.fetch(copy)
 
     @property
     def captures(self) -> Rows:
@@ -105,3 +118,11 @@ class CaptureHandle:
     def __repr__(self) -> str:
         state = f"gone: {self._gone}" if self._gone else "fetched" if self.fetched else "ready"
         return f"CaptureHandle({self.request_id}, {self.count} rows, {state})"
+
+
+def fetch_all(handles: Sequence[CaptureHandle], copy: bool, room: Tensor | None) -> list[Rows]:
+    """Of many handles; what is copied is copied by several threads."""
+    rows = [handle.fetch() for handle in handles]
+    if not copy:
+        return rows
+    return [handle.keep(own) for handle, own in zip(handles, private(rows, room), strict=True)]

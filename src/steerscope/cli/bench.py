@@ -19,11 +19,16 @@ Batch = Annotated[int, typer.Option(min=1, help="Requests that run together.")]
 Prefill = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
 Decode = Annotated[int, typer.Option(min=2, help="Tokens each request generates.")]
 Iterations = Annotated[int, typer.Option(min=1, help="Timed rounds, after one that is not.")]
+Stagger = Annotated[int, typer.Option(min=0, help="So many tokens before the longest text the shortest ends.")]
 Dtype = Annotated[str, typer.Option(help="auto: bfloat16 on a GPU, float32 elsewhere.")]
 Eager = Annotated[bool, typer.Option("--eager", help="vLLM without compilation and graphs.")]
 BatchedTokens = Annotated[int, typer.Option("--batched-tokens", help="vLLM's max_num_batched_tokens.")]
 Out = Annotated[Path, typer.Option("--out", "--output", help="The JSON to write.")]
-Mode = Literal["baseline", "zero-layer", "all-layers", "custom"]
+_MODES = (
+    "baseline: nothing of ours; zero-layer: on, but nothing is asked; all-layers, or custom ones: every row; "
+    "generated tokens, the last prompt token, the mean: of all layers."
+)
+Mode = Literal["baseline", "zero-layer", "all-layers", "custom", "generated", "last", "mean"]
 
 
 def _setup(given: dict[str, Any]) -> "Setup":
@@ -52,12 +57,13 @@ def _done(out: Path, result: dict[str, Any]) -> None:
 @app.command()
 def capture(
     out: Out,
-    mode: Annotated[Mode, typer.Option(help="baseline: nothing of ours; zero-layer: on, but nothing is asked.")],
+    mode: Annotated[Mode, typer.Option(help=_MODES)],
     layers: Annotated[str | None, typer.Option(help="For custom: 0,5,10 or 4-7.")] = None,
     model: Model = "tiny",
     batch: Batch = 32,
     prefill: Prefill = 512,
     decode: Decode = 128,
+    stagger: Stagger = 0,
     iterations: Iterations = 10,
     engine: o.EngineName = "hf",
     dtype: Dtype = "auto",
@@ -73,9 +79,10 @@ def capture(
 
     cell = f"layers={layers}" if layers else mode
     if profile:
-        costs = top_costs(_setup(given), cell)
-        write(out, {"top_costs": costs})
-        rows = [(one["function"], one["file"][-50:], str(one["calls"]), f"{one['own_us']:.0f}") for one in costs[:10]]
+        found = top_costs(_setup(given), cell)
+        write(out, found)
+        costs = found["top_costs"][:10]
+        rows = [(one["function"], one["file"][-50:], str(one["calls"]), f"{one['own_us']:.0f}") for one in costs]
         o.table(("function", "where", "calls", "own µs"), rows)
         return
     _done(out, measure(_setup(given), cell, iterations))
@@ -91,6 +98,7 @@ def steer(
     batch: Batch = 32,
     prefill: Prefill = 512,
     decode: Decode = 128,
+    stagger: Stagger = 0,
     iterations: Iterations = 10,
     engine: o.EngineName = "hf",
     dtype: Dtype = "auto",
@@ -112,6 +120,7 @@ def stream(
     batch: Batch = 32,
     prefill: Prefill = 512,
     decode: Decode = 128,
+    stagger: Stagger = 0,
     iterations: Iterations = 10,
     engine: o.EngineName = "hf",
     dtype: Dtype = "auto",
@@ -171,6 +180,7 @@ def suite(
     batch: Batch = 8,
     prefill: Prefill = 64,
     decode: Decode = 32,
+    stagger: Stagger = 0,
     iterations: Iterations = 5,
     dtype: Dtype = "auto",
     eager: Eager = False,

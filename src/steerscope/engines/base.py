@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Self, Unpack, overload
 
 from steerscope.capture.budget import ByteBudget
-from steerscope.capture.handle import CaptureHandle
+from steerscope.capture.handle import CaptureHandle, fetch_all
 from steerscope.capture.rows import Rows
 from steerscope.engines.generation import (
     Choice,
@@ -182,9 +182,12 @@ class Engine(Scopes, ABC):
             job.cancel()
         return bool(jobs)
 
-    async def fetch_all(self, handles: Sequence[CaptureHandle]) -> list[Rows]:
-        """The rows of many handles in one round trip."""
-        return [handle.fetch() for handle in handles]
+    async def fetch_all(
+        self, handles: Sequence[CaptureHandle], copy: bool = False, room: "torch.Tensor | None" = None
+    ) -> list[Rows]:
+        """The rows of many captures in one round trip; `copy` and `room` as `SyncEngine.fetch_all` has them."""
+        work = functools.partial(fetch_all, handles, copy, room)
+        return work() if waits_here() else await asyncio.to_thread(work)
 
     # --- life
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack, overload
+from typing import TYPE_CHECKING, Self, Unpack, overload
 
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
@@ -19,6 +19,9 @@ from steerscope.lenses.pack import Pack
 from steerscope.specs.chat import Chat
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Steering, Vector, VectorData
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SyncEngine:
@@ -116,9 +119,12 @@ class SyncEngine:
         finally:
             in_this_thread(end())
 
-    def fetch_all(self, handles: Sequence[CaptureHandle]) -> list[Rows]:
-        """The rows of many captures in one round trip."""
-        return in_this_thread(self.aio.fetch_all(handles))
+    def fetch_all(
+        self, handles: Sequence[CaptureHandle], copy: bool = False, room: "torch.Tensor | None" = None
+    ) -> list[Rows]:
+        """The rows of many captures in one round trip. With `copy` they are yours (several threads copy), and the room
+        they had is free at once; `room` is memory of yours to copy to (uint8), which is faster than fresh memory."""
+        return in_this_thread(self.aio.fetch_all(handles, copy, room))
 
     def cancel(self, request_id: str) -> bool:
         """End a request between two steps; it finishes with what it has. False if it is not running."""

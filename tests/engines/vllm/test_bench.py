@@ -54,6 +54,40 @@ def test_stock_vllm_and_all_layers(tmp_path: Path) -> None:
     assert bare["iterations"][0]["steps"] <= 6 + 2
 
 
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+@pytest.mark.slow
+def test_taps_that_do_nothing_are_timed_without_looking_at_rows(tmp_path: Path) -> None:
+    found = bench(tmp_path / "a.json", "capture", "--mode", "all-layers", STEERSCOPE_NOOP="1")
+    assert found["engine"]["noop"]
+    assert found["verified"]["rows"] == 4 * (16 + 6 - 1) * 4
+    assert found["verified"]["checksum"] is None
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+@pytest.mark.slow
+def test_pairs_of_real_engines(tmp_path: Path) -> None:
+    """Three processes: requests end one after the other, rows are counted and copied, and what steers does."""
+    output = tmp_path / "pairs.json"
+    words = "--model tiny --batch 4 --prefill 16 --decode 16 --stagger 5 --tokens 2048 --eager --rounds 4 --warmups 1"
+    cells = ["--cells", "noise", "all-layers", "generated", "cap", "watch"]
+    command = [sys.executable, "-m", "steerscope.bench.paired", *words.split(), *cells, "--out", str(output)]
+    environment = {**os.environ, **VLLM_ENVIRONMENT}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG_S, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(output.read_text())["cells"]
+    made = 15 + 14 + 12 + 10
+    assert found["all-layers"]["rows"] == 4 * (4 * 16 + made)
+    assert found["generated"]["rows"] == 4 * made
+    assert all(found[cell]["verified"] is True for cell in ("all-layers", "generated", "cap"))
+    assert [found[cell]["same_tokens"] for cell in ("noise", "all-layers", "generated")] == [1.0] * 3
+    assert found["cap"]["same_tokens"] < 1  # its bounds are reached
+    for cell in found.values():
+        assert cell["steps"] == [16, 16]
+        assert sum(cell["phases"]["tapped"].values()) > 0
+    assert found["all-layers"]["fetch_gb_per_s"] > 0
+    assert found["all-layers"]["fetch_fresh_gb_per_s"] > 0
+
+
 def test_noop_is_part_of_what_vllm_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STEERSCOPE_NOOP", raising=False)
     plain = Settings().additional_config()
