@@ -17,7 +17,7 @@ VLLM_STAMP := $(VLLM)/.installed
 # The oldest vLLM whose CPU build runs, in a third one.
 OLDEST := .venv-vllm-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
-# A process of vLLM takes 20 s to start on a CPU, so the suite runs these of its cells; without --cell it runs all.
+# A process of vLLM takes 20 s to start on a CPU, so make bench runs these cells of the suite; BENCH_CELLS= runs all.
 BENCH_CELLS := baseline zero-layer layers=0,2,4,6,8,10,12,14 all-layers add stream
 
 export TOKENIZERS_PARALLELISM := false

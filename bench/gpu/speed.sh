@@ -20,7 +20,11 @@ for run in $runs; do
                  pair speed-qwen2.5-3b --model qwen2.5-3b --passes 8 \
                  --cells noise all-layers generated mean cap add last ablate zero-layer watch twin \
                  --rounds-of ${NEAR:-all-layers=130 generated=130 mean=130 cap=120 add=50 last=50 watch=50 twin=20} ;;  # every goal
-    one)       pair speed-qwen2.5-3b-one --model qwen2.5-3b --cells noise one-layer add:one add:same ;;
+    one)       pair speed-qwen2.5-3b-one --model qwen2.5-3b --cells noise one-layer add:one add:same cap:one ablate:same ;;
+    ends)      pair speed-qwen2.5-3b-ends --model qwen2.5-3b --stagger 96 --cells $some ;;  # one text after the other
+    reading)   pair speed-qwen2.5-3b-reading --model qwen2.5-3b --prefill 2048 --decode 16 --cells $some mean
+               pair speed-llama-1b-reading --model llama-1b --prefill 2048 --decode 16 --cells $some mean ;;
+    eager)     pair speed-qwen2.5-3b-eager --model qwen2.5-3b --eager --decode 16 --cells $some ;;
     quick)     pair speed-qwen2.5-3b --model qwen2.5-3b --cells noise zero-layer all-layers add ;;
     llm)       pair speed-qwen2.5-3b-llm --model qwen2.5-3b --baseline llm --cells noise zero-layer all-layers ;;
     process)   pair speed-qwen2.5-3b-process --model qwen2.5-3b --core process --cells $some ;;

@@ -52,7 +52,7 @@ class FakeChild:
         return {
             "seconds": seconds, "tokens": [[1], [2]], "steps": 4, "rows": 5, "bytes": 10**8, "fetch": fetch,
             "checksum": 1.5,
-            "extra": {"fetch_fresh": 0.01, "stats": {}, "steps_ms": [3.0, 3.0 * seconds],
+            "extra": {"fetch_fresh": 0.01, "stall_s": 0.25, "stats": {}, "steps_ms": [3.0, 3.0 * seconds],
                       "phases": {"coming": 2.0 * seconds, "step": 0.5}},
         }  # fmt: skip
 
@@ -265,9 +265,9 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     text = speed(tmp_path)
     assert "**tiny, 2 × (6 + 4)**" in text
     assert "| nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | ≤ +0.5 %: holds | +0.0 % |  |" in text
-    assert "| ≤ +1.0 %: **missed** | +0.0 % | 100.0 (goal ≥ 10) |" in text
+    assert "| ≤ +1.0 %: **missed** | +0.0 % (goal ≤ 1 %) | 100.0; 10.0 (goal ≥ 10) | 100.0 % |" in text
     assert "the process died" in text
-    assert "| tiny, 2 × (6 + 4) | nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | 6 |" in shapes(tmp_path)
+    assert "| tiny, 2 × (6 + 4) | nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | 250 | 6 |" in shapes(tmp_path)
     assert "| tiny, 2 × (6 + 4) | cap, likewise | — | — |" in shapes(tmp_path)
     assert "| `WorkerTaps._stage` | 12.3 | 1 |\n" in hooks(tmp_path) + "\n"
     profile["hooks"]["WorkerTaps._stage"]["median_call_us"] = 5.0
@@ -282,7 +282,10 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     assert "| all layers, mean | +0.20 % [-1.00, +1.00] | +10 | +0.5 | +0.5 | 5 |" in steps(tmp_path)
     assert "| +200 | +6.0 | +6.0 | 30 of 30 |" in steps(tmp_path)
     assert "| +0 | +0.0 | +0.0 | none |" in steps(tmp_path)
-    found["configuration"]["pool_bytes"] = 5_800_000_000
+    found["configuration"] |= {"stagger": 3, "eager": True}
+    (tmp_path / "gpu" / "speed-ends.json").write_text(json.dumps(found))
+    assert "| tiny, 2 × (6 + 1 to 4), eager | nothing is asked |" in shapes(tmp_path)
+    found["configuration"] |= {"stagger": 0, "eager": False, "pool_bytes": 5_800_000_000}
     (tmp_path / "gpu" / "speed-room.json").write_text(json.dumps(found))
     assert "| tiny, 2 × (6 + 4), 5.8 GB for rows | nothing is asked |" in shapes(tmp_path)
     (tmp_path / "gpu" / "speed-room-again.json").write_text(json.dumps(found))

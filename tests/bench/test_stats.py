@@ -1,12 +1,13 @@
 """The arithmetic of the figures."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from steerscope.bench.gpu_tables import pairs
+from steerscope.bench.gpu_tables import pairs, plot
 from steerscope.bench.paired import DRIFT_GOAL, FETCH_GOAL, GOALS
 from steerscope.bench.stats import drift, line, paired, summary
 
@@ -75,6 +76,23 @@ def test_a_pair_that_was_measured_again_is_not_left_out_of_the_table_of_every_pa
         "| all layers, mean | no room |  |  |  |",
         f"| cap, likewise | +5.00 % [+1.00, +5.00], 5 pairs | ≤ +2.0 %: **missed** |  | {same} |",
     ]
+
+
+def test_the_plot_is_that_of_the_committed_run() -> None:
+    assert (RESULTS.parents[1] / "docs" / "speed.svg").read_text() == plot(RESULTS)
+
+
+def test_rounds_too_far_off_for_the_plot_are_on_its_edge(tmp_path: Path) -> None:
+    (tmp_path / "gpu").mkdir()
+    ratios = [1.0, 1.2, 0.8, 1.01, 1.01, 1.01]
+    cell = {"ratio": {"rounds": ratios}}
+    (tmp_path / "gpu" / "speed-qwen2.5-3b.json").write_text(json.dumps({"cells": {"noise": cell}}))
+    drawn = plot(tmp_path)
+    heights = [float(y) for y in re.findall(r'cy="([-\d.]+)"', drawn)]
+    middle, top, bottom = heights[:3]
+    assert top - middle == pytest.approx(middle - bottom)
+    assert (heights[3] - middle) / (top - middle) == pytest.approx(0.2, abs=0.01)
+    assert drawn.count("<polyline") == 3
 
 
 def test_goals_hold_in_the_committed_run() -> None:

@@ -272,13 +272,14 @@ class Ours:
             leaving.step = self._steps = Steps(leaving.step)
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
-        before = self.engine.stats()["steps"]
+        before = self.engine.stats()
         if self._steps is not None:
             self._steps.clear()
         seconds, done = clocked(self.asking(prompts, cell), self._steps)
-        run = Run(seconds, [one.token_ids for one in done], int(self.engine.stats()["steps"] - before))
+        more = {name: value - before.get(name, 0) for name, value in self.engine.stats().items()}
+        run = Run(seconds, [one.token_ids for one in done], int(more["steps"]))
         if self._steps is not None:
-            run.extra |= self._steps.told(self.setup.prompt_steps())
+            run.extra |= self._steps.told(self.setup.prompt_steps()) | {"stall_s": more["worker_stall_s"]}
         check_batched(self.setup, run.tokens, run.steps)
         counts = self.setup.decodes()
         if cell in WATCHES and any(len(one.readings) != n - 1 for one, n in zip(done, counts, strict=True)):

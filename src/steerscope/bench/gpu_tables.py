@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from steerscope.analysis.svg import HEIGHT, NEUTRAL, POSITIVE, WIDTH, Axes, drawing
 from steerscope.bench.paired import CELLS, GOALS
 
 _MAIN = "speed-qwen2.5-3b.json"  # the run that has goals
@@ -12,6 +13,8 @@ _PEER = "speed-qwen2.5-3b-peer.json"  # and vLLM's own way to get at rows
 _BEFORE = "before-*-qwen2.5-3b.json"  # others before it, in order
 _SLOW_MS, _PROMPTS = 0.1, 3  # the first few read prompts
 _MANY = 20  # steps, not to be named
+_MUCH = 100_000_000  # bytes, of which the time of a copy says something
+_FAR = 5  # percent: as far as the plot goes
 _AROUND = ("WorkerTaps._around_step", "WorkerTaps._after_inputs", "WorkerTaps._before_forward")  # vLLM's own is in them
 _REQUESTS = {
     "noise": "untouched against itself",
@@ -63,7 +66,9 @@ def _main(results: Path) -> dict:
 def _shape(data: dict) -> str:
     work = data["configuration"]
     room = f", {size / 1e9:.1f} GB for rows" if (size := work.get("pool_bytes")) else ""
-    return f"{work['model']}, {work['batch']} × ({work['prefill']} + {work['decode']}){room}"
+    room += ", eager" if work.get("eager") else ""
+    tokens = f"{work['decode'] - less} to {work['decode']}" if (less := work.get("stagger")) else work["decode"]
+    return f"{work['model']}, {work['batch']} × ({work['prefill']} + {tokens}){room}"
 
 
 def _cells(data: dict, ending: Callable[[dict], str]) -> Iterator[str]:
@@ -87,8 +92,10 @@ def speed(results: Path) -> str:
     if not (results / "gpu" / _MAIN).exists():
         return "*No figures yet: run `bench/gpu/speed.sh` where there is a GPU.*"
     data = _main(results)
-    head = "| request | untouched s | steerscope s | overhead, 95 % interval | goal | drift | fetch GB/s |"
-    lines = [f"**{_shape(data)}**", "", head, "|---" * 7 + "|", *_cells(data, _goals)]
+    head = (
+        "| request | untouched s | steerscope s | overhead, 95 % interval | goal | drift | copies, GB/s | same texts |"
+    )
+    lines = [f"**{_shape(data)}**", "", head, "|---" * 8 + "|", *_cells(data, _goals)]
     rounds = [cell["rounds"] for cell in data["cells"].values() if "rounds" in cell]
     versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("vllm", "torch") if name in data["versions"])
     lines += ["", f"At least {min(rounds, default=0)} rounds; {data['engines'].get('ours', {}).get('mode')}; "]
@@ -127,23 +134,32 @@ def _goal(cell: dict) -> str:
 
 
 def _goals(cell: dict) -> str:
-    goal, fetch = _goal(cell), ""
-    if cell.get("fetch_gb_per_s"):
-        fetch = f"{cell['fetch_gb_per_s']:.1f}"
+    if "drift" not in cell:
+        return " | | | "
+    fetch, drift = "", f"{100 * cell['drift']:+.1f} %"
+    if cell.get("bytes", 0) >= _MUCH and cell.get("fetch_gb_per_s"):
+        fetch = f"{cell['fetch_gb_per_s']:.1f}; {cell['fetch_fresh_gb_per_s']:.1f}"
     if "fetch_goal" in cell:
         fetch += f" (goal ≥ {cell['fetch_goal']:.0f})"
-    return f"{goal} | {100 * cell['drift']:+.1f} % | {fetch}" if "drift" in cell else " | | "
+        drift += f" (goal ≤ {100 * cell['drift_goal']:.0f} %)"
+    return f"{_goal(cell)} | {drift} | {fetch} | {100 * cell['same_tokens']:.1f} %"
 
 
 def shapes(results: Path) -> str:
     """Other models and batches, which have no goals."""
     found = sorted((results / "gpu").glob("speed*.json"), key=lambda file: file.stem)
     files = [file for file in found if file.name not in (_MAIN, _PEER)]
-    lines = ["| shape | request | untouched s | steerscope s | overhead, 95 % interval | rounds |", "|---" * 6 + "|"]
+    head = "| shape | request | untouched s | steerscope s | overhead, 95 % interval | a step waited, ms | rounds |"
+    lines = [head, "|---" * 7 + "|"]
     for file in files:
         shape = _shape(data := json.loads(file.read_text())) + (", again" if file.stem.endswith("-again") else "")
-        lines += [f"| {shape} {line}" for line in _cells(data, lambda cell: cell.get("rounds", ""))]
+        lines += [f"| {shape} {line}" for line in _cells(data, _waited)]
     return "\n".join(lines) if files else "*No figures yet.*"
+
+
+def _waited(cell: dict) -> str:
+    """For room on the device, in a round."""
+    return f"{1e3 * cell['stall_s']:.0f} | {cell['rounds']}" if "stall_s" in cell else f" | {cell.get('rounds', '')}"
 
 
 def hidden_states(results: Path) -> str:
@@ -213,6 +229,26 @@ def steps(results: Path) -> str:
         )
         lines.append(f"| {_REQUESTS.get(name, name)} | {_interval(cell, 2)} | {middle} | {shown or 'none'} |")
     return "\n".join(lines)
+
+
+def plot(results: Path) -> str:
+    """Whether a run drifts: how much longer each round was, with the median of each third."""
+    cells = _main(results)["cells"]
+    panels = [_rounds(cells[name], _REQUESTS[name]) for name in ("noise", "zero-layer", "all-layers") if name in cells]
+    content = [f'<g transform="translate({i * WIDTH} 0)">{panel}</g>' for i, panel in enumerate(panels)]
+    return drawing("".join(content), WIDTH * len(panels), HEIGHT)
+
+
+def _rounds(cell: dict, title: str) -> str:
+    more = [100 * (ratio - 1) for ratio in cell["ratio"]["rounds"]]
+    axes, third = Axes((0, len(more)), (-_FAR, _FAR)), len(more) // 3
+    parts = [axes.frame(f"{title}: longer by, %", "round", range(0, len(more) + 1, 20), [-4, -2, 0, 2, 4])]
+    # What is further off lies on the edge, so that it is seen.
+    parts.append(axes.dots([(i, max(-_FAR, min(_FAR, one))) for i, one in enumerate(more)], NEUTRAL, 2.5, 0.6))
+    for start in (0, third, len(more) - third):
+        middle = statistics.median(more[start : start + third])
+        parts.append(axes.curve([(start, middle), (start + third, middle)], POSITIVE))
+    return "".join(parts)
 
 
 def hooks(results: Path) -> str:

@@ -110,6 +110,8 @@ def figures(cell: str, kind: str, kept: list[Pair], again: list[Pair], args: arg
         found.setdefault("phases", {})[name] = medians(phases)
         found.setdefault("phases_of_rounds", {})[name] = [[round(ms, 2) for ms in one.values()] for one in phases]
         found.setdefault("steps_ms", {})[name] = each_step([one["steps_ms"] for one in told])
+    if kind == "ours":
+        found["stall_s"] = statistics.median(one["extra"]["stall_s"] for _, one in pairs)
     found["drift"] = drift(ratio["rounds"])
     found["tokens_per_s"] = sum(args.setup.decodes()) / statistics.median(ours)
     if cell in GOALS and kind == "ours":

@@ -280,6 +280,7 @@ def refresh(text: str, results: Path) -> str:
 def main() -> None:
     results = Path("bench/results")
     Path("docs/vectors.svg").write_text(vector_tables.plot(results), encoding="utf-8")
+    Path("docs/speed.svg").write_text(gpu_tables.plot(results), encoding="utf-8")
     Path("docs/soak.svg").write_text(soak_tables.plot(results), encoding="utf-8")
     for name, plot in learning_tables.PLOTS.items():
         Path("docs", name).write_text(plot(results), encoding="utf-8")

@@ -22,7 +22,7 @@ from steerscope.engines.generation import EndEvent, Generation, TokenEvent, Toke
 from steerscope.engines.vllm.graphs import Graphs
 from steerscope.engines.vllm.layers import attach, find_layers
 from steerscope.engines.vllm.step import ENTRIES
-from steerscope.engines.vllm.tap import Shared, Tap
+from steerscope.engines.vllm.tap import Shared, Tap, TappedNorm
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.watch import Watch, flag, when
 from waiting import HUNG_S
@@ -33,6 +33,8 @@ IDLE, CAPTURING, STEERING, WATCHING = 11, 270, 23, 545
 DRIVING = 4  # of the client, for texts that nobody looks at before their ends (one is vLLM's step, as we make it)
 # Beside the operator itself a tap may only bring its tensors in.
 OPERATORS, INPUTS = 1, 3
+# Within a norm, as on a GPU, it stands for the norm's operators: one, and three that take its weight and answers apart.
+FUSED_OPERATORS, FUSED_INPUTS = 4, 5
 # The same thread drives these, but they are not the worker's.
 CLIENT = ("engine.py", "entering.py", "leaving.py", "running.py", "claims.py", "front.py", "plugin.py", "selftest.py")
 # Those of them that every step of our own engine passes, and what they are made of.
@@ -161,16 +163,29 @@ def test_who_is_watched_while_another_is_met_late_has_every_reading() -> None:
         engine.close()
 
 
+class Norm(nn.Module):
+    """As vLLM's: it takes and hands on the stream in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(HIDDEN)), 1e-6
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        stream = x + residual
+        scale = torch.rsqrt(stream.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return stream * scale * self.weight, stream
+
+
 class Block(nn.Module):
     """A decoder layer as vLLM has them: it hands on (delta, residual)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.mlp = nn.Linear(HIDDEN, HIDDEN)
+        self.norm, self.mlp = Norm(), nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        residual = delta + residual
-        return self.mlp(residual), residual
+        normed, residual = self.norm(delta, residual)
+        return self.mlp(normed), residual
 
 
 class Model(nn.Module):
@@ -185,8 +200,8 @@ class Model(nn.Module):
         return delta + residual
 
 
-def nodes(layers: int, tapped: bool, noop: bool = False) -> tuple[int, int]:
-    """Operators and inputs of the graph the compiler is given."""
+def nodes(layers: int, tapped: bool, noop: bool = False, fused: bool = False) -> tuple[int, int]:
+    """Operators and inputs of the graph the compiler is given; taps are hooks, or `fused` with norms, as on a GPU."""
     model = Model(layers)
     if tapped:
         shared = Shared(
@@ -195,15 +210,23 @@ def nodes(layers: int, tapped: bool, noop: bool = False) -> tuple[int, int]:
             gates=torch.ones(4),
             before=torch.zeros(8, dtype=torch.bool),
             faults=torch.zeros(8, dtype=torch.int32),
+            stage=torch.zeros(8, HIDDEN),
+            orders=torch.zeros(8, dtype=torch.int32),
         )
         tables = [(torch.zeros(8, HIDDEN), torch.zeros(32, 5)) for _ in range(layers)]
-        taps = {(i, "resid_post"): Tap(shared, *table, True, True, noop) for i, table in enumerate(tables)}
-        attach(find_layers(model, layers), taps)  # type: ignore[arg-type]
+        own = [{"laid": torch.zeros(8), "staged": torch.zeros(8)} for _ in tables]
+        taps = {(i, "resid_post"): Tap(shared, *table, True, True, noop, **own[i]) for i, table in enumerate(tables)}
+        if fused:
+            for block, tap in zip(model.layers, taps.values(), strict=True):
+                block.norm = norm = TappedNorm(block.norm, tap)  # type: ignore[arg-type]
+                norm.fused = not noop
+        else:
+            attach(find_layers(model, layers), taps)  # type: ignore[arg-type]
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> object:
         graphs.append(graph)
-        return graph.forward
+        return lambda *_: (torch.zeros(4, HIDDEN),)  # the kernels that it names are a GPU's
 
     torch._dynamo.reset()
     with torch.no_grad():
@@ -214,9 +237,9 @@ def nodes(layers: int, tapped: bool, noop: bool = False) -> tuple[int, int]:
     return len(kinds) - inputs - kinds.count("output"), inputs
 
 
-def per_layer(tapped: bool, noop: bool = False) -> tuple[float, float]:
+def per_layer(tapped: bool, noop: bool = False, fused: bool = False) -> tuple[float, float]:
     """What each further layer adds: tensors that all taps share are counted once, and so not here."""
-    many, few = nodes(2 * LAYERS, tapped, noop), nodes(LAYERS, tapped, noop)
+    many, few = (nodes(layers, tapped, noop, fused) for layers in (2 * LAYERS, LAYERS))
     return (many[0] - few[0]) / LAYERS, (many[1] - few[1]) / LAYERS
 
 
@@ -227,5 +250,13 @@ def test_nodes_that_a_tap_adds_to_a_layer() -> None:
     assert inputs - bare_inputs <= INPUTS
 
 
-def test_a_tap_that_does_nothing_adds_nothing() -> None:
-    assert per_layer(True, noop=True) == per_layer(False)
+@pytest.mark.slow
+def test_a_tap_within_a_norm_is_one_operator_in_place_of_the_norms_own() -> None:
+    (operators, inputs), (bare_operators, bare_inputs) = per_layer(True, fused=True), per_layer(False)
+    assert operators <= FUSED_OPERATORS + 1 < bare_operators  # and the layer's one product
+    assert inputs - bare_inputs <= FUSED_INPUTS
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_tap_that_does_nothing_adds_nothing(fused: bool) -> None:
+    assert per_layer(True, noop=True, fused=fused) == per_layer(False)
