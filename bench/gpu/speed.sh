@@ -2,7 +2,7 @@
 # What each kind of request costs on a GPU against untouched vLLM, in pairs. Usage: speed.sh OUT [run ...]
 # Needs vLLM on PYTHONPATH; writes OUT/speed-<run>.json, OUT/profile-<cell>.json and a log of each.
 out=$1; shift
-runs=${*:-"qwen one profile llama-8b llama-1b batches peer lens"}
+runs=${*:-"qwen one ends reading eager noop profile llama-8b llama-1b batches peer lens"}
 tmp=${TMPDIR:-/tmp}
 mkdir -p "$out"
 . bench/gpu/env.sh

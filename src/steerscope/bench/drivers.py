@@ -136,10 +136,8 @@ class BareVLLM:
         drive = self._generate if self.llm else self._drive
         seconds, (tokens, last) = clocked(lambda: self._thread.submit(drive, prompts).result(), self.steps)
         check_batched(self.setup, tokens, len(self.steps.done))
-        return Run(seconds, tokens, len(self.steps.done), extra={"last": last, **self.steps.told(self._prompts())})
-
-    def _prompts(self) -> int:
-        return self.setup.prompt_steps()
+        told = self.steps.told(self.setup.prompt_steps())
+        return Run(seconds, tokens, len(self.steps.done), extra={"last": last, **told})
 
     def _generate(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
         asked = [self._params(tokens) for tokens in self.setup.decodes()]
