@@ -21,6 +21,7 @@ from steerscope.bench.stats import line, summary
 from steerscope.bench.workload import OPS, NotMeasured, Setup
 
 STREAM = "stream"
+_MUCH = 1_000_000  # bytes, of which the time of a copy says something
 PARTS = ("generated", "last", "mean")  # of all layers' rows
 STEERS = (*OPS, "add:one", "add:same")
 
@@ -143,7 +144,8 @@ def markdown(result: dict[str, Any]) -> str:
         lines = [f"| {engine}, fresh process per cell | median s | × {name} | drift | fetch GB/s |"]
         lines.append("|---|---|---|---|---|")
         for cell, one in found["cells"].items():
-            fetch = f"{one['fetch_gb_per_s']:.2f}" if one["fetch_gb_per_s"] else ""
+            told = one["fetch_gb_per_s"] and one["verified"]["bytes"] >= _MUCH
+            fetch = f"{one['fetch_gb_per_s']:.2f}" if told else ""
             ratio = f"{one['ratio']:.3f}" if one["ratio"] else ""
             title = f"capture {one['captured_layers']} of {layers} layers" if one["captured_layers"] else cell
             lines.append(f"| {title} | {one['median']:.3f} | {ratio} | {100 * one['drift']:+.1f} % | {fetch} |")
