@@ -17,8 +17,10 @@ VLLM_STAMP := $(VLLM)/.installed
 # The oldest vLLM whose CPU build runs, in a third one.
 OLDEST := .venv-vllm-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
-# A process of vLLM takes 20 s to start on a CPU, so make bench runs these cells of the suite; BENCH_CELLS= runs all.
+# A process of vLLM takes 20 s to start on a CPU, so make bench runs these cells of the suite, for few rounds.
+# BENCH_CELLS= BENCH_ROUNDS=10 runs all, as published.
 BENCH_CELLS := baseline zero-layer layers=0,2,4,6,8,10,12,14 all-layers add stream
+BENCH_ROUNDS := 2
 
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
@@ -134,7 +136,7 @@ acceptance: setup setup-vllm ## the claims on real models; writes bench/results/
 
 bench: setup setup-vllm ## both engines against bare generate and stock vLLM on the CPU (< 10 min); report in bench-report/
 	@$(BIN)/python -m steerscope.bench.hf --rounds 2 --out bench/results/hf.json
-	@VLLM_CPU_KVCACHE_SPACE=1 $(VLLM)/bin/steerscope bench suite --eager --report bench-report --prefill 32 --decode 16 --iterations 2 \
+	@VLLM_CPU_KVCACHE_SPACE=1 $(VLLM)/bin/steerscope bench suite --eager --report bench-report --prefill 32 --decode 16 --iterations $(BENCH_ROUNDS) \
 	  $(foreach cell,$(BENCH_CELLS),--cell $(cell)) --out bench/results/cpu_suite.json
 	@$(BIN)/python -m steerscope.bench.tables
 
