@@ -80,7 +80,13 @@ def test_the_copy_outlives_what_it_was_made_from(some: list[Rows]) -> None:
 
 
 @pytest.mark.parametrize(
-    "room", [torch.zeros(8, dtype=torch.uint8), torch.zeros(100_000), torch.zeros(100_000, dtype=torch.uint8)[::2]]
+    "room",
+    [
+        torch.zeros(8, dtype=torch.uint8),
+        torch.zeros(100_000),
+        torch.zeros(100_000, dtype=torch.uint8)[::2],
+        torch.zeros(100_000, dtype=torch.uint8)[1:],
+    ],
 )
 def test_memory_that_does_not_do_is_refused(some: list[Rows], room: Tensor) -> None:
     with pytest.raises(InvalidRequest, match=f"uint8 tensor of {private_bytes(some)} bytes"):

@@ -28,9 +28,11 @@ def private(rows: Sequence[Rows], room: Tensor | None = None, threads: int = THR
     size = private_bytes(rows)
     if room is None:
         room = _fresh(size)
-    elif room.dtype != torch.uint8 or not room.is_contiguous() or room.numel() < size or room.is_cuda:
-        what = f"{room.numel()} elements of {room.dtype} on {room.device}"
-        raise InvalidRequest([Problem("room", what, f"give a contiguous uint8 tensor of {size} bytes on the CPU")])
+    elif not _fits(room, size):
+        what = f"{room.numel()} elements of {room.dtype} on {room.device}, from {room.storage_offset()} on"
+        raise InvalidRequest(
+            [Problem("room", what, f"give a contiguous uint8 tensor of {size} bytes on the CPU, whole")]
+        )
     made, parts, start = [], list[tuple[Tensor, Tensor]](), 0
     for one in rows:
         copies = {}
@@ -46,6 +48,11 @@ def private(rows: Sequence[Rows], room: Tensor | None = None, threads: int = THR
         for part in parts:
             _copy(part)
     return made
+
+
+def _fits(room: Tensor, size: int) -> bool:
+    whole = room.is_contiguous() and room.storage_offset() % _ALIGN == 0
+    return whole and room.dtype == torch.uint8 and room.numel() >= size and not room.is_cuda
 
 
 def private_bytes(rows: Sequence[Rows]) -> int:

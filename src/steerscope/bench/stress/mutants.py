@@ -304,8 +304,9 @@ MUTANTS = [
     *_of(
         "capture/private.py",
         ("start += _aligned(tensor.nbytes)", "start += tensor.nbytes"),
-        (" or room.numel() < size", ""),
-        (" or not room.is_contiguous()", ""),
+        (" and room.numel() >= size", ""),
+        ("whole = room.is_contiguous() and ", "whole = "),
+        (" and room.storage_offset() % _ALIGN == 0", ""),
         ("-(-size // _PART))) > 1", "-(-size // _PART))) > 99"),
         ("tensor.split(rows), strict=True)", "tensor[:1].split(rows), strict=False)"),
     ),
