@@ -1,5 +1,7 @@
 """What cells ask for, and the refusal to report what was not measured."""
 
+import math
+
 import pytest
 
 from steerscope.bench.workload import (
@@ -39,34 +41,44 @@ def test_what_is_not_a_batch_is_refused(tokens: list[list[int]], steps: int, why
 
 
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
-@pytest.mark.parametrize(("batch", "prefill", "room"), [(2, 6, 2048), (32, 512, 16384), (5, 40, 64), (256, 512, 16384)])
+@pytest.mark.parametrize(
+    ("batch", "prefill", "room"), [(2, 6, 2048), (32, 512, 16384), (64, 512, 16384), (5, 40, 64), (256, 512, 16384)]
+)
 @pytest.mark.parametrize("stagger", [0, 3])
 def test_two_halves_one_after_the_other_are_no_batch(
     engine: str, batch: int, prefill: int, room: int, stagger: int
 ) -> None:
     """However few tokens a text may have: those that could not tell are refused before anything starts."""
-    for decode in range(2, 12):
+    told = 0
+    for decode in range(stagger + 1, 16):
         setup = Setup("tiny", engine=engine, batch=batch, prefill=prefill, decode=decode, tokens=room, stagger=stagger)
+        reading = [math.ceil(size * prefill / room) if engine == "vllm" else 0 for size in (batch // 2, -(-batch // 2))]
+        ends = setup.decodes()
+        halves = sum(reading) + sum(max(half) - 1 for half in (ends[: batch // 2], ends[batch // 2 :]))
         try:
             check_setup(setup)
         except InvalidRequest:
-            assert decode < 4 + stagger
+            assert decode < 8 + 2 * stagger
             continue
-        assert decode >= 3 + stagger
-        texts, ends = [[1] * count for count in setup.decodes()], setup.decodes()
+        texts = [[1] * count for count in ends]
         prompts = setup.prompt_steps() if engine == "vllm" else 0
-        check_batched(
-            setup, texts, prompts + decode - 1 + (engine == "vllm")
-        )  # one that an asynchronous engine is ahead
-        halves = prompts + sum(max(half) - 1 for half in (ends[: batch // 2], ends[batch // 2 :]))
+        check_batched(setup, texts, prompts + decode - 1 + (engine == "vllm"))  # an asynchronous engine is one ahead
         with pytest.raises(NotMeasured, match="did not run together"):
             check_batched(setup, texts, halves)
+        told += 1
+    assert told
 
 
 def test_one_request_is_a_batch_of_its_own() -> None:
     check_setup(Setup("tiny", batch=1, decode=2))
-    with pytest.raises(InvalidRequest, match="decode at least 4"):
+    with pytest.raises(InvalidRequest, match="2 tokens do not show whether 2 requests run together"):
         check_setup(Setup("tiny", batch=2, decode=2))
+
+
+@pytest.mark.parametrize("stagger", [-1, 8])
+def test_texts_cannot_end_before_their_first_token(stagger: int) -> None:
+    with pytest.raises(InvalidRequest, match="every request makes a token at least"):
+        check_setup(Setup("tiny", batch=4, decode=8, stagger=stagger))
 
 
 def test_requests_may_end_one_after_the_other() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from steerscope.capture import handle as module
 from steerscope.capture.budget import ByteBudget
 from steerscope.capture.handle import CaptureHandle, UnfetchedRows, fetch_all
 from steerscope.capture.rows import Rows
@@ -337,13 +338,40 @@ def test_copies_of_many_are_taken_together_into_memory_that_was_there() -> None:
     budget = ByteBudget(1000, wait_s=0)
     handles = [make(budget, Loader(make_rows())) for _ in range(3)]
     room = torch.zeros(1000, dtype=torch.uint8)
-    found = fetch_all(handles, True, room)
+    found = fetch_all(handles, room=room)
     assert budget.used == 0
-    assert all(handle.fetch() is rows for handle, rows in zip(handles, found, strict=True))
+    for handle in handles:  # the room may be used again, and then its rows would be others'
+        with pytest.raises(CaptureClosed, match="copied to the room"):
+            handle.fetch()
     for rows in found:
         assert torch.equal(rows[3], make_rows()[3])
         assert room.data_ptr() <= rows[3].data_ptr() < room.data_ptr() + 1000
     assert len({rows[3].data_ptr() for rows in found}) == 3
+
+
+def test_a_handle_is_copied_once_however_often_it_is_named() -> None:
+    handles = [make(load=Loader(make_rows())) for _ in range(2)]
+    first, second, again = fetch_all([*handles, handles[0]], copy=True)
+    assert again is first is not second
+    assert fetch_all(handles, copy=True) == [first, second]
+    for handle in handles:
+        handle.close()
+
+
+async def test_who_awaits_a_copy_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = threading.get_ident(), list[int]()
+
+    def private(rows: list[Rows], room: torch.Tensor | None) -> list[Rows]:
+        there.append(threading.get_ident())
+        return copies(rows, room)
+
+    copies = module.private
+    monkeypatch.setattr(module, "private", private)
+    budget = ByteBudget(1000, wait_s=0)
+    async with CaptureHandle("r1", LENGTH, Loader(), budget, await budget.reserve(10, "x"), 60) as handle:
+        assert torch.equal((await handle.fetch_async(copy=True))[3], make_rows()[3])
+    assert len(there) == 1
+    assert there[0] != here
 
 
 def test_a_handle_that_was_closed_meanwhile_keeps_no_copy() -> None:

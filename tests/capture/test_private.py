@@ -27,7 +27,7 @@ def some() -> list[Rows]:
     return [
         rows_of(torch.randn(7, 16, generator=draw)),
         rows_of(pool[:, 0], pool[:, 2]),
-        rows_of(torch.randn(5, 3, generator=draw).double(), torch.randn(5, 3, generator=draw).bfloat16()),
+        rows_of(torch.randn(5, 3, generator=draw).bfloat16(), torch.randn(5, 3, generator=draw).double()),
         rows_of(torch.randn(16, generator=draw), reduce="mean"),
         rows_of(torch.zeros(0, 16)),
     ]
@@ -59,6 +59,30 @@ def test_every_element_is_copied(
     assert not torch.equal(found[0][0], some[0][0])
 
 
+def test_sites_of_one_tap_are_one_tensor_here_too(some: list[Rows]) -> None:
+    tensor = some[0][0]
+    both = rows_of(tensor, tensor)
+    assert private_bytes([both]) == private_bytes([rows_of(tensor)])
+    for room in (None, torch.zeros(private_bytes([both]), dtype=torch.uint8)):
+        (found,) = private([both], room)
+        assert found[0].data_ptr() == found[1].data_ptr() != tensor.data_ptr()
+        assert torch.equal(found[1], tensor)
+
+
+def test_rows_are_kept_by_themselves(some: list[Rows]) -> None:
+    """In fresh memory: whoever keeps those of one request does not keep all others'."""
+    found = private(some)
+    assert found[0][0].untyped_storage().nbytes() == private_bytes(some[:1])
+
+
+def test_columns_of_a_tensor_can_be_copied() -> None:
+    wide = torch.arange(40.0).view(5, 8)
+    rows = rows_of(wide[:, ::2], wide.T.contiguous().T)
+    for found in (private([rows]), private([rows], torch.zeros(private_bytes([rows]), dtype=torch.uint8))):
+        assert torch.equal(found[0][0], wide[:, ::2])
+        assert torch.equal(found[0][1], wide)
+
+
 def test_threads_share_one_long_tensor(some: list[Rows], monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2)
     real = module._copy
@@ -86,8 +110,10 @@ def test_the_copy_outlives_what_it_was_made_from(some: list[Rows]) -> None:
         torch.zeros(100_000),
         torch.zeros(100_000, dtype=torch.uint8)[::2],
         torch.zeros(100_000, dtype=torch.uint8)[1:],
+        torch.zeros(1000, 100, dtype=torch.uint8),
+        torch.zeros(100_000, dtype=torch.uint8, device="meta"),
     ],
 )
 def test_memory_that_does_not_do_is_refused(some: list[Rows], room: Tensor) -> None:
-    with pytest.raises(InvalidRequest, match=f"uint8 tensor of {private_bytes(some)} bytes"):
+    with pytest.raises(InvalidRequest, match=f"contiguous tensor of {private_bytes(some)} bytes"):
         private(some, room)

@@ -14,8 +14,9 @@ import torch
 import tiny
 from engines.conftest import Start
 from reference import Reference, distance, same_until_tie
-from steerscope.capture.handle import UnfetchedRows
+from steerscope.capture.handle import UnfetchedRows, fetch_all
 from steerscope.capture.rows import Rows
+from steerscope.engines import base
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, Generation, Timings, TokenEvent, TokenPrompt
 from steerscope.specs import Ablate, Add, Cap, Capture, InvalidRequest, Sampling, Steering
@@ -500,13 +501,24 @@ class TestCapture:
             for copies, rows in zip(found, whole, strict=True):
                 assert all(torch.equal(copies[key], rows[key]) for key in rows)
 
-    def test_rows_are_copied_for_who_awaits_them_without_holding_up_the_loop(self, engine: SyncEngine) -> None:
+    def test_rows_are_copied_for_who_awaits_them_without_holding_up_the_loop(
+        self, engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        threads: list[int] = []
+
+        def fetch(*given: object) -> list[Rows]:
+            threads.append(threading.get_ident())
+            return fetch_all(*given)  # type: ignore[arg-type]
+
         async def run() -> list[Rows]:
             done = await engine.aio.generate(PROMPT, SHORT, capture=Capture(layers=1))
             assert done.capture is not None
             return await engine.aio.fetch_all([done.capture], copy=True)
 
+        monkeypatch.setattr(base, "fetch_all", fetch)
         (rows,) = asyncio.run(run())
+        assert threading.get_ident() not in threads
+        assert len(threads) == 1
         assert torch.equal(rows[1], engine.generate(PROMPT, SHORT, capture=Capture(layers=1)).rows[1])
 
     def test_capturing_some_layers_costs_some_layers(self, engine: SyncEngine) -> None:

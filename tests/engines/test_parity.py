@@ -150,14 +150,27 @@ def test_rows_are_after_steering_unless_asked_for_before(start: Start) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*mkldnn_matmul")
 def test_bfloat16_rows_agree_with_the_reference_to_bfloat16_precision(start: Start) -> None:
-    """Teacher-forced: the tokens are fixed, so that a rounding difference cannot change the text."""
+    """Teacher-forced: the tokens are fixed, so that a rounding difference cannot change the text. What rounding does to
+    a row depends on the processor (1 to 4 % here), so the measure is what it does to transformers' own rows, beside
+    those of the same weights in float64: ours are hardly further from these, nor the two roundings from each other."""
     engine = start(dtype=torch.bfloat16)
-    reference = Reference(copy.deepcopy(tiny.model()).to(torch.bfloat16))
+    model = copy.deepcopy(tiny.model()).to(torch.bfloat16)
+    reference, exact = Reference(model), Reference(copy.deepcopy(model).double())
     for done in engine.generate(PROMPTS, LENGTHS, capture=Capture()):
-        _, wanted = reference.run([*done.prompt_token_ids, *done.token_ids[:-1]])
+        ids = [*done.prompt_token_ids, *done.token_ids[:-1]]
+        (_, wanted), (_, true) = reference.run(ids), exact.run(ids)
         for layer in range(4):
-            rows, want = done.rows[layer], wanted[layer, "resid_post"]
-            assert rows.dtype == torch.bfloat16
-            # 8 bits of mantissa and a few layers: 2e-2 in relative L2 per row.
-            error = (rows.double() - want.double()).norm(dim=-1) / want.double().norm(dim=-1)
-            assert float(error.max()) < 2e-2
+            rows, theirs, best = (found.double() for found in (
+                done.rows[layer], wanted[layer, "resid_post"], true[layer, "resid_post"]
+            ))  # fmt: skip
+            assert done.rows[layer].dtype == torch.bfloat16
+            rounding = far(theirs, best)
+            assert 1e-3 < rounding < 5e-2
+            assert far(rows, best) < 1.5 * rounding
+            assert far(rows, theirs) < 1.5 * rounding
+            assert float(torch.cosine_similarity(rows, best, dim=-1).min()) > 0.999
+
+
+def far(rows: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The worst row, in relative L2."""
+    return float(((rows - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())

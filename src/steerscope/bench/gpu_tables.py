@@ -30,6 +30,8 @@ _REQUESTS = {
     "ablate": "ablate, likewise",
     "add:one": "add at one layer, likewise",
     "add:same": "add at every layer, one vector for all",
+    "cap:one": "cap at one layer, each request another vector",
+    "ablate:same": "ablate at every layer, one vector for all",
     "hidden-states": "vLLM's own `extract_hidden_states`",
     "watch": "267 lenses on every generated token",
     "watch:int8": "267 lenses in int8, likewise",
@@ -67,6 +69,9 @@ def _shape(data: dict) -> str:
     work = data["configuration"]
     room = f", {size / 1e9:.1f} GB for rows" if (size := work.get("pool_bytes")) else ""
     room += ", eager" if work.get("eager") else ""
+    room += ", taps that do nothing" if work.get("noop") else ""
+    room += ", against `LLM`" if work.get("baseline") == "llm" else ""
+    room += ", cores in processes of their own" if work.get("core") == "process" else ""
     tokens = f"{work['decode'] - less} to {work['decode']}" if (less := work.get("stagger")) else work["decode"]
     return f"{work['model']}, {work['batch']} × ({work['prefill']} + {tokens}){room}"
 
@@ -138,7 +143,8 @@ def _goals(cell: dict) -> str:
         return " | | | "
     fetch, drift = "", f"{100 * cell['drift']:+.1f} %"
     if cell.get("bytes", 0) >= _MUCH and cell.get("fetch_gb_per_s"):
-        fetch = f"{cell['fetch_gb_per_s']:.1f}; {cell['fetch_fresh_gb_per_s']:.1f}"
+        fresh = cell.get("fetch_fresh_gb_per_s")
+        fetch = f"{cell['fetch_gb_per_s']:.1f}" + (f"; {fresh:.1f}" if fresh else "")
     if "fetch_goal" in cell:
         fetch += f" (goal ≥ {cell['fetch_goal']:.0f})"
         drift += f" (goal ≤ {100 * cell['drift_goal']:.0f} %)"

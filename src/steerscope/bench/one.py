@@ -25,7 +25,6 @@ from steerscope.bench.workload import (
     check_setup,
     check_streams,
     steering_of,
-    steers,
 )
 from steerscope.capture.private import private
 from steerscope.engines.generation import EndEvent, TokenPrompt
@@ -72,7 +71,7 @@ def measure(setup: Setup, cell: str, iterations: int, warmups: int = 1) -> dict[
     """Rounds of one cell. The last one verifies the rows; nothing of that is on the clock."""
     check_cell(cell)
     check_setup(setup)
-    budget = setup.row_bytes() if capture_of(cell, 4) or steers(cell) else 0
+    budget = setup.row_bytes() if capture_of(cell, 4) else 0
     if budget > setup.most_bytes:
         raise NotMeasured(f"not measured: the rows take {budget >> 20} MiB, most_bytes is {setup.most_bytes >> 20} MiB")
     with tempfile.TemporaryDirectory() as scratch:
@@ -114,6 +113,7 @@ def _figures(setup: Setup, runs: list[Run]) -> dict[str, Any]:
 def stream(setup: Setup, iterations: int, cell: str = "zero-layer", warmups: int = 1) -> dict[str, Any]:
     """All requests as streams at once: time to the first token, and tokens per second."""
     check_cell(cell)
+    check_setup(setup)
     with tempfile.TemporaryDirectory() as scratch:
         driver = Ours(setup, Path(scratch), setup.row_bytes() if capture_of(cell, 4) else 0)
         try:

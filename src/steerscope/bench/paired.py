@@ -207,8 +207,7 @@ def run_cells(
 def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     setup: Setup = replace(args.setup, batch=max(args.batches or [args.setup.batch]))  # what the engines can take
     cells = list(args.cells)
-    keeps = any(capture_of(cell, 4) or steers(cell) for cell in [*cells, args.profile or ""])
-    budget = setup.row_bytes() if keeps else 0
+    budget = setup.row_bytes() if any(capture_of(cell, 4) for cell in [*cells, args.profile or ""]) else 0
     children: dict[str, Child] = {}
     result: dict[str, Any] = {}
 

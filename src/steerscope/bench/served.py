@@ -25,7 +25,7 @@ from steerscope.bench.drivers import Ours
 from steerscope.bench.one import about, stream_round
 from steerscope.bench.shapes import SHAPES
 from steerscope.bench.stats import paired, summary
-from steerscope.bench.workload import NotMeasured, Setup, check_cell, check_streams, steering_of
+from steerscope.bench.workload import NotMeasured, Setup, check_cell, check_setup, check_streams, steering_of
 from steerscope.engines.text import Decoder
 from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
@@ -50,6 +50,7 @@ class Words:
 
 def served(setup: Setup, iterations: int, cell: str = "zero-layer", warmups: int = 1) -> dict[str, Any]:
     check_cell(cell)
+    check_setup(setup)
     with tempfile.TemporaryDirectory() as scratch:
         driver = Ours(setup, Path(scratch), 0)
         _speak(driver, setup)

@@ -77,7 +77,7 @@ def run_suite(
     return {
         "commit": commit(),
         "workload": {"model": setup.model, "layers": layers, "hidden": model_config(setup.model).hidden_size}
-        | {name: getattr(setup, name) for name in ("batch", "prefill", "decode", "eager")}
+        | {name: getattr(setup, name) for name in ("batch", "prefill", "decode", "stagger", "eager")}
         | {"repeats": repeats, "iterations": iterations},
         "hardware": first["hardware"],
         "versions": first["versions"],
@@ -157,11 +157,17 @@ def markdown(result: dict[str, Any]) -> str:
             lines += [f"As streams: first token after {1e3 * first:.0f} ms, {speed:.0f} tokens/s in all."]
         blocks.append("\n".join(lines))
     blocks.append(
-        f"{work['model']} shape {layers}×{work['hidden']}, batch {work['batch']}, {work['prefill']} + {work['decode']} "
+        f"{work['model']} shape {layers}×{work['hidden']}, batch {work['batch']}, {work['prefill']} + {_made(work)} "
         f"tokens{', eager' if work['eager'] else ''}; {work['repeats']} repeats of {work['iterations']} rounds; "
         + _where(result)
     )
     return "\n\n".join(blocks)
+
+
+def _made(work: dict[str, Any]) -> str:
+    if not (less := work.get("stagger", 0)):
+        return str(work["decode"])
+    return f"{work['decode'] - less} to {work['decode']} (bare generate computes all as long as the longest)"
 
 
 def _where(result: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Captured rows on their way to the user: handles, budgets, files."""
 
 from steerscope.capture.handle import CaptureHandle
+from steerscope.capture.private import private_bytes
 from steerscope.capture.rows import Rows, load_rows
 
-__all__ = ["CaptureHandle", "Rows", "load_rows"]
+__all__ = ["CaptureHandle", "Rows", "load_rows", "private_bytes"]

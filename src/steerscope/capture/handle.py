@@ -1,5 +1,6 @@
 """CaptureHandle: what a request returns in place of its rows. `fetch` is lazy and idempotent; `with` closes it."""
 
+import asyncio
 import threading
 import warnings
 import weakref
@@ -46,13 +47,15 @@ class CaptureHandle:
     def fetch(self, copy: bool = False) -> Rows:
         """Bring the rows here; the same ones each time. With `copy` they are the caller's own, and the room they had is
         free at once (`engine.fetch_all` copies those of many handles together)."""
+        if copy:
+            return fetch_all([self], copy=True)[0]
         with self._lock:
             if self._rows is None:
                 if self._load is None:
                     raise CaptureClosed(f"the rows of {self.request_id} are gone: {self._gone}")
                 self._rows, self._load = self._load(), None
                 self._budget.forget(id(self))
-            return self.keep(*private([self._rows])) if copy and not self._own else self._rows
+            return self._rows
 
     def keep(self, rows: Rows) -> Rows:
         """Have these instead, which are a copy: the room is given back."""
@@ -62,8 +65,13 @@ class CaptureHandle:
                 self._held.release()
             return rows
 
+    @property
+    def own(self) -> bool:
+        """The rows are a copy already."""
+        return self._own
+
     async def fetch_async(self, copy: bool = False) -> Rows:
-        return self.fetch(copy)
+        return await asyncio.to_thread(self.fetch, True) if copy else self.fetch()
 
     @property
     def captures(self) -> Rows:
@@ -120,9 +128,17 @@ class CaptureHandle:
         return f"CaptureHandle({self.request_id}, {self.count} rows, {state})"
 
 
-def fetch_all(handles: Sequence[CaptureHandle], copy: bool, room: Tensor | None) -> list[Rows]:
-    """Of many handles; what is copied is copied by several threads."""
-    rows = [handle.fetch() for handle in handles]
-    if not copy:
-        return rows
-    return [handle.keep(own) for handle, own in zip(handles, private(rows, room), strict=True)]
+def fetch_all(handles: Sequence[CaptureHandle], copy: bool = False, room: Tensor | None = None) -> list[Rows]:
+    """The rows of many handles. Copies are made by several threads, once for each handle. What is copied to `room` is
+    there until that is used again, which a handle cannot know: it is closed, and has no rows but those given here."""
+    rows = {id(handle): handle.fetch() for handle in handles}
+    if copy or room is not None:
+        to_copy = {id(handle): handle for handle in handles if room is not None or not handle.own}
+        copies = private([rows[name] for name in to_copy], room)
+        rows |= dict(zip(to_copy, copies, strict=True))  # what they were copied from is let go before its room is
+        for name, handle in to_copy.items():
+            if room is None:
+                handle.keep(rows[name])
+            else:
+                handle.close("they were copied to the room that fetch_all was given")
+    return [rows[id(handle)] for handle in handles]

@@ -1,8 +1,8 @@
 """Rows in memory of the caller's own, so that what they had of the engine's is free for the next request.
 
-One thread copies as fast as one core reads, and memory that was never used is made page by page while it is written to.
-So several threads share the rows in parts, and fresh memory is asked for in huge pages. `room` is memory that was used
-before: nothing is made then, but what it held last is gone.
+One thread copies as fast as one core reads, and memory that was never used is made page by page while it is written
+to. So several threads share the rows in parts (each copies alone: torch's own copy would start a team of threads for
+each of them), and fresh memory is asked for in huge pages. `room` was used before: nothing is made then.
 """
 
 import contextlib
@@ -12,36 +12,33 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from steerscope.capture.rows import Rows
+from steerscope.residual.table import Key
 from steerscope.specs.errors import InvalidRequest, Problem
 
 THREADS = min(8, os.cpu_count() or 1)
 _ALIGN = 64
 _PART = 4 << 20  # bytes that one thread copies at a time
+_HUGE = 2 << 20  # bytes of a huge page
 
 
 def private(rows: Sequence[Rows], room: Tensor | None = None, threads: int = THREADS) -> list[Rows]:
-    """Copies of all of them, side by side in fresh memory, or in `room` (bytes; see `private_bytes`)."""
-    size = private_bytes(rows)
-    if room is None:
-        room = _fresh(size)
-    elif not _fits(room, size):
-        what = f"{room.numel()} elements of {room.dtype} on {room.device}, from {room.storage_offset()} on"
-        raise InvalidRequest(
-            [Problem("room", what, f"give a contiguous uint8 tensor of {size} bytes on the CPU, whole")]
-        )
+    """Copies of all of them: each in fresh memory, or all side by side in `room` (bytes; see `private_bytes`)."""
+    if room is not None:
+        _check(room, private_bytes(rows))
     made, parts, start = [], list[tuple[Tensor, Tensor]](), 0
     for one in rows:
-        copies = {}
-        for key, tensor in one.tensors.items():
-            copies[key] = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            parts += _parts(copies[key], tensor)
-            start += _aligned(tensor.nbytes)
+        size = private_bytes([one])
+        where = _fresh(size) if room is None else room[start : start + size]
+        copies = _placed(one, where)
+        parts += [part for key in _once(one) for part in _parts(copies[key], one.tensors[key])]
         made.append(replace(one, tensors=copies))
-    if (threads := min(threads, -(-size // _PART))) > 1:  # a thread is worth its start where it has much to copy
+        start += size
+    if (threads := min(threads, -(-sum(to.nbytes for to, _ in parts) // _PART))) > 1:  # else a start is not worth it
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(_copy, parts))
     else:
@@ -50,14 +47,38 @@ def private(rows: Sequence[Rows], room: Tensor | None = None, threads: int = THR
     return made
 
 
-def _fits(room: Tensor, size: int) -> bool:
-    whole = room.is_contiguous() and room.storage_offset() % _ALIGN == 0
-    return whole and room.dtype == torch.uint8 and room.numel() >= size and not room.is_cuda
-
-
 def private_bytes(rows: Sequence[Rows]) -> int:
     """What their copies take."""
-    return sum(_aligned(tensor.nbytes) for one in rows for tensor in one.tensors.values())
+    return sum(_aligned(one.tensors[key].nbytes) for one in rows for key in _once(one))
+
+
+def _check(room: Tensor, size: int) -> None:
+    if room.device.type != "cpu" or room.dtype != torch.uint8 or room.dim() != 1 or not room.is_contiguous():
+        what = f"a {room.dim()}-dimensional tensor of {room.dtype} on {room.device}"
+    elif room.numel() < size:
+        what = f"{room.numel()} bytes are too few"
+    elif room.storage_offset() % _ALIGN:
+        what = f"it begins at byte {room.storage_offset()} of its memory"
+    else:
+        return
+    remedy = f"give a contiguous tensor of {size} bytes (uint8) in the host's memory, whole"
+    raise InvalidRequest([Problem("room", what, remedy)])
+
+
+def _once(rows: Rows) -> list[Key]:
+    """Two sites of one tap are one tensor."""
+    found = {(tensor.data_ptr(), tensor.shape, tensor.stride()): key for key, tensor in rows.tensors.items()}
+    return list(found.values())
+
+
+def _placed(rows: Rows, where: Tensor) -> dict[Key, Tensor]:
+    known, start = dict[tuple, Tensor](), 0
+    for key in _once(rows):
+        tensor = rows.tensors[key]
+        to = where[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        known[tensor.data_ptr(), tensor.shape, tensor.stride()] = to
+        start += _aligned(tensor.nbytes)
+    return {key: known[one.data_ptr(), one.shape, one.stride()] for key, one in rows.tensors.items()}
 
 
 def _aligned(size: int) -> int:
@@ -71,11 +92,15 @@ def _parts(to: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _copy(part: tuple[Tensor, Tensor]) -> None:
-    part[0].copy_(part[1])
+    to, tensor = part
+    if tensor.device.type == "cpu" and tensor.dim() and tensor.stride(-1) == 1:
+        np.copyto(to.view(torch.uint8).numpy(), tensor.view(torch.uint8).numpy())
+    else:
+        to.copy_(tensor)
 
 
 def _fresh(size: int) -> Tensor:
-    if size == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
+    if size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):  # or not Linux
         return torch.empty(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages

@@ -122,8 +122,12 @@ class SyncEngine:
     def fetch_all(
         self, handles: Sequence[CaptureHandle], copy: bool = False, room: "torch.Tensor | None" = None
     ) -> list[Rows]:
-        """The rows of many captures in one round trip. With `copy` they are yours (several threads copy), and the room
-        they had is free at once; `room` is memory of yours to copy to (uint8), which is faster than fresh memory."""
+        """The rows of many captures in one round trip. With `copy` they are in memory of your own, copied by several
+        threads, and the room they had is free for other requests (rows that were fetched before keep their memory).
+        `room` is memory to copy to, a uint8 tensor of `steerscope.capture.private_bytes(rows)` bytes that is used
+        again and again, which is faster than fresh memory. What it holds is yours alone: the handles are closed, and
+        rows that were copied there before are overwritten.
+        """
         return in_this_thread(self.aio.fetch_all(handles, copy, room))
 
     def cancel(self, request_id: str) -> bool:
