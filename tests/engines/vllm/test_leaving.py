@@ -75,6 +75,9 @@ def test_tokens_of_a_quiet_text_are_kept_until_its_end_and_others_are_told_at_on
     assert kept == [1, 2, 3]
 
 
+LEAST_STEP_S = 2e-4  # that nobody's machine undercuts
+
+
 @pytest.mark.parametrize(("log", "trace"), [(True, False), (False, True)])
 def test_if_vllm_is_to_log_or_to_trace_its_own_step_runs(log: bool, trace: bool) -> None:
     out = way_out(LLM(log=log, trace=trace))
@@ -154,8 +157,8 @@ def test_only_who_asks_for_log_probabilities_is_in_vllms_books_and_all_read_the_
         other = whole[name]
         assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
         assert 0 < one.timings.first_token <= one.timings.total
-    for done in (short, whole):  # the first of many
-        assert done["quiet"].timings.first_token < done["quiet"].timings.total / 2
+    for done in (short, whole):  # the first of many: 199 steps of vLLM lie behind it, however busy the machine is
+        assert done["quiet"].timings.total - done["quiet"].timings.first_token > 199 * LEAST_STEP_S
     assert len(short["asking"].choices[0].logprobs) == 12
 
 
