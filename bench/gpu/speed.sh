@@ -2,7 +2,7 @@
 # What each kind of request costs on a GPU against untouched vLLM, in pairs. Usage: speed.sh OUT [run ...]
 # Needs vLLM on PYTHONPATH; writes OUT/speed-<run>.json, OUT/profile-<cell>.json and a log of each.
 out=$1; shift
-runs=${*:-"qwen one ends reading eager noop profile llama-8b llama-1b batches peer lens"}
+runs=${*:-"qwen loads one eager noop llama-8b llama-1b peer lens"}
 tmp=${TMPDIR:-/tmp}
 mkdir -p "$out"
 . bench/gpu/env.sh
@@ -20,10 +20,12 @@ for run in $runs; do
                  pair speed-qwen2.5-3b --model qwen2.5-3b --passes 8 \
                  --cells noise all-layers generated mean cap add last ablate zero-layer watch twin \
                  --rounds-of ${NEAR:-all-layers=130 generated=130 mean=130 cap=120 add=50 last=50 watch=50 twin=20} ;;  # every goal
+    short)     # a few lines of it anew, ends one after the other, mostly prompts: five minutes
+               pair speed-qwen2.5-3b-again --model qwen2.5-3b --cells noise all-layers cap add ablate --passes 2 \
+                 --loads 32x512+128 32x512+32:128 32x2048+16 --profile all-layers --rounds-of noise=10 cap=24 \
+                 32x512-32-128/noise=4 32x512-32-128/all-layers=12 32x512-32-128/{cap,add,ablate}=0 \
+                 32x2048-16/all-layers=6 32x2048-16/{noise,cap,add,ablate}=0 ;;
     one)       pair speed-qwen2.5-3b-one --model qwen2.5-3b --cells noise one-layer add:one add:same cap:one ablate:same ;;
-    ends)      pair speed-qwen2.5-3b-ends --model qwen2.5-3b --stagger 96 --cells $some ;;  # one text after the other
-    reading)   pair speed-qwen2.5-3b-reading --model qwen2.5-3b --prefill 2048 --decode 16 --cells $some mean
-               pair speed-llama-1b-reading --model llama-1b --prefill 2048 --decode 16 --cells $some mean ;;
     eager)     pair speed-qwen2.5-3b-eager --model qwen2.5-3b --eager --decode 16 --cells $some ;;
     quick)     pair speed-qwen2.5-3b --model qwen2.5-3b --cells noise zero-layer all-layers add ;;
     llm)       pair speed-qwen2.5-3b-llm --model qwen2.5-3b --baseline llm --cells noise zero-layer all-layers ;;
@@ -31,8 +33,11 @@ for run in $runs; do
     noop)      pair speed-qwen2.5-3b-noop --model qwen2.5-3b --noop --cells noise zero-layer ;;
     llama-8b)  pair speed-llama-8b --model llama-8b --cells $some ;;
     llama-1b)  pair speed-llama-1b --model llama-1b --cells $some ;;
-    batches)   pair speed-qwen2.5-3b --model qwen2.5-3b --batches 1 64 256 --cells $some ;;  # one pair of engines
-    room)      pair speed-qwen2.5-3b-room --model qwen2.5-3b --pool-bytes 5800000000 --batches 64 256 --cells noise all-layers ;;
+    loads)     # the main one, ends one after the other, mostly prompts, other batches: one pair of engines
+               pair speed-qwen2.5-3b --model qwen2.5-3b --cells $some --profile zero-layer all-layers add \
+                 --loads 32x512+128 32x512+32:128 32x2048+16 1x512+128 64x512+128 256x512+128 ;;
+    room)      pair speed-qwen2.5-3b-room --model qwen2.5-3b --pool-bytes 5800000000 --loads 64x512+128 256x512+128 \
+                 --cells noise all-layers ;;
     peer)      pair speed-qwen2.5-3b-peer --model qwen2.5-3b --utilisation 0.5 --cells noise all-layers hidden-states ;;
     lens)      python3 -m steerscope.bench.lens_kernel --out "$out/kernel-lenses.json" > "$out/kernel-lenses.log" 2>&1
                echo "kernel-lenses: exit $?"; tail -140 "$out/kernel-lenses.log"
@@ -42,9 +47,7 @@ for run in $runs; do
                    --out "$out/lens-$1.json" > "$out/lens-$1.log" 2>&1
                  echo "lens-$1: exit $?"; tail -44 "$out/lens-$1.log"
                done ;;
-    profile)   for cell in zero-layer all-layers add; do
-                 pair "profile-$cell" --model qwen2.5-3b --profile "$cell"
-               done ;;
+    profile)   pair profile --model qwen2.5-3b --cells --profile zero-layer all-layers add ;;
     *) echo "unknown run: $run" ;;
   esac
 done

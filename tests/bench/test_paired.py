@@ -17,7 +17,7 @@ from steerscope.bench.child import ChildFailed
 from steerscope.bench.cores import Cores
 from steerscope.bench.gpu_tables import costs, hidden_states, hooks, pairs, phases, shapes, speed, steps
 from steerscope.bench.paired import CELLS, parse
-from steerscope.bench.workload import Setup
+from steerscope.bench.workload import Setup, load_of, widest
 
 SETUP = Setup("tiny", batch=2, prefill=6, decode=4)
 TIMES = {"baseline": 1.0, "ours": 1.004}
@@ -40,8 +40,10 @@ class FakeChild:
 
     def order(self, what: str, cell: str, seed: int, *how: bool) -> dict[str, Any]:
         FakeChild.log.append((what, self.kind, cell, str(seed)))
-        if what in ("batch", "cores"):
+        if what in ("load", "cores"):
             return {}
+        if what == "profile":
+            return {"cell": cell, "hooks": {}}
         if cell in FakeChild.broken and self.kind == "ours":
             self.alive = False
             raise ChildFailed("ours: the process died")
@@ -80,7 +82,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "cell_seconds": 60.0,
             "baseline": "baseline",
         }
-        given |= {"batches": None, "profile": None, "noop": False, "out": tmp_path / "speed.json"}
+        given |= {"loads": [], "profile": [], "noop": False, "out": tmp_path / "speed.json"}
         given |= {"cores": Cores(False)}
         return paired.measure(argparse.Namespace(**given | more), tmp_path)
 
@@ -104,15 +106,36 @@ def test_rounds_go_there_and_back_with_the_same_prompts(run: Any) -> None:
     assert set(FakeChild.log[-2:]) == {("close", "baseline"), ("close", "ours")}
 
 
-def test_batches_of_several_sizes_share_two_engines(run: Any, tmp_path: Path) -> None:
-    run("noise", "zero-layer", batches=[2, 1])
+def test_several_loads_share_two_engines_and_have_rounds_and_files_of_their_own(run: Any, tmp_path: Path) -> None:
+    loads = [load_of(SETUP, text) for text in ("2x6+4", "1x9+2:3")]
+    run("noise", "zero-layer", loads=loads, rounds_of={"1x9-2-3/noise": 0, "zero-layer": 7, "1x9-2-3/zero-layer": 5})
     assert [entry for entry in FakeChild.log if entry[0] == "start"] == [("start", "ours"), ("start", "baseline")]
-    told = [(entry[1], entry[3]) for entry in FakeChild.log if entry[0] == "batch"]
-    assert list(dict.fromkeys(told)) == [("baseline", "2"), ("ours", "2"), ("baseline", "1"), ("ours", "1")]
-    for size in (2, 1):
-        found = json.loads((tmp_path / f"speed-b{size}.json").read_text())
-        assert found["configuration"]["batch"] == size
-        assert set(found["cells"]) == {"noise", "zero-layer"}
+    told = [(entry[1], entry[3]) for entry in FakeChild.log if entry[0] == "load"]
+    first, second = (
+        str({"batch": 2, "prefill": 6, "decode": 4, "stagger": 0}),
+        str({"batch": 1, "prefill": 9, "decode": 3, "stagger": 1}),
+    )
+    assert list(dict.fromkeys(told)) == [("baseline", first), ("ours", first), ("baseline", second), ("ours", second)]
+    for name, load, rounds in (
+        ("2x6-4", loads[0], {"noise": 6, "zero-layer": 7}),
+        ("1x9-2-3", loads[1], {"zero-layer": 5}),
+    ):
+        found = json.loads((tmp_path / f"speed-{name}.json").read_text())
+        assert found["configuration"] | {"batch": load.batch, "stagger": load.stagger} == found["configuration"]
+        assert {cell: one["rounds"] for cell, one in found["cells"].items()} == rounds
+    made = widest(loads)
+    assert (made.batch, made.prefill, made.decode, made.stagger) == (2, 9, 4, 0)
+
+
+def test_what_is_profiled_comes_last_and_is_a_file_of_its_own(run: Any, tmp_path: Path) -> None:
+    run("zero-layer", profile=["add", "all-layers"])
+    last = [entry for entry in FakeChild.log if entry[0] in ("run", "profile")][-2:]
+    assert [entry[:3] for entry in last] == [("profile", "ours", "add"), ("profile", "ours", "all-layers")]
+    assert json.loads((tmp_path / "profile-add.json").read_text())["profile"]["cell"] == "add"
+    assert set(json.loads((tmp_path / "speed.json").read_text())["cells"]) == {"zero-layer"}
+    FakeChild.log = []
+    run(profile=["add"])
+    assert [entry[1] for entry in FakeChild.log if entry[0] == "start"] == ["ours"]
 
 
 def test_rows_are_verified_and_a_missed_goal_is_said(run: Any) -> None:
@@ -230,18 +253,34 @@ def test_all_threads_of_a_process_are_confined() -> None:
     assert os.sched_getaffinity(0) == set(everywhere)
 
 
-def test_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "llama-8b", "--batch", "64", "--eager", "--cells", "noise", "layers=0,5", "--out", "x.json"]
-    words += ["--rounds-of", "noise=3"]
+    words += ["--rounds-of", "noise=3", "8x512-128/noise=2", "--loads", "8x512+128", "4x2048+16:48"]
     monkeypatch.setattr(sys, "argv", ["paired", *words])
     args = parse()
     assert (args.setup.model, args.setup.batch, args.setup.eager, args.setup.engine) == ("llama-8b", 64, True, "vllm")
     assert args.cells == ["noise", "layers=0,5"]
-    assert args.rounds_of == {"noise": 3}
+    assert args.rounds_of == {"noise": 3, "8x512-128/noise": 2}
+    assert [(one.model, one.batch, one.prefill, one.decode, one.stagger) for one in args.loads] == [
+        ("llama-8b", 8, 512, 128, 0),
+        ("llama-8b", 4, 2048, 48, 32),
+    ]
     assert not args.cores.chosen  # there is no GPU, so the host computes
     monkeypatch.setattr(sys, "argv", ["paired", *words, "--rounds-of", "nois=3"])
     with pytest.raises(SystemExit):
         parse()
+    for wrong, why in {
+        "--loads 8x512": "is not a load",
+        "--loads 0x512+128": "is not a load",
+        "--loads 8x512+128:": "is not a load",
+        "--loads 8x512+200:128": "every request makes a token at least",
+        "--cells noise nothing": "'nothing' is unknown",
+        "--profile nothing": "'nothing' is unknown",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["paired", "--out", "x.json", *wrong.split()])
+        with pytest.raises(SystemExit):
+            parse()
+        assert why in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["paired", "--out", str(tmp_path)])
     assert tuple(parse().cells) == CELLS
 

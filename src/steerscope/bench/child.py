@@ -26,28 +26,25 @@ def serve(pipe: Connection, kind: str, setup: Setup, scratch: Path, budget: int,
     """A child: start the engine, then answer one order at a time. vLLM is imported only from here on."""
     os.environ["STEERSCOPE_NOOP"] = str(int(noop))
     from steerscope.bench.drivers import Ours, make_driver
-    from steerscope.bench.profiled import HookTimer, profile
+    from steerscope.bench.profiled import profile
 
-    timer = HookTimer()
     try:
-        if kind == "profiled":
-            timer.install()
-        driver = make_driver("ours" if kind == "profiled" else kind, setup, scratch, budget)
+        driver = make_driver(kind, setup, scratch, budget)
         gc.collect()
         gc.freeze()  # a sweep over vLLM's modules in the middle of a round would be noise
         pipe.send(about(setup) | {"engine": driver.describe()})
         while (order := pipe.recv())[0] != "close":
             what, cell, seed, *how = order
             try:
-                if what == "batch":
-                    driver.setup = setup = replace(setup, batch=seed)
+                if what == "load":
+                    driver.setup = setup = replace(setup, **seed)
                     pipe.send({})
                 elif what == "cores":
                     confine(seed)
                     pipe.send({})
                 elif what == "profile":
                     assert isinstance(driver, Ours)
-                    pipe.send(profile(driver, setup, cell, timer))
+                    pipe.send(profile(driver, setup, cell))
                 else:
                     run = driver.run(setup.prompts(seed), cell, *how)
                     run.extra.pop("last", None)

@@ -309,8 +309,9 @@ class Ours:
         return steer[: len(prompts)] if isinstance(steer, list) else steer
 
     def _check_steered(self, prompts: list[list[int]], cell: str) -> None:
-        """Every request's stream is another one than without its op, at the first layer where that acts."""
-        where = Capture(layers=self.facts.layers // 2 if ":one" in cell else 0, tokens="last_prompt")
+        """Every request's stream is another one than without its op, at the first layer where that acts. (In some of
+        its tokens: one may lie within bounds that nearly every other is beyond.)"""
+        where = Capture(layers=self.facts.layers // 2 if ":one" in cell else 0, tokens="positions=[-8:]")
         texts, one = [TokenPrompt(ids) for ids in prompts], self._sampling(1)
         plain = self.engine.generate(texts, one, capture=where)
         steered = self.engine.generate(texts, one, capture=where, steer=self._steering(prompts, cell))

@@ -9,7 +9,8 @@ itself: that is the noise. The second runs it against another untouched engine: 
 no number of rounds takes away. On a GPU each run has the cores that are fastest then, and a pair is measured
 again if others had them meanwhile (`cores`). With `--passes` every cell has a part of its rounds, then every cell the
 next part, so that no single one has the minutes in which the host is busy. A cell holds when the upper end of the 95 %
-interval of its median ratio does. The file is written after every cell.
+interval of its median ratio does. The file is written after every cell. Of several loads (`--loads`, with the same
+engines) each has a file of its own, and so has every cell that is profiled (profile-CELL.json).
 """
 
 import argparse
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from steerscope.bench.child import Child, ChildFailed
 from steerscope.bench.cores import Cores, stolen
 from steerscope.bench.one import about, write
 from steerscope.bench.stats import drift, paired
-from steerscope.bench.workload import Setup, capture_of, check_cell, check_setup, steers
+from steerscope.bench.workload import Setup, capture_of, check_cell, check_setup, load_of, steers, widest
+from steerscope.specs.errors import InvalidRequest
 
 NOISE, TWIN, PEER = "noise", "twin", "hidden-states"
 UNTOUCHED = (NOISE, TWIN, PEER)  # by us
@@ -176,21 +178,26 @@ def shown(cell: str, found: dict[str, Any]) -> str:
     return text
 
 
+def load_name(load: Setup) -> str:
+    """As files may be named."""
+    shortest = f"{load.decode - load.stagger}-" if load.stagger else ""
+    return f"{load.batch}x{load.prefill}-{shortest}{load.decode}"
+
+
 def run_cells(
-    cells: list[str], up: Callable[[str], Child], children: dict[str, Child], result: dict[str, Any],
-    args: argparse.Namespace,
-) -> None:  # fmt: skip
-    base, out = up(args.baseline), args.out
-    if args.batches:
-        out = out.with_name(f"{out.stem}-b{args.setup.batch}{out.suffix}")
-    taken = {cell: Pairs() for cell in cells}
-    for number, cell in itertools.product(range(args.passes), cells):
+    up: Callable[[str], Child], children: dict[str, Child], result: dict[str, Any], out: Path, args: argparse.Namespace
+) -> None:
+    base, named = up(args.baseline), load_name(args.setup)
+    rounds_of = {cell: args.rounds_of.get(cell, args.rounds) for cell in args.cells}
+    rounds_of |= {cell: args.rounds_of.get(f"{named}/{cell}", rounds) for cell, rounds in rounds_of.items()}
+    taken = {cell: Pairs() for cell, rounds in rounds_of.items() if rounds}
+    for number, cell in itertools.product(range(args.passes), taken):
         if "error" in result["cells"].get(cell, ()):
             continue
         for name in {"ours", TWIN} & set(children) if cell == PEER else ():  # the peer needs their room
             children.pop(name).close()
         kind = args.baseline if cell == NOISE else cell if cell in UNTOUCHED else "ours"
-        rounds = -(-args.rounds_of.get(cell, args.rounds) * (number + 1) // args.passes)  # by the end of this pass
+        rounds = -(-rounds_of[cell] * (number + 1) // args.passes)  # by the end of this pass
         how = "baseline" if cell in UNTOUCHED else cell
         try:
             found = run_cell(how, base, up(kind), rounds, taken[cell], args)
@@ -205,11 +212,13 @@ def run_cells(
 
 
 def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    setup: Setup = replace(args.setup, batch=max(args.batches or [args.setup.batch]))  # what the engines can take
-    cells = list(args.cells)
-    budget = setup.row_bytes() if any(capture_of(cell, 4) for cell in [*cells, args.profile or ""]) else 0
+    loads: list[Setup] = args.loads or [args.setup]
+    setup = widest(loads)  # what the engines can take
+    asked = [*args.cells, *args.profile]
+    budget = max(load.row_bytes() for load in loads) if any(capture_of(cell, 4) for cell in asked) else 0
     children: dict[str, Child] = {}
     result: dict[str, Any] = {}
+    out: Path = args.out
 
     def start(kind: str) -> Child:
         like = args.baseline if kind == TWIN else kind
@@ -221,31 +230,31 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         child.ready()
         result["engines"][kind] = child.about["engine"] | {"start_s": child.about["start_s"]}
         result["hardware"] = child.about["hardware"]
-        child.order("batch", "", args.setup.batch)
+        load = {name: getattr(args.setup, name) for name in ("batch", "prefill", "decode", "stagger")}
+        child.order("load", "", load)
         return child
 
-    def begin() -> None:
+    def begin(load: Setup, name: str) -> None:
+        nonlocal result, out
+        args.setup, out = load, args.out.with_name(name)
         kept = {name: getattr(args, name) for name in ("rounds", "passes", "warmups", "baseline", "noop")}
-        result.clear()
-        result.update(about(args.setup, **kept) | {"engines": {}, "cells": {}})
+        result = about(load, **kept) | {"engines": {}, "cells": {}}
 
-    begin()
     try:
-        if args.profile:
-            child = start("profiled")
-            child.ready()
-            result["profile"] = child.order("profile", args.profile, 0)
-            return result
-        if set(cells) - set(UNTOUCHED):
+        if set(args.cells) - set(UNTOUCHED) or args.profile:
             start("ours")
-        if TWIN in cells:
+        if TWIN in args.cells:
             start(TWIN)
-        for batch in args.batches or [args.setup.batch]:
-            args.setup = replace(setup, batch=batch)
-            begin()
-            run_cells(cells, up, children, result, args)
+        for load in loads if args.cells else ():
+            begin(load, f"{args.out.stem}-{load_name(load)}.json" if args.loads else args.out.name)
+            run_cells(up, children, result, out, args)
+        for cell in args.profile:  # last: profilers leave something behind
+            begin(loads[0], f"profile-{cell}.json")
+            result["profile"] = up("ours").order("profile", cell, 0)
+            write(out, result)
     except ChildFailed as error:
         result["failed"] = str(error)
+        write(out, result)
         say(str(error))
     finally:
         for child in children.values():
@@ -262,13 +271,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cells", nargs="*", default=CELLS, help=f"of bench/workload.py, and {', '.join(UNTOUCHED)}")
     parser.add_argument("--baseline", choices=("baseline", "llm"), default="baseline", help="llm: through vLLM's LLM")
-    parser.add_argument("--batches", type=int, nargs="*", help="each of these, with the same engines; OUT-b<size>.json")
+    parser.add_argument("--loads", nargs="*", default=[], metavar="64x512+128",
+                        help="each of these, with the same engines; 32x512+32:128: texts of 32 to 128")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--rounds-of", nargs="*", default=[], metavar="CELL=ROUNDS", help="of those near their goals")
+    parser.add_argument("--rounds-of", nargs="*", default=[], metavar="[LOAD/]CELL=ROUNDS",
+                        help="of those near their goals; LOAD as in the names of files")  # fmt: skip
     parser.add_argument("--passes", type=int, default=1, help="through all cells, each with a part of their rounds")
     parser.add_argument("--warmups", type=int, default=2)
     parser.add_argument("--cell-seconds", type=float, default=60.0, help="a cell ends after so long, with fewer rounds")
-    parser.add_argument("--profile", metavar="CELL", help="instead of timing: one cell under profilers")
+    parser.add_argument(
+        "--profile", nargs="*", default=[], metavar="CELL", help="last: these under profilers; OUT's profile-CELL.json"
+    )
     noop = os.environ.get("STEERSCOPE_NOOP") == "1"
     parser.add_argument("--noop", action="store_true", default=noop, help="taps do nothing (also STEERSCOPE_NOOP=1)")
     parser.add_argument("--scratch", type=Path, help="keep the shape's folder, so that compiled code is found again")
@@ -284,12 +297,19 @@ def parse() -> argparse.Namespace:
     # Where the device computes, and the thread that drives it is in the child's own process.
     args.cores = Cores(args.setup.device == "cuda" and args.setup.core == "inside")
     args.rounds_of = {cell: int(rounds) for cell, _, rounds in (one.partition("=") for one in args.rounds_of)}
-    check_setup(args.setup)
-    if unknown := set(args.rounds_of) - set(args.cells):
+    try:
+        args.loads = [load_of(args.setup, text) for text in args.loads]
+        for load in args.loads or [args.setup]:
+            check_setup(load)
+        for cell in {*args.cells, *args.profile} - set(UNTOUCHED):
+            check_cell(cell)
+    except InvalidRequest as error:
+        parser.error(str(error))
+    known = set(args.cells) | {f"{load_name(load)}/{cell}" for load in args.loads for cell in args.cells}
+    if unknown := set(args.rounds_of) - known:
         parser.error(f"--rounds-of names cells that are not run: {', '.join(sorted(unknown))}")
     if args.passes > 1 and PEER in args.cells:
         parser.error(f"{PEER} ends the other engines: it has one pass")
-    args.cells = [cell if cell in UNTOUCHED else check_cell(cell) for cell in args.cells]
     return args
 
 
@@ -297,8 +317,6 @@ def main() -> None:
     args = parse()
     with tempfile.TemporaryDirectory() as scratch:
         result = measure(args, args.scratch or Path(scratch))
-    if not args.batches:
-        write(args.out, result)
     raise SystemExit(1 if "failed" in result else 0)
 
 

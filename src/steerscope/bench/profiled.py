@@ -36,13 +36,14 @@ def top_functions(work: Callable[[], object], wrap: Callable[[Callable[[], None]
 
 
 class HookTimer:
-    """Counts and times every method of the worker's classes, once they are wrapped. Only for profiles: a wrapper costs
+    """Counts and times every method of the worker's classes, while it is entered. Only for profiles: a wrapper costs
     about a microsecond, and the times of inner methods are in those of outer ones."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}  # of every call
+        self._plain: list[tuple[type, str, FunctionType]] = []
 
-    def install(self) -> None:
+    def __enter__(self) -> "HookTimer":
         from steerscope.engines.vllm import delivery, pool, step, worker
 
         classes: list[type] = [worker.WorkerTaps, step.Books, delivery.Delivery, pool.HostPool]
@@ -50,13 +51,22 @@ class HookTimer:
             from steerscope.engines.vllm import cuda
 
             classes.append(cuda.CudaPool)
-        for one in classes:
-            for name, function in list(vars(one).items()):
-                if isinstance(function, FunctionType) and not name.startswith("__"):
-                    setattr(one, name, self._timed(f"{one.__name__}.{name}", function))
+        self._plain = [
+            (one, name, function)
+            for one in classes
+            for name, function in vars(one).items()
+            if isinstance(function, FunctionType) and not name.startswith("__")
+        ]
+        for one, name, function in self._plain:
+            setattr(one, name, self._timed(f"{one.__name__}.{name}", function))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one, name, function in self._plain:
+            setattr(one, name, function)
 
     def _timed(self, name: str, function: FunctionType) -> Callable[..., Any]:
-        self.reset(name)
+        times = self.seconds[name] = []
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -64,13 +74,9 @@ class HookTimer:
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds[name].append(time.perf_counter() - start)
+                times.append(time.perf_counter() - start)
 
         return call
-
-    def reset(self, *names: str) -> None:
-        for name in names or self.seconds:
-            self.seconds[name] = []
 
     def per_step(self, steps: int) -> dict[str, dict[str, float]]:
         found = {
@@ -85,8 +91,9 @@ class HookTimer:
         return dict(sorted(found.items(), key=lambda item: -item[1]["us_per_step"]))
 
 
-def profile(driver: Ours, setup: Setup, cell: str, timer: HookTimer) -> dict[str, Any]:
-    """Three rounds, one instrument each, after one that warms up."""
+def profile(driver: Ours, setup: Setup, cell: str) -> dict[str, Any]:
+    """Three rounds, one instrument each, after one that warms up. (What the worker took as a callable when it began is
+    not among its hooks: the two that are around vLLM's own work.)"""
     prompts, engine = setup.prompts(0), driver.engine.aio
 
     def inside(what: Callable[[], None]) -> None:
@@ -94,8 +101,8 @@ def profile(driver: Ours, setup: Setup, cell: str, timer: HookTimer) -> dict[str
         engine._call(what)  # type: ignore[attr-defined]
 
     driver.run(prompts, cell)
-    timer.reset()
-    plain = driver.run(prompts, cell)
+    with HookTimer() as timer:
+        plain = driver.run(prompts, cell)
     found: dict[str, Any] = {"cell": cell, "steps": plain.steps, "hooks": timer.per_step(plain.steps or 1)}
     found |= {"hooked_s": plain.seconds, "stats": driver.engine.stats()}
     try:  # whatever these two cannot do here, the rest stands

@@ -11,8 +11,9 @@ Cells:
 """
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ CAPTURES = {
     "last": Capture(tokens="last_prompt"),
     "mean": Capture(reduce="mean"),
 }
+_LOAD = re.compile(r"(\d+)x(\d+)\+(?:(\d+):)?(\d+)")
 # Steps beyond those of one batch: an asynchronous engine prepares ahead and hears of ends late.
 _SLACK = {"vllm": 2, "hf": 1}
 
@@ -88,6 +90,24 @@ class Setup:
         """Other prompts in every round, so that nothing can be reused."""
         vocab = model_config(self.model).vocab_size
         return np.random.default_rng(seed).integers(2, vocab, (self.batch, self.prefill)).tolist()
+
+
+def load_of(setup: Setup, text: str) -> Setup:
+    """Another load: `64x512+128` is 64 requests of 512 + 128 tokens; with `+32:128` their texts end one after the
+    other, the shortest with 32 tokens."""
+    found = _LOAD.fullmatch(text)
+    if found is None or 0 in (sizes := [int(one) for one in found.group(1, 2, 4)]):
+        remedy = "say BATCHxPREFILL+DECODE, or BATCHxPREFILL+SHORTEST:LONGEST"
+        raise InvalidRequest([Problem("loads", f"{text!r} is not a load", remedy)])
+    batch, prefill, decode = sizes
+    shortest = int(found.group(3) or decode)
+    return replace(setup, batch=batch, prefill=prefill, decode=decode, stagger=decode - shortest)
+
+
+def widest(loads: Sequence[Setup]) -> Setup:
+    """What engines are made for that are to take all of these."""
+    sizes = {name: max(getattr(one, name) for one in loads) for name in ("batch", "prefill", "decode")}
+    return replace(loads[0], **sizes, stagger=0)
 
 
 def steers(cell: str) -> bool:

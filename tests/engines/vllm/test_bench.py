@@ -66,15 +66,22 @@ def test_taps_that_do_nothing_are_timed_without_looking_at_rows(tmp_path: Path) 
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 @pytest.mark.slow
 def test_pairs_of_real_engines(tmp_path: Path) -> None:
-    """Three processes: requests end one after the other, rows are counted and copied, and what steers does."""
+    """Three processes: requests end one after the other, rows are counted and copied, and what steers does; and hooks
+    are timed."""
     output = tmp_path / "pairs.json"
-    words = "--model tiny --batch 4 --prefill 16 --decode 16 --stagger 5 --tokens 2048 --eager --rounds 4 --warmups 1"
+    words = "--model tiny --loads 4x16+11:16 2x40+8 --tokens 2048 --eager --rounds 4 --warmups 1 --profile all-layers"
     cells = ["--cells", "noise", "all-layers", "generated", "cap", "watch"]
+    cells += ["--rounds-of", *(f"2x40-8/{cell}=0" for cell in cells[1:] if cell != "generated")]
     command = [sys.executable, "-m", "steerscope.bench.paired", *words.split(), *cells, "--out", str(output)]
     environment = {**os.environ, **VLLM_ENVIRONMENT}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG_S, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(output.read_text())["cells"]
+    hooks = json.loads((tmp_path / "profile-all-layers.json").read_text())["profile"]["hooks"]
+    assert hooks["WorkerTaps._stage"]["calls_per_step"] == pytest.approx(1, abs=0.1)
+    assert hooks["WorkerTaps._stage"]["median_call_us"] > 0
+    other = json.loads((tmp_path / "pairs-2x40-8.json").read_text())["cells"]
+    assert {name: (cell["rows"], cell["steps"]) for name, cell in other.items()} == {"generated": (4 * 2 * 7, [8, 8])}
+    found = json.loads((tmp_path / "pairs-4x16-11-16.json").read_text())["cells"]
     made = 15 + 14 + 12 + 10
     assert found["all-layers"]["rows"] == 4 * (4 * 16 + made)
     assert found["generated"]["rows"] == 4 * made

@@ -385,6 +385,38 @@ def test_the_last_rows_of_a_text_leave_behind_their_step_and_others_with_the_nex
     assert much.counters[ROWS] == 0
 
 
+@pytest.mark.parametrize("sent", [4, 1])
+def test_who_is_asked_for_waits_for_no_forward_behind_its_own(cuda_pool, regions, monkeypatch, sent):
+    """The device would stand still behind one that has just begun. Rows of before leave without it, too."""
+    launched, awaited, over = [1], [0], [1]  # forwards: so far, before what the side stream does, that have ended
+
+    class Event(PlayedEvent):
+        def record(self, stream: object = None) -> None:
+            self.behind = launched[0] if stream is None else awaited[0]
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            assert self.behind <= over[0]
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(pacing, "_FIRST", sent * HIDDEN * 4)
+    cuda_pool._ready = Event()
+    cuda_pool._side.wait_event = lambda event: awaited.append(max(awaited.pop(), event.behind))
+    mine, row = sending(regions, cuda_pool, 4), HIDDEN * 4
+    cuda_pool.pump(1)
+    assert cuda_pool._backlog == (4 - sent) * row
+    launched[0] = 2
+    other = sending(regions, cuda_pool, 3, "b")
+    cuda_pool.drain({"a"})
+    assert (mine.counters[ROWS], other.counters[ROWS]) == (4, 0)
+    assert (cuda_pool._backlog, awaited) == (3 * row, [1])
+    over[0] = 2
+    cuda_pool.drain()
+    assert other.counters[ROWS] == 3
+
+
 @pytest.mark.parametrize("end", ["rows", "none", "failed", "left"])
 def test_a_page_is_free_when_all_that_was_sent_of_it_has_arrived(cuda_pool, regions, end):
     """Rows leave it while others come; the last of them, or nothing more, ends it."""
@@ -410,10 +442,10 @@ def test_a_page_is_free_when_all_that_was_sent_of_it_has_arrived(cuda_pool, regi
         assert region.tensor((stop, HIDDEN), torch.float32)[:, 0].tolist() == list(range(stop))
 
 
-def sending(regions, pool, rows: int):
+def sending(regions, pool, rows: int, name: str = "a"):
     """A request with so many rows that wait to be sent."""
     region = allocate(regions, rows=rows)
-    delivery, asker = deliver(regions, pool), asking(region, rows=rows)
+    delivery, asker = deliver(regions, pool), asking(region, name, rows)
     delivery.meet(asker)
     delivery.expect(asker)
     delivery.bring_out([Slice(asker, 0, rows, pool.take(rows), rows, rows)])
@@ -641,10 +673,12 @@ def test_no_row_leaves_before_the_forward_that_writes_it(cuda_pool, regions, mon
         cuda_pool.give(first, rows)
         cuda_pool.pump(chance.choice([rows, rows, 600]))  # or a step with prompts, behind which rows wait
         forwards[0] += 1
-        sending(regions, cuda_pool, rows)
+        sending(regions, cuda_pool, rows, chance.choice(["odd", "even"]))
         total += rows
         if chance.random() < 0.3:
             cuda_pool.hasten()
+        if chance.random() < 0.2:
+            cuda_pool.drain({"odd"})
     cuda_pool.drain()
     assert len(copied) == total
 

@@ -6,6 +6,7 @@ tokens of the step before, and the backlog stays in the pool.
 """
 
 import ctypes
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -272,19 +273,29 @@ class CudaPool:
 
     def hasten(self) -> None:
         if 0 < self._backlog <= _DRAIN:
-            self._send_now()
+            self._send_now(self._backlog, len(self._unsent))
 
     def drain(self, names: set[str] | None = None) -> None:
+        """What comes behind theirs is not waited for: it may be of a forward that has just begun."""
         self._mark = None
-        while any(names is None or move.asker.wire.name in names for move in self._moves):
-            self._send_now()
-            self._arrived(wait=True)
+        while count := self._first_moves(names):
+            waiting = [move.left for move in itertools.islice(self._moves, count) if move.left]
+            if waiting:
+                self._send_now(min(sum(waiting), _DRAIN), len(waiting))
+            self._arrived(wait=count)
 
-    def _send_now(self) -> None:
-        self._ready.record(self._here())
-        self._side.wait_event(self._ready)
-        self._whole = len(self._unsent)
-        self._send(_DRAIN, torch.cuda.Event())
+    def _first_moves(self, names: set[str] | None) -> int:
+        """How many there are up to the last one of these."""
+        mine = (i for i, move in enumerate(self._moves, 1) if names is None or move.asker.wire.name in names)
+        return max(mine, default=0)
+
+    def _send_now(self, size: int, moves: int) -> None:
+        """Of the first of those that wait, behind their forwards."""
+        if moves > self._whole:
+            self._ready.record(self._here())
+            self._side.wait_event(self._ready)
+            self._whole = len(self._unsent)
+        self._send(size, torch.cuda.Event())
 
     def faulty(self, wait: bool = False) -> list[int]:
         found: list[int] = []
@@ -333,19 +344,20 @@ class CudaPool:
         with torch.cuda.stream(self._side):
             torch.frombuffer(memory, dtype=torch.uint8).copy_(flat, non_blocking=True)
 
-    def _arrived(self, wait: bool = False, there: torch.cuda.Event | None = None) -> None:
-        """Many moves share an event; `there` is one that is known to have come to pass."""
+    def _arrived(self, wait: int = 0, there: torch.cuda.Event | None = None) -> None:
+        """So many of the first are waited for. Many share an event; `there` is one that has come to pass."""
         while self._moves:
             move = self._moves[0]
             if move.sent is None:
                 if move.left:
                     return
             elif move.sent is not there:
-                if wait:
+                if wait > 0:
                     move.sent.synchronize()
                 elif not move.sent.query():
                     return
                 there = move.sent
+            wait -= 1
             self._moves.popleft()
             if move.room[1]:
                 self.give(*move.room)

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import secrets
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from steerscope.engines.vllm.packs import Packs
 from steerscope.engines.vllm.running import Running, SamplingParamsOf
 from steerscope.engines.vllm.selftest import self_test
 from steerscope.engines.vllm.settings import Settings
-from steerscope.engines.vllm.starting import eos_ids, mode_of, reason_of, tokenizer_of
+from steerscope.engines.vllm.starting import eos_ids, mode_of, reason_of, tokenizer_of, watch_core
 from steerscope.engines.vllm.wire import OVERFLOW, pack_name, spoil
 from steerscope.lenses.reader import Registered
 from steerscope.residual.table import Column
@@ -78,7 +77,7 @@ class VLLMEngine(ThreadedEngine[Running]):
             self._llm.engine_core.shutdown()
             raise
         self._run()
-        self._watch()
+        watch_core(self._llm.engine_core, self._thread)
         try:
             self_test(self)
         except BaseException:
@@ -104,6 +103,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         self._resident: dict[bytes, None] = {}  # given to the workers, oldest first
         self._running: dict[str, Running] = {}
         self._unborn: list[Running] = []  # those whose tokens are kept, without one
+        self._closing: list[tuple[Running, Any]] = []  # texts that have ended, and why: their last rows are coming
         self._ended: list[str] = []  # those that the workers may not know of
         self._spent: tuple = ()  # what is left of them: to free it takes longer than to wake who waits for them
         self._failures = 0  # what the shared memory said when it was last looked at
@@ -125,25 +125,6 @@ class VLLMEngine(ThreadedEngine[Running]):
             raise
         except Exception as error:
             raise ModelNotFound(f"vLLM cannot start {name}: {reason_of(error)}") from error
-
-    def _watch(self) -> None:
-        """A core that is killed says nothing, and vLLM's synchronous client waits for it for ever."""
-        core = self._llm.engine_core
-        if not hasattr(core, "outputs_queue"):
-            return
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        def watch() -> None:
-            while self._thread.is_alive():
-                if core.resources.engine_dead:
-                    core.outputs_queue.put_nowait(EngineDeadError())
-                    for waiting in list(core.utility_results.values()):
-                        if not waiting.done():
-                            waiting.set_exception(EngineDeadError())
-                    return
-                time.sleep(0.5)
-
-        threading.Thread(target=watch, name="steerscope-watch", daemon=True).start()
 
     def _share(self, size: int) -> Arena:
         arena = Arena(shared_folder(size) / f"steerscope-{secrets.token_hex(8)}", size, create=True)
@@ -187,7 +168,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         """Counters of this process and of the workers."""
         workers = self._call(lambda: self._rpc("stats"))
         summed = {name: max(one[name] for one in workers) for name in workers[0]}
-        now = {"running": len(self._running), "waiting": len(self._waiting)}
+        now = {"running": len(self._running) + len(self._closing), "waiting": len(self._waiting)}
         now["slots_in_use"] = self.room.vectors.in_use
         now |= {name: summed[name] for name in ("readings", "packs", "lens_seconds")}
         workers_own = {f"worker_{name}": value for name, value in summed.items()}
@@ -213,6 +194,8 @@ class VLLMEngine(ThreadedEngine[Running]):
                     self._admit()
                 if self._running:
                     self._step()
+                if self._closing:
+                    self._close_late()
                 failures = 0
             except Exception as error:  # vLLM itself failed: everybody is told, and nothing is left running
                 failures = _FAILURES if isinstance(error, EngineDeadError) else failures + 1
@@ -221,16 +204,17 @@ class VLLMEngine(ThreadedEngine[Running]):
                         self.closed = True
                 with contextlib.suppress(Exception):
                     self.exit.abort(list(self._running))
-                for one in [*self._running.values(), *self._waiting]:
+                for one in [*self._running.values(), *(late for late, _ in self._closing), *self._waiting]:
                     if one.claim is not None:
                         one.claim.withdraw()
                     self._failed(one, RequestFailed(f"a step of {self.facts.name} failed: {error}"))
-                self._waiting = []
+                self._waiting, self._closing = [], []
         self._refuse_rest()
         try:
             self._conclude([(one, "cancelled") for one in self._running.values()], abort=True)
+            self._close_late()
         except Exception as error:
-            for one in list(self._running.values()):
+            for one in [*self._running.values(), *(late for late, _ in self._closing)]:
                 self._failed(one, error)
         self._drop_waiting(cancelled_only=False)
         with contextlib.suppress(Exception):
@@ -343,7 +327,7 @@ class VLLMEngine(ThreadedEngine[Running]):
                 reason = one.take(output)
             except Exception as error:
                 self.exit.abort([one.key])
-                if one.incomplete():
+                if one.lacks():
                     self._rpc("finish", [one.ending()])
                 self._failed(one, error)
                 continue
@@ -364,22 +348,35 @@ class VLLMEngine(ThreadedEngine[Running]):
         self._conclude([(one, "cancelled") for one in failed], abort=True)
 
     def _conclude(self, done: "list[tuple[Running, Any]]", abort: bool = False) -> None:
-        """End requests; those whose rows are not all here yet ask the workers for them in one call."""
+        """End requests. Whoever lacks nothing but rows waits for them while others run: to ask for them, in one call
+        for all, would hold up everybody until the forward that runs now is over."""
         if abort:
             for one, _ in done:
                 one.catch_up()
             self.exit.abort([one.key for one, _ in done])
-        soon = time.monotonic() + _SOON
-        if late := [one for one, _ in done if one.incomplete(soon)]:
-            self._rpc("finish", [one.ending() for one in late])
-        for one, reason in done:
-            if (why := one.failure) is not None:
+        soon, others = time.monotonic() + _SOON, len(self._running) > sum(one.key in self._running for one, _ in done)
+        lacks = [one.lacks(soon) for one, _ in done]
+        waits = [what == "rows" and others for what in lacks]
+        if asked := [one for (one, _), what, wait in zip(done, lacks, waits, strict=True) if what and not wait]:
+            self._rpc("finish", [one.ending() for one in asked])
+        for (one, reason), wait in zip(done, waits, strict=True):
+            if wait:
+                self._running.pop(one.key, None)
+                self._closing.append((one, reason))
+            elif (why := one.failure) is not None:
                 if why == OVERFLOW:
                     spoil(one.plan)
                 kind = Unsteerable if why == OVERFLOW else RequestFailed
                 self._failed(one, kind(f"{one.name} failed: {why}"))
             else:
                 self._leave(one, reason)
+
+    @together()
+    def _close_late(self) -> None:
+        """Whose rows have come since; and when nobody runs any more, no step will bring them."""
+        if done := [(one, why) for one, why in self._closing if not (self._running and one.lacks() == "rows")]:
+            self._conclude(done)
+            self._closing = [late for late in self._closing if late not in done]
 
     def _leave(self, one: Running, reason: Any) -> None:
         self._running.pop(one.key, None)

@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -29,6 +29,8 @@ _PATIENCE = 5.0  # seconds, for a reading whose token is there; then it is missi
 _HOLD = 4  # rows a reduction keeps back: vLLM may run a step or two past the end of a text
 _KEPT = 64
 _HOLD_LATE, _HOLD_BYTES = 64, 64 << 20  # … and on until it hears of a stop string or a cancellation
+# Rows come with the steps that follow; for anything else the workers have to be asked, or for what became of it.
+Lack = Literal["rows", "answer"]
 
 
 class Running(RunningText):
@@ -147,27 +149,27 @@ class Running(RunningText):
         """p + g − 1 rows, and none of what was never started."""
         return len(self.history) - 1 if self.count else 0
 
-    def incomplete(self, until: float = 0.0) -> bool:
-        """The workers have to be asked for the rows, or for what became of them. The result of a text as long as it may
-        become is written beside its last token: that is waited for, until then."""
+    def lacks(self, until: float = 0.0) -> Lack | None:
+        """What of a text that has ended is not here. The result of one as long as it may become is written beside its
+        last token: that is waited for, until then."""
         claim, plan, count = self.claim, self.plan, self.count
         if claim is None or claim.region is None:
-            return False
+            return None
         if not count or claim.region.failed:  # it may be in the very step that runs now
-            return True
+            return "answer"
         if plan.columns and count <= _LATE:  # the last steps' faults may not have been looked at
-            return True
+            return "answer"
         if plan.watch and claim.read < plan.watch.positions.count(self.computed):
-            return True
+            return "answer"
         if plan.capture is None:
-            return False
+            return None
         wanted, arrived = plan.capture.positions.count(self.computed), claim.arrived()
         if not plan.capture.spec.reduce:
-            return arrived < wanted
+            return None if arrived >= wanted else "answer" if claim.left() else "rows"
         if not wanted or plan.columns:
-            return True
+            return "answer"
         until = until if count == plan.sampling.max_tokens else 0.0
-        return arrived != wanted and not self._await(lambda: claim.arrived() == wanted, until)
+        return None if arrived == wanted or self._await(lambda: claim.arrived() == wanted, until) else "answer"
 
     def ending(self) -> list[Any]:
         assert self.claim is not None

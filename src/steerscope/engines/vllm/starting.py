@@ -1,7 +1,10 @@
-"""What is looked up once, when a vLLM engine starts: its tokenizer, how its forward runs, what ends a text."""
+"""What is looked up once, when a vLLM engine starts: its tokenizer, how its forward runs, what ends a text; and who
+looks after its core from then on."""
 
 import os
 import platform
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +66,22 @@ def eos_ids(config: Any, tokenizer: Any) -> frozenset[int]:
     if found is None:
         found = tokenizer.eos_token_id
     return frozenset(() if found is None else found if isinstance(found, list | tuple) else [found])
+
+
+def watch_core(core: Any, thread: threading.Thread) -> None:
+    """A core that is killed says nothing, and vLLM's synchronous client, in this thread, waits for it for ever."""
+    if not hasattr(core, "outputs_queue"):  # it is in this process
+        return
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    def watch() -> None:
+        while thread.is_alive():
+            if core.resources.engine_dead:
+                core.outputs_queue.put_nowait(EngineDeadError())
+                for waiting in list(core.utility_results.values()):
+                    if not waiting.done():
+                        waiting.set_exception(EngineDeadError())
+                return
+            time.sleep(0.5)
+
+    threading.Thread(target=watch, name="steerscope-watch", daemon=True).start()

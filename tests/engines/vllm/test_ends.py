@@ -1,0 +1,164 @@
+"""Texts that end while others run: their last rows come with the steps that follow, and nobody is held up for them."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from engines.conftest import HAS_VLLM, saved, start_vllm
+from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
+from steerscope.engines.vllm.running import Running
+from steerscope.specs import Capture, Sampling
+from steerscope.specs.errors import RequestFailed
+from waiting import HUNG_S
+
+pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+LONG, SHORT = Sampling(max_tokens=120, ignore_eos=True), Sampling(max_tokens=5, ignore_eos=True)
+ONE, OTHER = TokenPrompt([20 + i for i in range(40)]), TokenPrompt([90 + i for i in range(30)])
+
+
+@pytest.fixture
+def engine() -> Iterator[SyncEngine]:
+    options: dict[str, object] = {"sites": ("resid_post",), "max_batch": 4, "enable_prefix_caching": False}
+    started = start_vllm(saved("llama", "bytes", None, {}), "llama", options)
+    yield started
+    started.close()
+
+
+async def streamed(
+    engine: SyncEngine, name: str, prompt: TokenPrompt, leave_at: int = 0, sampling: Sampling = LONG
+) -> Generation:
+    """A text; nobody foresees its end if it is cancelled when it has so many tokens."""
+    async for event in engine.aio.stream(prompt, sampling, capture=Capture(), request_id=name):
+        if isinstance(event, EndEvent):
+            return event.generation
+        if isinstance(event, TokenEvent) and event.index + 1 == leave_at:
+            engine.cancel(name)
+    raise AssertionError("a stream without an end")
+
+
+def asked_of(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What the workers are asked from now on, and how many texts run then."""
+    aio, asked = engine.aio, list[tuple[str, int]]()
+    rpc: Any = aio._rpc  # type: ignore[attr-defined]
+
+    def noted(name: str, *args: Any) -> Any:
+        asked.append((name, len(aio._running)))  # type: ignore[attr-defined]
+        return rpc(name, *args)
+
+    monkeypatch.setattr(aio, "_rpc", noted)
+    return asked
+
+
+def test_whoever_ends_while_others_run_asks_nobody_for_rows_and_has_all(
+    engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = engine.generate([ONE, OTHER], LONG, capture=Capture())
+    asked = asked_of(engine, monkeypatch)
+
+    async def both() -> list[Generation]:
+        texts = [streamed(engine, "a", ONE), streamed(engine, "b", OTHER, leave_at=7), streamed(engine, "c", ONE, 23)]
+        return list(await asyncio.wait_for(asyncio.gather(*texts), HUNG_S))
+
+    done = asyncio.run(both())
+    assert [one.finish_reason for one in done] == ["length", "cancelled", "cancelled"]
+    assert not [name for name, running in asked if name == "finish" and running > 1]
+    for one, wanted, prompt in zip(done, (whole[0], whole[1], whole[0]), (40, 30, 40), strict=True):
+        count = len(one.token_ids)
+        assert one.token_ids == wanted.token_ids[:count]
+        for layer in one.rows.layers:
+            assert len(one.rows[layer]) == prompt + count - 1
+            torch.testing.assert_close(one.rows[layer], wanted.rows[layer][: len(one.rows[layer])])
+    assert engine.stats()["running"] == 0
+
+
+def test_the_last_one_asks_since_no_step_would_bring_its_rows(
+    engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asked_of(engine, monkeypatch)
+    done = asyncio.run(asyncio.wait_for(streamed(engine, "a", ONE, leave_at=9), HUNG_S))
+    assert ("finish", 1) in asked
+    assert done.rows.n == 40 + len(done.token_ids) - 1
+
+
+@pytest.mark.parametrize("end", ["others", "close", "failure"])
+def test_rows_that_do_not_come_hold_up_nobody_and_nobody_waits_for_them_for_ever(
+    engine: SyncEngine, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """They are asked for when nobody runs any more, for any reason; an engine that fails tells whom they are of."""
+    wanted, lacks, closing = engine.generate(ONE, SHORT, capture=Capture()), Running.lacks, threading.Event()
+    aio: Any = engine.aio
+
+    def never(self: Running, until: float = 0.0) -> Any:
+        if self.name != "short":
+            return lacks(self, until)
+        if self.count == SHORT.max_tokens and aio._closing:
+            closing.set()
+        return "rows"
+
+    monkeypatch.setattr(Running, "lacks", never)
+    found: dict[str, Generation | Exception] = {}
+
+    def run(name: str, sampling: Sampling) -> None:
+        try:
+            found[name] = asyncio.run(streamed(engine, name, ONE, sampling=sampling))
+        except Exception as error:
+            found[name] = error
+        closing.set()
+
+    texts = {"long": LONG.model_copy(update={"max_tokens": 200}), "short": SHORT}
+    threads = [threading.Thread(target=run, args=one) for one in texts.items()]
+    for thread in threads:
+        thread.start()
+    assert closing.wait(HUNG_S)
+    assert not found
+    assert engine.stats()["running"] == 2
+    if end == "close":
+        engine.close()
+    elif end == "failure":
+        monkeypatch.setattr(aio.exit, "step", lambda: 1 / 0)
+    for thread in threads:
+        thread.join(HUNG_S)
+    short, long = found["short"], found["long"]
+    if end == "failure":
+        assert isinstance(short, RequestFailed)
+        assert isinstance(long, RequestFailed)
+        return
+    assert isinstance(short, Generation)
+    assert isinstance(long, Generation)
+    assert (short.finish_reason, long.finish_reason) == ("length", "length" if end == "others" else "cancelled")
+    assert torch.equal(short.rows[0], wanted.rows[0])
+    assert long.rows.n == 40 + len(long.token_ids) - 1
+
+
+def test_rows_that_will_never_come_are_asked_for_though_others_run(
+    engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers have left it, and said so: it fails alone, and at once."""
+    from steerscope.engines.vllm.delivery import Delivery
+
+    send = Delivery._send
+
+    def lost(self: Delivery, part: Any, capture: Any) -> None:
+        if part.asker.wire.name.startswith("lost"):
+            self._drop(part)
+        else:
+            send(self, part, capture)
+
+    monkeypatch.setattr(Delivery, "_send", lost)
+    asked = asked_of(engine, monkeypatch)
+
+    async def both() -> tuple[Any, ...]:
+        other = asyncio.ensure_future(streamed(engine, "a", ONE))
+        lone = streamed(engine, "lost", OTHER, sampling=SHORT)
+        return tuple(await asyncio.wait_for(asyncio.gather(lone, other, return_exceptions=True), HUNG_S))
+
+    failed, fine = asyncio.run(both())
+    assert isinstance(failed, RequestFailed)
+    assert "did not arrive" in str(failed)
+    assert ("finish", 1) in asked, "the other one still ran"
+    assert fine.rows.n == 40 + 119
