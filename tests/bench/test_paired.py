@@ -17,7 +17,7 @@ from steerscope.bench.child import ChildFailed
 from steerscope.bench.cores import Cores
 from steerscope.bench.gpu_tables import costs, hidden_states, hooks, pairs, phases, shapes, speed, steps
 from steerscope.bench.paired import CELLS, parse
-from steerscope.bench.workload import Setup, load_of, widest
+from steerscope.bench.workload import Setup, load_of
 
 SETUP = Setup("tiny", batch=2, prefill=6, decode=4)
 TIMES = {"baseline": 1.0, "ours": 1.004}
@@ -123,8 +123,6 @@ def test_several_loads_share_two_engines_and_have_rounds_and_files_of_their_own(
         found = json.loads((tmp_path / f"speed-{name}.json").read_text())
         assert found["configuration"] | {"batch": load.batch, "stagger": load.stagger} == found["configuration"]
         assert {cell: one["rounds"] for cell, one in found["cells"].items()} == rounds
-    made = widest(loads)
-    assert (made.batch, made.prefill, made.decode, made.stagger) == (2, 9, 4, 0)
 
 
 def test_what_is_profiled_comes_last_and_is_a_file_of_its_own(run: Any, tmp_path: Path) -> None:
@@ -271,8 +269,6 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyte
         parse()
     for wrong, why in {
         "--loads 8x512": "is not a load",
-        "--loads 0x512+128": "is not a load",
-        "--loads 8x512+128:": "is not a load",
         "--loads 8x512+200:128": "every request makes a token at least",
         "--cells noise nothing": "'nothing' is unknown",
         "--profile nothing": "'nothing' is unknown",

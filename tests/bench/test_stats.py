@@ -110,3 +110,26 @@ def test_goals_hold_in_the_committed_run() -> None:
     assert cells["all-layers"]["verified"]
     assert cells["all-layers"]["rows"] == 32 * (512 + 127) * 36
     assert cells["all-layers"]["fetch_gb_per_s"] >= FETCH_GOAL
+    assert cells["all-layers"]["checksum"] == again()["all-layers"]["checksum"]  # of the same rows, to the last bit
+
+
+def again() -> dict[str, dict]:
+    return json.loads((RESULTS / "gpu" / "speed-qwen2.5-3b-again-32x512-128.json").read_text())["cells"]
+
+
+def test_what_steers_was_seen_to_act_where_it_holds_its_goal_and_copies_are_the_librarys_own() -> None:
+    cells = again()
+    assert list(cells) == ["noise", "all-layers", "cap", "add", "ablate"]
+    for name in ("all-layers", "cap", "add", "ablate"):
+        assert cells[name]["verified"] is True
+        assert cells[name]["rounds"] >= 20
+        assert cells[name]["ratio"]["interval"][1] <= GOALS[name], name
+        assert cells[name]["ratio_of_all"]["interval"][1] <= GOALS[name], name
+        assert abs(cells[name]["drift"]) <= DRIFT_GOAL
+    assert min(cells["all-layers"][f"fetch{how}_gb_per_s"] for how in ("", "_fresh")) >= FETCH_GOAL
+
+
+def test_the_hosts_part_of_most_steps_is_within_its_aim() -> None:
+    found = json.loads((RESULTS / "gpu" / "profile-all-layers.json").read_text())["profile"]
+    assert (found["cell"], found["steps"]) == ("all-layers", 129)
+    assert found["hooks"]["WorkerTaps._stage"]["median_call_us"] <= 30

@@ -12,8 +12,10 @@ from steerscope.bench.workload import (
     check_cell,
     check_setup,
     check_streams,
+    load_of,
     steering_of,
     wanted_rows,
+    widest,
 )
 from steerscope.specs import Add, Cap
 from steerscope.specs.errors import InvalidRequest
@@ -142,3 +144,17 @@ def test_prompts_differ_between_rounds_and_come_again() -> None:
 
 def test_bytes_of_a_round_are_those_of_its_rows() -> None:
     assert SETUP.row_bytes() == 4 * 24 * 4 * 128 * SETUP.torch_dtype.itemsize
+
+
+def test_loads_are_named_as_the_tables_show_them() -> None:
+    loads = [load_of(SETUP, text) for text in ("3x10+7", "2x90+4:12")]
+    sizes = [(one.batch, one.prefill, one.decode, one.stagger) for one in [*loads, widest(loads)]]
+    assert sizes == [(3, 10, 7, 0), (2, 90, 12, 8), (3, 90, 12, 0)]
+    assert loads[1].decodes() == [12, 4]
+    assert {(one.model, one.tokens) for one in loads} == {("tiny", 64)}
+
+
+@pytest.mark.parametrize("text", ["8x512", "8x512+128:", "0x512+128", "8x0+128", "8x512+0", "x"])
+def test_what_is_no_load_is_refused_with_the_form_of_one(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not a load.*BATCHxPREFILL"):
+        load_of(SETUP, text)

@@ -385,8 +385,8 @@ def test_the_last_rows_of_a_text_leave_behind_their_step_and_others_with_the_nex
     assert much.counters[ROWS] == 0
 
 
-@pytest.mark.parametrize("sent", [4, 1])
-def test_who_is_asked_for_waits_for_no_forward_behind_its_own(cuda_pool, regions, monkeypatch, sent):
+@pytest.mark.parametrize(("sent", "others"), [(4, False), (1, False), (4, True)])
+def test_who_is_asked_for_waits_for_no_forward_behind_its_own(cuda_pool, regions, monkeypatch, sent, others):
     """The device would stand still behind one that has just begun. Rows of before leave without it, too."""
     launched, awaited, over = [1], [0], [1]  # forwards: so far, before what the side stream does, that have ended
 
@@ -409,9 +409,11 @@ def test_who_is_asked_for_waits_for_no_forward_behind_its_own(cuda_pool, regions
     assert cuda_pool._backlog == (4 - sent) * row
     launched[0] = 2
     other = sending(regions, cuda_pool, 3, "b")
+    if others:  # theirs are under way, behind the other forward
+        cuda_pool.pump(1)
     cuda_pool.drain({"a"})
     assert (mine.counters[ROWS], other.counters[ROWS]) == (4, 0)
-    assert (cuda_pool._backlog, awaited) == (3 * row, [1])
+    assert (cuda_pool._backlog, awaited) == ((0, [2]) if others else (3 * row, [1]))
     over[0] = 2
     cuda_pool.drain()
     assert other.counters[ROWS] == 3
