@@ -2,7 +2,7 @@
 # What each kind of request costs on a GPU against untouched vLLM, in pairs. Usage: speed.sh OUT [run ...]
 # Needs vLLM on PYTHONPATH; writes OUT/speed-<run>.json, OUT/profile-<cell>.json and a log of each.
 out=$1; shift
-runs=${*:-"qwen loads one eager noop llama-8b llama-1b peer lens"}
+runs=${*:-"qwen loads one eager noop profile llama-8b llama-1b peer lens"}
 tmp=${TMPDIR:-/tmp}
 mkdir -p "$out"
 . bench/gpu/env.sh
@@ -33,9 +33,10 @@ for run in $runs; do
     noop)      pair speed-qwen2.5-3b-noop --model qwen2.5-3b --noop --cells noise zero-layer ;;
     llama-8b)  pair speed-llama-8b --model llama-8b --cells $some ;;
     llama-1b)  pair speed-llama-1b --model llama-1b --cells $some ;;
-    loads)     # the main one, ends one after the other, mostly prompts, other batches: one pair of engines
-               pair speed-qwen2.5-3b --model qwen2.5-3b --cells $some --profile zero-layer all-layers add \
-                 --loads 32x512+128 32x512+32:128 32x2048+16 1x512+128 64x512+128 256x512+128 ;;
+    loads)     # ends one after the other, mostly prompts, other batches; a pair of engines for three of them
+               limit=${LIMIT:-900}
+               pair speed-qwen2.5-3b --model qwen2.5-3b --loads 32x512+128 32x512+32:128 32x2048+16 --cells $some
+               pair speed-qwen2.5-3b --model qwen2.5-3b --loads 1x512+128 64x512+128 256x512+128 --cells $some ;;
     room)      pair speed-qwen2.5-3b-room --model qwen2.5-3b --pool-bytes 5800000000 --loads 64x512+128 256x512+128 \
                  --cells noise all-layers ;;
     peer)      pair speed-qwen2.5-3b-peer --model qwen2.5-3b --utilisation 0.5 --cells noise all-layers hidden-states ;;

@@ -123,6 +123,7 @@ def test_several_loads_share_two_engines_and_have_rounds_and_files_of_their_own(
         found = json.loads((tmp_path / f"speed-{name}.json").read_text())
         assert found["configuration"] | {"batch": load.batch, "stagger": load.stagger} == found["configuration"]
         assert {cell: one["rounds"] for cell, one in found["cells"].items()} == rounds
+        assert ("goal" in found["cells"]["zero-layer"]) == (load is loads[0])  # others have none
 
 
 def test_what_is_profiled_comes_last_and_is_a_file_of_its_own(run: Any, tmp_path: Path) -> None:

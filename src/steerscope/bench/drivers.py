@@ -229,6 +229,7 @@ def describe_vllm(config: Any) -> dict[str, Any]:
         "async_scheduling": bool(getattr(scheduler, "async_scheduling", False)),
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "max_num_seqs": scheduler.max_num_seqs,
+        "max_model_len": config.model_config.max_model_len,
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
     }
 
@@ -291,7 +292,7 @@ class Ours:
         if verify and steers(cell):
             self._check_steered(prompts, cell)
         if verify:
-            run.extra["stats"] = self.engine.stats()
+            run.extra["stats"] = more
         return run
 
     def asking(self, prompts: list[list[int]], cell: str) -> Callable[[], list[Generation]]:

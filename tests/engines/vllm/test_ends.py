@@ -3,16 +3,18 @@
 import asyncio
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from engines.conftest import HAS_VLLM, saved, start_vllm
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
+from steerscope.engines.vllm.pool import HostPool
 from steerscope.engines.vllm.running import Running
-from steerscope.specs import Capture, Sampling
+from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.errors import RequestFailed
 from waiting import HUNG_S
 
@@ -23,17 +25,23 @@ ONE, OTHER = TokenPrompt([20 + i for i in range(40)]), TokenPrompt([90 + i for i
 
 @pytest.fixture
 def engine() -> Iterator[SyncEngine]:
-    options: dict[str, object] = {"sites": ("resid_post",), "max_batch": 4, "enable_prefix_caching": False}
+    """With room for one vector."""
+    options: dict[str, object] = {"sites": ("resid_post",), "max_batch": 4, "enable_prefix_caching": False, "slots": 2}
     started = start_vllm(saved("llama", "bytes", None, {}), "llama", options)
     yield started
     started.close()
 
 
 async def streamed(
-    engine: SyncEngine, name: str, prompt: TokenPrompt, leave_at: int = 0, sampling: Sampling = LONG
+    engine: SyncEngine,
+    name: str,
+    prompt: TokenPrompt,
+    leave_at: int = 0,
+    sampling: Sampling = LONG,
+    steer: Add | None = None,
 ) -> Generation:
     """A text; nobody foresees its end if it is cancelled when it has so many tokens."""
-    async for event in engine.aio.stream(prompt, sampling, capture=Capture(), request_id=name):
+    async for event in engine.aio.stream(prompt, sampling, steer=steer, capture=Capture(), request_id=name):
         if isinstance(event, EndEvent):
             return event.generation
         if isinstance(event, TokenEvent) and event.index + 1 == leave_at:
@@ -85,6 +93,25 @@ def test_the_last_one_asks_since_no_step_would_bring_its_rows(
     assert done.rows.n == 40 + len(done.token_ids) - 1
 
 
+def test_an_overflow_in_the_last_steps_is_told_though_nobody_foresaw_the_end(
+    engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU looks at the faults every few steps; here the text ends between two looks, and asks for one."""
+    faulty = HostPool.faulty
+    monkeypatch.setattr(HostPool, "faulty", lambda pool, wait=False: faulty(pool, wait) if wait else [])
+    huge = Add(vector=np.full(engine.facts.hidden, 3e38, np.float32), scale=1.0, layers="all", tokens="positions=[50:]")
+
+    async def both() -> tuple[Any, ...]:
+        other = asyncio.ensure_future(streamed(engine, "a", ONE))
+        steered = streamed(engine, "b", OTHER, leave_at=24, steer=huge)
+        return tuple(await asyncio.wait_for(asyncio.gather(steered, other, return_exceptions=True), HUNG_S))
+
+    failed, fine = asyncio.run(both())
+    assert isinstance(failed, RequestFailed)
+    assert "not finite" in str(failed)
+    assert fine.rows.n == 40 + 119
+
+
 @pytest.mark.parametrize("end", ["others", "close", "failure"])
 def test_rows_that_do_not_come_hold_up_nobody_and_nobody_waits_for_them_for_ever(
     engine: SyncEngine, monkeypatch: pytest.MonkeyPatch, end: str
@@ -133,6 +160,34 @@ def test_rows_that_do_not_come_hold_up_nobody_and_nobody_waits_for_them_for_ever
     assert (short.finish_reason, long.finish_reason) == ("length", "length" if end == "others" else "cancelled")
     assert torch.equal(short.rows[0], wanted.rows[0])
     assert long.rows.n == 40 + len(long.token_ids) - 1
+
+
+def test_whoever_waits_for_a_slot_has_that_of_one_who_waits_for_rows_when_nobody_else_runs(
+    engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacks, aio = Running.lacks, cast("Any", engine.aio)
+    monkeypatch.setattr(Running, "lacks", lambda one, until=0.0: "rows" if one.name == "short" else lacks(one, until))
+    size = engine.facts.hidden
+    one, other = (Add(vector=np.eye(size, dtype=np.float32)[i], scale=0.1, layers="all") for i in (0, 1))
+
+    async def all_three() -> list[Generation]:
+        tasks = [
+            asyncio.ensure_future(streamed(engine, "short", ONE, sampling=SHORT, steer=one)),
+            asyncio.ensure_future(streamed(engine, "long", OTHER)),
+        ]
+        while not aio._closing:
+            assert not tasks[1].done()
+            await asyncio.sleep(0.001)
+        tasks.append(asyncio.ensure_future(streamed(engine, "next", ONE, sampling=SHORT, steer=other)))
+        while not aio._waiting:
+            assert not tasks[1].done()
+            await asyncio.sleep(0.001)
+        engine.cancel("long")
+        return list(await asyncio.gather(*tasks))
+
+    done = asyncio.run(asyncio.wait_for(all_three(), HUNG_S))
+    assert [text.finish_reason for text in done] == ["length", "cancelled", "length"]
+    assert engine.stats()["slots_in_use"] == 0
 
 
 def test_rows_that_will_never_come_are_asked_for_though_others_run(

@@ -278,7 +278,7 @@ class VLLMEngine(ThreadedEngine[Running]):
             self._rpc("forget", ended)
             if one.prepare():
                 return True
-        if self._running:
+        if self._running or self._closing:
             return False
         self._rpc("settle")
         assert one.claim is not None
