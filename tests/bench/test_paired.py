@@ -374,6 +374,26 @@ def test_a_cell_whose_rows_are_not_what_they_should_be_has_no_times(run: Any, tm
     assert "every row" not in costs(tmp_path)
 
 
+def test_ops_are_shown_by_the_run_that_proved_that_they_act(run: Any, tmp_path: Path) -> None:
+    found = run("noise", "cap", "add", "generated")
+    del found["cells"]["cap"]["verified"]
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "speed-qwen2.5-3b.json").write_text(json.dumps(found))
+    assert "| cap, likewise | +0.4 %" in costs(tmp_path)
+    assert ", again" not in speed(tmp_path)
+    for cell in found["cells"].values():
+        cell["ratio"] |= {"median": 1.015, "interval": [1.01, 1.02]}
+    (tmp_path / "gpu" / "speed-qwen2.5-3b-again-32x512-128.json").write_text(json.dumps(found))
+    text = costs(tmp_path)
+    assert "| cap, likewise (another run) | +1.5 % [+1.0, +2.0] |" in text
+    assert text.count("another run") == 1
+    assert "| all layers, generated tokens | +0.4 %" in text
+    first, second = speed(tmp_path).split("**tiny, 2 × (6 + 4), again**")
+    assert "+1.50 %" in second
+    assert "+1.50 %" not in first
+    assert shapes(tmp_path) == "*No figures yet.*"
+
+
 def test_a_copy_that_fails_is_an_error_too(run: Any) -> None:
     FakeChild.wrong = {"copies": "no room"}
     assert run("all-layers")["cells"]["all-layers"] == {"error": "no room"}
