@@ -34,9 +34,10 @@ for run in $runs; do
     llama-8b)  pair speed-llama-8b --model llama-8b --cells $some ;;
     llama-1b)  pair speed-llama-1b --model llama-1b --cells $some ;;
     loads)     # ends one after the other, mostly prompts, other batches; a pair of engines for three of them
-               limit=${LIMIT:-900}
-               pair speed-qwen2.5-3b --model qwen2.5-3b --loads 32x512+128 32x512+32:128 32x2048+16 --cells $some
-               pair speed-qwen2.5-3b --model qwen2.5-3b --loads 1x512+128 64x512+128 256x512+128 --cells $some ;;
+               limit=${LIMIT:-900} pair speed-qwen2.5-3b-loads --model qwen2.5-3b --cells $some \
+                 --loads 32x512+128 32x512+32:128 32x2048+16
+               limit=${LIMIT:-900} pair speed-qwen2.5-3b-batches --model qwen2.5-3b --cells $some \
+                 --loads 1x512+128 64x512+128 256x512+128 ;;
     room)      pair speed-qwen2.5-3b-room --model qwen2.5-3b --pool-bytes 5800000000 --loads 64x512+128 256x512+128 \
                  --cells noise all-layers ;;
     peer)      pair speed-qwen2.5-3b-peer --model qwen2.5-3b --utilisation 0.5 --cells noise all-layers hidden-states ;;

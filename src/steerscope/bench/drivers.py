@@ -292,7 +292,7 @@ class Ours:
         if verify and steers(cell):
             self._check_steered(prompts, cell)
         if verify:
-            run.extra["stats"] = more
+            run.extra["stats"] = self.engine.stats()
         return run
 
     def asking(self, prompts: list[list[int]], cell: str) -> Callable[[], list[Generation]]:

@@ -17,7 +17,6 @@ _SLOW_MS, _PROMPTS = 0.1, 3  # the first few read prompts
 _MANY = 20  # steps, not to be named
 _MUCH = 100_000_000  # bytes, of which the time of a copy says something
 _FAR = 5  # percent: as far as the plot goes
-_AROUND = ("WorkerTaps._around_step", "WorkerTaps._after_inputs", "WorkerTaps._before_forward")  # vLLM's own is in them
 _REQUESTS = {
     "noise": "untouched against itself",
     "twin": "untouched against another untouched",
@@ -273,11 +272,9 @@ def hooks(results: Path) -> str:
     lines = []
     for file in sorted((results / "gpu").glob("profile*.json")):
         data = json.loads(file.read_text())["profile"]
-        shown = [pair for pair in data["hooks"].items() if pair[0] not in _AROUND][:8]
-        middle = all("median_call_us" in one for _, one in shown)  # not in the oldest files
-        asked, more = _REQUESTS.get(data["cell"], data["cell"]), " median call, µs |" if middle else ""
-        lines += ["", f"| host work per step, {asked} | µs | calls |{more}", "|---" * (3 + middle) + "|"]
-        for name, one in shown:
-            more = f" {one['median_call_us']:.1f} |" if middle else ""
-            lines.append(f"| `{name}` | {one['us_per_step']:.1f} | {one['calls_per_step']:.2g} |{more}")
+        asked = _REQUESTS.get(data["cell"], data["cell"])
+        lines += ["", f"| host work per step, {asked} | µs | calls | median call, µs |", "|---" * 4 + "|"]
+        for name, one in list(data["hooks"].items())[:8]:
+            times = f"{one['us_per_step']:.1f} | {one['calls_per_step']:.2g} | {one['median_call_us']:.1f}"
+            lines.append(f"| `{name}` | {times} |")
     return "\n".join(lines).strip() or "*No profile yet: `bench/gpu/speed.sh OUT profile`.*"
