@@ -129,7 +129,6 @@ acceptance: setup setup-vllm ## the claims on real models; writes bench/results/
 	@$(VLLM)/bin/steerscope stress --engine vllm --requests 10000 --seconds 3600 --cached 512 --out bench/results/stress/vllm.json
 	@$(BIN)/steerscope stress --out bench/results/stress/hf.json
 	@$(BIN)/python -m steerscope.bench.stress.fuzz --out bench/results/fuzz.json
-	@$(BIN)/python -m steerscope.bench.stress.mutate --out bench/results/mutants.json
 	@$(BIN)/python -m steerscope.bench.stress.faults --out bench/results/faults.json
 	@$(VLLM)/bin/python -m steerscope.bench.stress.soak --engine vllm --out bench/results/soak.json
 	@$(BIN)/python -m steerscope.bench.tables

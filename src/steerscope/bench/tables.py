@@ -262,7 +262,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "extraction_peers": vector_tables.peers, "precision": vector_tables.precision, "evals": eval_tables.study,
     "eval_checks": eval_tables.checks, "eval_caps": eval_tables.caps,
     "stress": stress_tables.ledgers, "faults": stress_tables.faults, "fuzz": stress_tables.fuzzed,
-    "mutants": stress_tables.mutants, "soak": soak_tables.table,
+    "soak": soak_tables.table,
     "learning": learning_tables.ways, "learning_sweep": learning_tables.rates,
     "learning_judged": learning_tables.judged,
     "learning_answers": learning_tables.answers, "learning_time": learning_tables.time,

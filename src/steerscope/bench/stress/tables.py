@@ -56,19 +56,3 @@ def fuzzed(results: Path) -> str:
     for name, one in found.items():
         lines.append(f"| {name} | {one['inputs']:,} | {one['refused']:,} | {len(one['findings'])} |")
     return "\n".join(lines)
-
-
-def mutants(results: Path) -> str:
-    found = _load(results, "mutants.json")["mutants"]
-    files = dict.fromkeys(one["file"] for one in found)
-    lines = ["| file | guards taken out | noticed by a test | survive, explained |", "|---|---|---|---|"]
-    for file in files:
-        mine = [one for one in found if one["file"] == file]
-        killed = sum(bool(one["killed_by"]) for one in mine)
-        lines.append(f"| `{file}` | {len(mine)} | {killed} | {len(mine) - killed} |")
-    lines.append("")
-    for one in found:
-        if not one["killed_by"]:
-            old = one["old"].strip().splitlines()[0]
-            lines.append(f"- `{one['file']}`: `{old}` → `{one['new'].strip() or 'nothing'}`: {one['why']}.")
-    return "\n".join(lines)
