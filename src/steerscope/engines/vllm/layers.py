@@ -1,13 +1,13 @@
-"""Where the sites of a vLLM decoder layer are, found by structure, and the hooks that put taps there.
+"""Find a vLLM model's decoder layers, and put taps where `layer_proof` has shown the sites to be.
 
-A layer of vLLM passes the stream on as two tensors whose sum it is: `delta`, what was added last, and `residual`, the
-rest. Hooks are traced by the compiler like the layer's own code when they are there before the first trace.
+Hooks are traced by the compiler like the layer's own code when they are there before the first trace.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -17,7 +17,6 @@ from steerscope.specs.errors import UnsupportedModel
 from steerscope.specs.steering import Site
 
 _LISTS = ("layers", "h", "blocks")  # what decoder layers are called
-_FEED_FORWARD = ("mlp", "block_sparse_moe", "feed_forward")
 # Layers whose (delta, residual) is all that the next layer's input norm, or the model's final one, is given.
 _NORM_FOLLOWS = (
     "LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3MoeDecoderLayer",
@@ -25,27 +24,46 @@ _NORM_FOLLOWS = (
 )  # fmt: skip
 _RMS_NORMS = ("RMSNorm", "GemmaRMSNorm")
 
+# Where a tensor lies in a call: the number of a positional argument or of a returned value, the name of a keyword
+# argument, or None for the only value that is returned.
+Where = int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tap of one site acts: before or after a module's forward, on `delta`, of the stream delta + residual."""
+
+    module: nn.Module
+    when: Literal["before", "after"]
+    delta: Where
+    residual: Where = None
+    paired: bool = False  # there is a residual
+    scale: float = 1.0  # the layer adds `scale · delta` to the stream
+
+    def tensors(self, args: tuple, kwargs: dict[str, Any], output: object) -> tuple[Tensor, Tensor | None]:
+        """Return delta and residual of one call."""
+        found = functools.partial(_tensor_at, self.when == "after", args, kwargs, output)
+        return found(self.delta), found(self.residual) if self.paired else None
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer; a module is None where its site cannot be had."""
+    """One decoder layer."""
 
     module: nn.Module
-    attention: nn.Module | None  # its output is added to the stream
-    feed_forward: nn.Module | None  # likewise
-    middle: nn.Module | None  # the norm between the two, called with (delta, residual)
-    next_norm: tuple[nn.Module, str] | None = None  # whose, and its name: the norm over what leaves the layer
+    places: Mapping[Site, Place] = field(default_factory=dict)
+    next_norm: tuple[nn.Module, str] | None = None  # its owner and its name: the norm over what leaves the layer
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
     name: str
+    owner: nn.Module  # runs the layers one after the other
     found: dict[int, Layer]  # the layers of this pipeline stage
-    refused: dict[Site, str] = field(default_factory=dict)
 
 
 def find_layers(model: nn.Module, count: int) -> Layers:
-    """The list of `count` decoder layers, and the sites inside them."""
+    """Return the list of `count` decoder layers, without the places of their sites."""
     lists = [
         (name, module)
         for name, module in model.named_modules()
@@ -61,25 +79,8 @@ def find_layers(model: nn.Module, count: int) -> Layers:
     name, modules = lists[0]
     present = {i: module for i, module in enumerate(modules) if type(module).__name__ != "PPMissingLayer"}
     owner = model.get_submodule(name.rpartition(".")[0])
-    found = {i: replace(_layer(module), next_norm=_next_norm(i, present, owner)) for i, module in present.items()}
-    refused: dict[Site, str] = {}
-    sites: dict[Site, str] = {"attn_out": "attention", "mlp_out": "feed_forward", "resid_mid": "middle"}
-    for site, attribute in sites.items():
-        bare = [layer.module for layer in found.values() if getattr(layer, attribute) is None]
-        if bare:
-            refused[site] = f"{type(bare[0]).__name__} does not show what it adds to the stream there"
-    return Layers(name, found, refused)
-
-
-def _layer(module: nn.Module) -> Layer:
-    get = functools.partial(getattr, module)
-    if hasattr(module, "residual_multiplier"):  # what is added is scaled after the modules we could tap
-        return Layer(module, None, None, None)
-    if hasattr(module, "pre_feedforward_layernorm") and hasattr(module, "post_feedforward_layernorm"):
-        return Layer(module, get("post_attention_layernorm", None), get("post_feedforward_layernorm"),
-                     get("pre_feedforward_layernorm"))  # fmt: skip
-    feed = next((get(name) for name in _FEED_FORWARD if hasattr(module, name)), None)
-    return Layer(module, get("self_attn", None), feed, get("post_attention_layernorm", None))
+    found = {i: Layer(module, next_norm=_next_norm(i, present, owner)) for i, module in present.items()}
+    return Layers(name, owner, found)
 
 
 def _next_norm(number: int, layers: Mapping[int, nn.Module], owner: nn.Module) -> tuple[nn.Module, str] | None:
@@ -103,52 +104,47 @@ def attach(layers: Layers, taps: Mapping[Key, Tap], norms: bool = True) -> None:
         if site == "resid_post" and norms and layer.next_norm is not None:
             holder, name = layer.next_norm
             setattr(holder, name, TappedNorm(getattr(holder, name), tap))
-        elif site == "resid_post":
-            _hook(layer.module, site, tap, _after_layer, before=False)
-        elif site == "resid_pre":
-            _hook(layer.module, site, tap, _before_layer, before=True)
-        elif site == "resid_mid":
-            _hook(layer.middle, site, tap, _before_norm, before=True)
         else:
-            _hook(layer.attention if site == "attn_out" else layer.feed_forward, site, tap, _after_addend, before=False)
+            place, name = layer.places[site], f"steerscope_{site}"
+            setattr(place.module, name, tap)  # as an attribute the compiler sees the same code in every layer
+            hook_at(place, functools.partial(_visit, name))
 
 
-def _hook(module: nn.Module | None, site: Site, tap: Tap, hook: Callable, before: bool) -> None:
-    assert module is not None
-    name = f"steerscope_{site}"
-    setattr(module, name, tap)  # as an attribute the compiler sees the same code in every layer
-    if before:
-        module.register_forward_pre_hook(functools.partial(hook, name), with_kwargs=True)
-    else:
-        module.register_forward_hook(functools.partial(hook, name))
+def hook_at(place: Place, visit: Callable[[Place, Tensor, Tensor | None], None]) -> Any:
+    """Call `visit(place, delta, residual)` in every forward of the place's module; return the hook's handle."""
+    if place.when == "before":
+
+        def before(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            visit(place, *place.tensors(args, kwargs, None))
+
+        return place.module.register_forward_pre_hook(before, with_kwargs=True)
+
+    def after(_module: nn.Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
+        visit(place, *place.tensors(args, kwargs, output))
+
+    return place.module.register_forward_hook(after, with_kwargs=True)
 
 
-def _after_layer(name: str, module: nn.Module, _args: tuple, output: object) -> None:
-    if isinstance(output, Tensor):
-        getattr(module, name)(output, None)
-    elif isinstance(output, tuple) and len(output) == 2 and (output[1] is None or isinstance(output[1], Tensor)):
-        getattr(module, name)(output[0], output[1])
-    else:
-        raise UnsupportedModel(f"{type(module).__name__} returns neither a tensor nor (delta, residual)")
+def _visit(name: str, place: Place, delta: Tensor, residual: Tensor | None) -> None:
+    tap = getattr(place.module, name)
+    if place.scale == 1.0:
+        tap(delta, residual)
+        return
+    added = delta * place.scale
+    before = added.clone()
+    tap(added, residual)
+    delta += (added - before) / place.scale  # zero, and so no change of the model, unless the tap steers
 
 
-def _before_layer(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
-    residual = kwargs["residual"] if "residual" in kwargs else args[2] if len(args) > 2 else None
-    getattr(module, name)(hidden, residual)
-
-
-def _before_norm(name: str, module: nn.Module, args: tuple, _kwargs: dict) -> None:
-    if len(args) != 2:
-        raise UnsupportedModel(f"{type(module).__name__} before the feed-forward is not called with (delta, residual)")
-    getattr(module, name)(args[0], args[1])
-
-
-def _after_addend(name: str, module: nn.Module, _args: tuple, output: object) -> None:
-    addend = output[0] if isinstance(output, tuple) else output
-    getattr(module, name)(addend, None)
+def _tensor_at(returned: bool, args: tuple, kwargs: dict[str, Any], output: Any, where: Where) -> Tensor:
+    if isinstance(where, str):
+        return kwargs[where]
+    if returned:
+        return output if where is None else output[where]
+    assert where is not None
+    return args[where]
 
 
 def returned(layer: nn.Module) -> str:
-    """What a layer's forward says it returns; the hook judges what it really does."""
+    """Return what a layer's forward is annotated to return."""
     return str(inspect.signature(layer.forward).return_annotation).replace("torch.", "")

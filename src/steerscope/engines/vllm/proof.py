@@ -29,9 +29,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("steerscope")
 _BATCHES = ((2, False), (1, True))  # tokens, and whether as decoding requests; one token must not be traced first
+_DRY_TOKENS = 4
 _FACTOR = 4.0  # the value, in units of what the row's norm is without it
 _BLANK = 7.0  # what a row holds before the taps write to it
 _TRIES = 3  # dummy batches may read memory that was never written: now and then it is not finite
+
+
+def dry_run(runner: Any) -> None:
+    """Run a dummy batch through the model as it was written, before it is compiled and has a cache."""
+    compiled = [module for module in runner.get_model().modules() if getattr(module, "do_not_compile", None) is False]
+    known = inspect.signature(runner._dummy_run).parameters
+    options = {name: True for name in ("skip_attn", "is_profile", "skip_eplb") if name in known}
+    for module in compiled:
+        module.do_not_compile = True
+    try:
+        runner._dummy_run(_DRY_TOKENS, **options)
+    finally:
+        for module in compiled:
+            module.do_not_compile = False
 
 
 @torch.inference_mode()

@@ -22,9 +22,10 @@ from steerscope.engines.vllm.delivery import Delivery
 from steerscope.engines.vllm.faults import Faults
 from steerscope.engines.vllm.graphs import Graphs, around
 from steerscope.engines.vllm.guards import check_config, count_memory, graph_sizes, layer_count, plain_norms
+from steerscope.engines.vllm.layer_proof import prove_layers
 from steerscope.engines.vllm.layers import attach, find_layers, in_norms, returned
 from steerscope.engines.vllm.pool import clear_faults, least_room, make_pool
-from steerscope.engines.vllm.proof import prove, replayed
+from steerscope.engines.vllm.proof import dry_run, prove, replayed
 from steerscope.engines.vllm.seeds import mend
 from steerscope.engines.vllm.settings import NAME, Settings
 from steerscope.engines.vllm.steady import Filled
@@ -55,9 +56,8 @@ class WorkerTaps:
         self.hidden, self.dtype = config.model_config.get_hidden_size(), config.model_config.dtype
         layers = layer_count(config)
         found = find_layers(runner.get_model(), layers)
+        found = prove_layers(found, self.hidden, settings.sites, functools.partial(dry_run, runner))
         asked = settings.keys(layers)
-        if bad := [f"{site}: {why}" for site, why in found.refused.items() if site in settings.sites]:
-            raise UnsupportedModel(f"{type(runner.get_model()).__name__} cannot be tapped at " + "; ".join(bad))
         self.keys: tuple[Key, ...] = tuple(key for key in asked if key[0] in found.found)
         self.returns = returned(next(iter(found.found.values())).module)
         self.layer_class = type(next(iter(found.found.values())).module).__name__
