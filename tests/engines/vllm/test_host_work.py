@@ -20,6 +20,7 @@ from engines.test_watching import PACK
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
 from steerscope.engines.vllm.graphs import Graphs
+from steerscope.engines.vllm.layer_proof import prove_layers
 from steerscope.engines.vllm.layers import attach, find_layers
 from steerscope.engines.vllm.step import ENTRIES
 from steerscope.engines.vllm.tap import Shared, Tap, TappedNorm
@@ -191,13 +192,13 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.layers, self.norm = nn.ModuleList(Block() for _ in range(layers)), Norm()
 
     def forward(self, hidden: Tensor) -> Tensor:
         delta, residual = hidden, torch.zeros_like(hidden)
         for layer in self.layers:
             delta, residual = layer(delta, residual)
-        return delta + residual
+        return self.norm(delta, residual)[0]
 
 
 def nodes(layers: int, tapped: bool, noop: bool = False, fused: bool = False) -> tuple[int, int]:
@@ -221,7 +222,9 @@ def nodes(layers: int, tapped: bool, noop: bool = False, fused: bool = False) ->
                 block.norm = norm = TappedNorm(block.norm, tap)  # type: ignore[arg-type]
                 norm.fused = not noop
         else:
-            attach(find_layers(model, layers), taps)  # type: ignore[arg-type]
+            found = find_layers(model, layers)
+            found = prove_layers(found, HIDDEN, ["resid_post"], lambda: model(torch.randn(4, HIDDEN)))
+            attach(found, taps)  # type: ignore[arg-type]
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> object:

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steerscope.engines.vllm.layers import attach, find_layers
+from steerscope.engines.vllm.layer_proof import prove_layers
+from steerscope.engines.vllm.layers import Layers, attach, find_layers
 from steerscope.engines.vllm.step import CELL, ENTRIES, GROUP
 from steerscope.engines.vllm.tap import Shared, Tap, TappedNorm
 
@@ -44,8 +45,13 @@ class UnknownLayer(LlamaDecoderLayer):
     pass
 
 
-class PPMissingLayer(nn.Module):
+class OtherNorm(RMSNorm):
     pass
+
+
+class PPMissingLayer(nn.Module):
+    def forward(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        return parts
 
 
 class Model(nn.Module):
@@ -59,6 +65,10 @@ class Model(nn.Module):
         for layer in self.layers:
             hidden, residual = layer(hidden, residual)
         return self.norm(hidden, residual)[0]
+
+
+def proven(model: Model) -> Layers:
+    return prove_layers(find_layers(model, LAYERS), HIDDEN, ["resid_post"], lambda: model(torch.randn(TOKENS, HIDDEN)))
 
 
 def taps() -> dict:
@@ -85,7 +95,7 @@ def taps() -> dict:
 
 def run(model: Model, norms: bool) -> tuple[Tensor, Tensor]:
     made = taps()
-    attach(find_layers(model, LAYERS), made, norms=norms)
+    attach(proven(model), made, norms=norms)
     hidden = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0))
     return model(hidden), made[0, "resid_post"].pool
 
@@ -111,12 +121,12 @@ def test_before_the_next_norm_is_behind_the_layer() -> None:
 def test_where_the_norm_is_not_known_the_tap_is_a_hook(why: str) -> None:
     model = Model(UnknownLayer if why == "unknown layer" else LlamaDecoderLayer)
     if why == "other norm":
-        model.norm = nn.LayerNorm(HIDDEN)
+        model.norm = OtherNorm()
     elif why == "the next stage has it":
         model.norm = PPMissingLayer()
     last = find_layers(model, LAYERS).found[LAYERS - 1]
     assert last.next_norm is None
-    attach(find_layers(model, LAYERS), {(LAYERS - 1, "resid_post"): taps()[2, "resid_post"]})
+    attach(proven(model), {(LAYERS - 1, "resid_post"): taps()[2, "resid_post"]})
     assert len(last.module._forward_hooks) == 1
     assert not isinstance(model.norm, TappedNorm)
 
@@ -124,7 +134,7 @@ def test_where_the_norm_is_not_known_the_tap_is_a_hook(why: str) -> None:
 @torch.no_grad()
 def test_when_nobody_asks_a_tap_reads_nothing() -> None:
     model, made = Model(), taps()
-    attach(find_layers(model, LAYERS), made)
+    attach(proven(model), made)
     shared = made[0, "resid_post"]
     shared.faults[0] = 0
     hidden = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0))

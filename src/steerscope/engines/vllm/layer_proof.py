@@ -1,26 +1,28 @@
-"""Prove where the sites of a decoder layer are, by what moves when noise is put there.
+"""Prove where the sites of a decoder layer are, by what moves when known numbers are put there.
 
 A layer of vLLM may return the stream as `delta + residual`, as `delta` beside a residual that the next layer ignores,
 or in another way, and may scale what its attention and MLP add. Names do not tell, and a tap in the wrong place reads
-rows that are off by 100 % without an error. So a dummy batch runs through the model before anything is tapped. Each
-layer is also run alone, on the inputs that it was given, with noise in one place at a time:
+rows that are off by 100 % without an error. So a dummy batch runs through the model before anything is tapped. What
+each layer returns is replaced by small random integers, whose sums are exact in every dtype, and each layer is also run
+alone, with integers in the places of its inputs and of what its modules return:
 
-- a part of a layer's input belongs to the stream when noise in it changes the output; of two parts only the sum may
+- a part of a layer's input belongs to the stream when a change of it changes the output; of two parts only the sum may
   count;
-- returned parts are the stream when their sum, noise included, is what enters the next layer;
-- a child module returns an addend when noise in it moves the layer's output by exactly that noise (times the layer's
-  multiplier), apart from what the modules behind it add in reply;
-- resid_pre + attn_out + mlp_out must be resid_post.
+- returned parts are the stream when their sum is what enters the next layer;
+- modules return the addends when resid_pre + attn_out + mlp_out is resid_post exactly (times the layer's multiplier).
+  The attention is the one that the other replies to, or, in a parallel block, the one that reads the cache;
+- a module is given the stream between the two when that is resid_pre + attn_out, and what is added there leaves the
+  layer.
 
-Noise is as large as the stream, so an addend that is scaled by a few percent stands out of rounding in the dtype that
-serves. All ranks of a tensor-parallel group draw the same noise.
+All ranks of a tensor-parallel group draw the same integers.
 """
 
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -31,11 +33,10 @@ from steerscope.engines.vllm.layers import Layers, Place, Where, hook_at
 from steerscope.specs.errors import UnsupportedModel
 from steerscope.specs.steering import Site
 
-_ROUNDINGS = 4  # of the dtype's epsilon: how far sums of rounded tensors may differ, relative to the noise
-_EXACT = 1e-4  # … at least
-_NOISE = 2.0  # its size, in root mean squares of the stream
-_EFFECT = 0.01  # of what a module returns: a smaller change is no effect of the noise
-_TRIES = 3  # a dummy batch may read memory that was never written and is not finite
+_LARGEST = 8  # of the integers: sums of a dozen of them are exact in bfloat16
+_ROUNDINGS = 4  # of the dtype's epsilon: how far sums of rounded tensors may differ, relative to the integers
+_EXACT = 1e-6  # sums of integers in float64
+_EFFECT = 0.01  # of what a module returns: a smaller change is none
 Tensors = dict[Where, Tensor]  # stream-shaped ones, by where they lie in a call
 
 
@@ -44,13 +45,8 @@ def prove_layers(layers: Layers, hidden: int, sites: Sequence[Site], run: Callab
     UnsupportedModel, naming every site that cannot be proven."""
     _check_scaled_stream(layers)
     proof = _Proof(layers, hidden, sites)
-    with torch.inference_mode():
-        for _ in range(_TRIES):
-            proof = _Proof(layers, hidden, sites)
-            with proof.listening():
-                run()
-            if proof.finite:
-                break
+    with torch.inference_mode(), proof.listening():
+        run()
     proof.close()
     if proof.refused:
         kind = type(next(iter(layers.found.values())).module).__name__
@@ -78,7 +74,7 @@ class _Run:
     """What one run of a layer showed, in float64 on the host."""
 
     returned: Tensors
-    seen: dict[Place, Tensor]  # the stream or addend at each candidate, with its noise
+    seen: dict[Place, Tensor]  # the stream or addend at each candidate, after it was changed
 
 
 @dataclass
@@ -86,14 +82,14 @@ class _Examined:
     """A layer that was run alone. It is judged when the next one shows what it takes from it."""
 
     number: int
-    module: nn.Module
-    limit: float  # relative to the noise
-    noise: Tensor
-    entered: Tensor  # the stream
-    inputs: list[Where]  # its parts
-    base: _Run
-    with_noise: dict[Place, _Run]  # by candidate
-    returned: Tensors = field(default_factory=dict)  # in the dummy batch, with noise in every part
+    call: "_Call"
+    inputs: list[Where]  # the parts of the stream that enters
+    candidates: list[Place]
+    returned: Tensors = field(default_factory=dict)  # in the dummy batch: integers
+
+    @property
+    def kind(self) -> type:
+        return type(self.call.module)
 
 
 class _Proof:
@@ -101,7 +97,6 @@ class _Proof:
         self._layers, self._hidden, self._sites = layers, hidden, sites
         self.places: dict[int, dict[Site, Place]] = {}
         self.refused: dict[Site, str] = {}
-        self.finite = True
         self._pending: _Examined | None = None
         self._parts: dict[type, list[Where]] = {}  # by class of layer: the returned parts that are the stream
 
@@ -126,10 +121,10 @@ class _Proof:
         """Judge a last layer that nothing of its owner follows as the others of its class are."""
         last, self._pending = self._pending, None
         if last is not None:
-            parts = self._parts.get(type(last.module))
+            parts = self._parts.get(last.kind)
             if parts is None:
                 raise UnsupportedModel(
-                    f"{type(last.module).__name__} cannot be tapped: no module behind layer {last.number} shows which "
+                    f"{last.kind.__name__} cannot be tapped: no module behind layer {last.number} shows which "
                     "of the tensors that it returns is the residual stream"
                 )
             self._judge(last, parts)
@@ -143,19 +138,17 @@ class _Proof:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             examined = self._examine(number, module, args, kwargs)
             if self._pending is not None:
-                self._connect(self._pending, examined.entered)
+                self._connect(self._pending, examined.call, examined.inputs)
             self._pending = examined
 
         return hook
 
     def _after_layer(self, _module: nn.Module, _args: tuple, output: object) -> None:
-        """Put other noise into every returned part, in place, as a tap does."""
+        """Put integers into every returned part, in place, as a tap does."""
         assert self._pending is not None
         parts = _stream_shaped(_by_place(output), self._hidden)
         for i, part in enumerate(parts.values()):
-            generator = torch.Generator().manual_seed(1000 * self._pending.number + i + 1)
-            rms = self._pending.noise.pow(2).mean().sqrt()
-            part += (rms * torch.randn(part.shape, generator=generator, dtype=torch.float64)).to(part)
+            part.copy_(_integers(part.shape, self._pending.number, i))
         self._pending.returned = {where: _on_host(part) for where, part in parts.items()}
 
     def _behind_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -163,59 +156,44 @@ class _Proof:
         last = self._pending
         if last is None or last.number != max(self._layers.found) or not last.returned:
             return
-        call = _Call(module, args, kwargs, self._hidden)
-        if call.inputs:
+        call = _Call(module, args, kwargs, self._hidden, last.number + 1)
+        if call.given:
             self._pending = None
-            counting = _inputs_that_count(call, last.noise, last.limit, returned=1)
-            self._connect(last, _total(_on_host(call.inputs[where]) for where in counting))
+            self._connect(last, call, _inputs_that_count(call, returned=1))
 
-    def _connect(self, before: _Examined, entered: Tensor) -> None:
+    def _connect(self, before: _Examined, call: "_Call", inputs: list[Where]) -> None:
         """Find the returned parts whose sum entered the next module, and judge the layer with them."""
-        found = before.returned
+        found, entered = before.returned, _total(_on_host(call.given[where]) for where in inputs)
         for parts in [*([where] for where in found), *([list(found)] if len(found) == 2 else [])]:
             total = _total(found[where] for where in parts)
-            if total.shape == entered.shape and _off(total - entered, before.noise) < before.limit:
-                self._parts[type(before.module)] = parts
+            if total.shape == entered.shape and _off(total, entered) < _EXACT:
+                self._parts[before.kind] = parts
                 self._judge(before, parts)
                 return
         raise UnsupportedModel(
-            f"{type(before.module).__name__} cannot be tapped: of the {len(found)} tensors that layer {before.number} "
-            "returns, neither one nor the sum of two is what enters the next layer"
+            f"{before.kind.__name__} cannot be tapped: of the {len(found)} tensors that layer {before.number} returns, "
+            "neither one nor the sum of two is what enters the next layer"
         )
 
-    # --- one layer alone
-
     def _examine(self, number: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> _Examined:
-        call = _Call(module, args, kwargs, self._hidden)
-        if not call.inputs:
+        call = _Call(module, args, kwargs, self._hidden, number)
+        if not call.given:
             raise UnsupportedModel(
                 f"{type(module).__name__} cannot be tapped: layer {number} is given no tensor [tokens, {self._hidden}] "
                 "(layers of vLLM's Transformers backend carry a batch dimension)"
             )
         inside = bool({"attn_out", "mlp_out", "resid_mid"} & set(self._sites))
-        candidates = call.candidates() if inside else []
-        base = call.run(candidates)
-        self.finite &= all(bool(part.isfinite().all()) for part in base.returned.values())
-        stream = _total(_on_host(part) for part in call.inputs.values())
-        scale = min(1.0, *(abs(scale) for scale in _multipliers(module)))
-        generator = torch.Generator().manual_seed(1000 * number)
-        noise = torch.randn(stream.shape, generator=generator, dtype=torch.float64)
-        noise *= _NOISE * float(stream.pow(2).mean().sqrt()) / scale
-        limit = max(_EXACT, _ROUNDINGS * torch.finfo(next(iter(call.inputs.values())).dtype).eps)
-        inputs = _inputs_that_count(call, noise, limit)
-        entered = _total(_on_host(call.inputs[where]) for where in inputs)
-        with_noise = {place: call.run(candidates, noisy=place, noise=noise) for place in candidates}
-        return _Examined(number, module, limit, noise, entered, inputs, base, with_noise)
+        return _Examined(number, call, _inputs_that_count(call), call.candidates() if inside else [])
 
     def _judge(self, examined: _Examined, parts: list[Where]) -> None:
-        module, judged = examined.module, _Judged(examined, parts)
+        module = examined.call.module
         places: dict[Site, Place] = {
             "resid_pre": _stream_place(module, "before", examined.inputs),
             "resid_post": _stream_place(module, "after", parts),
         }
         self.places[examined.number] = places
-        if examined.with_noise:
-            inside, refused = judged.places()
+        if examined.candidates:
+            inside, refused = _Inside(examined, parts).places()
             places |= inside
             for site, why in refused.items():
                 if site in self._sites:
@@ -228,24 +206,28 @@ def _stream_place(module: nn.Module, when: Any, parts: list[Where]) -> Place:
 
 
 class _Call:
-    """A layer and the inputs that it was given in the dummy batch."""
+    """A module and what it was given in the dummy batch, with integers in place of the stream."""
 
-    def __init__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], hidden: int) -> None:
-        self.module, self._hidden, self._positional = module, hidden, len(args)
-        self._given = {key: _copied(value) for key, value in {**dict(enumerate(args)), **kwargs}.items()}
-        self.inputs = _stream_shaped(self._given, hidden)
+    def __init__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], hidden: int, seed: int) -> None:
+        self.module, self.seed, self._hidden, self._positional = module, seed, hidden, len(args)
+        self._all = {key: _copied(value) for key, value in {**dict(enumerate(args)), **kwargs}.items()}
+        self.given = _stream_shaped(self._all, hidden)
+        self.inputs = {
+            where: _integers(part.shape, seed, 10 + i).to(part) for i, (where, part) in enumerate(self.given.items())
+        }
 
     def run(
-        self, candidates: Sequence[Place] = (), noisy: Place | None = None, noise: Tensor | None = None,
-        inputs: Tensors | None = None,
+        self, candidates: Sequence[Place] = (), put: Mapping[Place, Tensor] | None = None,
+        add: Mapping[Place, Tensor] | None = None, inputs: Tensors | None = None,
     ) -> _Run:  # fmt: skip
-        """Run the layer on copies of its inputs, with noise at one candidate, or with other inputs."""
+        """Run the module on copies, with tensors put or added in place at some of the candidates."""
         seen: dict[Place, Tensor] = {}
 
         def visit(place: Place, delta: Tensor, residual: Tensor | None) -> None:
-            if place == noisy:
-                assert noise is not None
-                delta += noise.to(delta)
+            if put and place in put:
+                delta.copy_(put[place])
+            if add and place in add:
+                delta += add[place].to(delta)
             seen[place] = _total(_on_host(part) for part in (delta, residual) if part is not None)
 
         handles = [hook_at(place, visit) for place in candidates]
@@ -285,27 +267,27 @@ class _Call:
         return [place for place in calls if times[place.module, place.when] == 1]
 
     def _like_stream(self, values: dict[Where, Any]) -> Tensors:
-        shape = next(iter(self.inputs.values())).shape
+        shape = next(iter(self.given.values())).shape
         return {where: part for where, part in _stream_shaped(values, self._hidden).items() if part.shape == shape}
 
     def _forward(self, inputs: Tensors) -> Tensors:
-        given = {key: _copied(inputs.get(key, value)) for key, value in self._given.items()}
+        given = {key: _copied(value) for key, value in {**self._all, **self.inputs, **inputs}.items()}
         args = [given[i] for i in range(self._positional)]
         kwargs = {key: value for key, value in given.items() if isinstance(key, str)}
         returned = self.module.forward(*args, **kwargs)
         return {where: _on_host(part) for where, part in _stream_shaped(_by_place(returned), self._hidden).items()}
 
 
-def _inputs_that_count(call: _Call, noise: Tensor, limit: float, returned: int | None = None) -> list[Where]:
+def _inputs_that_count(call: _Call, returned: int | None = None) -> list[Where]:
     """Return the parts of the input that change what is returned (or the first `returned` parts of it); of two, only
     the sum may."""
     name, base = type(call.module).__name__, list(call.run().returned.values())[:returned]
 
     def change(inputs: Tensors) -> float:
         found = list(call.run(inputs=inputs).returned.values())[:returned]
-        return max((_off(part - before, before) for part, before in zip(found, base, strict=True)), default=0.0)
+        return max((_off(part, before) for part, before in zip(found, base, strict=True)), default=0.0)
 
-    counting = [where for where, part in call.inputs.items() if change({where: part + noise.to(part)}) > _EFFECT]
+    counting = [where for where, part in call.inputs.items() if change({where: -part}) > _EFFECT]
     if len(counting) not in (1, 2):
         raise UnsupportedModel(
             f"{name} cannot be tapped: {len(counting)} of the {len(call.inputs)} tensors given to it change what it "
@@ -314,58 +296,77 @@ def _inputs_that_count(call: _Call, noise: Tensor, limit: float, returned: int |
     if len(counting) == 2:
         one, other = counting
         total = call.inputs[one] + call.inputs[other]
-        if (error := change({one: total, other: torch.zeros_like(total)})) > max(_EFFECT, 2 * limit):
+        if (error := change({one: total, other: torch.zeros_like(total)})) > _EFFECT:
             raise UnsupportedModel(f"{name} cannot be tapped: its two inputs do not count as their sum ({error:.2g})")
     return counting
 
 
-class _Judged:
-    """The runs of one layer, of which is known what the stream is."""
+class _Inside:
+    """Finds the sites inside one layer, of which is known what the stream is."""
 
     def __init__(self, examined: _Examined, parts: list[Where]) -> None:
-        self._examined, self._parts, self._base = examined, parts, examined.base
-        self._runs = examined.with_noise
+        self._call, self._parts, self._candidates = examined.call, parts, examined.candidates
+        self._entered = _total(_on_host(self._call.inputs[where]) for where in examined.inputs)
+        self._limit = _ROUNDINGS * torch.finfo(self._call.inputs[examined.inputs[0]].dtype).eps
+        shape, seed = self._entered.shape, self._call.seed
+        self._numbers = {place: _integers(shape, seed, 20 + i) for i, place in enumerate(self._candidates)}
+        self._base = self._call.run(self._candidates)
+        self._with_more = {
+            place: self._call.run(self._candidates, add={place: self._numbers[place]}) for place in self._candidates
+        }
+        self._outputs = [place for place in self._candidates if place.when == "after"]
+
+    def places(self) -> tuple[dict[Site, Place], dict[Site, str]]:
+        """Return the sites, and why others cannot be had."""
+        name = type(self._call.module).__name__
+        for scale in _multipliers(self._call.module):
+            for size in (2, 3):
+                for addends in combinations(self._outputs, size):
+                    if self._add_up(addends, scale):
+                        return self._named(addends, scale)
+        for attention in self._outputs:
+            if middle := self._middle((attention,), attention, 1.0):
+                why = f"{name} changes the stream after its MLP has added to it"
+                return {"attn_out": attention, "resid_mid": middle}, {"mlp_out": why}
+        why = f"what {name} adds to the stream is not the sum of what its modules return"
+        return {}, dict.fromkeys(("attn_out", "mlp_out", "resid_mid"), why)
+
+    def _add_up(self, addends: tuple[Place, ...], scale: float) -> bool:
+        """Whether the stream that leaves is exactly the one that entered and these addends, and a change of each moves
+        it likewise."""
+        for place in addends:
+            moved = self._left(self._with_more[place]) - self._left(self._base)
+            wanted = self._numbers[place] + _total(self._reply(place, other) for other in addends if other != place)
+            if _off(moved, scale * wanted) > max(self._limit, _EFFECT):
+                return False
+        return self._leaves(addends, scale, torch.zeros_like(self._entered))
+
+    def _leaves(self, addends: tuple[Place, ...], scale: float, more: Tensor, at: Place | None = None) -> bool:
+        """With integers as addends, and `more` added at a place, whether their sum leaves the layer."""
+        run = self._call.run(
+            self._candidates, put={place: self._numbers[place] for place in addends}, add={at: more} if at else None
+        )
+        wanted = self._entered + scale * _total(self._numbers[place] for place in addends) + more
+        return _off(self._left(run), wanted) < self._exactness(scale)
+
+    def _exactness(self, scale: float) -> float:
+        return _EXACT if scale == 1.0 else self._limit / 4
 
     def _left(self, run: _Run) -> Tensor:
         return _total(run.returned[where] for where in self._parts)
 
-    def _moves(
-        self, place: Place, scale: float, behind: tuple[Place, ...] = (), behind_scale: float | None = None
-    ) -> bool:
-        """Whether noise there moves what leaves the layer by exactly `scale` times it, and by the reply of the addends
-        behind it."""
-        run, noise = self._runs[place], scale * self._examined.noise
-        replies = [run.seen[addend] - self._base.seen[addend] for addend in behind]
-        wanted = noise + (scale if behind_scale is None else behind_scale) * sum(replies, torch.zeros_like(noise))
-        return _off(self._left(run) - self._left(self._base) - wanted, noise) < self._examined.limit
+    def _reply(self, place: Place, other: Place) -> Tensor:
+        """How far a change at one place moves another."""
+        return self._with_more[place].seen[other] - self._base.seen[other]
 
-    def places(self) -> tuple[dict[Site, Place], dict[Site, str]]:
-        """Return the sites inside the layer, and why others cannot be had."""
-        name = type(self._examined.module).__name__
-        for scale in _multipliers(self._examined.module):
-            feeds = [p for p in self._outputs() if not _attends(p.module) and self._moves(p, scale)]
-            for feed in [*((feed,) for feed in feeds), *([tuple(feeds)] if len(feeds) > 1 else [])]:
-                for attention in self._outputs():
-                    causal = attention not in feed and self._moves(attention, scale, feed)
-                    if causal and self._complete(attention, feed, scale):
-                        return self._inside(attention, feed, scale)
-        for attention in self._outputs():
-            for middle in self._inputs():
-                if self._same_stream(attention, middle):
-                    why = f"{name} changes the stream after its MLP has added to it"
-                    return {"attn_out": attention, "resid_mid": middle}, {"mlp_out": why}
-        why = f"what {name} adds to the stream is not the sum of what its modules return"
-        return {}, dict.fromkeys(("attn_out", "mlp_out", "resid_mid"), why)
+    def _named(self, addends: tuple[Place, ...], scale: float) -> tuple[dict[Site, Place], dict[Site, str]]:
+        def leads(place: Place) -> bool:
+            replies = [(self._reply(place, other), self._base.seen[other]) for other in addends if other != place]
+            return any(float(reply.norm()) > _EFFECT * float(natural.norm()) for reply, natural in replies)
 
-    def _outputs(self) -> list[Place]:
-        return [place for place in self._runs if place.when == "after"]
-
-    def _inputs(self) -> list[Place]:
-        return [place for place in self._runs if place.when == "before"]
-
-    def _inside(
-        self, attention: Place, feed: tuple[Place, ...], scale: float
-    ) -> tuple[dict[Site, Place], dict[Site, str]]:
+        first = [place for place in addends if leads(place)]
+        attention = next(iter(first or [place for place in addends if _attends(place.module)] or addends))
+        feed = [place for place in addends if place != attention]
         found: dict[Site, Place] = {"attn_out": replace(attention, scale=scale)}
         refused: dict[Site, str] = {}
         if len(feed) == 1:
@@ -373,41 +374,31 @@ class _Judged:
         else:
             names = " and ".join(type(place.module).__name__ for place in feed)
             refused["mlp_out"] = f"it is the sum of what several modules return ({names})"
-        middle = self._middle(attention, feed, scale)
-        if middle is None:
-            refused["resid_mid"] = "attention and MLP read the same input (parallel block)"
-        else:
+        if middle := self._middle(addends, attention, scale):
             found["resid_mid"] = middle
+        else:
+            refused["resid_mid"] = "attention and MLP read the same input (parallel block)"
         return found, refused
 
-    def _complete(self, attention: Place, feed: tuple[Place, ...], scale: float) -> bool:
-        """Whether resid_pre + attn_out + mlp_out = resid_post, measured against the addends."""
-        for place in (attention, *feed):
-            run = self._runs[place]
-            added = scale * _total(run.seen[one] for one in (attention, *feed))
-            if _off(self._left(run) - self._examined.entered - added, added) > self._examined.limit:
-                return False
-        return True
-
-    def _middle(self, attention: Place, feed: tuple[Place, ...], scale: float) -> Place | None:
-        """Return where a module is given the stream between attention and MLP."""
-        run = self._runs[attention]
-        between = self._examined.entered + scale * run.seen[attention]
-        for place in self._inputs():
-            if _off(run.seen[place] - between, between) < self._examined.limit and self._moves(place, 1.0, feed, scale):
-                return place
+    def _middle(self, addends: tuple[Place, ...], attention: Place, scale: float) -> Place | None:
+        """Return where a module is given the stream between attention and MLP. Of a layer whose addends are not all
+        known, what is added there must do the same as when the attention adds it."""
+        put = {attention: self._numbers[attention]}
+        between = self._entered + scale * put[attention]
+        run = self._call.run(self._candidates, put=put)
+        for place in (place for place in self._candidates if place.when == "before"):
+            more = self._numbers[place]
+            if _off(run.seen[place], between) > self._exactness(scale):
+                continue
+            if len(addends) > 1:
+                if self._leaves(addends, scale, more, at=place):
+                    return place
+            else:
+                here = self._left(self._call.run(self._candidates, put=put, add={place: more}))
+                there = self._left(self._call.run(self._candidates, put={attention: put[attention] + more}))
+                if _off(here, there) < _EXACT < _off(here, self._left(run)):
+                    return place
         return None
-
-    def _same_stream(self, attention: Place, middle: Place) -> bool:
-        """Whether noise in what attention returns and noise in a later module's input do the same to that input and to
-        what leaves the layer."""
-        first, second, limit = self._runs[attention], self._runs[middle], self._examined.limit
-        between = self._examined.entered + first.seen[attention]
-        return (
-            _off(first.seen[middle] - between, between) < limit
-            and _off(second.seen[middle] - between, between) < limit
-            and _off(self._left(first) - self._left(second), self._examined.noise) < limit
-        )
 
 
 def _multipliers(layer: nn.Module) -> list[float]:
@@ -471,7 +462,13 @@ def _total(parts: Any) -> Tensor:
     return sum(rest, first)
 
 
-def _off(difference: Tensor, wanted: Tensor) -> float:
-    """The size of a difference, relative to what is wanted; infinite if it is not finite."""
-    error = float(difference.norm() / wanted.norm())
+def _integers(shape: torch.Size, *seed: int) -> Tensor:
+    """Random integers, as float64 on the host: the same for the same numbers."""
+    generator = torch.Generator().manual_seed(seed[0] * 1000 + seed[1])
+    return torch.randint(-_LARGEST, _LARGEST + 1, shape, generator=generator).double()
+
+
+def _off(found: Tensor, wanted: Tensor) -> float:
+    """The difference, relative to what is wanted; infinite if it is not finite."""
+    error = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
     return error if math.isfinite(error) else math.inf

@@ -31,6 +31,7 @@ log = logging.getLogger("steerscope")
 _BATCHES = ((2, False), (1, True))  # tokens, and whether as decoding requests; one token must not be traced first
 _DRY_TOKENS = 4
 _FACTOR = 4.0  # the value, in units of what the row's norm is without it
+_REACHED = 0.01  # of a row's norm: steering of earlier layers moves it by more
 _BLANK = 7.0  # what a row holds before the taps write to it
 _TRIES = 3  # dummy batches may read memory that was never written: now and then it is not finite
 
@@ -96,7 +97,8 @@ def _try(taps: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bo
     """False: the batch says nothing."""
     rng = np.random.default_rng(0)
     directions = {key: _unit(rng.standard_normal(taps.hidden)) for key in taps.keys}
-    norms = _run(taps, dummy_run, batch, None).norm(dim=-1).amax(dim=0).clamp(min=1e-3)
+    untouched = _run(taps, dummy_run, batch, None)
+    norms = untouched.norm(dim=-1).amax(dim=0).clamp(min=1e-3)
     if not norms.isfinite().all():
         return False
     values = {key: _FACTOR * float(norm) for key, norm in zip(taps.keys, norms, strict=True)}
@@ -105,6 +107,7 @@ def _try(taps: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bo
     rows = _run(taps, dummy_run, batch, column)
     if rows.isfinite().all():
         _judge(taps, rows, directions, values)
+        _judge_later(taps, rows - untouched, norms, directions)
         return True
     return False
 
@@ -147,6 +150,22 @@ def _run(
         taps.groups.release(group)
         for lease in leases:
             taps.table.release(lease)
+
+
+def _judge_later(
+    taps: "WorkerTaps", moved: torch.Tensor, norms: torch.Tensor, directions: dict[Key, np.ndarray]
+) -> None:
+    """What taps change must reach the taps of later layers: rows there move in other directions than their own."""
+    first = min(layer for layer, _ in taps.keys)
+    for i, key in enumerate(taps.keys):
+        own = torch.from_numpy(directions[key].astype(np.float64))
+        beside = moved[:, i] - (moved[:, i] @ own)[:, None] * own
+        in_stream = key[1].startswith("resid")  # (in a dummy batch attention may return the same whatever it reads)
+        if in_stream and key[0] > first and not bool((beside.norm(dim=-1) > _REACHED * norms[i]).all()):
+            raise UnsupportedModel(
+                f"self-test failed: what is steered before layer {key[0]} does not reach {key[1]} of that layer in the "
+                "mode that will run"
+            )
 
 
 def _judge_kept(taps: "WorkerTaps", rows: torch.Tensor) -> None:
