@@ -156,6 +156,12 @@ def _check_state(model: PreTrainedModel) -> None:
             f"({', '.join(sorted(set(odd.values())))}: linear attention, Mamba or a convolution), which the batch of "
             "the transformers engine cannot keep"
         )
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    if len(cache.layers) != count:
+        raise UnsupportedModel(
+            f"{name} is not supported: it keeps keys and values of {len(cache.layers)} of its {count} layers (the "
+            "others share them), and the batch of the transformers engine needs those of every layer"
+        )
 
 
 def keep_input(place: dict[K, Tensor], i: K) -> Callable[[nn.Module, tuple, dict], None]:
