@@ -151,8 +151,9 @@ class Taps:
                 changed = self._visit(key, changed, self._rest.get(key))
             if changed is added:
                 return None
-            if multiplier != 1:  # rows without ops keep their bits
-                changed = torch.where(changed == added, hidden, changed / multiplier)
+            if multiplier != 1:  # only the difference: rows without ops keep their bits, and zero vectors a gradient
+                moved = hidden + (changed - added) / multiplier
+                changed = torch.where(hidden.isfinite(), moved, changed / multiplier)
             return with_first(output, changed)
 
         return hook
