@@ -7,20 +7,46 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from steerscope.residual.equation import change_float64
 from steerscope.specs.steering import Coefficients
 
+_POST = ("post_attention_layernorm", "post_feedforward_layernorm")
+_TRANSFORMER = ("transformer.h", "attn", "mlp", "transformer.ln_f")
 # decoder list, attention addend, MLP addend, final norm
 PATHS = {
-    "gpt2": ("transformer.h", "attn", "mlp", "transformer.ln_f"),
+    "bloom": ("transformer.h", "self_attention.dense", "mlp.dense_4h_to_h", "transformer.ln_f"),
+    "exaone4": ("model.layers", *_POST, "model.norm"),
+    "falcon": ("transformer.h", "self_attention", "mlp", "transformer.ln_f"),
+    "gemma2": ("model.layers", *_POST, "model.norm"),
+    "gemma3_text": ("model.layers", *_POST, "model.norm"),
+    "gemma4_text": ("model.layers", "post_attention_layernorm", "post_per_layer_input_norm", "model.norm"),
+    "glm4": ("model.layers", "post_self_attn_layernorm", "post_mlp_layernorm", "model.norm"),
+    "gpt2": _TRANSFORMER,
+    "gpt_bigcode": _TRANSFORMER,
+    "gpt_neo": _TRANSFORMER,
     "gpt_neox": ("gpt_neox.layers", "attention", "mlp", "gpt_neox.final_layer_norm"),
-    "gemma2": ("model.layers", "post_attention_layernorm", "post_feedforward_layernorm", "model.norm"),
-    "gemma3_text": ("model.layers", "post_attention_layernorm", "post_feedforward_layernorm", "model.norm"),
-    "olmo2": ("model.layers", "post_attention_layernorm", "post_feedforward_layernorm", "model.norm"),
+    "gptj": _TRANSFORMER,
+    "granitemoe": ("model.layers", "self_attn", "block_sparse_moe", "model.norm"),
+    "hyperclovax": ("model.layers", "post_norm1", "post_norm2", "model.norm"),
+    "llama4_text": ("model.layers", "self_attn", "feed_forward", "model.norm"),
+    "mpt": ("transformer.blocks", "attn", "ffn.down_proj", "transformer.norm_f"),
+    "olmo2": ("model.layers", *_POST, "model.norm"),
+    "olmo3": ("model.layers", *_POST, "model.norm"),
+    "opt": ("model.decoder.layers", "self_attn", "fc2", "model.decoder.final_layer_norm"),
+    "phi": ("model.layers", "self_attn", "mlp", "model.final_layernorm"),
 }
 DEFAULT = ("model.layers", "self_attn", "mlp", "model.norm")
+# What a block multiplies the outputs of these modules by before it adds them, as its family's code says.
+MULTIPLIERS: dict[str, Callable[[PreTrainedConfig], float]] = {
+    "granite": lambda config: config.residual_multiplier,
+    "granitemoe": lambda config: config.residual_multiplier,
+    "hyperclovax": lambda config: config.residual_multiplier,
+    "minicpm3": lambda config: config.scale_depth / config.num_hidden_layers**0.5,
+}
+# The first part of what is added behind the attention, where another one follows.
+FIRST_PARTS = {"gemma4_text": "post_feedforward_layernorm"}
 
 
 @dataclass(frozen=True)
@@ -39,11 +65,14 @@ class Reference:
         self.layers = model.get_submodule(layers)
         self.norm = model.get_submodule(norm)
         self.attention, self.mlp = attention, mlp
+        self.first_part = FIRST_PARTS.get(model.config.model_type)
+        multiplier = MULTIPLIERS.get(model.config.model_type)
+        self.multiplier = multiplier(model.config) if multiplier else 1.0
 
     def run(self, ids: Sequence[int], ops: Sequence[RefOp] = ()) -> tuple[Tensor, dict[tuple[int, str], Tensor]]:
         """Logits [n, vocab] and rows by (layer, site) of one forward over all ids."""
         rows: dict[tuple[int, str], Tensor] = {}
-        inputs: dict[int, Tensor] = {}
+        rests: dict[tuple[int, str], Tensor] = {}  # the part of a site that its module does not return
         handles = []
 
         def apply(layer: int, site: str, hidden: Tensor, rest: Tensor | None = None) -> Tensor:
@@ -61,16 +90,24 @@ class Reference:
         def enter(layer: int) -> Callable[..., object]:
             def hook(_module: nn.Module, args: tuple, kwargs: dict) -> object:
                 hidden = apply(layer, "resid_pre", args[0] if args else kwargs["hidden_states"])
-                inputs[layer] = hidden
+                rests[layer, "resid_mid"] = hidden
                 return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
             return hook
 
-        def leave(layer: int, *sites: str) -> Callable[..., object]:
+        def keep(layer: int) -> Callable[..., object]:
+            def hook(_module: nn.Module, _args: tuple, output: Tensor) -> None:
+                rests[layer, "mlp_out"] = output
+
+            return hook
+
+        def leave(layer: int, *sites: str, multiplier: float = 1.0) -> Callable[..., object]:
             def hook(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> object:
-                hidden = output[0] if isinstance(output, tuple) else output
+                given = output[0] if isinstance(output, tuple) else output
+                hidden = given.view(1, -1, given.shape[-1]) * multiplier
                 for site in sites:
-                    hidden = apply(layer, site, hidden, inputs[layer] if site == "resid_mid" else None)
+                    hidden = apply(layer, site, hidden, rests.get((layer, site)))
+                hidden = (hidden / multiplier).view(given.shape)
                 return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
             return hook
@@ -78,8 +115,12 @@ class Reference:
         for i, block in enumerate(self.layers.children()):
             handles.append(block.register_forward_pre_hook(enter(i), with_kwargs=True))
             attention = block.get_submodule(self.attention)
-            handles.append(attention.register_forward_hook(leave(i, "attn_out", "resid_mid")))
-            handles.append(block.get_submodule(self.mlp).register_forward_hook(leave(i, "mlp_out")))
+            added = leave(i, "attn_out", "resid_mid", multiplier=self.multiplier)
+            handles.append(attention.register_forward_hook(added))
+            added = leave(i, "mlp_out", multiplier=self.multiplier)
+            handles.append(block.get_submodule(self.mlp).register_forward_hook(added))
+            if self.first_part:
+                handles.append(block.get_submodule(self.first_part).register_forward_hook(keep(i)))
             handles.append(block.register_forward_hook(leave(i, "resid_post")))
         try:
             with torch.no_grad():

@@ -123,6 +123,26 @@ def by_hand(ops: Learnable, layer: int):
     return hook
 
 
+@pytest.mark.parametrize(("architecture", "site"), [("granite", "attn_out"), ("gemma4_text", "mlp_out")])
+def test_a_vector_that_begins_at_zero_has_the_gradient_of_finite_differences(architecture: str, site: Site) -> None:
+    """Behind these sites the block multiplies: what the tap undoes must not cut the gradient off."""
+    made = HFEngine(tiny.model(architecture), tiny.tokenizer(), name=architecture)
+    ops, found = Learnable((1,), site, {}, 64), samples(made, TEXTS[:2])
+    passes = Passes(made, batch=2)
+    with passes.ready():
+        passes.loss(found, ops, None, backward=True)
+        slope = ops.added.grad
+        assert slope is not None
+        step = 0.02 * slope / slope.norm()
+        losses = []
+        for sign in (1, -1):
+            ops.added.data.copy_(sign * step)
+            with torch.no_grad():
+                losses.append(float(passes.loss(found, ops, None)))
+    assert (losses[0] - losses[1]) / 0.04 == pytest.approx(float(slope.norm()), rel=0.02)
+    made.sync.close()
+
+
 def test_gradients_of_the_op_are_those_of_finite_differences() -> None:
     """In float64, where differences are exact enough to tell."""
     from steerscope.residual import equation

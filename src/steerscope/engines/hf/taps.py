@@ -6,14 +6,14 @@ with their entries, and which are captured by whom. Tokens are addressed in the 
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from steerscope.engines.hf.blocks import Blocks, block_input, first, with_first
+from steerscope.engines.hf.blocks import Blocks, block_input, first, with_first, with_input
 from steerscope.residual.equation import Operands, apply, look_up, settle
 from steerscope.residual.table import Key, SlotTable
 
@@ -75,7 +75,7 @@ class Taps:
         self._current: Pass | None = None
         self._thread: int | None = 0  # None: any
         self.gates = torch.ones(1, device=table.device)
-        self._inputs: dict[int, Tensor] = {}
+        self._rest: dict[Key, Tensor] = {}  # the part of a site that is not in the module's output
         self._keys: frozenset[Key] = frozenset()
         self._handles: list[RemovableHandle] = []
 
@@ -88,7 +88,7 @@ class Taps:
             yield
         finally:
             self._current = None
-            self._inputs.clear()
+            self._rest.clear()
 
     def _mine(self) -> bool:
         return self._thread is None or threading.get_ident() == self._thread
@@ -110,12 +110,15 @@ class Taps:
         mid, pre = (layer, "resid_mid") in wanted, (layer, "resid_pre") in wanted
         if mid or pre:
             yield block.module.register_forward_pre_hook(self._enter(layer, pre, mid), with_kwargs=True)
-        if mid or (layer, "attn_out") in wanted:
+        attention = [key for site in ("attn_out", "resid_mid") if (key := (layer, site)) in wanted]
+        if attention:
             assert block.attn_addend is not None
-            yield block.attn_addend.register_forward_hook(self._attention(layer, (layer, "attn_out") in wanted, mid))
+            yield block.attn_addend.register_forward_hook(self._addend(attention, block.multiplier))
         if (layer, "mlp_out") in wanted:
             assert block.mlp_addend is not None
-            yield block.mlp_addend.register_forward_hook(self._output((layer, "mlp_out")))
+            if block.mlp_part is not None:
+                yield block.mlp_part.register_forward_hook(self._part((layer, "mlp_out"), block.multiplier))
+            yield block.mlp_addend.register_forward_hook(self._addend([(layer, "mlp_out")], block.multiplier))
         if (layer, "resid_post") in wanted:
             yield block.module.register_forward_hook(self._output((layer, "resid_post")))
 
@@ -126,21 +129,32 @@ class Taps:
             hidden = block_input(args, kwargs)
             changed = self._visit((layer, "resid_pre"), hidden) if tapped else hidden
             if keep and self._mine():
-                self._inputs[layer] = changed
-            if changed is hidden:
-                return None
-            return ((changed, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": changed})
+                self._rest[layer, "resid_mid"] = changed
+            return None if changed is hidden else with_input(args, kwargs, changed)
 
         return hook
 
-    def _attention(self, layer: int, out: bool, mid: bool) -> OutputHook:
+    def _part(self, key: Key, multiplier: float) -> OutputHook:
+        def hook(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> None:
+            if self._mine():
+                self._rest[key] = first(output) * multiplier
+
+        return hook
+
+    def _addend(self, keys: Sequence[Key], multiplier: float) -> OutputHook:
+        """Visit what the block adds to the stream: the module's output times the block's multiplier."""
+
         def hook(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> Tensor | tuple | None:
-            hidden = changed = first(output)
-            if out:
-                changed = self._visit((layer, "attn_out"), changed)
-            if mid:
-                changed = self._visit((layer, "resid_mid"), changed, self._inputs.get(layer))
-            return None if changed is hidden else with_first(output, changed)
+            hidden = first(output)
+            added = changed = hidden if multiplier == 1 else hidden * multiplier
+            for key in keys:
+                changed = self._visit(key, changed, self._rest.get(key))
+            if changed is added:
+                return None
+            if multiplier != 1:  # only the difference: rows without ops keep their bits, and zero vectors a gradient
+                moved = hidden + (changed - added) / multiplier
+                changed = torch.where(hidden.isfinite(), moved, changed / multiplier)
+            return with_first(output, changed)
 
         return hook
 
