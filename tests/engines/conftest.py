@@ -19,11 +19,18 @@ from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.vllm.starting import has_bf16
 from steerscope.specs import Sampling
+from steerscope.specs.steering import SITES, Site
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 ENGINES = ("hf", *(("vllm",) if HAS_VLLM else ()))
-# vLLM's own implementations of these are tapped; its generic transformers backend is not.
-ON_VLLM = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3")
+# vLLM's own implementations of these are tapped (its generic transformers backend is not), without these sites: the
+# layer has none, or it is no output of a single module.
+ON_VLLM: dict[str, tuple[Site, ...]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3"), ()),
+    **dict.fromkeys(("exaone4", "exaone_moe", "glm4", "granite", "hyperclovax", "minicpm3", "opt", "stablelm"), ()),
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "gptj"), ("resid_mid",)),
+    **dict.fromkeys(("gemma4_text", "granitemoehybrid"), ("mlp_out",)),
+}
 MODEL_OPTIONS = ("layers", "seed", "max_position_embeddings", "attn_logit_softcapping")
 Start = Callable[..., SyncEngine]
 CLEAN = ("running", "waiting", "failed", "slots_in_use", "capture_bytes", "worker_askers")  # all zero
@@ -152,12 +159,15 @@ def start_vllm(folder: Path, name: str, options: dict[str, object]) -> SyncEngin
     _settle_heap()
     from steerscope.engines.vllm.engine import VLLMEngine
     from steerscope.engines.vllm.settings import Settings
-    from steerscope.specs.steering import SITES
 
     if options.get("dtype") == torch.bfloat16 and not has_bf16():
         pytest.skip("this processor has no bf16")
     settings = {"max_columns": options.pop("max_columns", 16), "slots": options.pop("slots", 64)}
-    settings |= {"sites": options.pop("sites", SITES), "layers": options.pop("tapped", "all")}
+    lacking = ON_VLLM.get(name, ())
+    settings |= {
+        "sites": options.pop("sites", tuple(site for site in SITES if site not in lacking)),
+        "layers": options.pop("tapped", "all"),
+    }
     settings |= {"groups": options.pop("groups", 64)}
     defaults: dict[str, object] = {
         "dtype": str(options.pop("dtype", torch.float32)).removeprefix("torch."),

@@ -10,20 +10,21 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import tiny
-from engines.conftest import Start
+from engines.conftest import HAS_VLLM, Start, saved, start_vllm
 from reference import Reference, RefOp, distance
 from steerscope.capture.rows import Rows
+from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.blocks import find_blocks
 from steerscope.engines.hf.taps import Taps
 from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering
 from steerscope.specs.errors import UnsupportedModel
-from steerscope.specs.steering import SITES
+from steerscope.specs.steering import SITES, Site
 
 STATEFUL = (
     "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_moe_text",
@@ -39,14 +40,15 @@ TOLERANCE = 1e-5  # of float32
 LAYERS = range(4)
 
 
-def offered(architecture: str, refused: dict[str, str], on_vllm: bool) -> tuple[str, ...]:
+def offered(architecture: str, engine: SyncEngine) -> tuple[Site, ...]:
     """The sites of an engine; the transformers engine has all that the architecture has."""
-    found = tuple(site for site in SITES if site not in refused)
-    lacking = {"resid_mid"} if architecture in PARALLEL else set()
-    assert not lacking & set(found)
-    assert on_vllm or set(refused) == lacking
+    if engine.facts.tapped is not None:  # vLLM: what could not be proven was refused when the engine started
+        tapped = {site for _, site in engine.facts.tapped}
+        return tuple(site for site in SITES if site in tapped)
+    refused = engine.facts.refused_sites
+    assert set(refused) == ({"resid_mid"} if architecture in PARALLEL else set())
     assert all(len(why) > 20 for why in refused.values())
-    return found
+    return tuple(site for site in SITES if site not in refused)
 
 
 def scale_of(model: PreTrainedModel, layer: int) -> float:
@@ -62,12 +64,10 @@ def added(rows: Rows, layer: int, scale: float) -> Tensor:
 
 @pytest.mark.parametrize("architecture", OFFERED, scope="class")  # one after the other, each once
 class TestEveryArchitecture:
-    def test_rows_of_every_offered_site_and_layer_are_exact(
-        self, start: Start, architecture: str, request: pytest.FixtureRequest
-    ) -> None:
+    def test_rows_of_every_offered_site_and_layer_are_exact(self, start: Start, architecture: str) -> None:
         engine, model = start(architecture), tiny.model(architecture)
         reference = Reference(model)
-        sites = offered(architecture, dict(engine.facts.refused_sites), "vllm" in request.node.name)
+        sites = offered(architecture, engine)
         for done in engine.generate(PROMPTS, LENGTHS, capture=Capture(sites=sites)):
             rows = done.rows
             _, wanted = reference.run([*done.prompt_token_ids, *done.token_ids[:-1]])
@@ -87,7 +87,7 @@ class TestEveryArchitecture:
     def test_ops_at_every_offered_site_act_with_the_right_projection(self, start: Start, architecture: str) -> None:
         engine, reference = start(architecture), Reference(tiny.model(architecture))
         a, b, c = np.random.default_rng(3).normal(size=(3, 64)).astype(np.float32)
-        for site in (site for site in SITES if site not in engine.facts.refused_sites):
+        for site in offered(architecture, engine):
             steering = Steering.of(
                 Add(vector=a, scale=0.6, layers="0-1", site=site),
                 Cap(vector=b, min=-0.3, max=0.2, layers="1-2", site=site),
@@ -113,8 +113,7 @@ def test_in_bfloat16_what_a_layer_adds_is_its_addends_to_a_hundredth(start: Star
     """Rounding of the stream would hide a scaled addend in any single number; it averages out over all of them."""
     engine = start(architecture, dtype=torch.bfloat16)
     model = copy.deepcopy(tiny.model(architecture)).to(torch.bfloat16)
-    sites = tuple(site for site in SITES if site not in engine.facts.refused_sites)
-    assert {"attn_out", "mlp_out"} <= set(sites)
+    sites = offered(architecture, engine)
     done = engine.generate(PROMPTS[0], LENGTHS, capture=Capture(sites=sites))
     _, wanted = Reference(model).run([*done.prompt_token_ids, *done.token_ids[:-1]])
     for layer in LAYERS:
@@ -267,3 +266,51 @@ def test_taps_that_forget_what_a_block_does_behind_a_module_fail_the_self_test(
         monkeypatch.setattr("steerscope.engines.hf.selftest.stream_scale", lambda _block: 1.0)
     with pytest.raises(UnsupportedModel, match="self-test of .* failed: a vector added at .* did not arrive"):
         HFEngine(model, tiny.tokenizer(), name=architecture)
+
+
+# --- what only vLLM runs
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+def test_a_hybrid_of_mamba_and_attention_is_exact_on_vllm() -> None:
+    """Granite 4: two kinds of layers, scaled addends, and an MLP of two modules that add to the stream."""
+    model, engine = tiny.model("granitemoehybrid"), begin_vllm("granitemoehybrid")
+    sites = offered("granitemoehybrid", engine)
+    assert set(sites) == set(SITES) - {"mlp_out"}
+    wanted: dict[tuple[int, str], Tensor] = {}
+    handles = []
+    for i, layer in enumerate(model.model.layers):
+        mixer = layer.mamba if hasattr(layer, "mamba") and layer.mamba is not None else layer.self_attn
+
+        def keep_mixer(_module: nn.Module, _args: tuple, output: Tensor | tuple, i: int = i) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            wanted[i, "attn_out"] = hidden[0] * model.config.residual_multiplier
+
+        def keep_layer(_module: nn.Module, args: tuple, output: Tensor | tuple, i: int = i) -> None:
+            wanted[i, "resid_pre"] = args[0][0]
+            wanted[i, "resid_post"] = output[0][0] if isinstance(output, tuple) else output[0]
+
+        handles += [mixer.register_forward_hook(keep_mixer), layer.register_forward_hook(keep_layer)]
+    try:
+        for done in engine.generate(PROMPTS, LENGTHS, capture=Capture(sites=sites)):
+            with torch.no_grad():
+                model(torch.tensor([[*done.prompt_token_ids, *done.token_ids[:-1]]]), use_cache=False)
+            for i in LAYERS:
+                wanted[i, "resid_mid"] = wanted[i, "resid_pre"] + wanted[i, "attn_out"]
+                for site in sites:
+                    assert distance(done.rows[i, site], wanted[i, site]) < TOLERANCE, (i, site)
+    finally:
+        for handle in handles:
+            handle.remove()
+        engine.close()
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+@pytest.mark.parametrize(("architecture", "site"), [("cohere", "resid_mid"), ("gemma4_text", "mlp_out")])
+def test_a_site_without_a_proof_is_refused_when_vllm_starts(architecture: str, site: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"DecoderLayer cannot be tapped at {site}: layer 0: "):
+        begin_vllm(architecture, sites=("resid_post", site))
+
+
+def begin_vllm(architecture: str, **options: object) -> SyncEngine:
+    return start_vllm(saved(architecture, "bytes", None, {}), architecture, options)

@@ -17,9 +17,12 @@ import pytest
 import torch
 
 from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved, start_vllm
+from engines.test_watching import PACK
 from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import EndEvent, Generation, TokenPrompt
+from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
+from steerscope.engines.vllm.graphs import Graphs
 from steerscope.specs import Add, Capture, Sampling
+from steerscope.specs.watch import Watch
 from waiting import HUNG_S
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
@@ -183,3 +186,63 @@ def test_a_killed_engine_core_ends_its_requests_and_refuses_others() -> None:
     assert found["close"][0] == "done"
     assert not found["alive"]
     assert all(found[name][1] < 30 for name in ("running", "next", "close"))
+
+
+def test_requests_for_generated_rows_are_registered_behind_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that captures generated tokens alone is registered while the device reads its prompt, in one step or in
+    parts, and has every row."""
+    from steerscope.engines.vllm.worker import HERE
+
+    known: list[int] = []
+
+    def use(graphs: Graphs, *_: bool) -> None:
+        """Once in every step, when it is known what its taps are to do."""
+        known.extend(len(taps.books.askers) for taps in HERE if taps.graphs is graphs)
+
+    monkeypatch.setattr(Graphs, "use", use)
+    options: dict[str, object] = {"sites": ("resid_post",), "max_num_batched_tokens": 64, "max_batch": 4}
+    engine = start_vllm(saved("llama", "bytes", None, {}), "llama", {**options, "enable_prefix_caching": False})
+    long, sampling = TokenPrompt([20 + i for i in range(100)]), Sampling(max_tokens=4, ignore_eos=True)
+    push = Add(vector=np.ones(64, np.float32), layers="all", tokens="generated")
+    try:
+        known.clear()
+        plain = engine.generate(long, sampling)
+        whole = engine.generate(long, sampling, capture=Capture())
+        assert known == [0] * 5 + [1] * 5  # 64 and 36 tokens of the prompt, then one by one
+        for asked in ({"capture": Capture(tokens="generated")}, {"capture": Capture(), "steer": push}, {"steer": push}):
+            known.clear()
+            done = engine.generate(long, sampling, **asked)  # type: ignore[call-overload]
+            first = 1 if asked.get("capture") == Capture() else 0
+            assert known == [first] + [1] * 4
+            assert (done.token_ids == plain.token_ids) == ("steer" not in asked)
+            if done.capture is not None:
+                done.capture.close()
+        late = engine.generate([long, TokenPrompt([5, 6, 7])], sampling, capture=Capture(tokens="generated"))
+        for key, rows in whole.rows.items():
+            torch.testing.assert_close(late[0].rows[key], rows[100:])
+        assert {len(rows) for one in late for rows in one.rows.values()} == {3}
+    finally:
+        engine.close()
+
+
+def test_a_watched_request_has_every_reading_while_others_are_registered_late() -> None:
+    engine = start_vllm(saved("llama", "bytes", None, {}), "llama", {"sites": ("resid_post",), "max_batch": 4})
+    engine.register_pack("p", PACK)
+    long = Sampling(max_tokens=40, ignore_eos=True)
+
+    async def both() -> list[Generation]:
+        late: list[asyncio.Task[Generation]] = []
+        async for event in engine.aio.stream(TokenPrompt([5, 6, 7]), long, watch=Watch(pack="p")):
+            if isinstance(event, TokenEvent) and event.index in (4, 9, 14):
+                asked = engine.aio.generate(TokenPrompt([8 + event.index]), long, capture=Capture(tokens="generated"))
+                late.append(asyncio.ensure_future(asked))
+            elif isinstance(event, EndEvent):
+                return [event.generation, *[await one for one in late]]
+        raise AssertionError("a stream without an end")
+
+    try:
+        watched, *others = asyncio.run(asyncio.wait_for(both(), HUNG_S))
+        assert len(watched.readings) == 3 + 39
+        assert [{len(rows) for rows in one.rows.values()} for one in others] == [{39}] * 3
+    finally:
+        engine.close()

@@ -59,7 +59,6 @@ def prove(taps: "WorkerTaps", dummy_run: Callable[..., Any]) -> None:
     for batch in _BATCHES:
         if not any(_try(taps, dummy_run, batch) for _ in range(_TRIES)):
             log.warning("vLLM's dummy batches are not finite: the taps were not tried in the worker")
-    taps.shared.faults[1:] = 0
 
 
 @torch.inference_mode()
@@ -141,9 +140,12 @@ def _run(
         rows = cells.double().cpu()
         taps.pool.give(*part.room)
         _judge_kept(taps, rows)
+        if taps.shared.faults[asker.number]:  # a tap found a row that is not finite, and made it zero
+            rows[:] = torch.nan
         return rows
     finally:
         taps.books.proving = False
+        taps.shared.faults[1:] = 0
         taps.books.forget("proof")
         taps.books.clear()
         taps.pool.send_index(0)
