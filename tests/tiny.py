@@ -97,8 +97,9 @@ MORE: dict[str, dict[str, object]] = {
     "bamba": {**_FEW, **_MAMBA, "attn_layer_indices": [1, 3]},
     "bloom": {"n_head": 2},
     "cohere": _FEW,
-    "cohere2": {**_HEADS, **_WINDOW, "layer_types": _SLIDING},
-    "cohere2_moe": {**_HEADS, **_MOE, **_WINDOW, "layer_types": _SLIDING, "mlp_layer_types": _SPARSE},
+    # vLLM's windows of these are one token longer than transformers': no text here may fill them.
+    "cohere2": {**_HEADS, "sliding_window": 64, "layer_types": _SLIDING},
+    "cohere2_moe": {**_HEADS, **_MOE, "sliding_window": 64, "layer_types": _SLIDING, "mlp_layer_types": _SPARSE},
     "deepseek_v2": {**_MLA, **_ROUTED, "n_shared_experts": 1, "topk_method": "greedy", "routed_scaling_factor": 1.5},
     "deepseek_v3": {**_MLA, **_ROUTED, "n_shared_experts": 1},
     "ernie4_5": _HEADS,

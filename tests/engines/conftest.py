@@ -27,7 +27,8 @@ ENGINES = ("hf", *(("vllm",) if HAS_VLLM else ()))
 # layer has none, or it is no output of a single module.
 ON_VLLM: dict[str, tuple[Site, ...]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3"), ()),
-    **dict.fromkeys(("exaone4", "exaone_moe", "glm4", "granite", "hyperclovax", "minicpm3", "opt", "stablelm"), ()),
+    **dict.fromkeys(("exaone4", "exaone_moe", "glm4", "granite", "granitemoe", "hyperclovax", "minicpm3"), ()),
+    **dict.fromkeys(("ministral3", "mixtral", "nemotron", "olmoe", "opt", "qwen2_moe", "stablelm"), ()),
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "gptj"), ("resid_mid",)),
     **dict.fromkeys(("gemma4_text", "granitemoehybrid"), ("mlp_out",)),
 }
