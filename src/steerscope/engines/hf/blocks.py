@@ -139,10 +139,8 @@ def _projection(module: nn.Module | None) -> nn.Module | None:
 def _check_state(model: PreTrainedModel) -> None:
     """Refuse a model that remembers more of a text than keys and values."""
     name = type(model).__name__
-    ids = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
     try:
-        with torch.no_grad():
-            cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
+        cache = getattr(forward(model, use_cache=True), "past_key_values", None)
     except Exception:
         return  # what is looked for next says what is wrong
     if type(cache) is not DynamicCache:
@@ -262,14 +260,16 @@ class Probe:
         return hook
 
 
-def forward(model: PreTrainedModel, n_tokens: int = PROBE_TOKENS) -> None:
+def forward(model: PreTrainedModel, use_cache: bool = False) -> object:
+    """Run a few tokens; which ones does not matter."""
     with torch.no_grad():
-        model(input_ids=torch.arange(n_tokens, device=model.device).unsqueeze(0), use_cache=False)
+        return model(input_ids=torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0), use_cache=use_cache)
 
 
 def stream_scale(block: Block) -> float:
     """What a block multiplies the whole stream by at its end (Gemma 4)."""
-    return float(getattr(block.module, "layer_scalar", 1.0))
+    scale = getattr(block.module, "layer_scalar", None)
+    return float(scale) if isinstance(scale, Tensor) and scale.numel() == 1 else 1.0
 
 
 def is_sum(found: Tensor, terms: Tensor, eps: float, exact: bool) -> tuple[bool, str]:

@@ -1,8 +1,9 @@
 """Proof at start-up, in the dtype and on the device that will serve.
 
-Steering: a known vector is pushed through every tap of every layer; what the next block is given must have moved by
-exactly these vectors. Batching: two texts of different lengths, prefilled
-together and continued by one token through the batch's cache, must give the logits of plain forwards.
+Taps: while known integers stand in for all streams and addends, each tap of each layer adds a vector of its own. The
+rows that it reads must be the integers with the vector, and what the next block is given must have moved by exactly the
+vectors. Batching: two texts of different lengths, prefilled together and continued by one token through the batch's
+cache, must give the logits of plain forwards.
 """
 
 import contextlib
@@ -25,8 +26,8 @@ from steerscope.engines.hf.blocks import (
     stream_scale,
 )
 from steerscope.engines.hf.kv import BatchCache
-from steerscope.engines.hf.taps import Pass, Taps
-from steerscope.residual.table import Key, PlacedOp, SlotTable, pack
+from steerscope.engines.hf.taps import Gather, Pass, Taps
+from steerscope.residual.table import Key, Lease, PlacedOp, SlotTable, pack
 from steerscope.specs.errors import SteerscopeError, UnsupportedModel
 from steerscope.specs.steering import Site
 from steerscope.specs.tokens import EVERYWHERE
@@ -53,62 +54,81 @@ def self_test(model: PreTrainedModel, taps: Taps, table: SlotTable) -> None:
 
 
 def _steering(model: PreTrainedModel, taps: Taps, table: SlotTable, sites: Sequence[Site]) -> None:
-    """Add a vector of its own at every tap while all streams and addends are known integers, and compare what the next
-    blocks are given."""
     blocks = taps.blocks
-    layers = range(len(blocks))
     # The other resid_pre are taps of resid_post.
-    keys: list[Key] = [(layer, site) for site in sites for layer in ([0] if site == "resid_pre" else layers)]
+    keys: list[Key] = [
+        (layer, site) for site in sites for layer in ([0] if site == "resid_pre" else range(len(blocks)))
+    ]
     if not keys:
         return
     numbers = np.random.default_rng(0).integers(-8, 9, size=(len(keys), table.hidden)).astype(np.float32)
-    vectors = dict(zip(keys, numbers, strict=True))
-    lease = table.acquire(pack([PlacedOp(key, EVERYWHERE, vectors[key], _ADD) for key in keys])[0])
-    entry = torch.tensor([[[lease.vector_slot, lease.coefficient_slot, 0]]] * PROBE_TOKENS, device=model.device)
+    ops = [PlacedOp(key, EVERYWHERE, vector, _ADD) for key, vector in zip(keys, numbers, strict=True)]
+    lease = table.acquire(pack(ops)[0])
     probe = Probe.of(model, len(blocks))
+    try:
+        rows, entered, left = _tapped(model, taps, probe, keys, lease)
+    finally:
+        table.release(lease)
+    given = [*(probe.arrived[layer] for layer in range(1, len(blocks))), left]
+    added = {op.key: torch.from_numpy(op.vector).to(model.device) for op in ops}
+    for layer in range(len(blocks)):
+        lost = _lost(layer, blocks, probe, given[layer], rows, added)
+        if layer == 0 and "resid_pre" in sites and not torch.equal(entered, rows[0, "resid_pre"]):
+            lost = "resid_pre"
+        if lost:
+            raise UnsupportedModel(
+                f"self-test of {type(model).__name__} failed: a vector added at {lost} of layer {layer} did not arrive"
+            )
+
+
+def _tapped(
+    model: PreTrainedModel, taps: Taps, probe: Probe, keys: list[Key], lease: Lease
+) -> tuple[dict[Key, Tensor], Tensor, Tensor]:
+    """Run the taps on known integers: the rows that they read, what enters the first block and what leaves the last."""
+    blocks = taps.blocks
+    entry = torch.tensor([[[lease.vector_slot, lease.coefficient_slot, 0]]] * PROBE_TOKENS, device=model.device)
+    stage = torch.empty(PROBE_TOKENS, len(keys), taps.table.hidden, dtype=model.dtype, device=model.device)
+    now = Pass(entries=entry, gathers=[Gather(tuple(keys), before_steering=False, index=None, stage=stage)])
     entered: dict[int, Tensor] = {}
     left: dict[int, Tensor] = {}
     with contextlib.ExitStack() as undo:
-        undo.callback(table.release, lease)
         undo.enter_context(probe.inside(blocks.blocks))
         undo.callback(taps.attach, ())
         taps.attach(keys)
         # Hooks run in the order of their registration: these see what leaves the first tap and the last.
-        head, tail = blocks[0].module, blocks[layers[-1]].module
-        undo.callback(head.register_forward_pre_hook(keep_input(entered, 0), with_kwargs=True).remove)
-        undo.callback(tail.register_forward_hook(keep_output(left, layers[-1])).remove)
-        undo.enter_context(taps.during(Pass(torch.arange(PROBE_TOKENS, device=model.device), entry)))
+        undo.callback(blocks[0].module.register_forward_pre_hook(keep_input(entered, 0), with_kwargs=True).remove)
+        undo.callback(blocks[len(blocks) - 1].module.register_forward_hook(keep_output(left, 0)).remove)
+        undo.enter_context(taps.during(now))
         forward(model)
-    left = {layer: left[layer][0] if layer in left else probe.arrived[layer + 1] for layer in layers}
-    added = {key: torch.from_numpy(vector).to(model.device) for key, vector in vectors.items()}
-    lost = [] if _arrived(entered[0][0], probe.stream[0], added.get((0, "resid_pre"))) else [(0, "resid_pre")]
-    for layer in layers:
-        if not _arrived(left[layer], probe.returned[layer][0], added.get((layer, "resid_post"))):
-            lost.append((layer, "resid_post"))
-        lost += [(layer, site) for site in _lost_inside(layer, blocks, probe, added)]
-    if lost:
-        raise UnsupportedModel(
-            f"self-test of {type(model).__name__} failed: a vector added at {lost[0][1]} of layer {lost[0][0]} did "
-            "not arrive"
-        )
+    return dict(zip(keys, stage.unbind(1), strict=True)), entered[0][0], left[0][0]
 
 
-def _arrived(after: Tensor, before: Tensor, vector: Tensor | None) -> bool:
-    return torch.equal(after, before if vector is None else (before.float() + vector).to(before.dtype))
-
-
-def _lost_inside(layer: int, blocks: Blocks, probe: Probe, added: dict[Key, Tensor]) -> list[Site]:
-    """Sites before the end of a layer, if what it returns is not the sum that their vectors make."""
+def _lost(
+    layer: int, blocks: Blocks, probe: Probe, given: Tensor, rows: dict[Key, Tensor], added: dict[Key, Tensor]
+) -> str | None:
+    """The sites of a layer whose rows, or what the next block is given, are not what their vectors make of them."""
     block, returned = blocks[layer], probe.returned[layer][0]
-    sites = [site for site in _TERM if (layer, site) in added]
-    if not sites or "attn_out" in blocks.refused:
-        return []
-    terms, scale = probe.terms(layer, block), stream_scale(block)
-    for site in sites:
-        terms[_TERM[site]] += added[layer, site]
+    scale, eps = stream_scale(block), torch.finfo(returned.dtype).eps
     exact = scale == block.multiplier == 1
-    fits, _ = is_sum(returned.double() / scale, terms, torch.finfo(returned.dtype).eps, exact)
-    return [] if fits else sites
+    terms = probe.terms(layer, block)
+    for site, term in _TERM.items():
+        if (layer, site) not in added:
+            continue
+        terms[term] += added[layer, site]
+        wanted = terms[:2].sum(0) if site == "resid_mid" else terms[term]
+        error = (rows[layer, site].double() - wanted).norm() / wanted.norm()
+        if not error <= (0 if exact else 2 * eps):
+            return site
+    tapped = [site for site in _TERM if (layer, site) in added]
+    if "attn_out" not in blocks.refused and tapped:
+        fits, _ = is_sum(returned.double() / scale, terms, eps, exact)
+        if not fits:
+            return " or ".join(tapped)
+    if (layer, "resid_post") not in added:
+        return None
+    wanted = (returned.float() + added[layer, "resid_post"]).to(returned.dtype)
+    arrived = torch.equal(given, wanted) and torch.equal(rows[layer, "resid_post"], wanted)
+    return None if arrived else "resid_post"
 
 
 def _batching(model: PreTrainedModel, layers: int) -> None:

@@ -136,7 +136,7 @@ class Taps:
 
     def _part(self, key: Key, multiplier: float) -> OutputHook:
         def hook(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> None:
-            if self._mine():
+            if self._current is not None and self._mine():
                 self._rest[key] = first(output) * multiplier
 
         return hook
