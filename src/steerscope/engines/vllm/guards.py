@@ -1,6 +1,8 @@
 """Which versions of vLLM are supported, and what an engine must not be set to, before anything is tapped."""
 
+import platform
 import warnings
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -99,8 +101,42 @@ def check_config(config: Any) -> None:
         refuse("lora_config", "it has not been tested")
     if getattr(config.model_config, "runner_type", "generate") != "generate":
         refuse("runner", "only models that generate can be tapped", "use --runner generate")
+    if why := _float32_refusal(config.model_config):
+        refuse("dtype", why, "use float16 or bfloat16")
     if problems:
         raise InvalidRequest(problems)
+
+
+def _float32_refusal(model: Any) -> str | None:
+    """Return why vLLM would load this quantised model in float32 on this processor and fail in the first forward."""
+    if getattr(model, "dtype", None) is not torch.float32 or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    amx, why = torch.cpu._is_amx_tile_supported(), None
+    for weights, inputs in _quantised(getattr(model.hf_config, "quantization_config", None)):
+        if not inputs and weights.get("num_bits") == 4:
+            why = "vLLM's int4 kernel for x86-64 does not take float32"
+        elif amx and _int8(weights) and _int8(inputs) and inputs.get("symmetric", True):
+            why = "vLLM's int8 kernel for processors with AMX does not take float32"
+    if why is None:
+        return None
+    from vllm.platforms import current_platform
+
+    return why if current_platform.is_cpu() else None
+
+
+def _quantised(found: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield how weights and inputs of linear layers are stored, at any depth of the configuration."""
+    if not isinstance(found, dict):
+        return
+    weights = found.get("weights") or found.get("weight")  # as compressed-tensors says it, or Quark
+    if isinstance(weights, dict):
+        yield weights, found.get("input_activations") or found.get("input_tensors") or {}
+    for part in found.values():
+        yield from _quantised(part)
+
+
+def _int8(numbers: dict[str, Any]) -> bool:
+    return numbers.get("dtype") == "int8" or (numbers.get("type"), numbers.get("num_bits")) == ("int", 8)
 
 
 def plain_norms(config: Any) -> bool:
