@@ -134,6 +134,15 @@ def test_a_plugin_takes_every_call_of_every_version(one: Wrapped) -> None:
     assert all(entry["calls"] for entry in SURFACE[one.target])
 
 
+def test_a_dummy_run_of_the_second_runner_says_so_by_name() -> None:
+    """`WorkerTaps._around_step` looks for the name."""
+    (one,) = (one for one in WRAPPED if one.wrapper.endswith("_around_step") and ".gpu.model_runner" in one.target)
+    for entry in SURFACE[one.target]:
+        named = [call for call in sites(entry) if any(keyword.arg == "dummy_run" for keyword in call.keywords)]
+        assert len(named) == 1
+        assert all(len(call.args) <= 2 for call in sites(entry)), "the third parameter is dummy_run"
+
+
 def test_a_wrapper_with_a_fixed_signature_is_noticed() -> None:
     """The capture of CUDA graphs as it was: 0.30 and later pass an argument while they profile."""
     (one,) = (one for one in WRAPPED if last(one.target) == "capture_model")
