@@ -44,7 +44,7 @@ class Source:
         return None
 
     def find(self, module: str, name: str) -> Defined | None:
-        """The class, function or variable, wherever the module imports it from."""
+        """Find a class, function or variable, wherever the module imports it from."""
         tree = self.tree(module)
         if tree is None:
             return None
@@ -79,7 +79,7 @@ class Source:
 
     @staticmethod
     def _lazy(tree: ast.Module, name: str) -> tuple[str, str] | None:
-        """What `vllm/__init__.py` imports when it is asked for."""
+        """Return (module, name) of what `vllm/__init__.py` imports on first use."""
         for node in statements(tree):
             if "MODULE_ATTRS" in assigned(node) and isinstance(node, ast.Assign):
                 where = ast.literal_eval(node.value).get(name)
@@ -87,7 +87,7 @@ class Source:
         return None
 
     def lineage(self, found: Defined) -> Iterator[tuple[str, ast.ClassDef]]:
-        """A class and its bases within vLLM, nearest first."""
+        """Yield a class and its bases within vLLM, nearest first."""
         module, node = found
         if not isinstance(node, ast.ClassDef):
             return
@@ -99,7 +99,7 @@ class Source:
                 yield from self.lineage(known)
 
     def look_up(self, target: str) -> Defined | None:
-        """What `module:name` or `module:Class.method` is."""
+        """Find `module:name` or `module:Class.method`."""
         module, _, name = target.partition(":")
         if not name:
             return self._module(module)
@@ -114,7 +114,7 @@ class Source:
         return None
 
     def attributes(self, target: str) -> set[str] | None:
-        """Names that a class, its bases and their methods set, or that a module has."""
+        """Return the names that a class, its bases and their methods set, or that a module has."""
         found = self.look_up(target)
         if found is None:
             return None
@@ -129,7 +129,7 @@ class Source:
         return known
 
     def calls(self, method: str, receivers: tuple[str, ...], own: str) -> list[str]:
-        """How vLLM calls a method: `file: receiver.method(_, name=, …)`. A call on `self` counts in its own module."""
+        """Return vLLM's calls of a method as `file: receiver.method(_, name=, …)`; on `self`, those in module `own`."""
         return sorted(
             {
                 f"{where}: {receiver}.{method}({given})"
@@ -141,7 +141,7 @@ class Source:
         )
 
     def _all_calls(self) -> list[tuple[str, str, str, str]]:
-        """File, receiver, method and arguments of every call of a method in the table."""
+        """Return file, receiver, method and arguments of every call of a method in the table."""
         methods = {one.target.rpartition(".")[2] for one in (*WRAPPED, *GIVEN)}
         found = []
         for path in sorted((self.folder / "vllm").rglob("*.py")):
@@ -156,14 +156,14 @@ class Source:
 
 
 def shape(call: ast.Call) -> str:
-    """The arguments of a call: `_` each, by name, `*` and `**` as they are."""
+    """Return the arguments of a call without their values: `_` by position, `name=` by name, `*` and `**`."""
     given = ["*" if isinstance(arg, ast.Starred) else "_" for arg in call.args]
     given += ["**" if keyword.arg is None else f"{keyword.arg}=" for keyword in call.keywords]
     return ", ".join(given)
 
 
 def statements(node: ast.Module | ast.ClassDef) -> Iterator[ast.stmt]:
-    """Those of a body, and of the conditions in it."""
+    """Yield the statements of a body, also those inside `if` and `try`."""
     left: list[ast.stmt] = list(node.body)
     while left:
         one = left.pop(0)
@@ -178,7 +178,7 @@ def assigned(node: ast.AST) -> set[str]:
 
 
 def names(node: ast.stmt) -> set[str]:
-    """What a statement of a module or a class defines."""
+    """Return the names that a statement of a module or a class defines."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.ImportFrom):
@@ -191,7 +191,7 @@ def self_of(node: ast.Attribute) -> bool:
 
 
 def signature(source: Source, found: Defined) -> str | None:
-    """Parameters without types; `...` stands for any default. Of a class without `__init__`, its fields."""
+    """Return parameters without types, `...` for any default; the fields of a class without `__init__`."""
     node = found[1]
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return parameters(node.args)
@@ -218,7 +218,7 @@ def parameters(args: ast.arguments) -> str:
 
 
 def read(source: Source) -> dict[str, Any]:
-    """Everything in the table, as this version has it."""
+    """Look up everything in the table."""
     found: dict[str, Any] = {}
     for one in (*WRAPPED, *GIVEN):
         entry = found.setdefault(one.target, {})
@@ -242,7 +242,7 @@ def read(source: Source) -> dict[str, Any]:
 
 
 def together(versions: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Per target, what neighbouring versions have in common once."""
+    """Return the entries of each target; neighbouring versions that agree share one."""
     table: dict[str, list[dict[str, Any]]] = {}
     for version, found in versions.items():
         for target, entry in found.items():
@@ -272,7 +272,7 @@ def pip(*args: str) -> str:
 
 
 def unpack(version: str, folder: Path) -> None:
-    """Download this version's wheel, keep its source and what it requires, and delete it."""
+    """Download the wheel of a version, keep its source and metadata, and delete it."""
     with tempfile.TemporaryDirectory() as scratch:
         where = [part for name in PLATFORMS for part in ("--platform", name)]
         pip("download", "-q", "--no-deps", "--only-binary", ":all:", *where, "-d", scratch, f"vllm=={version}")

@@ -127,7 +127,7 @@ def gpu(results: Path) -> str:
 
 
 def versions(results: Path) -> str:
-    """Return which vLLM was run, where, and what of it; and of the others that only their surface was compared."""
+    """Return a table of what was run of each version, and where; versions that only were compared come with that."""
     pinned = {
         _pin(results, "constraints.txt"): "the whole test set",
         _pin(results, "constraints-oldest.txt"): "a part of it",
@@ -170,7 +170,7 @@ def surface(results: Path) -> str:
 
 
 def _changes(found: list[dict]) -> list[str]:
-    """Parameters or attributes that came or went, and with which version."""
+    """Return which parameters or attributes came or went with each version."""
     told = []
     for before, after in itertools.pairwise(found):
         old, new = _parts(before), _parts(after)

@@ -31,7 +31,7 @@ class Graphs:
         self._profiling = False
 
     def profile(self, run: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-        """In place of vLLM's estimate of the memory that graphs take, for which it captures some and discards them."""
+        """Wrap vLLM's estimate of the memory for CUDA graphs, which captures some graphs and discards them."""
         self._profiling = True
         try:
             return run(*args, **kwargs)
@@ -39,8 +39,8 @@ class Graphs:
             self._profiling = False
 
     def capture(self, run: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-        """In place of vLLM's own capturing: once with everything, then whole steps again with less. Returns the bytes
-        that were taken; while vLLM profiles, those that all sets will take."""
+        """Wrap vLLM's own capturing: once with everything, then whole steps again with less. Return the bytes taken; in
+        an estimate, also those that the further sets will take."""
         size, manager = run(*args, **kwargs), getattr(self._runner, "cudagraph_manager", None)
         if not getattr(manager, "graphs", None) or not hasattr(manager, "_capture_descs"):
             return size
