@@ -90,7 +90,7 @@ test: setup ## all tests, on transformers and on vLLM
 	@$(MAKE) --no-print-directory test-vllm
 
 # Of our own code around vLLM, without any of vLLM's: make test has run these already.
-WITHOUT_VLLM := $(foreach name,delivery graphs step tap versions,--ignore=tests/engines/vllm/test_$(name).py)
+WITHOUT_VLLM := $(foreach name,delivery graphs step surface tap versions,--ignore=tests/engines/vllm/test_$(name).py)
 
 test-vllm: setup-vllm ## the engines' and the server's tests on vLLM's CPU build
 	@$(VLLM)/bin/pytest -n 2 $(WITHOUT_VLLM) tests/engines tests/corpus tests/serving/test_openai.py \

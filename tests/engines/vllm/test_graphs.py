@@ -59,6 +59,43 @@ def test_a_capture_that_fails_leaves_the_switches_as_they_were():
     assert set(found.cudagraph_manager._capture_descs) == set(Mode)
 
 
+@pytest.mark.parametrize("how", ["argument", "estimate"])
+@pytest.mark.parametrize(("samples", "more"), [([50, 7, 6], 4 * 7), ([50], 0), ([], 0), (None, 0)])
+def test_while_vllm_estimates_memory_its_own_graphs_are_captured_and_the_others_counted(how, samples, more):
+    """They go to a pool that is thrown away. 0.29 does not say so in the call that captures them, later versions do."""
+    found = runner()
+    found.cudagraph_manager._capture_mem_samples = samples
+    graphs, given = Graphs(found), {"profile_only": True} if how == "argument" else {}
+    passed: list[dict[str, bool]] = []
+
+    def capture_model(**kwargs: bool) -> int:
+        passed.append(kwargs)
+        return capture(found)
+
+    def estimate() -> int:
+        size = graphs.capture(capture_model, **given)
+        found.cudagraph_manager = None  # and a new one is made for the real ones
+        return size
+
+    assert (estimate() if how == "argument" else graphs.profile(estimate)) == 10 + more
+    assert passed == [given]
+    assert found.captured == [(name, (True, True)) for name in "abc"]
+    found.cudagraph_manager = runner().cudagraph_manager
+    graphs.use(True, True)
+    assert found.cudagraph_manager.graphs == {}, "graphs of the estimate are gone"
+    assert graphs.capture(capture_model) == 30
+    graphs.use(True, True)
+    assert found.cudagraph_manager.graphs == {"a": (True, True), "b": (True, True)}
+
+
+def test_an_estimate_that_fails_is_over():
+    found = runner()
+    graphs = Graphs(found)
+    with pytest.raises(MemoryError):
+        graphs.profile(lambda: (_ for _ in ()).throw(MemoryError))
+    assert graphs.capture(lambda: capture(found)) == 30
+
+
 @pytest.mark.parametrize("manager", [None, SimpleNamespace(graphs={}), SimpleNamespace()])
 def test_a_runner_without_such_graphs_is_left_alone(manager):
     found = SimpleNamespace(cudagraph_manager=manager)

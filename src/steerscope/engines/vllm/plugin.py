@@ -90,9 +90,9 @@ def _follow() -> None:
     threading.Thread(target=follow, name="steerscope-follow", daemon=True).start()
 
 
-def _load_model(inner: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+def _load_model(inner: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     _follow()
-    inner(self, *args, **kwargs)
+    result = inner(self, *args, **kwargs)
     from steerscope.engines.vllm.settings import asked_for
 
     settings = asked_for(self.vllm_config)
@@ -103,3 +103,4 @@ def _load_model(inner: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
         for name in RPC:
             setattr(self, f"steerscope_{name}", getattr(taps, name))
         self.steerscope = taps
+    return result

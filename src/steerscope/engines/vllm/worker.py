@@ -120,6 +120,7 @@ class WorkerTaps:
         else:
             around(runner, "prepare_inputs", self._after_inputs)
             around(runner, "capture_model", self.graphs.capture)
+            around(runner, "profile_cudagraph_memory", self.graphs.profile)
 
     # --- the step
 
@@ -168,8 +169,8 @@ class WorkerTaps:
             self.pool.send_index(0)
         return run(*args, **kwargs)
 
-    def _after_warm_up(self, run: Callable) -> Any:
-        result = run()
+    def _after_warm_up(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
         prove(self, self._dummy_run)
         self._replayed = replayed(self, self._dummy_run, self._replayed)
         return result
