@@ -1,4 +1,4 @@
-"""What the supported versions of vLLM look like from here, for `steerscope.engines.vllm.surface`.
+"""What the supported versions of vLLM look like from here, for the table in vllm_targets.py.
 
     python bench/vllm_surface.py --out bench/results/vllm_surface.json
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from steerscope.engines.vllm.guards import SUPPORTED
-from steerscope.engines.vllm.surface import CALLED, GIVEN, IMPORTS, READ, WRAPPED
+from vllm_targets import CALLED, GIVEN, IMPORTS, READ, WRAPPED
 from steerscope.files import atomic_path
 
 PINS = ("torch", "transformers")  # what of a wheel's requirements is noted
@@ -121,7 +121,8 @@ class Source:
         if isinstance(found[1], ast.Module):
             return set().union(*map(names, statements(found[1])))
         known: set[str] = set()
-        for _, node in self.lineage(found):
+        function = [found] if isinstance(found[1], ast.FunctionDef) else []  # one that gives a class its methods
+        for _, node in [*function, *self.lineage(found)]:
             known |= set().union(*map(names, statements(node)))
             for part in ast.walk(node):
                 if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and self_of(part):

@@ -18,7 +18,7 @@ import pytest
 
 from steerscope.engines.vllm.guards import SUPPORTED
 from steerscope.engines.vllm.layers import _NORM_FOLLOWS
-from steerscope.engines.vllm.surface import CALLED, GIVEN, IMPORTS, READ, WRAPPED, Called, Read, Wrapped
+from vllm_targets import CALLED, GIVEN, IMPORTS, READ, WRAPPED, Called, Read, Wrapped
 
 ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "src" / "steerscope"

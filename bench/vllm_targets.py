@@ -1,8 +1,8 @@
 """Everything of vLLM that steerscope wraps, calls, reads or imports, as one table.
 
 `bench/vllm_surface.py` looks each entry up in the source of every supported version and writes what it finds to
-bench/results/vllm_surface.json; tests hold our wrappers and calls against that file, and every import of vLLM in this
-package against this table. A target is `module:name` or `module:Class.method`.
+bench/results/vllm_surface.json; tests hold our wrappers and calls against that file, and every import of vLLM in
+src/ against this table. A target is `module:name` or `module:Class.method`.
 """
 
 from typing import NamedTuple
@@ -161,6 +161,9 @@ READ = (
     Read("vllm.outputs:RequestOutput", ("request_id", "outputs", "finished")),
     Read("vllm.outputs:CompletionOutput", ("token_ids", "logprobs", "finish_reason")),
     Read("vllm.logprobs:Logprob", ("rank", "logprob")),
+    # The proof of layers: what runs compiled, and what reads the cache.
+    Read("vllm.compilation.decorators:_support_torch_compile", ("do_not_compile",)),
+    Read("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase"),
     # Models: the norms, and the layers whose next norm is known (`layers._NORM_FOLLOWS`).
     Read("vllm.model_executor.layers.layernorm:RMSNorm", ("weight", "variance_epsilon", "variance_size_override")),
     Read("vllm.model_executor.layers.layernorm:GemmaRMSNorm", ("weight", "variance_epsilon")),
