@@ -33,9 +33,8 @@ LONG = Sampling(max_tokens=200, ignore_eos=True)
 VECTOR = np.random.default_rng(1).normal(size=64).astype(np.float32)
 # Reaches into that engine.
 ON_TRANSFORMERS = pytest.mark.parametrize("start", ["hf"], indirect=True)
-ON_VLLM = pytest.mark.parametrize(
-    "start", [pytest.param("vllm", marks=pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed"))], indirect=True
-)
+_NEEDS_VLLM = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+ON_VLLM = pytest.mark.parametrize("start", [pytest.param("vllm", marks=_NEEDS_VLLM)], indirect=True)
 
 
 def test_a_stream_made_inside_a_steering_block_is_steered_wherever_it_is_read(engine: SyncEngine) -> None:

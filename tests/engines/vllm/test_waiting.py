@@ -151,12 +151,15 @@ def test_a_fault_in_a_step_spares_a_request_that_waits_for_a_slot(
 
 
 def test_steps_that_fail_leave_no_cells_taken(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a prompt that was never read have cells too."""
+    """Rows of a prompt have cells before the first layer runs."""
     from steerscope.engines.vllm import worker
 
+    def broken(*_: object) -> None:
+        raise MemoryError("no room for a layer")
+
     (taps,) = (one for one in worker.HERE if one.runner.vllm_config is engine.aio._llm.vllm_config)  # type: ignore[attr-defined]
-    broken_steps(monkeypatch, 0)
-    with pytest.raises(RequestFailed, match="no room for a step"):
+    monkeypatch.setattr("steerscope.engines.vllm.tap._leave_rows", broken)
+    with pytest.raises(RequestFailed, match="no room for a layer"):
         engine.generate(PROMPT, SHORT, capture=Capture())
     monkeypatch.undo()
     engine.generate(PROMPT, SHORT)  # the workers hear of an end with the next step

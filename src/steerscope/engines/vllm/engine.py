@@ -196,15 +196,15 @@ class VLLMEngine(ThreadedEngine[Running]):
         del self._llm, self._entrance, self.exit
 
     def _recover(self, error: Exception, dead: bool) -> bool:
-        """End the requests that a fault may have damaged. Requests that only wait, here or in vLLM's queue, go on unless
-        the engine is dead. Returns whether it lives."""
+        """End the requests that a fault may have damaged. Requests that only wait, here or in vLLM's queue, go on if
+        the engine lives. Returns whether it does."""
         idle = not (self._running or self._closing)
         queued = None if dead else self.exit.clear_fault(list(self._running))
         if queued is None:
             with self._lock:  # before a client hears of the fault, and tries again
                 self.closed = True
             unbegun = list(self._waiting)
-        else:  # a fault while nothing ran comes from the request that was to be admitted: kept, it would repeat the fault
+        else:  # a fault while nothing ran comes from the request that was to be admitted, and would come again with it
             unbegun = self._waiting[:1] if idle else []
         begun = [one for key, one in self._running.items() if key not in (queued or ())]
         begun += [late for late, _ in self._closing]
@@ -245,8 +245,8 @@ class VLLMEngine(ThreadedEngine[Running]):
             self._conclude([(one, "cancelled") for one in gone], abort=True)
 
     def _admit(self) -> None:
-        """Hand waiting requests to vLLM, in order, while there are slots and shared memory for them. A request that needs
-        neither may overtake one that waits for them."""
+        """Hand waiting requests to vLLM, in order, while there are slots and shared memory for them. A request that
+        needs neither may overtake one that waits for them."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         blocked: Running | None = None

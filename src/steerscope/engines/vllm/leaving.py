@@ -59,7 +59,7 @@ class Exit:
         """After an exception in a step: abort the requests that a step may have had. Returns the names of the others,
         which wait in vLLM's queue as before; None if vLLM cannot go on."""
         try:
-            # A core in a process of its own dies with its step: this fault is of the client, and all of them had a step.
+            # A core in a process of its own dies with its step: this fault is the client's, and concerns all.
             core = getattr(self._llm.engine_core, "engine_core", None)
             known = {} if core is None else core.scheduler.requests
             queued = {name for name in names if name in known and known[name].status.name == "WAITING"}

@@ -39,8 +39,8 @@ class Settings(Spec):
     steer: bool = True  # False: the taps only read
     capture: bool = True  # False: the taps only write
     max_columns: int = Field(default=4, ge=1, le=64)  # ops of one token at one site
-    # Vectors in use at once, and different sets of captured layers. 0: one for each request that can run at once (vectors
-    # within 512 MiB of device memory), but at least 64.
+    # Vectors in use at once, and different sets of captured layers. 0: one for each request that can run at once, but
+    # at least 64, and for vectors within 512 MiB of device memory.
     slots: int = Field(default=0, ge=0, le=65536)
     groups: int = Field(default=0, ge=0, le=65536)
     # Device memory for rows that were not sent yet. None: those of one step and a quarter, which is the least, and on a
@@ -57,7 +57,7 @@ class Settings(Spec):
     @classmethod
     def _usable(cls, value: int) -> int:
         if value == 1:  # the first one means "nothing"
-            raise InvalidRequest([Problem("", "1 leaves none to use", "give at least 2, or 0 for as many as requests run")])
+            raise InvalidRequest([Problem("", "1 leaves none to use", "give at least 2, or 0 for one per request")])
         return value
 
     def sized(self, config: "VllmConfig") -> "Settings":

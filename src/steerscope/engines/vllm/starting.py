@@ -51,19 +51,19 @@ def start_vllm(
 
 
 def batched_tokens(config: Any) -> int:
-    """Return the tokens of a step that vLLM chose by itself, halved until their rows take a small part of the device's
-    memory: of a large model, all layers of 8,192 tokens would leave too little for keys and values."""
+    """Return the tokens of a step that vLLM chose by itself, halved until their rows fit `pool_bytes` or a small part
+    of the device's memory: of a large model, all layers of 8,192 tokens would leave little for keys and values."""
     from vllm.platforms import current_platform
 
-    scheduler, settings = config.scheduler_config, asked_for(config)
-    tokens = scheduler.max_num_batched_tokens
+    scheduler, model, settings = config.scheduler_config, config.model_config, asked_for(config)
+    tokens, least = scheduler.max_num_batched_tokens, max(_LEAST_TOKENS, scheduler.max_num_seqs)
     if settings is None or not settings.capture or not scheduler.enable_chunked_prefill:
         return tokens
-    taps = settings.keys(config.model_config.hf_text_config.num_hidden_layers)
-    row_bytes = len(taps) * config.model_config.get_hidden_size() * config.model_config.dtype.itemsize
-    most_rows = current_platform.get_device_total_memory() // _POOL_PART // row_bytes
-    while tokens > _LEAST_TOKENS and least_room(tokens, scheduler.max_num_seqs)[1] > most_rows:
-        tokens = max(_LEAST_TOKENS, tokens // 2)
+    row_bytes = model.get_hidden_size() * model.dtype.itemsize
+    taps = len(settings.keys(model.hf_text_config.num_hidden_layers))
+    limit = settings.pool_bytes or current_platform.get_device_total_memory() // _POOL_PART
+    while tokens > least and row_bytes * (taps * least_room(tokens, scheduler.max_num_seqs)[1] + tokens) > limit:
+        tokens = max(least, tokens // 2)
     return tokens
 
 

@@ -135,7 +135,7 @@ class WorkerTaps:
                 result = run(output, *args, **kwargs)
                 if over(self.pool.index):
                     raise RuntimeError("no tap ran in a step, though one did before: its rows would be wrong")
-            except Exception:  # an engine in this process goes on: its next step needs the cells, and has a forward of its own
+            except Exception:  # an engine in this process goes on: its next step needs the cells, and another forward
                 over(self.pool.index)
                 self.delivery.drop(*self._filled.slices)
                 self.runner.execute_model_state = None
