@@ -32,12 +32,7 @@ from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.starting import eos_ids, mode_of, start_vllm, tokenizer_of, watch_core
 from steerscope.engines.vllm.wire import OVERFLOW, pack_name, spoil
 from steerscope.lenses.reader import Registered
-from steerscope.specs.errors import (
-    Problem,
-    RequestFailed,
-    Unsteerable,
-    UnsupportedModel,
-)
+from steerscope.specs.errors import Problem, RequestFailed, Unsteerable, UnsupportedModel
 from steerscope.specs.sampling import Sampling
 
 _COUNTERS = 4 << 20
@@ -231,12 +226,19 @@ class VLLMEngine(ThreadedEngine[Running]):
         return bool(self._ended or self._spent) or self.room.regions.untidy
 
     def _tidy(self) -> None:
-        ended, self._ended, self._spent = self._ended, [], ()
-        with contextlib.suppress(Exception):  # of an engine that is dead: the next request will hear of it
+        self._spent = ()
+        with contextlib.suppress(Exception):
             self.room.regions.tidy()
-            if ended:
-                self._rpc("forget", ended)
+            if self._forget():
                 self.room.regions.tidy()
+
+    def _forget(self) -> bool:
+        """Tell the workers at once which requests have ended, if any have; the next step would tell them too."""
+        ended, self._ended = self._ended, []
+        if ended:
+            with contextlib.suppress(Exception):  # the step after it, or the next request, meets an engine that is dead
+                self._rpc("forget", ended)
+        return bool(ended)
 
     def _drop_cancelled(self) -> None:
         self._noticed.clear()
@@ -285,13 +287,10 @@ class VLLMEngine(ThreadedEngine[Running]):
         return one.claim is None and (blocked.waited < OVERTAKEN_S or len(self._running) < self._places)
 
     def _make_room(self, one: Running) -> bool:
-        """The workers hear of an end with the next step: tell those of them that hold what is needed. Raises
-        CapacityExceeded when no request is left that could give anything back."""
-        ended, self._ended = self._ended, []
-        if ended:
-            self._rpc("forget", ended)
-            if one.prepare():
-                return True
+        """Take back what requests that have ended still hold. Raises CapacityExceeded when no request is left that
+        could give anything back."""
+        if self._forget() and one.prepare():
+            return True
         if self._closing or any(other.claim is not None for other in self._running.values()):
             return False
         self._rpc("settle")
