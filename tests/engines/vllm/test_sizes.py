@@ -76,7 +76,7 @@ def test_a_step_has_vllms_tokens_unless_their_rows_take_too_much_memory(
 
 @needs_vllm
 def test_an_engine_has_the_sizes_of_vllms_server_and_runs_as_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU with much memory: none of 300 requests waits, though each has a vector of its own."""
+    """As on a GPU with much memory: none of 150 requests waits, though each has a vector of its own."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -85,7 +85,7 @@ def test_an_engine_has_the_sizes_of_vllms_server_and_runs_as_many_requests(monke
     monkeypatch.setattr(EngineArgs, "get_batch_defaults", lambda *_: defaults)
     options: dict[str, object] = {"max_batch": None, "max_num_batched_tokens": None, "slots": 0, "groups": 0}
     options |= {"sites": ("resid_post",), "num_gpu_blocks_override": 1024}
-    count = 300
+    count = 150
     with start_vllm(saved("llama", "bytes", None, {}), "llama", options) as engine:
         aio: Any = engine.aio
         scheduler = aio._llm.vllm_config.scheduler_config
