@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tiny
-from engines.conftest import Start
+from engines.conftest import HAS_VLLM, Start
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent
 from steerscope.engines.hf import HFEngine
@@ -33,6 +33,8 @@ LONG = Sampling(max_tokens=200, ignore_eos=True)
 VECTOR = np.random.default_rng(1).normal(size=64).astype(np.float32)
 # Reaches into that engine.
 ON_TRANSFORMERS = pytest.mark.parametrize("start", ["hf"], indirect=True)
+_NEEDS_VLLM = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+ON_VLLM = pytest.mark.parametrize("start", [pytest.param("vllm", marks=_NEEDS_VLLM)], indirect=True)
 
 
 def test_a_stream_made_inside_a_steering_block_is_steered_wherever_it_is_read(engine: SyncEngine) -> None:
@@ -180,6 +182,29 @@ def test_a_fault_in_a_step_spares_those_who_wait(start: Start, monkeypatch: pyte
     with pytest.raises(RequestFailed, match="no room for a step") as failure:
         engine.generate([PROMPT, "Hello", "x"], SHORT)
     assert [done is not None for done in failure.value.completed] == [False, True, True]
+
+
+@ON_VLLM
+def test_a_request_that_needs_no_slot_overtakes_one_that_waits_for_it(start: Start) -> None:
+    """And no other does: it could keep the slot in use for ever."""
+    engine = start(slots=2)
+    pushes = [Add(vector=VECTOR * i, layers=1) for i in (1, 2)]
+
+    async def run() -> list[str]:
+        ended: list[str] = []
+
+        async def one(name: str, sampling: Sampling, steer: Add | None) -> None:
+            await engine.aio.generate(PROMPT, sampling, steer=steer)
+            ended.append(name)
+
+        asked = [one("holder", LONG, pushes[0]), one("waits", SHORT, pushes[1]), one("plain", SHORT, None)]
+        asked += [one("shares", SHORT, pushes[0])]
+        await asyncio.wait_for(asyncio.gather(*asked), HUNG_S)
+        return ended
+
+    ended = asyncio.run(run())
+    assert ended[:2] == ["plain", "holder"]
+    assert sorted(ended[2:]) == ["shares", "waits"]
 
 
 @ON_TRANSFORMERS

@@ -154,6 +154,7 @@ class _Measure:
         found = json.loads(self.clients.stdout.readline())
         spent = self._loop_seconds() - before
         counts = found.pop("tokens")
+        del found["first_tokens_s"]
         check_streams(self.setup, counts, found["last_first_token_s"], found.pop("first_end_s"))
         found["tokens_per_s"] = sum(counts) / found["total_s"]
         found["loop_us_per_token"] = 1e6 * spent / sum(counts)

@@ -47,6 +47,7 @@ def play(host: str, port: int, bodies: list[str]) -> dict[str, Any]:
     return {
         "first_token_s": times[len(times) // 2],
         "last_first_token_s": times[-1],
+        "first_tokens_s": times,
         "first_end_s": min(ends),
         "total_s": total,
         "tokens": tokens,

@@ -52,6 +52,11 @@ class RunningText(ABC):
         """How many tokens were generated."""
         return len(self.history) - self.prompt_length
 
+    @property
+    def waited(self) -> float:
+        """Seconds since it reached the engine."""
+        return time.perf_counter() - self._born
+
     def started(self) -> None:
         self._admitted = time.perf_counter()
 

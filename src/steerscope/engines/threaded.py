@@ -18,6 +18,7 @@ from steerscope.specs.errors import EngineClosed, RequestFailed
 SWEEP_S = 5.0  # how often an idle engine looks for captures that have expired
 _TIDY_S = 0.005  # how long it has been idle when it tidies up
 _ANSWER_S = 120.0
+OVERTAKEN_S = 10.0  # how long a request that waits for a slot may be overtaken without limit
 T = TypeVar("T")
 S = TypeVar("S", bound=RunningText)
 

@@ -25,7 +25,7 @@ class Settings(Spec):
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     max_upload_bytes: int = Field(default=256 << 20, ge=1024)
     max_vectors: int = Field(default=1000, ge=0)
-    max_running: int = Field(default=256, ge=1)  # choices the engine is given at once
+    max_running: int = Field(default=1024, ge=1)  # choices the engine is given at once
     max_waiting: int = Field(default=1024, ge=0)  # requests that wait for that
     cors_origins: tuple[str, ...] = ()
     drain_s: float = Field(default=30.0, ge=0)

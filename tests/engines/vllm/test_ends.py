@@ -200,7 +200,7 @@ def test_rows_that_will_never_come_are_asked_for_though_others_run(
 
     def lost(self: Delivery, part: Any, capture: Any) -> None:
         if part.asker.wire.name.startswith("lost"):
-            self._drop(part)
+            self.drop(part)
         else:
             send(self, part, capture)
 

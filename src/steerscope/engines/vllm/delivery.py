@@ -91,26 +91,27 @@ class Delivery:
             over = capture is not None and capture.reduce and held is None  # its result has been written
             last |= capture is not None and part.stop == capture.most
             if part.asker.failed is not None or part.start == part.stop or capture is None or over:
-                self._drop(part)
+                self.drop(part)
             elif held is not None:
                 reduced.append((held[1], part))
             else:
                 try:
                     self._send(part, capture)
                 except Exception as error:  # one request's rows are void, the step goes on
-                    self._drop(part)
+                    self.drop(part)
                     self.fail(part.asker, f"{type(error).__name__}: {error}")
         if reduced:
             self._reduce(reduced)
         if last:  # of a text as long as it may become: it is about to end
             self.pool.hasten()
 
-    def _drop(self, part: Slice) -> None:
-        """Its rows go nowhere: its cells are free, if need be when what was sent of them before has arrived."""
-        if part.before:
-            self.pool.afterwards(part.asker, functools.partial(self.pool.give, *part.room))
-        else:
-            self.pool.give(*part.room)
+    def drop(self, *parts: Slice) -> None:
+        """Their rows go nowhere: their cells are free, if need be when what was sent of them before has arrived."""
+        for part in parts:
+            if part.before:
+                self.pool.afterwards(part.asker, functools.partial(self.pool.give, *part.room))
+            else:
+                self.pool.give(*part.room)
 
     def _reduce(self, parts: list[tuple[Any, Slice]]) -> None:
         try:
@@ -127,7 +128,7 @@ class Delivery:
     def _send(self, part: Slice, capture: WireCapture) -> None:
         asker, count = part.asker, part.stop - part.start
         if not self.writes or asker.arena is None or asker.left:
-            self._drop(part)
+            self.drop(part)
             return
         used = count * asker.width
         offset = asker.place + capture.positions.count(part.start) * asker.width * self._cell

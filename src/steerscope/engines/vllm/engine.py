@@ -12,7 +12,7 @@ import itertools
 import secrets
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from steerscope.capture.budget import ByteBudget
 from steerscope.capture.transport import Arena, Regions, shared_folder
@@ -20,36 +20,25 @@ from steerscope.engines.generation import Job
 from steerscope.engines.outbox import together
 from steerscope.engines.plan import Plan
 from steerscope.engines.text import Decoder
-from steerscope.engines.threaded import ThreadedEngine
-from steerscope.engines.vllm import plugin
+from steerscope.engines.threaded import OVERTAKEN_S, ThreadedEngine
 from steerscope.engines.vllm.claims import Room
-from steerscope.engines.vllm.entering import Entrance
+from steerscope.engines.vllm.entering import Entrance, WorkerVectors
 from steerscope.engines.vllm.guards import check_version, facts_of
 from steerscope.engines.vllm.leaving import Exit
 from steerscope.engines.vllm.packs import Packs
 from steerscope.engines.vllm.running import Running, SamplingParamsOf
 from steerscope.engines.vllm.selftest import self_test
 from steerscope.engines.vllm.settings import Settings
-from steerscope.engines.vllm.starting import eos_ids, mode_of, reason_of, tokenizer_of, watch_core
+from steerscope.engines.vllm.starting import eos_ids, mode_of, start_vllm, tokenizer_of, watch_core
 from steerscope.engines.vllm.wire import OVERFLOW, pack_name, spoil
 from steerscope.lenses.reader import Registered
-from steerscope.residual.table import Column
-from steerscope.specs.errors import (
-    ModelNotFound,
-    Problem,
-    RequestFailed,
-    SteerscopeError,
-    Unsteerable,
-    UnsupportedModel,
-)
+from steerscope.specs.errors import Problem, RequestFailed, Unsteerable, UnsupportedModel
 from steerscope.specs.sampling import Sampling
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.llm_engine import LLMEngine
 
 _COUNTERS = 4 << 20
 _SOON = 0.002  # seconds, for the results of all that end with one step; then they are asked for
-_FAILURES = 2  # steps that fail in a row: the engine is beyond help
+_RESIDENT = 256  # vectors that workers keep, used or not
+_FAILURES = 3  # steps that fail in a row: the engine is beyond help
 
 
 class VLLMEngine(ThreadedEngine[Running]):
@@ -67,12 +56,11 @@ class VLLMEngine(ThreadedEngine[Running]):
     ) -> None:
         super().__init__(ByteBudget(capture_budget, capture_wait))
         check_version()
-        self.settings = settings or Settings()
         self.capture_ttl = capture_ttl
         self.tokenizer = tokenizer or tokenizer_of(model)
-        self._llm, config = self._start_vllm(model, name or str(model), vllm_options)
+        self._llm, self.settings = start_vllm(model, name or str(model), settings or Settings(), vllm_options)
         try:
-            self._begin(config, name or str(model), capture_budget)
+            self._begin(self._llm.vllm_config, name or str(model), capture_budget)
         except BaseException:
             self._llm.engine_core.shutdown()
             raise
@@ -95,12 +83,13 @@ class VLLMEngine(ThreadedEngine[Running]):
         arena = self._share(capture_budget + (capture_budget >> 3) + _COUNTERS)
         regions = Regions(arena, functools.partial(self._inbox.put, _look_up))  # an idle thread tidies them
         stage = {(layer, site): one["stage"] for one in self._rpc("describe") for layer, site in one["taps"]}
+        self._places = config.scheduler_config.max_num_seqs
         self.room = Room(self.facts, self.dtype, self.settings, stage, regions)
         self.separate = hasattr(self._llm.engine_core, "outputs_queue")  # the engine core is another process
         self.numbers = itertools.count()
         self._entrance, self.exit = Entrance(self._llm), Exit(self._llm)
         self._lenses = Packs(self._rpc, self._packs_in_use)
-        self._resident: dict[bytes, None] = {}  # given to the workers, oldest first
+        self._resident = WorkerVectors(self._rpc, self._vectors_in_use, max(_RESIDENT, self.settings.slots))
         self._running: dict[str, Running] = {}
         self._unborn: list[Running] = []  # those whose tokens are kept, without one
         self._closing: list[tuple[Running, Any]] = []  # texts that have ended, and why: their last rows are coming
@@ -108,23 +97,6 @@ class VLLMEngine(ThreadedEngine[Running]):
         self._spent: tuple = ()  # what is left of them: to free it takes longer than to wake who waits for them
         self._failures = 0  # what the shared memory said when it was last looked at
         self.sampling_params = SamplingParamsOf()
-
-    def _start_vllm(self, model: str | Path, name: str, options: dict[str, Any]) -> "tuple[LLMEngine, Any]":
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        plugin.register()
-        extra = {**options.pop("additional_config", {}), **self.settings.additional_config()}
-        defaults = {"disable_log_stats": not options.get("otlp_traces_endpoint")}  # traces are made of statistics
-        try:
-            args = EngineArgs(model=str(model), additional_config=extra, **{**defaults, **options})
-            config = args.create_engine_config()
-            with plugin.followed():
-                return LLMEngine.from_engine_args(args), config
-        except SteerscopeError:
-            raise
-        except Exception as error:
-            raise ModelNotFound(f"vLLM cannot start {name}: {reason_of(error)}") from error
 
     def _share(self, size: int) -> Arena:
         arena = Arena(shared_folder(size) / f"steerscope-{secrets.token_hex(8)}", size, create=True)
@@ -164,6 +136,9 @@ class VLLMEngine(ThreadedEngine[Running]):
     def _packs_in_use(self) -> set[str]:
         return {pack_name(one.plan.watch.registered) for one in self._running.values() if one.plan.watch}
 
+    def _vectors_in_use(self) -> set[bytes]:
+        return {column.vector_key for one in self._running.values() for column in one.plan.columns}
+
     def stats(self) -> dict[str, float]:
         """Counters of this process and of the workers."""
         workers = self._call(lambda: self._rpc("stats"))
@@ -197,18 +172,10 @@ class VLLMEngine(ThreadedEngine[Running]):
                 if self._closing:
                     self._close_late()
                 failures = 0
-            except Exception as error:  # vLLM itself failed: everybody is told, and nothing is left running
-                failures = _FAILURES if isinstance(error, EngineDeadError) else failures + 1
-                if failures == _FAILURES:  # before anybody hears of it, and tries again
-                    with self._lock:
-                        self.closed = True
-                with contextlib.suppress(Exception):
-                    self.exit.abort(list(self._running))
-                for one in [*self._running.values(), *(late for late, _ in self._closing), *self._waiting]:
-                    if one.claim is not None:
-                        one.claim.withdraw()
-                    self._failed(one, RequestFailed(f"a step of {self.facts.name} failed: {error}"))
-                self._waiting, self._closing = [], []
+            except Exception as error:
+                failures = _FAILURES if isinstance(error, EngineDeadError) else failures + bool(self._running)
+                if not self._recover(error, dead=failures >= _FAILURES):
+                    break
         self._refuse_rest()
         try:
             self._conclude([(one, "cancelled") for one in self._running.values()], abort=True)
@@ -223,6 +190,32 @@ class VLLMEngine(ThreadedEngine[Running]):
             self._llm.engine_core.shutdown()
         del self._llm, self._entrance, self.exit
 
+    def _recover(self, error: Exception, dead: bool) -> bool:
+        """End the requests that a fault may have damaged. Requests that only wait, here or in vLLM's queue, go on if
+        the engine lives. Returns whether it does."""
+        idle = not (self._running or self._closing)
+        queued = None if dead else self.exit.clear_fault(list(self._running))
+        if queued is None:
+            with self._lock:  # before a client hears of the fault, and tries again
+                self.closed = True
+            unbegun = list(self._waiting)
+        else:  # a fault while nothing ran comes from the request that was to be admitted, and would come again with it
+            unbegun = self._waiting[:1] if idle else []
+        begun = [one for key, one in self._running.items() if key not in (queued or ())]
+        begun += [late for late, _ in self._closing]
+        self._closing = []
+        for one in begun:
+            self._lose(one, f"a step of {self.facts.name} failed: {error}")
+        for one in unbegun:
+            self._lose(one, f"{self.facts.name} failed before this request began: {error}")
+        self._waiting = [one for one in self._waiting if not one.over]
+        return queued is not None
+
+    def _lose(self, one: Running, why: str) -> None:
+        if one.claim is not None:
+            one.claim.withdraw()
+        self._failed(one, RequestFailed(why))
+
     def _sequence(self, job: Job) -> Running:
         return Running(job, self._decoder, self._eos, self)
 
@@ -233,12 +226,19 @@ class VLLMEngine(ThreadedEngine[Running]):
         return bool(self._ended or self._spent) or self.room.regions.untidy
 
     def _tidy(self) -> None:
-        ended, self._ended, self._spent = self._ended, [], ()
-        with contextlib.suppress(Exception):  # of an engine that is dead: the next request will hear of it
+        self._spent = ()
+        with contextlib.suppress(Exception):
             self.room.regions.tidy()
-            if ended:
-                self._rpc("forget", ended)
+            if self._forget():
                 self.room.regions.tidy()
+
+    def _forget(self) -> bool:
+        """Tell the workers at once which requests have ended, if any have; the next step would tell them too."""
+        ended, self._ended = self._ended, []
+        if ended:
+            with contextlib.suppress(Exception):  # the step after it, or the next request, meets an engine that is dead
+                self._rpc("forget", ended)
+        return bool(ended)
 
     def _drop_cancelled(self) -> None:
         self._noticed.clear()
@@ -247,61 +247,57 @@ class VLLMEngine(ThreadedEngine[Running]):
             self._conclude([(one, "cancelled") for one in gone], abort=True)
 
     def _admit(self) -> None:
-        """Hand waiting requests to vLLM, in order, while there are slots and shared memory for them."""
-        while self._waiting:
-            one = self._waiting[0]
+        """Hand waiting requests to vLLM, in order, while there are slots and shared memory for them. A request that
+        needs neither may overtake one that waits for them."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        blocked: Running | None = None
+        for one in list(self._waiting):
+            if blocked is not None and not self._overtakes(one, blocked):
+                continue
             if one.job.cancelled:  # before it came here
-                self._waiting.pop(0).end("cancelled")
+                self._waiting.remove(one)
+                one.end("cancelled")
                 continue
             try:
                 if not one.prepare() and not self._make_room(one):
-                    return  # somebody will finish and make some
+                    blocked = one  # until a running request ends
+                    continue
                 for column in one.plan.columns:
-                    self._give(column)
+                    self._resident.give(column)
                 if one.plan.watch is not None:
                     self._lenses.lend(one.plan.watch.registered)
                 one.enter(self._entrance)
+            except EngineDeadError:
+                raise
             except Exception as error:
                 if one.claim is not None:
                     one.claim.withdraw()
-                self._failed(self._waiting.pop(0), error)
+                self._waiting.remove(one)
+                self._failed(one, error)
                 continue
-            self._running[one.key] = self._waiting.pop(0)
+            self._waiting.remove(one)
+            self._running[one.key] = one
             if one.late:
                 self._unborn.append(one)
 
+    def _overtakes(self, one: Running, blocked: Running) -> bool:
+        """Only requests without a claim do: another one could keep a slot in use for ever. Behind a request that has
+        waited long they take no more than the free places of vLLM's batch, so that it finds no queue there."""
+        return one.claim is None and (blocked.waited < OVERTAKEN_S or len(self._running) < self._places)
+
     def _make_room(self, one: Running) -> bool:
-        """The workers hear of an end with the next step: tell those of them that hold what is needed. Raises
-        CapacityExceeded when nobody is left who could give anything back."""
-        ended, self._ended = self._ended, []
-        if ended:
-            self._rpc("forget", ended)
-            if one.prepare():
-                return True
-        if self._running or self._closing:
+        """Take back what requests that have ended still hold. Raises CapacityExceeded when no request is left that
+        could give anything back."""
+        if self._forget() and one.prepare():
+            return True
+        if self._closing or any(other.claim is not None for other in self._running.values()):
             return False
         self._rpc("settle")
         assert one.claim is not None
         one.claim.take()
         one.started()
         return True
-
-    def _give(self, column: Column) -> None:
-        """Vectors to every worker, once."""
-        name = column.vector_key
-        if name in self._resident:
-            self._resident[name] = self._resident.pop(name)  # used last
-            return
-        data = b"".join(vector.tobytes() for vector in column.vectors.values())
-        self._rpc("register", name, [list(key) for key in column.vectors], data)
-        self._resident[name] = None
-        used = {c.vector_key for one in self._running.values() for c in one.plan.columns} | {name}
-        while len(self._resident) > 4 * self.settings.slots:
-            oldest = next((known for known in self._resident if known not in used), None)
-            if oldest is None:
-                break
-            del self._resident[oldest]
-            self._rpc("unregister", oldest)
 
     def _step(self) -> None:
         ended, outputs = len(self._ended), self.exit.step()

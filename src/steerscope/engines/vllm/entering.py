@@ -8,11 +8,14 @@ come again: vLLM keeps each request under its name, instead of one with a random
 
 import copy
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
+
+    from steerscope.residual.table import Column
 
 _KEPT = 64
 
@@ -52,3 +55,30 @@ class Entrance:
         tasks = self._llm.get_supported_tasks()
         prompt: Any = {"prompt_token_ids": ids}
         return self._llm.input_processor.process_inputs(name, prompt, params, supported_tasks=tasks)
+
+
+class WorkerVectors:
+    """The vectors that every worker was given, so that requests name them by the hash of their content."""
+
+    def __init__(self, rpc: Callable[..., Any], in_use: Callable[[], set[bytes]], most: int) -> None:
+        self._rpc, self._in_use, self._most = rpc, in_use, most
+        self._given: dict[bytes, None] = {}  # last used last
+
+    def give(self, column: "Column") -> None:
+        """Send the vectors of a column to every worker, unless they have them."""
+        name = column.vector_key
+        if name in self._given:
+            self._given[name] = self._given.pop(name)
+            return
+        data = b"".join(vector.tobytes() for vector in column.vectors.values())
+        self._rpc("register", name, [list(key) for key in column.vectors], data)
+        self._given[name] = None
+        if len(self._given) > self._most:
+            self._take_back(self._in_use() | {name})
+
+    def _take_back(self, used: set[bytes]) -> None:
+        """Those used longest ago, but none of these."""
+        spare = [known for known in self._given if known not in used]
+        for oldest in spare[: len(self._given) - self._most]:
+            del self._given[oldest]
+            self._rpc("unregister", oldest)

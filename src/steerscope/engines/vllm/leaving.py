@@ -54,3 +54,17 @@ class Exit:
         if booked:
             self._llm.abort_request(booked)
         self._llm.engine_core.abort_requests([name for name in names if name not in booked])
+
+    def clear_fault(self, names: Sequence[str]) -> set[str] | None:
+        """After an exception in a step: abort the requests that a step may have had. Returns the names of the others,
+        which wait in vLLM's queue as before; None if vLLM cannot go on."""
+        try:
+            # A core in a process of its own dies with its step: this fault is the client's, and concerns all.
+            core = getattr(self._llm.engine_core, "engine_core", None)
+            known = {} if core is None else core.scheduler.requests
+            queued = {name for name in names if name in known and known[name].status.name == "WAITING"}
+            self.abort([name for name in names if name not in queued])
+            # vLLM enters blocks into its prefix cache when it schedules a step, whether or not that step computes them.
+            return queued if self._llm.reset_prefix_cache() else None
+        except Exception:
+            return None

@@ -54,7 +54,7 @@ def _create_engine_config(inner: Callable, self: Any, *args: Any, **kwargs: Any)
         check_version()
         check_config(config)
         # Every process must read the same, and the compile cache must see it, wherever it was said.
-        config.additional_config = {**config.additional_config, **settings.additional_config()}
+        config.additional_config = {**config.additional_config, **settings.sized(config).additional_config()}
         front.install()
     return config
 

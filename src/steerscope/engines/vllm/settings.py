@@ -11,7 +11,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from steerscope import __version__
 from steerscope.engines.placing import tap_of
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 NAME = "steerscope"
 ENVIRONMENT = "STEERSCOPE"
 NOOP = "STEERSCOPE_NOOP"
+_LEAST, _TABLE_BYTES = 64, 512 << 20  # slots and groups; bytes of all slots together
 
 
 class Settings(Spec):
@@ -38,8 +39,10 @@ class Settings(Spec):
     steer: bool = True  # False: the taps only read
     capture: bool = True  # False: the taps only write
     max_columns: int = Field(default=4, ge=1, le=64)  # ops of one token at one site
-    slots: int = Field(default=64, ge=2, le=65536)  # vectors in use at once
-    groups: int = Field(default=64, ge=2, le=1024)  # different sets of captured layers at once
+    # Vectors in use at once, and different sets of captured layers. 0: one for each request that can run at once, but
+    # at least 64, and for vectors within 512 MiB of device memory.
+    slots: int = Field(default=0, ge=0, le=65536)
+    groups: int = Field(default=0, ge=0, le=65536)
     # Device memory for rows that were not sent yet. None: those of one step and a quarter, which is the least, and on a
     # GPU up to twice as many, within a twentieth of its memory.
     pool_bytes: int | None = Field(default=None, ge=0)
@@ -49,6 +52,21 @@ class Settings(Spec):
     capture_budget: int = Field(default=1 << 30, ge=1 << 20)  # bytes of rows that may wait to be fetched
 
     noop: bool = Field(default_factory=lambda: os.environ.get(NOOP, "") == "1")  # for measurements only
+
+    @field_validator("slots", "groups")
+    @classmethod
+    def _usable(cls, value: int) -> int:
+        if value == 1:  # the first one means "nothing"
+            raise InvalidRequest([Problem("", "1 leaves none to use", "give at least 2, or 0 for one per request")])
+        return value
+
+    def sized(self, config: "VllmConfig") -> "Settings":
+        """Fill in the sizes that follow from vLLM's own."""
+        requests, model = config.scheduler_config.max_num_seqs, config.model_config
+        slot_bytes = 4 * model.get_hidden_size() * len(self.keys(model.hf_text_config.num_hidden_layers))
+        slots = self.slots or max(_LEAST, min(requests + 1, _TABLE_BYTES // slot_bytes))
+        groups = self.groups or max(_LEAST, requests + 1)
+        return self.model_copy(update={"slots": slots, "groups": groups})
 
     def keys(self, layers: int) -> tuple[Key, ...]:
         """The taps of a model with so many layers."""

@@ -6,12 +6,65 @@ import platform
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from transformers import AutoTokenizer
 
-from steerscope.specs.errors import ModelNotFound
+from steerscope.engines.vllm import plugin
+from steerscope.engines.vllm.pool import least_room
+from steerscope.engines.vllm.settings import Settings, asked_for
+from steerscope.specs.errors import ModelNotFound, SteerscopeError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+_LEAST_TOKENS = 2048  # of a step, vLLM's default for devices with little memory
+_POOL_PART = 20  # the rows of one step take at most this part of a device's memory
+
+
+def start_vllm(
+    model: str | Path, name: str, settings: Settings, options: dict[str, Any]
+) -> "tuple[LLMEngine, Settings]":
+    """Start vLLM with the defaults of its server, and return it and the settings with all sizes filled in."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    plugin.register()
+    extra = {**options.pop("additional_config", {}), **settings.additional_config()}
+    defaults = {"disable_log_stats": not options.get("otlp_traces_endpoint")}  # traces are made of statistics
+    server = UsageContext.OPENAI_API_SERVER  # without it vLLM runs 128 sequences, of 2,048 tokens in a step
+    try:
+        args = EngineArgs(model=str(model), additional_config=extra, **{**defaults, **options})
+        if options.get("max_num_batched_tokens") is None:
+            args.max_num_batched_tokens = batched_tokens(args.create_engine_config(server))
+        with plugin.followed():
+            llm = LLMEngine.from_engine_args(args, server)
+    except SteerscopeError:
+        raise
+    except Exception as error:
+        raise ModelNotFound(f"vLLM cannot start {name}: {reason_of(error)}") from error
+    found = asked_for(llm.vllm_config)
+    assert found is not None
+    return llm, found
+
+
+def batched_tokens(config: Any) -> int:
+    """Return the tokens of a step that vLLM chose by itself, halved until their rows fit `pool_bytes` or a small part
+    of the device's memory: of a large model, all layers of 8,192 tokens would leave little for keys and values."""
+    from vllm.platforms import current_platform
+
+    scheduler, model, settings = config.scheduler_config, config.model_config, asked_for(config)
+    tokens, least = scheduler.max_num_batched_tokens, max(_LEAST_TOKENS, scheduler.max_num_seqs)
+    if settings is None or not settings.capture or not scheduler.enable_chunked_prefill:
+        return tokens
+    row_bytes = model.get_hidden_size() * model.dtype.itemsize
+    taps = len(settings.keys(model.hf_text_config.num_hidden_layers))
+    limit = settings.pool_bytes or current_platform.get_device_total_memory() // _POOL_PART
+    while tokens > least and row_bytes * (taps * least_room(tokens, scheduler.max_num_seqs)[1] + tokens) > limit:
+        tokens = max(least, tokens // 2)
+    return tokens
 
 
 def tokenizer_of(model: str | Path) -> Any:

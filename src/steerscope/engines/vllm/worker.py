@@ -134,10 +134,13 @@ class WorkerTaps:
             self._filled, self._output, self._later = NOTHING, output, []
             try:
                 result = run(output, *args, **kwargs)
-            finally:
-                missed = over(self.pool.index)
-            if missed:
-                raise RuntimeError("no tap ran in a step, though one did before: its rows would be wrong")
+                if over(self.pool.index):
+                    raise RuntimeError("no tap ran in a step, though one did before: its rows would be wrong")
+            except Exception:  # an engine in this process goes on: its next step needs the cells, and another forward
+                over(self.pool.index)
+                self.delivery.drop(*self._filled.slices)
+                self.runner.execute_model_state = None
+                raise
             if self._filled.looks is not None:
                 self.watching.read(self._filled.looks)
             if self._filled.slices:
@@ -320,9 +323,7 @@ class WorkerTaps:
             self._release(asker)
             self.delivery.leave(asker)
 
-    # --- what the client asks (RPC; every rank answers)
-
-    # What a step makes in inference mode may only be changed in inference mode.
+    # --- what the client asks (RPC; every rank answers): tensors of a step may only be changed in inference mode
 
     @torch.inference_mode()
     def attach_arena(self, path: str, size: int) -> None:

@@ -1,0 +1,198 @@
+"""Requests that wait: which of them may be overtaken, and what a fault in somebody else's step does to them."""
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.conftest import HAS_VLLM, saved, start_vllm
+from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import EndEvent, Generation, TokenPrompt
+from steerscope.engines.vllm.pool import HostPool
+from steerscope.specs import Add, Capture, Sampling, Steering
+from steerscope.specs.errors import EngineClosed, RequestFailed
+from waiting import HUNG_S
+
+pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+LONG, SHORT = Sampling(max_tokens=150, ignore_eos=True), Sampling(max_tokens=6, ignore_eos=True)
+PROMPT = TokenPrompt([20 + i for i in range(70)])  # two blocks of the prefix cache, and a part of one
+BATCH = 2
+PUSHES = [Add(vector=np.eye(64, dtype=np.float32)[i], scale=2, layers=1) for i in range(4)]
+FIRST, SECOND, *_ = PUSHES
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[SyncEngine]:
+    """With places for two requests, and room for one vector."""
+    options: dict[str, object] = {"sites": ("resid_post",), "max_batch": BATCH, "slots": 2}
+    started = start_vllm(saved("llama", "bytes", None, {}), "llama", options)
+    yield started
+    started.close()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(engine: SyncEngine) -> Iterator[None]:
+    yield
+    if engine.aio.closed:
+        return
+    gc.collect()
+    engine.generate(TokenPrompt([9]), SHORT)
+    found = engine.stats()
+    assert not any(found[name] for name in ("running", "waiting", "slots_in_use", "capture_bytes", "worker_askers"))
+
+
+def broken_steps(monkeypatch: pytest.MonkeyPatch, *which: int) -> None:
+    """These of the steps that follow fail before their forward."""
+    count, pump = iter(range(1 << 30)), HostPool.pump
+
+    def pumped(self: HostPool, tokens: int) -> None:
+        if next(count) in which:
+            raise MemoryError("no room for a step")
+        pump(self, tokens)
+
+    monkeypatch.setattr(HostPool, "pump", pumped)
+
+
+async def begun(engine: SyncEngine, steer: Add | None = None) -> "asyncio.Task[Generation]":
+    """A long text whose first token is there."""
+    there = asyncio.Event()
+
+    async def run() -> Generation:
+        async for event in engine.aio.stream(PROMPT, LONG, steer=steer):
+            there.set()
+            if isinstance(event, EndEvent):
+                return event.generation
+        raise AssertionError("a stream without an end")
+
+    task = asyncio.ensure_future(run())
+    task.add_done_callback(lambda _: there.set())
+    await asyncio.wait_for(there.wait(), HUNG_S)
+    return task
+
+
+def test_behind_one_that_has_waited_long_others_take_only_places_that_are_free(
+    engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would stand before it in vLLM's queue when a slot is free at last."""
+    monkeypatch.setattr("steerscope.engines.vllm.engine.OVERTAKEN_S", 0.0)
+    aio: Any = engine.aio
+    order: list[str] = []
+
+    async def one(name: str, steer: Add | None = None) -> None:
+        await engine.aio.generate(PROMPT, SHORT, steer=steer)
+        order.append(name)
+
+    async def run() -> None:
+        holder = await begun(engine, FIRST)
+        waiting = asyncio.ensure_future(one("steered", SECOND))
+        await asyncio.sleep(0.05)
+        plain = [asyncio.ensure_future(one(f"plain {i}")) for i in range(8)]
+        while not holder.done():
+            assert len(aio._running) <= BATCH
+            await asyncio.sleep(0)
+        assert "plain 0" in order, "places that were free stayed empty"
+        await asyncio.wait_for(asyncio.gather(waiting, *plain), HUNG_S)
+
+    asyncio.run(run())
+
+
+def test_what_never_fits_is_refused_though_others_run(engine: SyncEngine) -> None:
+    """It would wait as long as plain requests keep coming: none of them has a slot to give."""
+
+    async def run() -> None:
+        holder = await begun(engine)
+        two = Steering.of(FIRST, Add(vector=SECOND.vector, layers=1, tokens="generated"))
+        with pytest.raises(RequestFailed, match="all 1 vector slots are in use"):
+            await asyncio.wait_for(engine.aio.generate(PROMPT, SHORT, steer=two), HUNG_S)
+        assert not holder.done()
+        assert len((await holder).token_ids) == 150
+
+    asyncio.run(run())
+
+
+def test_a_fault_in_a_step_spares_the_requests_of_vllms_queue(
+    engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And they get nothing from the prefix cache that the step should have put there: all have the same prompt."""
+    wanted = engine.generate(PROMPT, SHORT, capture=Capture())
+    assert engine.aio._llm.reset_prefix_cache()  # type: ignore[attr-defined]
+    broken_steps(monkeypatch, 0)
+    with pytest.raises(RequestFailed, match="no room for a step") as failure:
+        engine.generate([PROMPT] * 5, SHORT, capture=[Capture(tokens="generated")] * 4 + [None])
+    done = failure.value.completed
+    assert [one is not None for one in done] == [False] * BATCH + [True] * 3
+    for one in done[BATCH:]:
+        assert one is not None
+        assert one.token_ids == wanted.token_ids
+        if one.capture is not None:
+            assert np.allclose(one.rows[3].numpy(), wanted.rows[3][len(PROMPT.token_ids) :].numpy(), atol=1e-5)
+            one.capture.close()
+    assert wanted.capture is not None
+    wanted.capture.close()
+
+
+def test_a_fault_in_a_step_spares_a_request_that_waits_for_a_slot(
+    engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = engine.generate(PROMPT, SHORT, steer=SECOND).token_ids
+    broken_steps(monkeypatch, 20)
+
+    async def run() -> list[int]:
+        holder = await begun(engine, FIRST)
+        done = await asyncio.wait_for(engine.aio.generate(PROMPT, SHORT, steer=SECOND), HUNG_S)
+        with pytest.raises(RequestFailed, match="no room for a step"):
+            await holder
+        return done.token_ids
+
+    assert asyncio.run(run()) == wanted
+
+
+def test_steps_that_fail_leave_no_cells_taken(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a prompt have cells before the first layer runs."""
+    from steerscope.engines.vllm import worker
+
+    def broken(*_: object) -> None:
+        raise MemoryError("no room for a layer")
+
+    (taps,) = (one for one in worker.HERE if one.runner.vllm_config is engine.aio._llm.vllm_config)  # type: ignore[attr-defined]
+    monkeypatch.setattr("steerscope.engines.vllm.tap._leave_rows", broken)
+    with pytest.raises(RequestFailed, match="no room for a layer"):
+        engine.generate(PROMPT, SHORT, capture=Capture())
+    monkeypatch.undo()
+    engine.generate(PROMPT, SHORT)  # the workers hear of an end with the next step
+    cells = len(taps.pool.cells) - len(taps.books.index)
+    assert taps.pool.take(cells) == 0
+    taps.pool.give(0, cells)
+
+
+def test_a_fault_behind_the_forward_is_survived(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's runner refuses a step while the forward of another one waits to be sampled."""
+    wanted = engine.generate(PROMPT, SHORT).token_ids
+    monkeypatch.setattr("steerscope.engines.vllm.worker.over", lambda _: True)
+    with pytest.raises(RequestFailed, match="no tap ran in a step"):
+        engine.generate(PROMPT, SHORT)
+    monkeypatch.undo()
+    assert engine.generate(PROMPT, SHORT).token_ids == wanted
+
+
+def test_an_engine_whose_every_step_fails_refuses_what_waits_with_the_reason(
+    engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test of this file: the engine is beyond help then."""
+    broken_steps(monkeypatch, *range(1000))
+
+    async def run() -> list[object]:
+        each = [PUSHES[i // BATCH] for i in range(4 * BATCH)]  # those of one vector run together
+        asked = [engine.aio.generate(PROMPT, SHORT, steer=steer) for steer in each]
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), HUNG_S)
+
+    found = asyncio.run(run())
+    assert all(isinstance(one, RequestFailed) for one in found)
+    in_a_step, waiting = "a step of llama failed: no room", "llama failed before this request began: no room"
+    assert [in_a_step in str(one) for one in found] == [True] * 3 * BATCH + [False] * BATCH
+    assert [waiting in str(one) for one in found] == [False] * 3 * BATCH + [True] * BATCH
+    with pytest.raises(EngineClosed):
+        engine.generate(PROMPT, SHORT)
