@@ -105,7 +105,7 @@ def test_a_head_writes_what_the_real_projection_makes_of_it_alone(pair: tuple) -
         torch.testing.assert_close(heads.values[:, head // heads.group] @ matrix + out.bias, real, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["mistral", "phi3", "olmo2", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("name", ["mistral", "phi3", "olmo2", "gpt_neox", "gpt2", "glm4"])
 @torch.no_grad()
 def test_further_families_are_found_by_structure(name: str, tmp_path: Path) -> None:
     """A token alone: what attention and MLP add leads from the block's input to its output."""
@@ -132,6 +132,14 @@ def test_a_model_that_scales_what_it_adds_is_refused(tmp_path: Path) -> None:
     one = OneLayer(Checkpoint(saved(tiny.model("granite", residual_multiplier=0.5), tmp_path)))
     with one.at(0), pytest.raises(UnsupportedModel, match="GraniteDecoderLayer adds to the stream is not"):
         one.mlp(torch.randn(3, 64))
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "opt"])
+def test_a_layer_that_needs_more_of_its_model_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    model = tiny.model(name)
+    one = OneLayer(Checkpoint(saved(model, tmp_path)))
+    with one.at(0), pytest.raises(UnsupportedModel, match=f"{type(decoder_layers(model)[0]).__name__} cannot be run"):
+        one.attention(torch.randn(3, 64))
 
 
 def test_a_layer_that_does_not_fit_its_class_is_told(tmp_path: Path) -> None:

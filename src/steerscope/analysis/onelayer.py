@@ -208,10 +208,13 @@ class OneLayer:
                 hooks.callback(delattr, block.mlp, "forward")
             block.attention.steerscope_answer = answer  # type: ignore[assignment]
             at = positions.to(self.device, torch.long).unsqueeze(0)
-            self._model(inputs_embeds=stream, position_ids=at, use_cache=False)
+            name = type(block.module).__name__
+            try:
+                self._model(inputs_embeds=stream, position_ids=at, use_cache=False)
+            except (AttributeError, KeyError, TypeError) as error:  # what was taken out of the model is needed
+                raise UnsupportedModel(f"{name} cannot be run alone: {type(error).__name__}: {error}") from error
         wrong = (stream + found["added"] - found["after"]).norm() > _TOLERANCE * found["after"].norm()
         if wrong:
-            name = type(block.module).__name__
             raise UnsupportedModel(f"what {name} adds to the stream is not its attention's and MLP's output")
         return found["added"][0]
 

@@ -198,10 +198,10 @@ class Probe:
     @classmethod
     def of(cls, model: PreTrainedModel, layers: int, seed: int = 0) -> "Probe":
         hidden = model.config.get_text_config(decoder=True).hidden_size
-        shape = (layers, PROBE_TOKENS, hidden)
         generator = torch.Generator().manual_seed(seed)
-        parts = (torch.randint(-_LARGEST, _LARGEST + 1, shape, generator=generator) for _ in range(4))
-        return cls(*(part.to(model.device, model.dtype) for part in parts))
+        numbers = torch.randint(-_LARGEST, _LARGEST + 1, (4, layers, PROBE_TOKENS, hidden), generator=generator)
+        stream, attn, mlp, part = numbers.to(model.device, model.dtype).unbind()
+        return cls(stream, attn, mlp, part)
 
     def moved(self, by: Tensor) -> "Probe":
         """The same streams behind the attention, with other inputs."""
