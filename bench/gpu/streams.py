@@ -72,6 +72,8 @@ def tell(text: str) -> None:
 
 def options_of(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     made = {"load_format": "dummy", "dtype": args.dtype, "kv_cache_memory_bytes": args.cache_bytes}
+    # vLLM refuses to start when less than this share is free, also where the cache has a size in bytes.
+    made["gpu_memory_utilization"] = 0.9 / len(args.kinds)
     return made | (NARROW if kind == "ours-narrow" else {}) | args.options
 
 
