@@ -20,6 +20,7 @@ from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf import engine as engine_module
 from steerscope.engines.hf.kv import BatchCache
 from steerscope.engines.hf.sequence import Row
+from steerscope.engines.hf.settings import context_of
 from steerscope.engines.outbox import Mailbox, in_this_thread, waits_here
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling
 from steerscope.specs.errors import EngineClosed, RequestFailed
@@ -303,8 +304,8 @@ def test_a_length_dependent_rotary_embedding_limits_the_context_to_where_it_does
     config = {"rope_parameters": rope, "original_max_position_embeddings": 64}
     model = tiny.model("llama")  # the limit is read from the configuration alone
     changed = type(model.config)(**{**model.config.to_dict(), **config})
-    assert engine_module._context(model.config) == 256
-    assert engine_module._context(changed) == 64
+    assert context_of(model.config) == 256
+    assert context_of(changed) == 64
 
 
 @pytest.mark.parametrize(

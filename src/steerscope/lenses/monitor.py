@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from steerscope.lenses.compile import Compiled
-from steerscope.lenses.reader import Reader, Registered
+from steerscope.lenses.reader import Read, Reader, Registered
 from steerscope.lenses.readings import Notes
 from steerscope.lenses.rules import Rules, Sizes
 from steerscope.residual.table import Key
@@ -166,8 +166,15 @@ class Monitor:
     ) -> Seen:
         """Rows [n, hidden], those of a request together and ascending; per row the request's slot, the position and
         the view, all on the device. `slot` None: no request has rules; `view` None: all want all levels."""
+        return self.judge(self.read(reader, rows, top_k, slot, view), slot, position)
+
+    def read(self, reader: Reader, rows: Tensor, top_k: int, slot: Tensor | None, view: Tensor | None) -> Read:
+        """The first half of `look`: scores, which change nothing and may be worked out again."""
         columns = None if slot is None else self.rules.column[slot]
-        read = reader.read(rows, top_k, columns, view)
+        return reader.read(rows, top_k, columns, view)
+
+    def judge(self, read: Read, slot: Tensor | None, position: Tensor) -> Seen:
+        """The second half: the rules of these rows, whose states and gates move on."""
         if slot is None:
             return Seen(*read, None, None)
         assert read.scores is not None

@@ -34,6 +34,11 @@ class Reducer:
         self.n += len(positions) - known
         self.next = positions[-1] + 1
 
+    def restart(self) -> None:
+        """The rows will come again from the first."""
+        self.n = self.next = 0
+        self._value.zero_()
+
     def result(self) -> Tensor:
         """[keys, hidden] float32 on the host."""
         if self.n == 0:

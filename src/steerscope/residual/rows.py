@@ -118,6 +118,10 @@ class RowBuffer:
         self._rows[first : first + len(rows)].copy_(rows)
         self._written += len(rows)
 
+    def restart(self) -> None:
+        """The rows will come again from the first."""
+        self._written = 0
+
     def finish(self, rows: int) -> tuple[np.ndarray, Tensor]:
         """The positions below `rows` that were selected, and their rows."""
         positions = selected(self.positions, min(rows, self.most))

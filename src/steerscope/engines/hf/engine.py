@@ -15,7 +15,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -26,11 +25,12 @@ from steerscope.capture.budget import ByteBudget
 from steerscope.engines.generation import Job
 from steerscope.engines.hf.blocks import find_blocks
 from steerscope.engines.hf.kv import BatchCache
-from steerscope.engines.hf.passes import Passes, deliver
+from steerscope.engines.hf.passes import Books, Passes, deliver
 from steerscope.engines.hf.sampler import choose, log_probabilities
 from steerscope.engines.hf.selftest import self_test
-from steerscope.engines.hf.sequence import Row
-from steerscope.engines.hf.taps import Taps
+from steerscope.engines.hf.sequence import Row, Slice
+from steerscope.engines.hf.settings import check_options, context_of, eos_ids
+from steerscope.engines.hf.taps import Pass, Taps
 from steerscope.engines.hf.watching import read
 from steerscope.engines.outbox import together
 from steerscope.engines.plan import Facts, Plan
@@ -41,9 +41,7 @@ from steerscope.lenses.reader import Registered
 from steerscope.residual.table import SlotTable
 from steerscope.specs.errors import (
     CapacityExceeded,
-    InvalidRequest,
     ModelNotFound,
-    Problem,
     RequestFailed,
     Unsteerable,
     UnsupportedModel,
@@ -67,7 +65,7 @@ class HFEngine(ThreadedEngine[Row]):
         capture_ttl: float = 600.0,
     ) -> None:
         super().__init__(ByteBudget(capture_budget, capture_wait))
-        _check_options(max_batch, max_columns, slots, capture_budget, capture_ttl)
+        check_options(max_batch, max_columns, slots, capture_budget, capture_ttl)
         self.model, self.tokenizer = model.eval(), tokenizer
         self.capture_ttl, self.max_batch, self.dtype = capture_ttl, max_batch, model.dtype
         config = model.config.get_text_config(decoder=True)
@@ -77,7 +75,7 @@ class HFEngine(ThreadedEngine[Row]):
             layers=len(blocks),
             hidden=config.hidden_size,
             vocab=config.vocab_size,
-            context=_context(config),
+            context=context_of(config),
             max_columns=max_columns,
             refused_sites=blocks.refused,
             watches=True,
@@ -88,7 +86,7 @@ class HFEngine(ThreadedEngine[Row]):
         self._taps.gates = self.monitor.rules.gates
         self._passes = Passes(self._table, config.hidden_size, model.dtype)
         self._decoder = Decoder(tokenizer)  # type: ignore[arg-type]
-        self.eos = _eos_ids(model, tokenizer)
+        self.eos = eos_ids(model, tokenizer)
         # Only the last column's logits are needed; a model that cannot leave the others out computes them all.
         can_skip = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if can_skip else {}
@@ -234,7 +232,7 @@ class HFEngine(ThreadedEngine[Row]):
         cache = DynamicCache()
         try:
             logits = self._forward(
-                rows,
+                [Slice.rest(row) for row in rows],
                 input_ids=ids,
                 attention_mask=columns >= starts if any(pads) else None,
                 position_ids=(columns - starts).clamp(min=0),
@@ -244,7 +242,7 @@ class HFEngine(ThreadedEngine[Row]):
         except Exception as error:
             if len(rows) > 1:
                 for row in rows:
-                    row.restart()
+                    self._restart(row)
                     self._prefill([row])
             else:
                 self._failed(rows[0], error)
@@ -253,35 +251,71 @@ class HFEngine(ThreadedEngine[Row]):
         self._counts["prefills"] += 1
         self._accept(rows, logits)
 
+    def _restart(self, row: Row) -> None:
+        self._counts["rows"] -= row.captured_rows
+        self._counts["readings"] -= row.readings
+        row.restart()
+
     def _decode(self) -> None:
         if not self._rows:
             return
-        device, rows = self.model.device, list(self._rows)
+        rows = list(self._rows)
+        slices = [Slice.rest(row) for row in rows]
         try:
             self._cache.make_room()
-            logits = self._forward(
-                rows,
-                input_ids=torch.tensor([[row.history[-1]] for row in rows], device=device),
-                attention_mask=self._cache.mask(device),
-                position_ids=torch.tensor([[row.fed] for row in rows], device=device),
-                past_key_values=self._cache,
-            )
-        except Exception as error:  # out of memory, mostly: these end, the engine goes on
-            for row in self._clear():
-                self._failed(row, RequestFailed(f"a step of {self.facts.name} failed: {error}"))
+            logits = self._forward(slices, **self._next_inputs())
+        except Exception as error:
+            self._end_step(self._culprits(slices) or rows, error)
             return
         self._cache.advance()
         self._counts["steps"] += 1
         self._accept(rows, logits)
 
-    def _forward(self, rows: list[Row], **inputs: object) -> torch.Tensor:
-        """Logits of the last column; steers and captures on the way."""
-        keys = {key for row in [*self._rows, *rows] for key in row.tapped}
-        self._taps.attach(keys)
-        width = inputs["input_ids"].shape[1]  # type: ignore[attr-defined]
-        now, books = self._passes.build(rows, width) if keys else (None, None)
-        with self._taps.during(now):
-            output = self.model(**inputs, **self._last_only, use_cache=True)
+    def _next_inputs(self) -> dict[str, object]:
+        device, rows = self.model.device, self._rows
+        return {
+            "input_ids": torch.tensor([[row.history[-1]] for row in rows], device=device),
+            "attention_mask": self._cache.mask(device),
+            "position_ids": torch.tensor([[row.fed] for row in rows], device=device),
+            "past_key_values": self._cache,
+        }
+
+    def _culprits(self, slices: list[Slice]) -> list[Row]:
+        """Rows whose ops, captures or watches make this step fail; none if it fails without them too. A step that was
+        not finished has changed nothing: it can be run again with some of them, and later with those that remain."""
+
+        def fails(asked: list[Slice]) -> bool:
+            try:
+                self._cache.make_room()
+                self._compute([one if one in asked else one.muted for one in slices], **self._next_inputs())
+            except Exception:
+                return True
+            return False
+
+        def faulty(asked: list[Slice]) -> list[Row]:
+            if not fails(asked):
+                return []
+            if len(asked) == 1:
+                return [asked[0].row]
+            half = len(asked) // 2
+            return faulty(asked[:half]) + faulty(asked[half:])
+
+        tapped = [one for one in slices if one.row.tapped]
+        return faulty(tapped) if tapped and not fails([]) else []
+
+    def _end_step(self, rows: list[Row], error: Exception) -> None:
+        """These end, the engine goes on."""
+        if len(rows) == len(self._rows):
+            self._rows, self._cache = [], BatchCache(self.facts.layers)
+        for row in rows:
+            if row in self._rows:
+                self._leave(row)
+            self._failed(row, RequestFailed(f"a step of {self.facts.name} failed: {error}"))
+
+    def _forward(self, slices: list[Slice], **inputs: object) -> torch.Tensor:
+        """Logits of the last column; steers and captures on the way. Rows and readings that cannot be kept are the
+        fault of their request (`Row.fault`), not of the forward."""
+        logits, now, books = self._compute(slices, **inputs)
         if now and books:
             captured = len(books.captures)
             self._counts["rows"] += deliver(now.gathers[:captured], books.shares)
@@ -289,9 +323,19 @@ class HFEngine(ThreadedEngine[Row]):
             for look, gather in zip(books.looks, now.gathers[captured:], strict=True):
                 self._counts["readings"] += read(self.monitor, look, gather)
             self._counts["lens_seconds"] += time.perf_counter() - began
-        for row in rows:
-            row.fed = len(row.history)
-        return output.logits[:, -1]
+        for one in slices:
+            one.row.fed = one.stop
+        return logits
+
+    def _compute(self, slices: list[Slice], **inputs: object) -> tuple[torch.Tensor, Pass | None, Books | None]:
+        """Run the model and its taps; no request is changed by it."""
+        keys = {key for row in [*self._rows, *(one.row for one in slices)] for key in row.tapped}
+        self._taps.attach(keys)
+        width = inputs["input_ids"].shape[1]  # type: ignore[attr-defined]
+        now, books = self._passes.build(slices, width) if keys else (None, None)
+        with self._taps.during(now):
+            output = self.model(**inputs, **self._last_only, use_cache=True)
+        return output.logits[:, -1], now, books
 
     @together()
     def _accept(self, rows: list[Row], logits: torch.Tensor) -> None:
@@ -301,6 +345,8 @@ class HFEngine(ThreadedEngine[Row]):
         chosen = choose(logits, choosers)
         for i, (row, token) in reversed(list(enumerate(zip(rows, chosen, strict=True)))):
             try:
+                if row.fault is not None:
+                    raise row.fault
                 if token is None:
                     raise Unsteerable(
                         f"the logits of {row.name} are not finite: its steering overflows the model; lower the strength"
@@ -323,29 +369,6 @@ class HFEngine(ThreadedEngine[Row]):
         self._rows.pop()
 
 
-def _check_options(max_batch: int, max_columns: int, slots: int, capture_budget: int, capture_ttl: float) -> None:
-    least = {"max_batch": (max_batch, 1), "max_columns": (max_columns, 1), "slots": (slots, 2)}
-    least |= {"capture_budget": (capture_budget, 0), "capture_ttl": (capture_ttl, 0)}
-    problems = [
-        Problem(name, f"is {value}", f"give at least {low}") for name, (value, low) in least.items() if value < low
-    ]
-    if problems:
-        raise InvalidRequest(problems)
-
-
-def _context(config: PreTrainedConfig) -> int | None:
-    """The longest text. Some rotary embeddings change for the whole batch when one row passes a length (longrope,
-    dynamic): there the shorter length is the limit, so that no request can change another's rows."""
-    most = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    flat = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    if most is None or not any(part.get("rope_type") in ("longrope", "dynamic") for part in flat):
-        return most
-    limits = [getattr(config, "original_max_position_embeddings", None)]
-    limits += [part.get("original_max_position_embeddings") for part in flat]
-    return min([most, *(limit for limit in limits if limit)])
-
-
 @contextlib.contextmanager
 def no_bars() -> Iterator[None]:
     """transformers draws progress bars on loading; a library must not."""
@@ -356,13 +379,3 @@ def no_bars() -> Iterator[None]:
     finally:
         if drawn:
             transformers_logging.enable_progress_bar()
-
-
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """All tokens that end a text, looked up once."""
-    generation = getattr(model, "generation_config", None)
-    for source in (generation, model.config, tokenizer):
-        found = getattr(source, "eos_token_id", None)
-        if found is not None:
-            return frozenset(found if isinstance(found, list | tuple) else [found])
-    return frozenset()

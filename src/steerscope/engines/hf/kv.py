@@ -69,12 +69,19 @@ class BatchCache(Cache):
         end = max(w.end, new)
         rows = w.rows + len(lengths)
         made: list[tuple[_Layer, str, Tensor]] = []
-        for mine, theirs in zip(self.own, prefilled.layers, strict=True):
-            for name in ("keys", "values"):
-                fresh: Tensor = getattr(theirs, name)
-                made.append((mine, name, self._with_room(getattr(mine, name), fresh, rows, end, w)))
-                made[-1][2][w.rows : rows, :, end - new : end] = fresh
-        self._commit(made)  # all layers or none: an allocation may fail half-way
+        try:
+            for mine, theirs in zip(self.own, prefilled.layers, strict=True):
+                for name in ("keys", "values"):
+                    fresh: Tensor = getattr(theirs, name)
+                    made.append((mine, name, self._with_room(getattr(mine, name), fresh, rows, end, w)))
+                    made[-1][2][w.rows : rows, :, end - new : end] = fresh
+        except Exception:  # all layers or none: an allocation may fail half-way
+            for layer in self.own:
+                for buffer in (layer.keys, layer.values):
+                    if buffer is not None:
+                        buffer[w.rows :] = 0  # as `leave` does
+            raise
+        self._commit(made)
         w.rows, w.end = rows, end
         self.lengths += lengths
         self._narrow()

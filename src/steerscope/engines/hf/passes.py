@@ -1,5 +1,5 @@
 """The books of one forward: which flat token belongs to which request and position, which ops it has, where its row
-goes. A forward feeds each row its history from `fed` on, right-aligned in `width` columns; the columns before that are
+goes. A forward feeds each row a slice of its history, right-aligned in `width` columns; the columns before that are
 padding and belong to nobody."""
 
 from collections import defaultdict
@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from steerscope.engines.hf.sequence import Row
+from steerscope.engines.hf.sequence import Row, Slice
 from steerscope.engines.hf.taps import Gather, Pass
 from steerscope.engines.hf.watching import Look, looks_of
 from steerscope.residual.table import Key, SlotTable
+from steerscope.specs.errors import RequestFailed
 
 Entry = tuple[int, int, int]  # vector slot, coefficient slot, gate
 
@@ -50,15 +51,15 @@ class Passes:
         self.table, self.hidden, self.dtype = table, hidden, dtype
         self._last: tuple[object, Pass] = (None, Pass())
 
-    def build(self, rows: list[Row], width: int) -> tuple[Pass, Books]:
-        books = keep_books(rows, width)
-        books.looks = looks_of(rows, width)
+    def build(self, slices: list[Slice], width: int) -> tuple[Pass, Books]:
+        books = keep_books(slices, width)
+        books.looks = looks_of(slices, width)
         if width > 1:  # prompts: never the same twice, and too large to keep
-            return self._make(books, len(rows) * width), books
+            return self._make(books, len(slices) * width), books
         # The entries name slots, so a slot that was rewritten must not be mistaken for the one it was.
-        same = (self.table.version, len(rows), books.entries, books.gathers)
+        same = (self.table.version, len(slices), books.entries, books.gathers)
         if self._last[0] != same:
-            self._last = same, self._make(books, len(rows) * width)
+            self._last = same, self._make(books, len(slices) * width)
         return self._last[1], books
 
     def _make(self, books: Books, tokens: int) -> Pass:
@@ -78,12 +79,12 @@ def _index(numbers: list[int], tokens: int, device: torch.device) -> torch.Tenso
     return None if everything else torch.tensor(numbers, device=device)
 
 
-def keep_books(rows: list[Row], width: int) -> Books:
+def keep_books(slices: list[Slice], width: int) -> Books:
     books = Books()
-    most = max((len(row.leases) for row in rows), default=0)
-    groups: dict[tuple[tuple[Key, ...], bool], list[tuple[int, Row]]] = defaultdict(list)
-    for number, row in enumerate(rows):
-        start, stop = row.fed, len(row.history)
+    most = max((len(one.row.leases) for one in slices), default=0)
+    groups: dict[tuple[tuple[Key, ...], bool], list[tuple[int, Slice]]] = defaultdict(list)
+    for number, one in enumerate(slices):
+        row, start, stop = one.row, one.start, one.stop
         offset = number * width + width - stop  # flat number of position 0
         for k, (column, lease) in enumerate(zip(row.plan.columns, row.leases, strict=True)):
             for a, b in column.positions.within(start, stop):
@@ -91,13 +92,14 @@ def keep_books(rows: list[Row], width: int) -> Books:
                     entry = books.entries.setdefault(offset + position, [(0, 0, 0)] * most)
                     entry[k] = (lease.vector_slot, lease.coefficient_slot, row.gate(column.gate))
         if row.plan.capture is not None:
-            groups[row.plan.capture.keys, row.plan.capture.spec.before_steering].append((offset, row))
+            groups[row.plan.capture.keys, row.plan.capture.spec.before_steering].append((offset, one))
     for (keys, before), members in groups.items():
         index: list[int] = []
         shares: list[Share] = []
-        for offset, row in members:
+        for offset, one in members:
+            row = one.row
             assert row.plan.capture is not None
-            within = row.plan.capture.positions.within(row.fed, len(row.history))
+            within = row.plan.capture.positions.within(one.start, one.stop)
             positions = [position for a, b in within for position in range(a, b)]
             if positions:
                 shares.append(Share(row, positions, len(index)))
@@ -109,14 +111,27 @@ def keep_books(rows: list[Row], width: int) -> Books:
 
 
 def deliver(gathers: list[Gather], all_shares: list[list[Share]]) -> int:
-    """After the forward: staged rows to the requests' buffers and reducers. Returns how many rows."""
+    """After the forward: staged rows to the requests' buffers and reducers. Returns how many rows. A request whose rows
+    cannot be kept is marked with the reason; the others have theirs."""
     count = 0
     for gather, shares in zip(gathers, all_shares, strict=True):
-        on_host = gather.stage.cpu() if any(share.row.buffer for share in shares) else gather.stage
+        rows = _on_host(gather.stage) if any(share.row.buffer for share in shares) else gather.stage
         for share in shares:
-            if share.row.reducer is not None:
-                share.row.reducer.update(share.positions, gather.stage[share.start : share.stop])
-            elif share.row.buffer is not None:
-                share.row.buffer.write(share.positions[0], on_host[share.start : share.stop])
+            try:
+                if share.row.reducer is not None:
+                    share.row.reducer.update(share.positions, gather.stage[share.start : share.stop])
+                elif share.row.buffer is not None:
+                    share.row.buffer.write(share.positions[0], rows[share.start : share.stop])
+            except Exception as error:
+                share.row.fault = RequestFailed(f"{share.row.name} failed: its rows could not be kept: {error}")
+                continue
             count += len(share.positions)
     return count
+
+
+def _on_host(stage: torch.Tensor) -> torch.Tensor:
+    """One copy for all requests; where there is no memory for that, each copies its own part."""
+    try:
+        return stage.cpu()
+    except RuntimeError:
+        return stage

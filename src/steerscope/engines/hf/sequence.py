@@ -1,6 +1,7 @@
 """A row of the transformers engine's batch: a sequence with its slots, its rows and its place in the cache."""
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +33,7 @@ class Row(RunningText):
         self.chooser = Chooser.of(self.plan.sampling, self.history, engine.model.device)
         self._table: SlotTable | None = None
         self.seat: Seat | None = None
+        self.fault: RequestFailed | None = None  # why its rows or readings of the last forward are missing
 
     def lease(self, table: SlotTable) -> None:
         """Take table slots, a seat if it is watched, and row memory; all or nothing."""
@@ -65,8 +67,23 @@ class Row(RunningText):
         """The gate id of a planned column's gate."""
         return self.engine.monitor.gate(self.seat, number) if self.seat else 0
 
+    @property
+    def captured_rows(self) -> int:
+        """How many rows were captured of what the model has seen."""
+        capture = self.plan.capture
+        return capture.positions.count(self.fed) if capture else 0
+
+    @property
+    def readings(self) -> int:
+        """How many rows lenses have read."""
+        return self.plan.watch.positions.count(self.fed) if self.plan.watch else 0
+
     def restart(self) -> None:
-        """Its prompt is run again: nothing of the first attempt may be seen twice."""
+        """Forget what a prefill that failed has computed: the prompt will be run again from its first token."""
+        self.fed, self.fault = 0, None
+        for kept in (self.buffer, self.reducer):
+            if kept is not None:
+                kept.restart()
         if self.seat is not None and self.seat.slot:
             self.engine.monitor.rules.restart(self.seat.slot)
         if self.notes is not None:
@@ -95,3 +112,22 @@ class Row(RunningText):
 
         load = functools.partial(captured, plan, computed, columns, self.history, self.engine.facts.name)
         return CaptureHandle(self.name, count, load, self.engine.budget, held, self.engine.capture_ttl)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Tokens [start, stop) of a row's history, which one forward feeds."""
+
+    row: Row
+    start: int
+    stop: int
+
+    @classmethod
+    def rest(cls, row: Row) -> "Slice":
+        """All that the model has not seen."""
+        return cls(row, row.fed, len(row.history))
+
+    @property
+    def muted(self) -> "Slice":
+        """The same place in the batch, without a token that has ops, captures or readings."""
+        return Slice(self.row, self.stop, self.stop)

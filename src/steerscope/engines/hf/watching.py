@@ -4,11 +4,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from steerscope.engines.hf.sequence import Row
+from steerscope.engines.hf.sequence import Row, Slice
 from steerscope.engines.hf.taps import Gather
 from steerscope.lenses.monitor import Monitor
+from steerscope.lenses.reader import Read
 from steerscope.residual.table import Key
+from steerscope.specs.errors import RequestFailed
 
 Part = tuple[Row, list[int], int]  # a request, its positions in this forward, and where they begin among the rows
 
@@ -27,15 +30,15 @@ class Look:
         return (self.key,), False, self.index
 
 
-def looks_of(rows: list[Row], width: int) -> list[Look]:
-    """What is to be read in a forward that feeds each row its history from `fed` on, right-aligned in `width`."""
+def looks_of(slices: list[Slice], width: int) -> list[Look]:
+    """What is to be read in a forward that feeds these slices, right-aligned in `width`."""
     groups: dict[object, Look] = defaultdict(lambda: Look((0, "resid_post"), [], []))
-    for number, row in enumerate(rows):
+    for number, one in enumerate(slices):
+        row = one.row
         if row.seat is None or row.plan.watch is None:
             continue
-        start, stop = row.fed, len(row.history)
-        offset = number * width + width - stop  # flat number of position 0
-        within = row.plan.watch.positions.within(start, stop)
+        offset = number * width + width - one.stop  # flat number of position 0
+        within = row.plan.watch.positions.within(one.start, one.stop)
         positions = [position for a, b in within for position in range(a, b)]
         if positions:
             look = groups[row.seat.group]
@@ -46,19 +49,51 @@ def looks_of(rows: list[Row], width: int) -> list[Look]:
 
 
 def read(monitor: Monitor, look: Look, gather: Gather) -> int:
-    """Lenses, rules and gates; then every request notes its own. Returns how many rows were read."""
-    device, seats = monitor.device, [row.seat for row, _, _ in look.parts if row.seat is not None]
-    counts = torch.tensor([len(positions) for _, positions, _ in look.parts])
+    """Lenses, rules and gates; then every request notes its own. Returns how many rows were read. A request whose rows
+    cannot be read is marked with the reason; the others have their readings."""
+    return _read(monitor, look.parts, gather.stage[:, 0])
 
-    def per_row(values: list[int]) -> torch.Tensor:
+
+def _read(monitor: Monitor, parts: list[Part], rows: Tensor) -> int:
+    try:
+        found, slot, position = _scores(monitor, parts, rows)
+    except Exception as error:
+        if len(parts) == 1:
+            return _blame(parts, error)
+        alone = [([(row, at, 0)], rows[start : start + len(at)]) for row, at, start in parts]
+        return sum(_read(monitor, part, own) for part, own in alone)
+    try:
+        seen = monitor.judge(found, slot, position).to_host()
+    except Exception as error:  # the states of their rules may have moved on: this cannot be tried again
+        return _blame(parts, error)
+    count = 0
+    for row, positions, start in parts:
+        try:
+            assert row.notes is not None
+            seen.note(row.notes, start, positions)
+            count += len(positions)
+        except Exception as error:
+            _blame([(row, positions, start)], error)
+    return count
+
+
+def _scores(monitor: Monitor, parts: list[Part], rows: Tensor) -> tuple[Read, Tensor | None, Tensor]:
+    """What the lenses say, and the rule slot and the position of each row."""
+    device, seats = monitor.device, [row.seat for row, _, _ in parts if row.seat is not None]
+    counts = torch.tensor([len(positions) for _, positions, _ in parts])
+
+    def per_row(values: list[int]) -> Tensor:
         return torch.tensor(values).repeat_interleave(counts).to(device)
 
-    position = torch.tensor([position for _, positions, _ in look.parts for position in positions]).to(device)
+    position = torch.tensor([position for _, positions, _ in parts for position in positions]).to(device)
     slot = per_row([seat.slot for seat in seats]) if any(seat.slot for seat in seats) else None
     view = per_row([seat.view for seat in seats]) if any(seat.view for seat in seats) else None
     most = max(seat.top_k for seat in seats)
-    seen = monitor.look(seats[0].reader, gather.stage[:, 0], most, slot, position, view).to_host()
-    for row, positions, start in look.parts:
-        assert row.notes is not None
-        seen.note(row.notes, start, positions)
-    return len(position)
+    return monitor.read(seats[0].reader, rows, most, slot, view), slot, position
+
+
+def _blame(parts: list[Part], error: Exception) -> int:
+    """Mark these requests. Returns how many of their rows were read: none."""
+    for row, _, _ in parts:
+        row.fault = RequestFailed(f"{row.name} failed: its rows could not be read by the lenses: {error}")
+    return 0

@@ -1,0 +1,38 @@
+"""What an engine is started with: its options, and what it reads off the model and its configuration."""
+
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from steerscope.specs.errors import InvalidRequest, Problem
+
+
+def check_options(max_batch: int, max_columns: int, slots: int, capture_budget: int, capture_ttl: float) -> None:
+    least = {"max_batch": (max_batch, 1), "max_columns": (max_columns, 1), "slots": (slots, 2)}
+    least |= {"capture_budget": (capture_budget, 0), "capture_ttl": (capture_ttl, 0)}
+    problems = [
+        Problem(name, f"is {value}", f"give at least {low}") for name, (value, low) in least.items() if value < low
+    ]
+    if problems:
+        raise InvalidRequest(problems)
+
+
+def context_of(config: PreTrainedConfig) -> int | None:
+    """The longest text. Some rotary embeddings change for the whole batch when one row passes a length (longrope,
+    dynamic): there the shorter length is the limit, so that no request can change another's rows."""
+    most = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    flat = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    if most is None or not any(part.get("rope_type") in ("longrope", "dynamic") for part in flat):
+        return most
+    limits = [getattr(config, "original_max_position_embeddings", None)]
+    limits += [part.get("original_max_position_embeddings") for part in flat]
+    return min([most, *(limit for limit in limits if limit)])
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """All tokens that end a text, looked up once."""
+    generation = getattr(model, "generation_config", None)
+    for source in (generation, model.config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None:
+            return frozenset(found if isinstance(found, list | tuple) else [found])
+    return frozenset()
