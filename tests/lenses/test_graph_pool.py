@@ -13,7 +13,9 @@ class Allocator:
     """torch's rule: a pool lives as long as a graph in it, and a capture into a dead one fails."""
 
     def __init__(self) -> None:
-        self._numbers, self._known, self.alive = itertools.count(1), set[tuple[int, int]](), dict[tuple[int, int], int]()
+        self._numbers = itertools.count(1)
+        self._known = set[tuple[int, int]]()
+        self.alive = dict[tuple[int, int], int]()
 
     def new_handle(self) -> tuple[int, int]:
         return (0, next(self._numbers))
