@@ -1,6 +1,7 @@
 """Memory that CUDA graphs share which run one after the other."""
 
 import weakref
+from typing import Any
 
 import torch
 
@@ -11,9 +12,9 @@ class GraphPool:
 
     def __init__(self) -> None:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._handle: tuple[int, int] | None = None
+        self._handle: Any = None
 
-    def handle(self) -> tuple[int, int]:
+    def handle(self) -> Any:
         """The pool for the next graph that is captured."""
         if self._handle is None or not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()

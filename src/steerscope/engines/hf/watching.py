@@ -1,5 +1,6 @@
-"""The watched rows of one forward: who reads which tokens with which lenses, and what becomes of it."""
+"""The watched rows of one forward: who reads which tokens with which lenses, and what becomes of it. And the packs."""
 
+import threading
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ import torch
 from steerscope.engines.hf.sequence import Row
 from steerscope.engines.hf.taps import Gather
 from steerscope.lenses.monitor import Monitor
+from steerscope.lenses.reader import Reader, Registered, load_reader
 from steerscope.residual.table import Key
 
 Part = tuple[Row, list[int], int]  # a request, its positions in this forward, and where they begin among the rows
@@ -62,3 +64,25 @@ def read(monitor: Monitor, look: Look, gather: Gather) -> int:
         assert row.notes is not None
         seen.note(row.notes, start, positions)
     return len(position)
+
+
+class MonitorStore:
+    """The packs of a monitor in this process."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+
+    def load(self, registered: Registered, stopped: threading.Event) -> Reader:
+        del stopped  # nothing of it can be stopped half-way
+        return load_reader(registered, self._monitor.device)
+
+    def install(self, registered: Registered, loaded: Reader) -> None:
+        del registered
+        self._monitor.keep(loaded)
+
+    def discard(self, registered: Registered, loaded: Reader) -> None:
+        del registered
+        loaded.close()
+
+    def remove(self, registered: Registered) -> None:
+        self._monitor.drop(registered)
