@@ -84,3 +84,12 @@ def test_what_is_read_on_a_gpu_is_what_is_read_without_one(weights):
             assert (found.indices[:, 0].cpu() == alone.indices[:, 0]).float().mean() > 0.8
     x[3, 4] = float("inf")
     assert (readers[1].read(x[:9].cuda(), 8).indices[3] == -1).all()
+
+
+def test_graphs_of_more_shapes_than_are_kept_are_captured_after_all_earlier_ones_are_gone():
+    pack = make([3, 8, 20], hidden=256, widths=(64, 32))
+    bank = Bank(pack, device="cuda")
+    with Tiers(pack, budget=len(pack), device="cuda") as tiers:
+        for n in (*range(1, 40), 1):
+            x = rows(n, 256, seed=n).cuda()
+            assert_as_slow(tiers.expand(x, 2, 4, keep_scores=True), bank.scores(x), 2, 2, 4)

@@ -107,14 +107,13 @@ def test_packs_stay_while_they_are_registered_or_somebody_is_watched():
     monitor = Monitor(slots=4)
     others = [make([2, 3], seed=i + 1) for i in range(4)]
     kept = Registered(PACK)
-    monitor.keep(kept)
-    monitor.keep(kept)
+    monitor.keep(Reader(kept))
+    seats = [monitor.admit(plan()) for _ in range(2)]
     monitor.drop(kept)
-    assert len(monitor) == 1, "it is still registered under another name"
-    seat = monitor.admit(plan())
-    monitor.drop(kept)
+    monitor.release(seats[0])
     assert len(monitor) == 1, "somebody is watched"
-    monitor.release(seat)
+    monitor.release(seats[1])
+    assert len(monitor) == 0
     for other in others:
         monitor.release(monitor.admit(plan(other)))
     assert len(monitor) == 2, "idle ones make room for others"

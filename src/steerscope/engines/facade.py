@@ -14,6 +14,7 @@ from steerscope.engines.base import Engine
 from steerscope.engines.generation import Event, Generation, PromptLike, TokenPrompt
 from steerscope.engines.options import Each, Many, ManyChat, One, OneChat, PackKeywords, SteerLike, Stream, StreamChat
 from steerscope.engines.outbox import in_this_thread
+from steerscope.engines.packs import LOAD_S
 from steerscope.engines.plan import Facts, Prompt
 from steerscope.lenses.pack import Pack
 from steerscope.specs.chat import Chat
@@ -169,13 +170,16 @@ class SyncEngine:
         """The registered vectors by name."""
         return self.aio.vectors
 
-    def register_pack(self, name: str, pack: Pack | str | Path, **options: Unpack[PackKeywords]) -> Pack:
-        """Load a lens pack under a name that `Watch(pack=…)` may use.
+    def register_pack(
+        self, name: str, pack: Pack | str | Path, *, timeout_s: float = LOAD_S, **options: Unpack[PackKeywords]
+    ) -> Pack:
+        """Load a lens pack under a name that `Watch(pack=…)` may use. Requests run on meanwhile. Raises TimedOut when
+        it is not loaded within `timeout_s`; then it is not registered.
 
         Options: `weights` (`"fp32"`, `"bf16"`, `"int8"`), `budget` or `budget_bytes` (keep only so much on the device),
         `base_levels`, `pinned`, `any_model`, `workspace`.
         """
-        return self.aio.register_pack(name, pack, **options)
+        return self.aio.register_pack(name, pack, timeout_s=timeout_s, **options)
 
     def unregister_pack(self, name: str) -> None:
         """Forget a pack."""

@@ -255,7 +255,9 @@ class Planner:
         if name in self.packs:
             return self.packs[name]
         if isinstance(name, InlinePack) and isinstance(name.pack, Pack):
-            return Registered(name.pack)
+            found = Registered(name.pack)
+            _ = found.word  # takes a while for a large pack: here, not in the engine's thread
+            return found
         for known in self.packs.values():
             if name == f"digest:{known.pack.digest}":
                 return known

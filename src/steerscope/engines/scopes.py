@@ -2,11 +2,13 @@
 
 import contextlib
 import contextvars
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Unpack
 
 from steerscope.engines.options import PackKeywords, SteerLike
+from steerscope.engines.packs import LOAD_S
 from steerscope.engines.placing import Same
 from steerscope.engines.plan import Facts, Planner, Prompt
 from steerscope.lenses.pack import Pack
@@ -25,6 +27,7 @@ class Scopes:
     def __init__(self) -> None:
         self._vectors: dict[str, VectorData] = {}
         self._packs: dict[str, Registered] = {}
+        self._naming = threading.Lock()
         self._default = _NOTHING
         self._scope: contextvars.ContextVar[Steering | None] = contextvars.ContextVar("steering", default=None)
 
@@ -68,9 +71,13 @@ class Scopes:
     def vectors(self) -> Mapping[str, VectorData]:
         return dict(self._vectors)
 
-    def register_pack(self, name: str, pack: Pack | str | Path, **options: Unpack[PackKeywords]) -> Pack:
-        """Name a pack, or the directory of one, for use in watches, and load it. A later registration under the same
-        name replaces it for later requests. Options: see `PackOptions`."""
+    def register_pack(
+        self, name: str, pack: Pack | str | Path, *, timeout_s: float = LOAD_S, **options: Unpack[PackKeywords]
+    ) -> Pack:
+        """Name a pack, or the directory of one, for use in watches, and load it while requests run. A later
+        registration under the same name replaces it for later requests. Options: see `PackOptions`. Raises TimedOut
+        when it is not loaded within `timeout_s`; then it is not registered. In a coroutine, call it by
+        `asyncio.to_thread`: it waits."""
         if not self.facts.watches:
             raise InvalidRequest(
                 [Problem(name, "this engine cannot watch", "use the transformers engine, engine='hf'")]
@@ -85,9 +92,10 @@ class Scopes:
             problems.append(Problem("site", what, "use a pack trained at another site"))
         if problems:
             raise InvalidRequest([problem.under(name) for problem in problems])
-        self._keep_pack(found)
-        before = self._packs.get(name)
-        self._packs[name] = found
+        self._keep_pack(found, timeout_s)
+        with self._naming:
+            before = self._packs.get(name)
+            self._packs[name] = found
         if before is not None:
             self._drop_pack(before)
         return loaded
@@ -102,7 +110,7 @@ class Scopes:
     def packs(self) -> Mapping[str, Pack]:
         return {name: found.pack for name, found in self._packs.items()}
 
-    def _keep_pack(self, registered: Registered) -> None:
+    def _keep_pack(self, registered: Registered, timeout_s: float) -> None:
         """Bring a pack to the device; an engine that watches does."""
         raise NotImplementedError
 

@@ -9,6 +9,7 @@ import torch
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
 from steerscope.engines.generation import Choice, FinishReason, Job, RuleEvent, Timings, TokenEvent, TokenLogprobs
+from steerscope.engines.packs import Load
 from steerscope.engines.placing import tap_of
 from steerscope.engines.plan import Plan
 from steerscope.engines.text import Decoder, Detokenizer, StopStrings
@@ -25,6 +26,7 @@ class RunningText(ABC):
         self.prompt_length = len(plan.prompt.token_ids)
         self.history = list(plan.prompt.token_ids)  # prompt and generated ids
         self.over = False  # reported; a sequence ends once
+        self.load: Load | None = None  # of its pack, which it waits for
         self.notes = plan.watch.notes(self.prompt_length) if plan.watch else None
         self._eos = frozenset() if plan.sampling.ignore_eos else eos
         self._detokenizer, self._stops = Detokenizer(decoder), StopStrings(plan.sampling.stop)

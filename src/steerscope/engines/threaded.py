@@ -7,16 +7,19 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from steerscope.capture.budget import ByteBudget
 from steerscope.engines.base import Engine
 from steerscope.engines.generation import Job
+from steerscope.engines.packs import Packs
 from steerscope.engines.sequence import RunningText
-from steerscope.specs.errors import EngineClosed, RequestFailed
+from steerscope.lenses.reader import Registered
+from steerscope.specs.errors import EngineClosed, RequestFailed, TimedOut
 
 SWEEP_S = 5.0  # how often an idle engine looks for captures that have expired
 _TIDY_S = 0.005  # how long it has been idle when it tidies up
+_PARKED_S = 0.05  # how often the thread looks for cancellations while all requests wait for packs
 _ANSWER_S = 120.0
 OVERTAKEN_S = 10.0  # how long a request that waits for a slot may be overtaken without limit
 T = TypeVar("T")
@@ -24,6 +27,8 @@ S = TypeVar("S", bound=RunningText)
 
 
 class ThreadedEngine(Engine, Generic[S]):
+    _lenses: Packs[Any]  # made by the engine, before its thread runs
+
     def __init__(self, budget: ByteBudget) -> None:
         super().__init__(budget)
         self._waiting: list[S] = []
@@ -68,8 +73,14 @@ class ThreadedEngine(Engine, Generic[S]):
                 raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
             self._inbox.put(item)
 
-    def _call(self, work: Callable[[], T]) -> T:
-        """Do something in the engine's thread, between two steps."""
+    def _keep_pack(self, registered: Registered, timeout_s: float) -> None:
+        self._lenses.register(registered, timeout_s)
+
+    def _drop_pack(self, registered: Registered) -> None:
+        self._lenses.unregister(registered)
+
+    def _call(self, work: Callable[[], T], what: str = "a question to the engine", timeout_s: float = _ANSWER_S) -> T:
+        """Do something in the engine's thread, between two steps. After a time-out it is still done, but not told."""
         if threading.current_thread() is self._thread:
             return work()
         done: Future[T] = Future()
@@ -81,7 +92,16 @@ class ThreadedEngine(Engine, Generic[S]):
                 done.set_exception(error)
 
         self._put(run)
-        return done.result(timeout=_ANSWER_S)
+        try:
+            return done.result(timeout=timeout_s)
+        except TimeoutError:
+            if done.done():  # what was done has timed out by itself
+                raise
+            why = f"{what} was not answered within {timeout_s:g} s"
+            remedy = (
+                "one of its steps takes longer, or its device hangs: try again, or close the engine and load it anew"
+            )
+            raise TimedOut(f"{why} by the engine of {self.facts.name}; {remedy}") from None
 
     def _stop(self) -> None:
         with self._lock:
@@ -90,6 +110,7 @@ class ThreadedEngine(Engine, Generic[S]):
                 self._inbox.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=60)
+            self._lenses.join(timeout_s=60)
 
     # --- the engine's thread
 
@@ -98,10 +119,11 @@ class ThreadedEngine(Engine, Generic[S]):
         while True:
             if self._busy() and self._inbox.empty():
                 return True
-            idle = not self._busy() and not self._waiting
+            idle, parked = not self._busy() and not self._waiting, self._parked()
             untidy = idle and self._untidy()
+            patience = _PARKED_S if parked else _TIDY_S if untidy else SWEEP_S
             try:
-                item = self._inbox.get(block=idle, timeout=_TIDY_S if untidy else SWEEP_S)
+                item = self._inbox.get(block=idle or parked, timeout=patience)
             except queue.Empty:
                 if not idle:
                     return True
@@ -124,10 +146,23 @@ class ThreadedEngine(Engine, Generic[S]):
                     self._counts["failed"] += 1
                     job.fail(RequestFailed(f"{job.plan.request_id} could not be started: {error}"))
 
+    def _parked(self) -> bool:
+        """Whether nothing can be done before a pack is loaded."""
+        return not self._busy() and bool(self._waiting) and all(self._lenses.awaited_by(one) for one in self._waiting)
+
+    def _packs_in_use(self) -> set[str]:
+        """The packs of all requests, running or waiting."""
+        watches = [one.plan.watch for one in self._all_requests()]
+        return {watch.registered.word for watch in watches if watch is not None}
+
+    @abstractmethod
+    def _all_requests(self) -> list[S]: ...
+
     def _refuse_rest(self) -> None:
         """The thread ends: nobody may be left waiting for it."""
         with self._lock:
             self.closed = self.budget.closed = True
+        self._lenses.close()
         while not self._inbox.empty():
             item = self._inbox.get()
             if callable(item):

@@ -98,24 +98,30 @@ class Monitor:
         self.device = torch.device(device)
         self.rules = Rules(self.device, Sizes(slots=slots))
         self._readers: OrderedDict[object, Reader] = OrderedDict()
-        self._kept: dict[object, int] = {}  # under how many names a pack is registered
+        self._kept: set[object] = set()  # packs that stay until they are dropped
+        self._dropped: set[object] = set()  # since then, while requests are being watched
         self._seats: dict[object, int] = {}
         self.closing: Callable[[Reader], None] | None = None  # told before a pack leaves the device
 
     # --- packs
 
-    def keep(self, registered: Registered) -> None:
-        """Load a pack that stays until it is dropped."""
-        self._reader(registered)
-        self._kept[registered.key] = self._kept.get(registered.key, 0) + 1
+    def keep(self, reader: Reader) -> None:
+        """Take over a pack, which stays until it is dropped."""
+        key = reader.registered.key
+        if key in self._readers:
+            reader.close()
+        else:
+            self._readers[key] = reader
+        self._kept.add(key)
+        self._dropped.discard(key)
 
     def drop(self, registered: Registered) -> None:
         """Requests that are being watched keep it until they end."""
-        self._kept[registered.key] -= 1
-        if not self._kept[registered.key]:
-            del self._kept[registered.key]
-            if not self._seats.get(registered.key):
-                self._close(registered.key)
+        self._kept.discard(registered.key)
+        if self._seats.get(registered.key):
+            self._dropped.add(registered.key)
+        elif registered.key in self._readers:
+            self._close(registered.key)
 
     def _reader(self, registered: Registered) -> Reader:
         reader = self._readers.get(registered.key)
@@ -132,6 +138,9 @@ class Monitor:
 
     def _close(self, key: object) -> None:
         reader = self._readers.pop(key)
+        self._dropped.discard(key)
+        if self.device.type == "cuda":  # its memory may belong to another stream than those that read it
+            torch.cuda.synchronize(self.device)
         if self.closing is not None:
             self.closing(reader)
         reader.close()
@@ -153,7 +162,10 @@ class Monitor:
     def release(self, seat: Seat) -> None:
         if seat.slot:
             self.rules.release(seat.slot)
-        self._seats[seat.reader.registered.key] -= 1
+        key = seat.reader.registered.key
+        self._seats[key] -= 1
+        if not self._seats[key] and key in self._dropped:
+            self._close(key)
 
     def gate(self, seat: Seat, number: int) -> int:
         """The gate id of a planned column's gate: 0 is always open, n belongs to rule n − 1."""

@@ -71,9 +71,11 @@ class Pack:
         concepts: tuple[Concept, ...],
         tensors: Mapping[str, Tensor],
         entries: dict[str, TensorEntry] | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.info, self.concepts, self.tensors = info, concepts, tensors
         self.hierarchy = Hierarchy.of(concepts)
+        self.folder = folder  # it was read from, which may hold another pack by now
         self._known_entries = entries
 
     # --- files
@@ -87,7 +89,7 @@ class Pack:
         """
         manifest, concepts, tensors = packfiles.read(Path(path), verify)
         pack = cls.__new__(cls)
-        pack._set(manifest.info, concepts, tensors, manifest.entries)
+        pack._set(manifest.info, concepts, tensors, manifest.entries, Path(path).absolute())
         return pack
 
     def save(self, path: str | Path) -> None:

@@ -100,6 +100,14 @@ def read(path: Path, verify: bool) -> tuple[Manifest, tuple[Concept, ...], dict[
     return manifest, concepts, tensors
 
 
+def digest_in(path: Path) -> str | None:
+    """The digest of the pack in a folder, if there is one."""
+    try:
+        return Manifest.from_json((path / MANIFEST).read_bytes()).digest
+    except (InvalidRequest, OSError, RecursionError):
+        return None
+
+
 def _refused(path: Path, problems: Sequence[Problem]) -> BadFile:
     return BadFile(f"{path} is not a readable pack: {InvalidRequest(problems)}")
 

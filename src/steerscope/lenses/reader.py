@@ -4,6 +4,7 @@ A pack that the device holds is a bank: every lens is evaluated, and nothing wai
 tiers: concepts are found by expansion, and rules may only name concepts that are always there (base levels, pinned).
 """
 
+import functools
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -155,6 +156,24 @@ class Reader:
     def close(self) -> None:
         if self.tiers is not None:
             self.tiers.close()
+
+
+@functools.cache
+def _loading_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all, so that the memory of a pack that has left serves the next."""
+    return torch.cuda.Stream(device)
+
+
+def load_reader(registered: Registered, device: torch.device) -> Reader:
+    """Make a reader beside what the device does for other threads; all its weights are there on return."""
+    if device.type != "cuda":
+        return Reader(registered, device)
+    torch.cuda.set_device(device)
+    stream = _loading_stream(device)
+    with torch.cuda.stream(stream):
+        reader = Reader(registered, device)
+    stream.synchronize()
+    return reader
 
 
 def _cut(tensor: Tensor | None, at: int, step: int) -> Tensor | None:

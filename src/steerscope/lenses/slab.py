@@ -11,6 +11,7 @@ from torch import Tensor
 
 from steerscope.lenses.bank import activate, calibrate
 from steerscope.lenses.expand import Groups, expand_known
+from steerscope.lenses.graph_pool import GraphPool
 from steerscope.lenses.pack import Calibration
 from steerscope.lenses.slots import Slots
 from steerscope.lenses.stack import Run, Stack
@@ -46,7 +47,7 @@ class Slab:
         self._lens_of = torch.full((stack.slots,), self._nowhere, device=stack.device)
         self._seen: int | None = None
         self._graphs: dict[object, _Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if stack.device.type == "cuda" else None  # one after the other
+        self._pool = GraphPool()
 
     def __call__(self, rows: Tensor, top_k: int, depth: int, slots: Slots) -> Passed:
         if self._seen != slots.changes:
@@ -91,6 +92,8 @@ class Slab:
             self._pass(static, top_k, depth)  # what libraries make on first use cannot be made in a graph
         here.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):  # the loading thread goes on
+        # The loading thread goes on meanwhile.
+        with torch.cuda.graph(graph, self._pool.handle(), capture_error_mode="thread_local"):
             results = self._pass(static, top_k, depth)
+        self._pool.add(graph)
         return _Graph(graph, static, results)

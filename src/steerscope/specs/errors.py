@@ -91,6 +91,14 @@ class EngineClosed(SteerscopeError):
     """The engine was closed."""
 
 
+class TimedOut(SteerscopeError, TimeoutError):
+    """An engine did not do something in time; the text says what, and what may help."""
+
+
+class PackNotLoaded(SteerscopeError):
+    """A lens pack that could not be brought to the device."""
+
+
 _REMEDIES = {
     "missing": "add it",
     "extra_forbidden": "remove it or correct its name",

@@ -31,13 +31,13 @@ from steerscope.engines.hf.selftest import self_test
 from steerscope.engines.hf.sequence import Row, Slice
 from steerscope.engines.hf.settings import check_options, context_of, eos_ids
 from steerscope.engines.hf.taps import Pass, Taps
-from steerscope.engines.hf.watching import read
+from steerscope.engines.hf.watching import MonitorStore, read
 from steerscope.engines.outbox import together
+from steerscope.engines.packs import Packs
 from steerscope.engines.plan import Facts, Plan
 from steerscope.engines.text import Decoder
 from steerscope.engines.threaded import ThreadedEngine
 from steerscope.lenses.monitor import Monitor
-from steerscope.lenses.reader import Registered
 from steerscope.residual.table import SlotTable
 from steerscope.specs.errors import (
     CapacityExceeded,
@@ -83,6 +83,7 @@ class HFEngine(ThreadedEngine[Row]):
         self._table = SlotTable(config.hidden_size, slots, model.device)
         self._taps = Taps(blocks, self._table)
         self.monitor = Monitor(model.device, slots=max_batch)
+        self._lenses = Packs(MonitorStore(self.monitor), self._call, self._put, self._packs_in_use)
         self._taps.gates = self.monitor.rules.gates
         self._passes = Passes(self._table, config.hidden_size, model.dtype)
         self._decoder = Decoder(tokenizer)  # type: ignore[arg-type]
@@ -133,12 +134,6 @@ class HFEngine(ThreadedEngine[Row]):
         size = 4 if plan.capture.spec.reduce else self.model.dtype.itemsize
         return plan.capture.rows(plan.most_rows) * len(plan.capture.keys) * self.facts.hidden * size
 
-    def _keep_pack(self, registered: Registered) -> None:
-        self._call(lambda: self.monitor.keep(registered))
-
-    def _drop_pack(self, registered: Registered) -> None:
-        self._call(lambda: self.monitor.drop(registered))
-
     def stats(self) -> dict[str, float]:
         now = {"running": len(self._rows), "waiting": len(self._waiting), "slots_in_use": self._table.in_use}
         now["packs"] = len(self.monitor)
@@ -163,6 +158,7 @@ class HFEngine(ThreadedEngine[Row]):
             row.end("cancelled")
         self._drop_waiting(cancelled_only=False)
         # What the engine held is given back even while somebody keeps the closed engine itself.
+        self._lenses.close()
         self.monitor.close()
         del self.model, self._taps, self._passes
 
@@ -172,6 +168,7 @@ class HFEngine(ThreadedEngine[Row]):
             self._drop_cancelled()
             self._admit()
             self._decode()
+            self._lenses.sweep()
         return going
 
     def _clear(self) -> list[Row]:
@@ -180,6 +177,9 @@ class HFEngine(ThreadedEngine[Row]):
         self._rows, self._joining = [], []
         self._cache = BatchCache(self.facts.layers)
         return rows
+
+    def _all_requests(self) -> list[Row]:
+        return [*self._rows, *self._joining, *self._waiting]
 
     def _sequence(self, job: Job) -> Row:
         return Row(job, self._decoder, self.eos, self)
@@ -196,21 +196,28 @@ class HFEngine(ThreadedEngine[Row]):
             row.end("cancelled")
 
     def _admit(self) -> None:
-        """Let waiting requests in, in order, while there is room in the batch and in the slot table."""
+        """Let waiting requests in, in order, while there is room in the batch and in the slot table. Those whose pack
+        is still being loaded are passed over."""
         joining = self._joining
-        while self._waiting and len(self._rows) + len(joining) < self.max_batch:
-            row = self._waiting[0]
+        for row in list(self._waiting):
+            if len(self._rows) + len(joining) >= self.max_batch:
+                break
             try:
+                if not self._lenses.ready(row):
+                    continue
                 row.lease(self._table)
             except CapacityExceeded as error:
                 if self._rows or joining:
                     break  # somebody will finish and free slots
-                self._failed(self._waiting.pop(0), error)
+                self._waiting.remove(row)
+                self._failed(row, error)
                 continue
-            except Exception as error:  # no memory for its rows: its own trouble
-                self._failed(self._waiting.pop(0), error)
+            except Exception as error:  # no memory for its rows, a pack that cannot be loaded: its own trouble
+                self._waiting.remove(row)
+                self._failed(row, error)
                 continue
-            joining.append(self._waiting.pop(0))
+            self._waiting.remove(row)
+            joining.append(row)
         while joining:
             longest, group = 0, 0
             for group, row in enumerate(joining, 1):

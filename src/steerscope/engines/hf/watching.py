@@ -1,5 +1,6 @@
-"""The watched rows of one forward: who reads which tokens with which lenses, and what becomes of it."""
+"""The watched rows of one forward: who reads which tokens with which lenses, and what becomes of it. And the packs."""
 
+import threading
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from steerscope.engines.hf.sequence import Row, Slice
 from steerscope.engines.hf.taps import Gather
 from steerscope.lenses.monitor import Monitor
-from steerscope.lenses.reader import Read
+from steerscope.lenses.reader import Read, Reader, Registered, load_reader
 from steerscope.residual.table import Key
 from steerscope.specs.errors import RequestFailed
 
@@ -97,3 +98,25 @@ def _blame(parts: list[Part], error: Exception) -> int:
     for row, _, _ in parts:
         row.fault = RequestFailed(f"{row.name} failed: its rows could not be read by the lenses: {error}")
     return 0
+
+
+class MonitorStore:
+    """The packs of a monitor in this process."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+
+    def load(self, registered: Registered, stopped: threading.Event) -> Reader:
+        del stopped  # nothing of it can be stopped half-way
+        return load_reader(registered, self._monitor.device)
+
+    def install(self, registered: Registered, loaded: Reader) -> None:
+        del registered
+        self._monitor.keep(loaded)
+
+    def discard(self, registered: Registered, loaded: Reader) -> None:
+        del registered
+        loaded.close()
+
+    def remove(self, registered: Registered) -> None:
+        self._monitor.drop(registered)

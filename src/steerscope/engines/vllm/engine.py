@@ -18,6 +18,7 @@ from steerscope.capture.budget import ByteBudget
 from steerscope.capture.transport import Arena, Regions, shared_folder
 from steerscope.engines.generation import Job
 from steerscope.engines.outbox import together
+from steerscope.engines.packs import Packs
 from steerscope.engines.plan import Plan
 from steerscope.engines.text import Decoder
 from steerscope.engines.threaded import OVERTAKEN_S, ThreadedEngine
@@ -25,13 +26,12 @@ from steerscope.engines.vllm.claims import Room
 from steerscope.engines.vllm.entering import Entrance, WorkerVectors
 from steerscope.engines.vllm.guards import check_version, facts_of
 from steerscope.engines.vllm.leaving import Exit
-from steerscope.engines.vllm.packs import Packs
+from steerscope.engines.vllm.packs import WorkerStore
 from steerscope.engines.vllm.running import Running, SamplingParamsOf
 from steerscope.engines.vllm.selftest import self_test
 from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.starting import eos_ids, mode_of, start_vllm, tokenizer_of, watch_core
-from steerscope.engines.vllm.wire import OVERFLOW, pack_name, spoil
-from steerscope.lenses.reader import Registered
+from steerscope.engines.vllm.wire import OVERFLOW, spoil
 from steerscope.specs.errors import Problem, RequestFailed, Unsteerable, UnsupportedModel
 from steerscope.specs.sampling import Sampling
 
@@ -88,7 +88,7 @@ class VLLMEngine(ThreadedEngine[Running]):
         self.separate = hasattr(self._llm.engine_core, "outputs_queue")  # the engine core is another process
         self.numbers = itertools.count()
         self._entrance, self.exit = Entrance(self._llm), Exit(self._llm)
-        self._lenses = Packs(self._rpc, self._packs_in_use)
+        self._lenses = Packs(WorkerStore(self._rpc, self._call), self._call, self._put, self._packs_in_use)
         self._resident = WorkerVectors(self._rpc, self._vectors_in_use, max(_RESIDENT, self.settings.slots))
         self._running: dict[str, Running] = {}
         self._unborn: list[Running] = []  # those whose tokens are kept, without one
@@ -127,21 +127,12 @@ class VLLMEngine(ThreadedEngine[Running]):
         remedy = "leave it out, or use engine hf"
         return [Problem("sampling.repetition_window", "vLLM penalises the whole text", remedy)]
 
-    def _keep_pack(self, registered: Registered) -> None:
-        self._call(lambda: self._lenses.keep(registered))
-
-    def _drop_pack(self, registered: Registered) -> None:
-        self._call(lambda: self._lenses.drop(registered))
-
-    def _packs_in_use(self) -> set[str]:
-        return {pack_name(one.plan.watch.registered) for one in self._running.values() if one.plan.watch}
-
     def _vectors_in_use(self) -> set[bytes]:
         return {column.vector_key for one in self._running.values() for column in one.plan.columns}
 
     def stats(self) -> dict[str, float]:
         """Counters of this process and of the workers."""
-        workers = self._call(lambda: self._rpc("stats"))
+        workers = self._call(lambda: self._rpc("stats"), "stats()")
         summed = {name: max(one[name] for one in workers) for name in workers[0]}
         now = {"running": len(self._running) + len(self._closing), "waiting": len(self._waiting)}
         now["slots_in_use"] = self.room.vectors.in_use
@@ -151,7 +142,7 @@ class VLLMEngine(ThreadedEngine[Running]):
 
     def describe(self) -> list[dict[str, Any]]:
         """What is tapped, per worker."""
-        return self._call(lambda: self._rpc("describe"))
+        return self._call(lambda: self._rpc("describe"), "describe()")
 
     # --- the thread
 
@@ -169,6 +160,7 @@ class VLLMEngine(ThreadedEngine[Running]):
                     self._admit()
                 if self._running:
                     self._step()
+                    self._lenses.sweep()
                 if self._closing:
                     self._close_late()
                 failures = 0
@@ -216,6 +208,9 @@ class VLLMEngine(ThreadedEngine[Running]):
             one.claim.withdraw()
         self._failed(one, RequestFailed(why))
 
+    def _all_requests(self) -> list[Running]:
+        return [*self._running.values(), *self._waiting]
+
     def _sequence(self, job: Job) -> Running:
         return Running(job, self._decoder, self._eos, self)
 
@@ -248,7 +243,7 @@ class VLLMEngine(ThreadedEngine[Running]):
 
     def _admit(self) -> None:
         """Hand waiting requests to vLLM, in order, while there are slots and shared memory for them. A request that
-        needs neither may overtake one that waits for them."""
+        needs neither may overtake one that waits for them, and any request one whose pack is being loaded."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         blocked: Running | None = None
@@ -260,13 +255,13 @@ class VLLMEngine(ThreadedEngine[Running]):
                 one.end("cancelled")
                 continue
             try:
+                if not self._lenses.ready(one):
+                    continue
                 if not one.prepare() and not self._make_room(one):
                     blocked = one  # until a running request ends
                     continue
                 for column in one.plan.columns:
                     self._resident.give(column)
-                if one.plan.watch is not None:
-                    self._lenses.lend(one.plan.watch.registered)
                 one.enter(self._entrance)
             except EngineDeadError:
                 raise

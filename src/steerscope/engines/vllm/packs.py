@@ -1,61 +1,83 @@
-"""Lens packs that the workers have, as the client knows it. They are given by way of a folder, before the first request
-that needs them, and taken back when nobody can ask for them any more."""
+"""Lens packs of vLLM's workers, as the client sees them.
 
+An RPC to the workers waits for the forward that runs, and holds the next one up. So it only begins a load, which every
+worker does in a thread of its own, and later asks whether it is ready. Workers read a pack from the folder that it
+came from; one that has none is written to a temporary folder, which goes when they have read it.
+"""
+
+import contextlib
 import dataclasses
+import itertools
 import tempfile
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from steerscope.engines.vllm.wire import pack_name
+from steerscope.lenses import packfiles
 from steerscope.lenses.reader import Registered
+from steerscope.specs.errors import EngineClosed, InvalidRequest, PackNotLoaded, Problem, SteerscopeError
 
-_IDLE = 2  # packs that nobody registered, and nobody uses any more
+_LONGEST_PAUSE_S = 0.1  # between two questions
 
 
-class Packs:
-    """Belongs to the engine's thread. `used` says which ones running requests need."""
+class WorkerStore:
+    """A load has a number of its own, under which the workers know it until it is installed."""
 
-    def __init__(self, rpc: Callable[..., Any], used: Callable[[], set[str]]) -> None:
-        self._rpc, self._used = rpc, used
-        self._there: OrderedDict[str, None] = OrderedDict()  # used last comes last
-        self._registered: Counter[str] = Counter()
+    def __init__(self, rpc: Callable[..., list[Any]], call: Callable[..., Any]) -> None:
+        self._rpc, self._call = rpc, call
+        self._numbers = itertools.count()
 
-    def keep(self, registered: Registered) -> None:
-        self._bring(registered)
-        self._registered[pack_name(registered)] += 1
+    def load(self, registered: Registered, stopped: threading.Event) -> int:
+        number, options = next(self._numbers), dataclasses.asdict(registered.options)
+        with _folder_of(registered) as folder:
+            try:
+                self._ask("load_pack", number, str(folder), registered.pack.digest, options)
+                self._wait(number, registered, stopped)
+            except BaseException:
+                with contextlib.suppress(SteerscopeError):
+                    self._ask("drop_load", number)
+                raise
+        return number
 
-    def drop(self, registered: Registered) -> None:
-        """Requests on their way go on: what they need is an unregistered pack from now on."""
-        name = pack_name(registered)
-        self._registered[name] -= 1
-        if not +self._registered[name] and name not in self._used():
-            self._take_back(name)
+    def _ask(self, method: str, *args: Any) -> list[Any]:
+        return self._call(lambda: self._rpc(method, *args), "loading a pack")
 
-    def lend(self, registered: Registered) -> None:
-        """For a request that is about to run."""
-        self._bring(registered)
-        loose = [name for name in self._there if not self._registered[name]]
-        if len(loose) < _IDLE:
-            return
-        used = self._used() | {pack_name(registered)}
-        idle = [name for name in loose if name not in used]
-        for name in idle[: max(0, len(idle) - _IDLE + 1)]:  # this one will be idle too
-            self._take_back(name)
+    def _wait(self, number: int, registered: Registered, stopped: threading.Event) -> None:
+        pause = 0.001
+        while not stopped.wait(pause):
+            states = self._ask("load_state", number)
+            for state in states:
+                if state["problems"]:
+                    raise InvalidRequest([Problem(*problem) for problem in state["problems"]])
+                if state["error"]:
+                    raise PackNotLoaded(state["error"])
+            if all(state["ready"] for state in states):
+                return
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        raise EngineClosed(f"pack {registered.pack.info.name!r} is not needed any more")
 
-    def _bring(self, registered: Registered) -> None:
-        name = pack_name(registered)
-        if name in self._there:
-            self._there.move_to_end(name)
-            return
-        options = dataclasses.asdict(registered.options)
-        with tempfile.TemporaryDirectory(prefix="steerscope-pack-") as folder:
-            path = Path(folder) / "pack"
-            registered.pack.save(path)
-            self._rpc("keep_pack", name, str(path), options)
-        self._there[name] = None
+    # --- the engine's thread
 
-    def _take_back(self, name: str) -> None:
-        self._there.pop(name, None)
-        self._rpc("drop_pack", name)
+    def install(self, registered: Registered, loaded: int) -> None:
+        self._rpc("keep_pack", loaded, registered.word)
+
+    def discard(self, registered: Registered, loaded: int) -> None:
+        """Also of workers that have installed it when another one could not."""
+        self._rpc("drop_load", loaded)
+        self._rpc("drop_pack", registered.word)
+
+    def remove(self, registered: Registered) -> None:
+        self._rpc("drop_pack", registered.word)
+
+
+@contextlib.contextmanager
+def _folder_of(registered: Registered) -> Iterator[Path]:
+    """A folder that holds the pack: its own, if that still does."""
+    pack = registered.pack
+    if pack.folder is not None and packfiles.digest_in(pack.folder) == pack.digest:
+        yield pack.folder
+        return
+    with tempfile.TemporaryDirectory(prefix="steerscope-pack-") as folder:
+        pack.save(Path(folder) / "pack")
+        yield Path(folder) / "pack"

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-RPC = ("attach_arena", "detach_arena", "register", "unregister", "keep_pack", "drop_pack")
-RPC += ("finish", "forget", "settle", "describe", "stats")
+RPC = ("attach_arena", "detach_arena", "register", "unregister", "finish", "forget", "settle", "describe", "stats")
 _CLIENT = "STEERSCOPE_CLIENT"  # environment variable of the processes that an engine of ours starts
 
 
@@ -98,9 +97,11 @@ def _load_model(inner: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     settings = asked_for(self.vllm_config)
     if settings is not None:
         from steerscope.engines.vllm.worker import WorkerTaps
+        from steerscope.engines.vllm.worker_packs import PACK_RPC
 
         taps = WorkerTaps(self, settings)
-        for name in RPC:
-            setattr(self, f"steerscope_{name}", getattr(taps, name))
+        for owner, names in ((taps, RPC), (taps.watching.packs, PACK_RPC)):
+            for name in names:
+                setattr(self, f"steerscope_{name}", getattr(owner, name))
         self.steerscope = taps
     return result

@@ -18,6 +18,7 @@ from steerscope.capture.transport import ALIGN, HEADER, READ
 from steerscope.engines.vllm.askers import Asker
 from steerscope.engines.vllm.delivery import Delivery
 from steerscope.engines.vllm.streams import Here, aside
+from steerscope.lenses.graph_pool import GraphPool
 from steerscope.lenses.monitor import Monitor, Seen
 from steerscope.lenses.reader import Reader
 
@@ -94,7 +95,7 @@ class Kind(NamedTuple):
     """Sheets that one graph can read."""
 
     reader: Reader
-    views: int  # where the reader has them: their memory is another once there are more
+    views: int  # how many the reader has: their memory is another once there are more
     top_k: int
     ruled: bool
     viewed: bool
@@ -126,8 +127,7 @@ class Readout:
         self._side, self._capturing = torch.cuda.Stream(cells.device), torch.cuda.Stream(cells.device)
         self._rows_there, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._lanes: dict[tuple[Kind, int], _Lane] = {}
-        # Graphs that run one after the other share the memory of what they leave nothing in.
-        self._pools = {ruled: torch.cuda.graph_pool_handle() for ruled in (False, True)}
+        self._pools = {ruled: GraphPool() for ruled in (False, True)}  # graphs of one stream run one after the other
         delivery.when_read = self.now
 
     def now(self) -> torch.cuda.Event:
@@ -160,7 +160,7 @@ class Readout:
             done += b - a
         reader = seats[0].reader
         ruled, viewed = bool(lines[:, SLOT].any()), bool(lines[:, VIEW].any())
-        kind = Kind(reader, reader.views.data_ptr(), max(seat.top_k for seat in seats), ruled, viewed)
+        kind = Kind(reader, len(reader.views), max(seat.top_k for seat in seats), ruled, viewed)
         return Sheet(kind, [asker for asker, *_ in parts], torch.from_numpy(lines).pin_memory(), max(counts) == 1)
 
     def _address(self, asker: Asker, mine: np.ndarray, first: int, stop: int) -> None:
@@ -228,13 +228,15 @@ class Readout:
         tell(lane.sheet, self._look(kind, lane.rows, lane.sheet))  # also what libraries need to have done before
         here, graph = torch.cuda.current_stream(self._cells.device), torch.cuda.CUDAGraph()
         self._capturing.wait_stream(here)
+        pool = self._pools[kind.ruled]
         with torch.cuda.stream(self._capturing):  # as torch.cuda.graph does, which also waits and collects garbage
-            graph.capture_begin(pool=self._pools[kind.ruled], capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool.handle(), capture_error_mode="thread_local")
             try:
                 tell(lane.sheet, self._look(kind, lane.rows, lane.sheet))
             finally:
                 graph.capture_end()
         here.wait_stream(self._capturing)
+        pool.add(graph)
         lane.graph = graph
 
     def _look(self, kind: Kind, rows: Tensor, lines: Tensor) -> Seen:

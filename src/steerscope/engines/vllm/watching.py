@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ from steerscope.engines.vllm.askers import Asker, Looks, Watched
 from steerscope.engines.vllm.delivery import Delivery
 from steerscope.engines.vllm.tap import WATCHED
 from steerscope.engines.vllm.wire import WireWatch
+from steerscope.engines.vllm.worker_packs import WorkerPacks
 from steerscope.lenses.monitor import Monitor, SeenOnHost, WatchPlan
-from steerscope.lenses.pack import Pack
-from steerscope.lenses.reader import PackOptions, Reader, Registered
+from steerscope.lenses.reader import Reader
 from steerscope.residual.table import Key
 from steerscope.specs.errors import RequestFailed
 from steerscope.specs.watch import Watch
@@ -75,7 +75,7 @@ class Look:
 class Watching:
     def __init__(self, device: torch.device, slots: int, cells: Tensor, tokens: int, delivery: Delivery) -> None:
         self.monitor = Monitor(device, slots=slots)
-        self.packs: dict[str, Registered] = {}
+        self.packs = WorkerPacks(self.monitor)
         self.delivery, self._cells, self._first = delivery, cells, len(cells) - tokens
         self.counts = {"readings": 0, "lens_seconds": 0.0}  # seconds of this thread: a device may take longer
         self._readout: Readout | None = None
@@ -85,29 +85,10 @@ class Watching:
             self._readout = readout.Readout(self.monitor, cells, self._first, delivery)
             self.monitor.closing = self._readout.drop
 
-    # --- packs
-
-    def keep(self, name: str, folder: str, options: dict[str, Any]) -> None:
-        found = Registered(
-            Pack.load(folder, verify=False), PackOptions(**{**options, "pinned": tuple(options["pinned"])})
-        )
-        self.monitor.keep(found)
-        self.packs[name] = found
-
-    def drop(self, name: str) -> None:
-        found = self.packs.pop(name, None)
-        if found is not None:
-            self.monitor.drop(found)
-
-    def close(self) -> None:
-        """Packs kept in tiers have threads."""
-        self.packs.clear()
-        self.monitor.close()
-
     # --- requests
 
     def admit(self, asker: Asker, watch: WireWatch, alone: int, both: int) -> None:
-        pack = self.packs.get(watch.pack)
+        pack = self.packs.known.get(watch.pack)
         if pack is None:
             raise RequestFailed("its lens pack is not on this worker")
         spec = _spec(watch.pack, watch.top_k, watch.levels)

@@ -333,7 +333,7 @@ class WorkerTaps:
     def detach_arena(self) -> None:
         """The client closes: nothing is written there any more."""
         self.settle()
-        self.watching.close()
+        self.watching.packs.close()
         self.delivery.detach()
 
     @torch.inference_mode()
@@ -344,14 +344,6 @@ class WorkerTaps:
 
     def unregister(self, name: bytes) -> None:
         self.vectors.pop(bytes(name), None)
-
-    @torch.inference_mode(False)  # tiers have a thread of their own
-    def keep_pack(self, name: str, folder: str, options: dict) -> None:
-        self.watching.keep(name, folder, options)
-
-    @torch.inference_mode()
-    def drop_pack(self, name: str) -> None:
-        self.watching.drop(name)
 
     @torch.inference_mode()
     def finish(self, requests: list) -> None:
