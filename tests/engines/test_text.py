@@ -5,6 +5,9 @@ import functools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import tiny
 from steerscope.engines.text import Decoder, Detokenizer, StopStrings
@@ -133,23 +136,98 @@ def test_a_space_at_the_start_of_a_token_is_kept_except_before_the_first():
     assert "".join(pieces) + rest == "the dog the dog"
 
 
+class Counting(Decoder):
+    decoded = 0  # token ids
+
+    def decode(self, ids) -> str:
+        self.decoded += len(ids)
+        return super().decode(ids)
+
+
+def endless(kind: str) -> dict[str, list[int]]:
+    """Streams of 2,000 tokens that never reach a text that is certain, or have no text at all."""
+    tokenizer = tiny.tokenizer(kind)
+    vocab = tokenizer.get_vocab()
+    found = {
+        "special": [tokenizer.all_special_ids[-1]] * 2000,
+        "unknown": [len(tokenizer) + 7] * 2000,
+        "space": tokenizer(" ", add_special_tokens=False)["input_ids"] * 2000,
+        "genuine": tokenizer(" \ufffd", add_special_tokens=False)["input_ids"] * 600,
+    }
+    if kind == "bytes":
+        signs = {"lead": "ð", "continuation": "Ģ", "cut": "ðŁĺ"}  # F0; 80; F0 9F 98
+        return found | {name: [vocab[sign] for sign in (text * 2000)[:2000]] for name, text in signs.items()}
+    named = {"lead": ["F0"], "continuation": ["80"], "cut": ["F0", "9F", "98"]}
+    return found | {name: [vocab[f"<0x{byte}>"] for byte in run] * 700 for name, run in named.items()}
+
+
+ORDINARY = "ordinary"
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_work_per_token_does_not_grow_with_the_text(kind: str):
+@pytest.mark.parametrize("name", [ORDINARY, *endless("bytes")])
+def test_the_work_per_token_does_not_grow_with_the_text(kind: str, name: str):
     """Counted in token ids that are decoded: a few per token, not the whole text for each."""
-    ids = [i for ids in encoded(kind)[:3] for i in ids] * 100
-
-    class Counting(Decoder):
-        decoded = 0
-
-        def decode(self, ids) -> str:
-            self.decoded += len(ids)
-            return super().decode(ids)
-
+    ordinary = [i for ids in encoded(kind)[:3] for i in ids] * 100
+    ids = ordinary if name == ORDINARY else endless(kind)[name]
     counting = Counting(tiny.tokenizer(kind))  # type: ignore[arg-type]
     detokenizer = Detokenizer(counting)
     text = "".join(detokenizer.push(i) for i in ids) + detokenizer.flush()
     assert text == whole(kind, ids)
-    assert counting.decoded < 6 * len(ids)
+    assert counting.decoded < (6 if name == ORDINARY else 12) * len(ids) + 1000
+
+
+# Beginnings of characters, continuations, bytes that are never valid, whole characters, and plain letters.
+BYTES = [0x41, 0x20, 0x80, 0xBF, 0xA0, 0x9F, 0x90, 0x8F, 0xC0, 0xC3, 0xE0, 0xED, 0xEF, 0xF0, 0xF4, 0xF5, 0xFF]
+CHUNKS = st.one_of(
+    st.lists(st.sampled_from(BYTES), min_size=1, max_size=5).map(bytes),
+    st.text("aé你😀\ufffd", min_size=1, max_size=3).map(str.encode),
+    st.tuples(st.text("é你😀", min_size=2, max_size=4).map(str.encode), st.integers(1, 3), st.integers(1, 3)).map(
+        lambda cut: cut[0][cut[1] : -cut[2]] or b"x"
+    ),
+)
+
+
+class OfBytes:
+    """A byte-level tokenizer with one token for each given chunk of bytes; its decode is Python's own."""
+
+    def __init__(self, chunks: list[bytes]) -> None:
+        self.chunks = chunks
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+    def decode(self, token_ids: list[int], **options: bool) -> str:
+        del options
+        return b"".join(self.chunks[i] for i in token_ids).decode(errors="replace")
+
+
+@settings(PROPERTY, max_examples=600)
+@given(chunks=st.lists(CHUNKS, max_size=40))
+def test_tokens_that_cut_characters_anywhere_stream_as_the_decode_of_all_bytes(chunks: list[bytes]):
+    counting = Counting(OfBytes(chunks))
+    detokenizer, shown = Detokenizer(counting), ""
+    for i in range(len(chunks)):
+        shown += detokenizer.push(i)
+        so_far = b"".join(chunks[: i + 1]).decode(errors="replace")
+        assert shown == (so_far[:-1] if so_far.endswith("\ufffd") else so_far)
+    assert shown + detokenizer.flush() == b"".join(chunks).decode(errors="replace")
+    assert counting.decoded < 12 * len(chunks) + 1
+
+
+@settings(PROPERTY, max_examples=60)
+@given(chunks=st.lists(CHUNKS, min_size=1, max_size=30))
+def test_the_same_holds_for_the_decoder_of_real_byte_level_tokenizers(chunks: list[bytes]):
+    sign_of = bytes_to_unicode()
+    names = list(dict.fromkeys("".join(sign_of[byte] for byte in chunk) for chunk in chunks))
+    made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0]))
+    made.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    ids = [names.index("".join(sign_of[byte] for byte in chunk)) for chunk in chunks]
+    detokenizer = Detokenizer(Decoder(tokenizer))  # type: ignore[arg-type]
+    text = "".join(detokenizer.push(i) for i in ids) + detokenizer.flush()
+    assert text == tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert text == b"".join(chunks).decode(errors="replace")
 
 
 # --- stop strings

@@ -74,7 +74,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one chunk of a stream brought of one choice."""
+    """What one chunk of a stream brought of one choice. The text is empty where a token's text is not certain yet: it
+    may end in an unfinished character, or begin a stop string."""
 
     choice: int
     text: str
@@ -226,9 +227,11 @@ class Gathered:
             ours = choice.get("steerscope") or chunk.get("steerscope") or {}
             piece = piece_of(choice, ours)
             self._pieces.setdefault(piece.choice, []).append(piece)
-            if choice.get("finish_reason") is not None:
+            ends = choice.get("finish_reason") is not None
+            if ends:
                 self._ends[piece.choice] = (choice["finish_reason"], capture_of(ours), projections_of(ours))
-            if piece.text or piece.tokens or piece.readings or piece.firings:
+            opens = "role" in (choice.get("delta") or {})
+            if piece.text or piece.tokens or piece.readings or piece.firings or not (opens or ends):
                 found.append(piece)
         return found
 

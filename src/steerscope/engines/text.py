@@ -11,6 +11,8 @@ from typing import Protocol
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _UNFINISHED = "�"
+_UNDECIDED_TOKENS = 3  # of a window that ends in an unfinished character, these may still change it
+_LONGEST_WINDOW = 8  # tokens; above it the others are dropped
 
 
 class Tokenizer(Protocol):
@@ -27,6 +29,7 @@ class Decoder:
         self._tokenizer = tokenizer
         self.byte_ids = frozenset(i for text, i in tokenizer.get_vocab().items() if _BYTE_TOKEN.fullmatch(text))
         self._single: dict[int, str] = {}
+        self._silent: dict[int, bool] = {}
 
     def decode(self, ids: Sequence[int]) -> str:
         """Without special tokens, and without the clean-up of spaces that would change text already shown."""
@@ -38,42 +41,52 @@ class Decoder:
             text = self._single[token_id] = self.decode([token_id])
         return text
 
+    def silent(self, token_id: int) -> bool:
+        """Whether a token has no text anywhere: a special token, or an id that the tokenizer does not have. A space
+        that is dropped only at the start of a text is not silent."""
+        silent = self._silent.get(token_id)
+        if silent is None:
+            silent = not self.single(token_id) and not self.decode([token_id, token_id])
+            self._silent[token_id] = silent
+        return silent
+
 
 class Detokenizer:
-    """One request's text. A decode starts at an anchor: the last token at a safe boundary that has text of its own, so
-    that a decoder that treats the first token differently (a stripped leading space) treats only the anchor so."""
+    """The text of one request, decoded from a few tokens at a time.
+
+    A decode starts at an anchor: an earlier token whose text is already out, so that a decoder that treats the first
+    token differently (a stripped leading space) treats only the anchor so. The last character is held back while it
+    is U+FFFD: it may be the beginning of a longer one. Such a beginning has at most three bytes, and every token in
+    the window at least one. So the last three tokens decide how it goes on, and earlier ones are dropped.
+    """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._ids: list[int] = []
-        self._anchor = 0
-        self._shown = ""  # the part of the decode from the anchor on that was already returned
-        self._in_bytes = False
+        self._window: list[int] = []  # from the anchor on, without silent tokens
+        self._n_shown = 0  # characters of the window's decode that were already returned
 
     def push(self, token_id: int) -> str:
-        """The text that has become certain with this token."""
-        self._ids.append(token_id)
-        single = self._decoder.single(token_id)
+        """Return the text that has become certain with this token."""
+        if self._decoder.silent(token_id):
+            return ""
+        self._window.append(token_id)
         if token_id in self._decoder.byte_ids:
-            self._in_bytes = True
-        elif single:  # a token without text, such as a skipped special one, does not end a run of bytes
-            self._in_bytes = False
-        if self._in_bytes:
             return ""
-        text = self._decoder.decode(self._ids[self._anchor :])
-        if text.endswith(_UNFINISHED):
-            return ""
-        piece = text[len(self._shown) :]
-        if single:
-            self._anchor, self._shown = len(self._ids) - 1, single
-        else:
-            self._shown = text
+        text = self._decoder.decode(self._window)
+        if not text.endswith(_UNFINISHED):
+            piece = text[self._n_shown :]
+            self._window, self._n_shown = [token_id], len(self._decoder.single(token_id))
+            return piece
+        piece, self._n_shown = text[self._n_shown : -1], len(text) - 1
+        if len(self._window) > _LONGEST_WINDOW:
+            self._window = self._window[-_UNDECIDED_TOKENS:]
+            self._n_shown = len(self._decoder.decode(self._window)) - 1
         return piece
 
     def flush(self) -> str:
-        """What was held back, now that nothing follows."""
-        text = self._decoder.decode(self._ids[self._anchor :])
-        piece, self._shown = text[len(self._shown) :], text
+        """Return what was held back, now that nothing follows."""
+        text = self._decoder.decode(self._window)
+        piece, self._n_shown = text[self._n_shown :], len(text)
         return piece
 
 

@@ -46,15 +46,19 @@ class ApiError(SteerscopeError):
     def kind(self) -> str:
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
-    def body(self) -> dict[str, object]:
+    def body(self) -> dict[str, dict[str, object]]:
         code = self.code or _CODES.get(self.status)
         found: dict[str, object] = {"message": self.message, "type": self.kind, "param": self.param, "code": code}
         if self.problems:
             found["problems"] = [{"param": p.field, "message": p.what, "remedy": p.remedy} for p in self.problems]
         return {"error": found}
 
-    def json(self) -> str:
-        return json.dumps(self.body())
+    def json(self, with_status: bool = False) -> str:
+        """The body as text; an event of a stream also has the status, which its headers cannot carry."""
+        body = self.body()
+        if with_status:
+            body["error"]["status"] = self.status
+        return json.dumps(body)
 
     def response(self) -> Response:
         headers = dict(self.headers)

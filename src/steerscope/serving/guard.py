@@ -148,7 +148,7 @@ class Guard:
         state, metrics = scope["state"], self.serving.metrics
         route = getattr(scope.get("route"), "path", "other")  # not the path itself: a client can think up any number
         metrics.requests.labels(route, str(status)).inc()
-        if status >= 400:
+        if status >= 400 or "error" in state:  # of a stream, the error came after its headers
             metrics.rejected.labels(str(state.get("error", status))).inc()
         if "left" in state:
             metrics.cancelled.inc()

@@ -105,7 +105,7 @@ class Running:
                         if event.logprobs is not None:
                             told = self._logprobs(i, index, (event.logprobs,))
                             texts.append(writer.token(index, event.text, told, extra))
-                        elif event.text or extra:
+                        else:
                             texts.append(writer.token(index, event.text, "null", extra))
                     elif isinstance(event, RuleEvent):
                         if asked:

@@ -20,6 +20,11 @@ from steerscope.specs.errors import SteerscopeError
 log = logging.getLogger("steerscope.serving")
 DONE = b"data: [DONE]\n\n"
 _LOOK_S = 5.0
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 class _Watched(Response):
@@ -62,8 +67,11 @@ class _Watched(Response):
 
 
 class EventStream(_Watched):
-    """Chunks of an async generator, each sent as it comes. An error before the first chunk is an ordinary answer; one
-    after it is the last event but `[DONE]`."""
+    """Chunks of an async generator, each sent as it comes, behind headers that are sent at once.
+
+    An error that is raised without waiting (a full queue, a capture beyond the whole budget) is an ordinary answer.
+    Any later one is the last event but `[DONE]`, with its status in the event.
+    """
 
     def __init__(self, chunks: Callable[[], AsyncGenerator[bytes]], stall_s: float = 60.0) -> None:
         super().__init__(stall_s)
@@ -71,26 +79,32 @@ class EventStream(_Watched):
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._chunks()) as chunks:
+            first = asyncio.ensure_future(anext(chunks))
             try:
-                first = await anext(chunks)
+                await asyncio.sleep(0)  # the generator runs until it waits for something
+                if first.done():
+                    first.result()
             except Exception as error:
                 await _refuse(error, scope, receive, send)
-                return
-            headers = [
-                (b"content-type", b"text/event-stream; charset=utf-8"),
-                (b"cache-control", b"no-cache"),
-                (b"x-accel-buffering", b"no"),
-            ]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            send = scope.get("state", {}).get("send", send)
-            await self._send(send, {"type": "http.response.body", "body": first, "more_body": True})
-            try:
-                async for chunk in chunks:
-                    await self._send(send, {"type": "http.response.body", "body": chunk, "more_body": True})
-                last = DONE
-            except Exception as error:
-                last = b"data: " + _told(error, scope).json().encode() + b"\n\n" + DONE
-            await send({"type": "http.response.body", "body": last})
+            else:
+                await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                send = scope.get("state", {}).get("send", send)
+                await self._pass_on(first, chunks, scope, send)
+            finally:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+
+    async def _pass_on(
+        self, first: asyncio.Future[bytes], chunks: AsyncGenerator[bytes], scope: Scope, send: Send
+    ) -> None:
+        last = DONE
+        try:
+            await self._send(send, {"type": "http.response.body", "body": await first, "more_body": True})
+            async for chunk in chunks:
+                await self._send(send, {"type": "http.response.body", "body": chunk, "more_body": True})
+        except Exception as error:
+            last = b"data: " + _told(error, scope).json(with_status=True).encode() + b"\n\n" + DONE
+        await send({"type": "http.response.body", "body": last})
 
 
 class Whole(_Watched):

@@ -99,7 +99,7 @@ async function follow(run, asked) {
     if (state.facts?.model) json.model = state.facts.model;
     const answer = await ask("v1/chat/completions", { method: "POST", json, signal: run.abort.signal });
     for await (const chunk of events(answer)) {
-      if (chunk.error) throw new Refused(500, chunk);
+      if (chunk.error) throw new Refused(chunk.error.status ?? 500, chunk);
       absorb(run, chunk);
       emit("run", run);
     }
