@@ -21,9 +21,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
     Any OSError on the way becomes a BadFile. A symlink is written through; an existing file keeps its permissions.
     """
-    target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
-        raise BadFile(f"cannot write {path}: the folder {target.parent} does not exist; create it first")
+    target = check_folder(path)
     temporary = target.with_name(f".steerscope-{secrets.token_hex(8)}{target.suffix}")
     try:
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # not mkstemp: the umask decides
@@ -39,6 +37,14 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def check_folder(path: str | Path) -> Path:
+    """Return where a file at this path would be written; its folder must exist."""
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise BadFile(f"cannot write {path}: the folder {target.parent} does not exist; create it first")
+    return target
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steerscope.specs.errors import ModelNotFound
+from steerscope.specs.errors import ModelNotFound, UnsupportedModel
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +65,27 @@ def resolve(model: str, cache_dir: Path | None = None, progress: Callable[[str],
             f"a hub id such as org/name, or {DEFAULT_MODEL} for the embedded model"
         )
     return model
+
+
+def has_adapter(model: str | Path) -> bool:
+    """Whether a directory or hub id holds the weights of an adapter, such as LoRA, beside or without a base model."""
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    try:
+        return find_adapter_config_file(str(model)) is not None
+    except (OSError, ValueError):  # no such model: what loads it says so
+        return False
+
+
+def check_adapter(model: str | Path) -> None:
+    """Refuse an adapter that transformers would leave out without a word, because peft is missing."""
+    from transformers.utils.import_utils import is_peft_available
+
+    if has_adapter(model) and not is_peft_available():
+        raise UnsupportedModel(
+            f"{model} holds an adapter (adapter_config.json), which needs peft: run pip install peft, "
+            "or give the base model without the adapter"
+        )
 
 
 def _cache_dir() -> Path:

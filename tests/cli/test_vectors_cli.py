@@ -102,6 +102,32 @@ def test_show_names_a_file_that_is_no_vector(refused: Refused, folder: Path) -> 
         assert name in line
 
 
+# --- extract
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--out", "v.gguf"), "cannot write v.gguf: GGUF has no place for layer 0 (llama.cpp refuses direction.0);"),
+        (("--out", "v.gguf", "--layers", "0-3"), "cannot write v.gguf: GGUF has no place for layer 0"),
+        (("--out", "v.gguf", "--layers", "1", "--site", "attn_out"), "cannot write v.gguf: llama.cpp would apply it"),
+        (("--out", "v.bin"), "cannot write v.bin: unknown suffix '.bin'"),
+        (("--out", "nowhere/v.safetensors"), "cannot write nowhere/v.safetensors: the folder "),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_extract_refuses_a_file_that_cannot_hold_the_vector_before_it_loads_a_model(
+    refused: Refused, options: tuple[str, ...], line: str
+) -> None:
+    (found,) = refused("vectors", "extract", "--model", "./no-such-model", "--data", "happy_sad", *options)
+    assert found.startswith(line)
+
+
+def test_extract_writes_a_gguf_of_layers_from_1_on(done: Done, folder: Path, model: str) -> None:
+    done("extract", "--model", model, "--data", "happy_sad", "--layers", "1-2", "--out", "v.gguf")
+    assert load_vector(folder / "v.gguf").layers == (1, 2)
+
+
 # --- convert
 
 

@@ -361,6 +361,50 @@ def test_a_persona_file_that_cannot_answer_says_why(tmp_path: Path, data: dict, 
     assert "pirate.pt" in str(caught.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_of_zeros_counts_as_missing(tmp_path: Path, dtype: torch.dtype):
+    """Other programs write zeros where no answer reached a score: as a measurement it would give -default_1."""
+    write(tmp_path / "default_vectors.pt", DEFAULTS)
+    unmeasured = write(tmp_path / "pirate.pt", role(dtype) | {"pos_3": block(0.0, dtype)})
+    vector = load(unmeasured)
+    assert (values(vector), vector.provenance["key"]) == ([1.0] * 3, "pos_all-default_1")
+    trait = load(write(tmp_path / "calm.pt", {"pos_neg_50": block(-0.0, dtype), "pos_neg": block(2.0, dtype)}))
+    assert (values(trait), trait.provenance["key"]) == ([2.0] * 3, "pos_neg")
+    shadowed = write(tmp_path / "sailor.pt", role(dtype) | {"pos_3": block(0.0, dtype), "pos_1": block(0.0, dtype)})
+    with pytest.raises(BadFile, match="has no pos_1"):  # not the pos_1 of default_vectors.pt
+        load_persona(shadowed, "pos_1")
+    for key in ("pos_3", "pos_3-default_1", "pos_all-pos_3"):
+        with pytest.raises(BadFile, match=r"has no pos_3; keys are .* \(pos_3: all zeros, so not measured\)"):
+            load_persona(unmeasured, key)
+
+
+def test_a_default_of_zeros_is_not_subtracted(tmp_path: Path):
+    path = write(tmp_path / "v" / "pirate.pt", role() | {"default_1": block(0.0)})
+    with pytest.raises(BadFile, match=r"has no default_1; .*\(default_1: all zeros, so not measured\)"):
+        load(path)
+    given = write(tmp_path / "given.pt", {"default_1": block(0.0)})
+    with pytest.raises(BadFile, match=r"has no default_1; .*\(default_1: all zeros, so not measured\)"):
+        load_persona(path, default=given)
+    write(tmp_path / "v" / "default_vectors.pt", DEFAULTS)
+    assert values(load(path)) == [6.0] * 3
+
+
+def test_a_layer_that_is_zero_in_either_block_is_left_out(tmp_path: Path):
+    score, default = block(10.0), block(4.0)
+    score[0], default[2] = 0.0, 0.0
+    vector = load(write(tmp_path / "pirate.pt", {"pos_3": score, "default_1": default}))
+    assert vector.layers == (1,)
+    assert vector[1].tolist() == [6.0, 6.0]
+    score[1] = 0.0
+    with pytest.raises(BadFile, match=r"pirate\.pt: pos_3-default_1 has no layer that was measured"):
+        load(write(tmp_path / "pirate.pt", {"pos_3": score, "default_1": default}))
+
+
+def test_a_file_of_nothing_but_zeros_says_so(tmp_path: Path):
+    with pytest.raises(BadFile, match=r"choose a key of none \(pos_3, pos_all: all zeros, so not measured\)"):
+        load(write(tmp_path / "pirate.pt", {"pos_3": block(0.0), "pos_all": block(0.0)}))
+
+
 def test_a_compressed_file_is_not_unpacked(tmp_path: Path):
     """torch reads it, and a file of 40 kB becomes 40 MB, or as much more as a stranger likes."""
     plain, packed = write(tmp_path / "plain.pt", torch.zeros(10_000_000)), tmp_path / "packed.pt"

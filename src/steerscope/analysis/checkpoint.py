@@ -20,6 +20,7 @@ from steerscope.models import resolve
 from steerscope.specs.errors import BadFile, InvalidRequest, ModelNotFound, Problem, UnsupportedModel
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
 _NUMBERED = re.compile(r"(?P<prefix>(?:[^.]+\.)*?)(?P<layer>\d+)\.(?P<name>.+)")
 _OTHER_TOWERS = ("vis", "audio")  # encoders of multimodal models, which may have as many layers
 _EMBEDDINGS, _HEADS = ("embed_tokens.weight", "wte.weight", "embed_in.weight"), ("lm_head.weight", "embed_out.weight")
@@ -125,7 +126,7 @@ def _directory(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(found, allow_patterns=["config.json", "*.safetensors", _INDEX]))
+        return Path(snapshot_download(found, allow_patterns=["config.json", _ADAPTER, "*.safetensors", _INDEX]))
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelNotFound(f"{model} is no directory, and the hub did not give it: {reason}") from error
@@ -133,7 +134,7 @@ def _directory(model: str) -> Path:
 
 def _files(folder: Path) -> dict[str, Path]:
     """Name of tensor → its file; every file is there and holds what the index says."""
-    if (folder / "adapter_config.json").is_file() and not (folder / _ONE).is_file():
+    if (folder / _ADAPTER).is_file():
         raise UnsupportedModel(f"{folder} holds an adapter: merge it into its model and give the merged checkpoint")
     if (folder / _INDEX).is_file():
         with reading(folder / _INDEX, "index of shards"):

@@ -92,14 +92,16 @@ def extract(
     from steerscope.extraction.reading import parse_choice
     from steerscope.extraction.strategies import strategy as strategy_of
     from steerscope.specs.steering import checked_layers
+    from steerscope.vectors.files import check_target
 
-    (examples, apart), other, *_ = o.together(
+    (examples, apart), other, *_, wanted = o.together(
         lambda: _examples(data),
         lambda: load_examples(heldout) if heldout else None,
         lambda: strategy_of(strategy),
         lambda: parse_choice(tokens),
         lambda: checked_layers(layers),
     )
+    check_target(out, wanted, site)
     with o.open_engine(model, device, dtype, engine_name) as engine:
         asked = {"strategy": strategy, "tokens": tokens, "layers": layers, "name": Path(data).stem}
         found = run(engine, examples, heldout=other or apart, site=site, **asked)

@@ -17,7 +17,7 @@ from pydantic import Field
 from steerscope.capture.shards import RowType, StoreInfo
 from steerscope.capture.store import PARTS, create, present, read_info
 from steerscope.corpus.source import Corpus, Document, SourceFile, check_paths, preview, scan
-from steerscope.models import resolve
+from steerscope.models import check_adapter, resolve
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import BadFile, InvalidRequest, ModelNotFound, Problem
@@ -117,8 +117,10 @@ def _sizes(model: str) -> tuple[int, int]:
     """Layers and hidden size, from the model's configuration alone."""
     from transformers import AutoConfig
 
+    found = resolve(model)
+    check_adapter(found)
     try:
-        config = AutoConfig.from_pretrained(resolve(model)).get_text_config(decoder=True)
+        config = AutoConfig.from_pretrained(found).get_text_config(decoder=True)
     except (OSError, ValueError) as error:
         raise ModelNotFound(f"cannot read the configuration of {model}: {str(error).splitlines()[0]}") from error
     return config.num_hidden_layers, config.hidden_size

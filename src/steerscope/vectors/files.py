@@ -9,8 +9,11 @@ fills the tensor of layer il from offset n_embd·(il−1) (src/llama-adapter.cpp
 cancel, and build_cvec(cur, il) adds it after the FFN's residual add, il counted from 0. repeng trains `direction.N`
 on hidden_states[N+1] and adds it to the output of block N, counted from 0 (repeng/extract.py, control.py). So
 `direction.N` is our layer N at resid_post, with no shift. "1-based" only means that llama.cpp refuses `direction.0`:
-layer 0 cannot be stored. (llama.cpp's own cvector-generator names what it read after layer il `direction.{il+1}`; its
+layer 0 cannot be stored. Where another program wrote `direction.0` all the same, it is read as layer 0, as repeng counts,
+and the other numbers stay. (llama.cpp's own cvector-generator names what it read after layer il `direction.{il+1}`; its
 files act on layer il+1 in llama.cpp and here alike.)
+
+The same vector gives the same bytes: nothing in a file depends on its name or the time, and JSON keys are sorted.
 
 Other programs read only model_hint and the directions. Ours also reads the key `steerscope.metadata`, which keeps
 model, method, provenance and a narrower dtype; float64 is rounded to float32 for good.
@@ -18,10 +21,11 @@ model, method, provenance and a narrower dtype; float64 is rounded to float32 fo
 
 import json
 import re
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 import safetensors.torch
@@ -32,7 +36,7 @@ from numpy.typing import DTypeLike, NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from steerscope.files import atomic_path, reading
+from steerscope.files import atomic_path, check_folder, reading
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import BadFile
 from steerscope.specs.steering import Site
@@ -59,16 +63,33 @@ def save(vector: SteeringVector, path: str | Path) -> None:
     ```
     """
     path = Path(path)
+    check_target(path, vector.layers, vector.site)
     for direction in vector.directions.values():
         if direction.dtype not in DTYPES:
             raise BadFile(f"cannot write {path}: its dtype is {direction.dtype}; convert it to float32")
-    match path.suffix.lower():
-        case ".safetensors":
-            _save_safetensors(vector, path)
-        case ".gguf":
-            _save_gguf(vector, path)
-        case other:
-            raise BadFile(f"cannot write {path}: unknown suffix {other!r}; use .safetensors, or .gguf for llama.cpp")
+    if path.suffix.lower() == ".gguf":
+        _save_gguf(vector, path)
+    else:
+        _save_safetensors(vector, path)
+
+
+def check_target(path: str | Path, layers: Sequence[int] | Literal["all"] | None, site: Site) -> None:
+    """Refuse a file that cannot hold a vector of these layers (None: one for all) at this site. A command that makes a
+    vector asks before the work, `save` asks again."""
+    path, instead = Path(path), "save it as .safetensors"
+    check_folder(path)
+    suffix = path.suffix.lower()
+    if suffix not in (".safetensors", ".gguf"):
+        raise BadFile(f"cannot write {path}: unknown suffix {suffix!r}; use .safetensors, or .gguf for llama.cpp")
+    if suffix == ".safetensors":
+        return
+    if layers is None:
+        raise BadFile(f"cannot write {path}: GGUF has no shared direction; choose layers with .at(…) or {instead}")
+    if layers == "all" or 0 in layers:
+        what = "GGUF has no place for layer 0 (llama.cpp refuses direction.0)"
+        raise BadFile(f"cannot write {path}: {what}; choose layers from 1 on, or {instead}")
+    if site != "resid_post":
+        raise BadFile(f"cannot write {path}: llama.cpp would apply it at resid_post, not at {site}; {instead}")
 
 
 def load(path: str | Path) -> SteeringVector:
@@ -136,7 +157,7 @@ class _Metadata(Spec):
 def _metadata(vector: SteeringVector, path: Path, **more: dict[str, str]) -> str:
     data = {key: getattr(vector, key) for key in ("model", "site", "method", "provenance")} | more
     try:
-        text = json.dumps(data)
+        text = json.dumps(data, sort_keys=True)
         survives = json.loads(text) == data
     except (TypeError, ValueError, RecursionError):
         survives, text = False, ""
@@ -159,9 +180,17 @@ def _save_safetensors(vector: SteeringVector, path: Path) -> None:
     header = {"format": FORMAT, "version": VERSION, "metadata": _metadata(vector, path)}
     # clone: layers of one vector may share memory, which safetensors refuses
     tensors = {"shared" if k is None else f"layer.{k}": direction.clone() for k, direction in vector.directions.items()}
-    data = safetensors.torch.save(tensors, header)
+    data = _with_sorted_header(safetensors.torch.save(tensors, header))
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)
+
+
+def _with_sorted_header(data: bytes) -> bytes:
+    """The library writes the keys of its metadata in an order that changes with every call."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)  # tensors begin at a multiple of 8
+    return len(header).to_bytes(8, "little") + header + data[end:]
 
 
 def _load_safetensors(path: Path) -> SteeringVector:
@@ -207,16 +236,9 @@ class _Reader(GGUFReader):
 
 
 def _save_gguf(vector: SteeringVector, path: Path) -> None:
-    instead = "save it as .safetensors"
-    if vector.layers is None:
-        raise BadFile(f"cannot write {path}: GGUF has no shared direction; choose layers with .at(…) or {instead}")
-    if 0 in vector.layers:
-        raise BadFile(f"cannot write {path}: llama.cpp refuses direction.0; leave layer 0 out with .at(…) or {instead}")
-    if vector.site != "resid_post":
-        raise BadFile(f"cannot write {path}: llama.cpp would apply it at resid_post, not at {vector.site}; {instead}")
     arrays = {k: direction.float().numpy() for k, direction in vector.directions.items()}
     if not all(np.isfinite(array).all() for array in arrays.values()):
-        raise BadFile(f"cannot write {path}: it holds numbers beyond float32; scale it down or {instead}")
+        raise BadFile(f"cannot write {path}: it holds numbers beyond float32; scale it down or save it as .safetensors")
     dtypes = {str(k): str(d.dtype).removeprefix("torch.") for k, d in vector.directions.items()}
     metadata = _metadata(vector, path, dtypes=dtypes)
     with atomic_path(path) as temporary, closing(GGUFWriter(temporary, CONTROL_VECTOR)) as writer:
@@ -237,8 +259,6 @@ def _load_gguf(path: Path) -> SteeringVector:
     directions: dict[int | None, Tensor] = {}
     for tensor in reader.tensors:
         layer = _layer(tensor.name, "direction", path)
-        if layer == 0:
-            raise BadFile(f"{path} holds direction.0, which llama.cpp and repeng never write; its numbering is unknown")
         if tensor.tensor_type != GGMLQuantizationType.F32 or len(tensor.shape) != 1:
             shape = tensor.shape.tolist()
             raise BadFile(f"{path}: {tensor.name} is {tensor.tensor_type.name} {shape}; expected F32 [hidden]")

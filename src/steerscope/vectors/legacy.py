@@ -8,7 +8,7 @@ and the vectors belong to the residual stream after the layer (resid_post).
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -146,33 +146,47 @@ def load_persona(path: str | Path, key: str | None = None, default: str | Path |
     role `pos_3-default_1`, or where they are not there `pos_neg` and `pos_all-default_1`. Keys the file lacks, and all
     that start with "default", come from the file `default`; if none is given, from the `default_vectors.pt` beside the
     file or one folder up, if there is one.
+
+    Other programs write zeros for what was not measured: a block of zeros counts as missing, and a layer whose row is
+    zero in one of the blocks is left out of the vector.
     """
     path = Path(path)
-    own = _blocks(read_pt(path))
+    found = _blocks(read_pt(path))
+    own = _measured(found)
     if key is None:
         key = next((one for one in DEFAULT_KEYS if one.partition("-")[0] in own), None)
     if key is None:
         wanted = "neither a role (pos_3, pos_all) nor a trait (pos_neg_50, pos_neg)"
-        raise BadFile(f"{path} is {wanted}; choose a key of {_list(own)}")
+        raise BadFile(f"{path} is {wanted}; choose a key of {_list(own)}{_zeros(found, own)}")
     parts = [key] if key in own else [part.strip() for part in key.split("-")]
     near = (folder / _DEFAULTS_FILE for folder in (path.parent, path.absolute().parent.parent))
     source = Path(default) if default else next((file for file in near if file.is_file()), None)
     needed = any(part not in own or part.startswith("default") for part in parts)
-    more = _blocks(read_pt(source)) if source and needed else {}
-    blocks = {**more, **own, **{name: block for name, block in more.items() if name.startswith("default")}}
+    beside = _blocks(read_pt(source)) if source and needed else {}
+    usable = _measured(beside).items()
+    more = {name: block for name, block in usable if name not in found or name.startswith("default")}
+    blocks = {**own, **more}
     missing = [part for part in parts if part not in blocks]
     if missing or len(parts) > 2:
         wrong = f"has no {' and no '.join(missing)}" if missing else f"cannot give {key!r} (one key, or two with a -)"
         hint = "" if source else f" (no {_DEFAULTS_FILE} is near it; pass default=…)"
-        raise BadFile(f"{path} {wrong}; keys are {_list(blocks)}{hint}")
-    block = blocks[parts[0]]
-    if len(parts) == 2:  # in float32 at least: both are large and close to each other
-        other, wide = blocks[parts[1]], torch.promote_types(block.dtype, torch.float32)
-        if block.shape != other.shape:
-            raise BadFile(f"{path}: {key} subtracts {list(other.shape)} from {list(block.shape)}")
-        block = block.to(wide) - other.to(wide)
+        raise BadFile(f"{path} {wrong}; keys are {_list(blocks)}{_zeros({**beside, **found}, blocks)}{hint}")
     about: dict[str, Json] = {"name": path.stem, "file": path.name, "key": key}
-    return _vector(path, dict(enumerate(block)), about, method="persona")
+    return _vector(path, _persona_rows(path, key, [blocks[part] for part in parts]), about, method="persona")
+
+
+def _persona_rows(path: Path, key: str, blocks: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Layer → direction: one block, or the first minus the second, at the layers that every block has."""
+    first, *rest = blocks
+    for other in rest:
+        if first.shape != other.shape:
+            raise BadFile(f"{path}: {key} subtracts {list(other.shape)} from {list(first.shape)}")
+    layers = [layer for layer in range(len(first)) if all(block[layer].any() for block in blocks)]
+    if not layers:
+        raise BadFile(f"{path}: {key} has no layer that was measured: every row is zero in one of its blocks")
+    wide = torch.promote_types(first.dtype, torch.float32)  # the blocks of a difference are large and close together
+    rows = first.to(wide) - rest[0].to(wide) if rest else first
+    return {layer: rows[layer] for layer in layers}
 
 
 def _blocks(data: object) -> dict[str, Tensor]:
@@ -181,6 +195,16 @@ def _blocks(data: object) -> dict[str, Tensor]:
         data = data["activations"]
     entries = data.items() if isinstance(data, Mapping) else ()
     return {k: v for k, v in entries if isinstance(k, str) and isinstance(v, Tensor) and v.dim() == 2 and v.numel()}
+
+
+def _measured(blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The blocks that hold a number other than zero."""
+    return {name: block for name, block in blocks.items() if block.any()}
+
+
+def _zeros(found: Mapping[str, Tensor], measured: Mapping[str, Tensor]) -> str:
+    missing = [name for name in found if name not in measured]
+    return f" ({', '.join(missing)}: all zeros, so not measured)" if missing else ""
 
 
 # --- common

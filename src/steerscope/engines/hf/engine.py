@@ -38,6 +38,7 @@ from steerscope.engines.plan import Facts, Plan
 from steerscope.engines.text import Decoder
 from steerscope.engines.threaded import ThreadedEngine
 from steerscope.lenses.monitor import Monitor
+from steerscope.models import check_adapter
 from steerscope.residual.table import SlotTable
 from steerscope.specs.errors import (
     CapacityExceeded,
@@ -112,8 +113,11 @@ class HFEngine(ThreadedEngine[Row]):
         chosen = dtype or ("float32" if device == "cpu" else "auto")
         try:
             with no_bars():
+                check_adapter(model)
                 tokenizer = AutoTokenizer.from_pretrained(model)
                 loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=chosen)
+        except UnsupportedModel:
+            raise
         except Exception as error:  # transformers and its readers raise all sorts for a bad path, file or dtype
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ModelNotFound(f"cannot load {model}: {reason}") from error

@@ -24,7 +24,7 @@ from steerscope.engines.text import Decoder
 from steerscope.engines.threaded import OVERTAKEN_S, ThreadedEngine
 from steerscope.engines.vllm.claims import Room
 from steerscope.engines.vllm.entering import Entrance, WorkerVectors
-from steerscope.engines.vllm.guards import check_version, facts_of
+from steerscope.engines.vllm.guards import adapter_refusal, check_version, facts_of
 from steerscope.engines.vllm.leaving import Exit
 from steerscope.engines.vllm.packs import WorkerStore
 from steerscope.engines.vllm.running import Running, SamplingParamsOf
@@ -56,6 +56,8 @@ class VLLMEngine(ThreadedEngine[Running]):
     ) -> None:
         super().__init__(ByteBudget(capture_budget, capture_wait))
         check_version()
+        if adapter := adapter_refusal(model):
+            raise UnsupportedModel("; ".join(adapter))
         self.capture_ttl = capture_ttl
         self.tokenizer = tokenizer or tokenizer_of(model)
         self._llm, self.settings = start_vllm(model, name or str(model), settings or Settings(), vllm_options)

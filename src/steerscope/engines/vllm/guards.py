@@ -4,12 +4,14 @@ import platform
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from steerscope.engines.plan import Facts
 from steerscope.engines.vllm.settings import Settings
+from steerscope.models import has_adapter
 from steerscope.specs.errors import InvalidRequest, Problem, UnsupportedModel
 
 # Minor versions in bench/results/vllm_surface.json, which tests hold our wrappers against. docs/vllm.md says which of
@@ -99,12 +101,22 @@ def check_config(config: Any) -> None:
         refuse("api_server_count", "each server would count the workers' slots for itself", "set it to 1")
     if config.lora_config is not None:
         refuse("lora_config", "it has not been tested")
+    if adapter := adapter_refusal(getattr(config.model_config, "model", "")):
+        refuse("model", *adapter)
     if getattr(config.model_config, "runner_type", "generate") != "generate":
         refuse("runner", "only models that generate can be tapped", "use --runner generate")
     if why := _float32_refusal(config.model_config):
         refuse("dtype", why, "use float16 or bfloat16")
     if problems:
         raise InvalidRequest(problems)
+
+
+def adapter_refusal(model: str | Path) -> tuple[str, str] | None:
+    """Return what is wrong with a model that holds an adapter, and the remedy: vLLM would serve the base model."""
+    if not has_adapter(model):
+        return None
+    merge = "merge it with peft (pip install peft; merge_and_unload) and give the merged folder"
+    return f"{model} holds an adapter (adapter_config.json), which vLLM leaves out", merge
 
 
 def _float32_refusal(model: Any) -> str | None:

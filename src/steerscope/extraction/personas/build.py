@@ -153,8 +153,7 @@ def _save_contrast(out: Path, run: PersonaRun, persona: Persona, rows: Tensor, k
 
 
 def _save(vector: SteeringVector, path: Path) -> None:
-    """What is there already is left alone: safetensors orders its header at random, and a file that did not change
-    should not look changed."""
+    """A file that would not change is left alone."""
     if not path.is_file() or not load(path).equals(vector):
         save(vector, path)
 
