@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 import tiny
 from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import TokenPrompt
+from steerscope.specs.sampling import Sampling
 from steerscope.vectors.vector import SteeringVector
 
 pytest.importorskip("lm_eval")
@@ -48,16 +49,56 @@ def test_unsteered_it_scores_as_the_harness_own_model_does(engine: SyncEngine, r
     assert ours.generate_until(asked) == reference.generate_until(asked, disable_tqdm=True)
 
 
-def test_steering_counts_and_long_texts_lose_their_beginning(
-    engine: SyncEngine, vectors: dict[str, SteeringVector]
-) -> None:
+def test_steering_counts(engine: SyncEngine, vectors: dict[str, SteeringVector]) -> None:
     asked = requests("loglikelihood", PAIRS)
     plain, pushed = SteeredLM(engine).loglikelihood(asked), SteeredLM(engine, vectors["a"].add(3)).loglikelihood(asked)
     assert max(abs(one[0] - other[0]) for one, other in zip(plain, pushed, strict=True)) > 0.1
-    long = requests("loglikelihood", [("beach " * 400, " fox")])
-    assert torch.isfinite(torch.tensor(SteeredLM(engine).loglikelihood(long)[0][0]))
-    text = "dog " * 300
-    assert SteeredLM(engine).loglikelihood_rolling(requests("loglikelihood_rolling", [(text,)]))[0] < 0
+
+
+LONG = "How was the quick brown fox at work? " * 60  # several times the context
+
+
+def test_scored_texts_longer_than_the_context_lose_their_beginning_as_in_the_harness_own_model(
+    engine: SyncEngine,
+) -> None:
+    ours = SteeredLM(engine)
+    theirs = HFLM(pretrained=tiny.model(), tokenizer=tiny.tokenizer(), batch_size=1, max_length=ours.scored_length)
+    pairs = [("hi", " fox"), (LONG, " fox"), ("hi", LONG[: len(LONG) // 4]), (LONG, LONG[:300])]
+    asked = requests("loglikelihood", pairs)
+    for mine, wanted in zip(ours.loglikelihood(asked), theirs.loglikelihood(asked, disable_tqdm=True), strict=True):
+        assert mine == (pytest.approx(wanted[0], abs=2e-3, rel=1e-4), wanted[1])
+    whole = requests("loglikelihood_rolling", [(LONG,), ("hi",), (LONG[:900],)])
+    assert ours.loglikelihood_rolling(whole) == pytest.approx(
+        theirs.loglikelihood_rolling(whole, disable_tqdm=True), rel=1e-4
+    )
+    assert ours.loglikelihood(requests("loglikelihood", [("hi", LONG)]))[0][0] < 0  # the harness's own gives up
+
+
+@pytest.mark.parametrize("longest", [8, 200])
+def test_prompts_longer_than_the_context_lose_their_beginning_and_others_in_the_batch_nothing(
+    engine: SyncEngine, reference: HFLM, longest: int
+) -> None:
+    options = {"until": ["\n\n"], "max_gen_toks": longest}
+    asked = requests("generate_until", [("hi", options), (LONG, options), ("The quick", options)])
+    found = SteeredLM(engine).generate_until(asked)
+    assert found == reference.generate_until(asked, disable_tqdm=True)
+    kept = engine.aio.tokenizer.encode(LONG)[-(256 - longest) :]
+    (alone,) = engine.generate([TokenPrompt(kept)], Sampling(max_tokens=longest, temperature=0.0))
+    assert found[1] == alone.text.split("\n\n")[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_gen_toks": 256}, {"max_new_tokens": 5000, "do_sample": False}])
+def test_more_tokens_than_the_context_holds_are_cut_down(engine: SyncEngine, options: dict) -> None:
+    """The harness's default of 256 alone fills a context of 256, where its own model gives up."""
+    asked = requests("generate_until", [("hi", options), (LONG, options), ("", options)])
+    short, long, empty = SteeredLM(engine).generate_until(asked)
+    room = 256 - len(engine.aio.tokenizer.encode("hi"))
+    (whole,) = engine.generate(["hi"], Sampling(max_tokens=room, temperature=0.0))
+    (half,) = engine.generate(
+        [TokenPrompt(engine.aio.tokenizer.encode(LONG)[-128:])], Sampling(max_tokens=128, temperature=0.0)
+    )
+    assert (short, long) == (whole.text, half.text)
+    assert isinstance(empty, str)
 
 
 @pytest.mark.slow

@@ -7,21 +7,29 @@
         simple_evaluate(SteeredLM(engine, vector.add(2, layers=19)), tasks=["hellaswag"], limit=50)
 
 Texts are scored token by token through the transformers engine, so any steering and any selector counts as it does when
-the model writes. Text that is longer than the model's context loses its beginning, as in the harness's own models.
+the model writes.
+
+Text that is longer than the model's context loses its beginning, as in the harness's own models: a prompt keeps its
+last `max_length - max_gen_toks` tokens, a scored text its last `scored_length + 1`. Where `max_gen_toks` alone fills
+the context, the prompt keeps at most half of it, and what is left is generated.
 """
 
 from collections.abc import Iterator, Sequence
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.options import SteerLike
 from steerscope.evals.forced import Tokens, forced
 from steerscope.specs.sampling import Sampling
 
 _STRINGS, _AT_ONCE = 4, 32  # stop strings a request may have
-_MOST_TOKENS = 256
+_MAX_GEN_TOKS = 256  # the harness's own default
+_UNLIMITED = 1 << 20
 
 
 class SteeredLM(TemplateLM):
@@ -59,29 +67,39 @@ class SteeredLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
 
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self.engine.facts.context or _UNLIMITED
+
+    @property
+    def scored_length(self) -> int:
+        """What the harness calls `max_length` when it scores a text: the text without its last token. It is 2 less
+        than the context, since a request reads the whole text and generates one token."""
+        return self.max_length - 2
+
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: object
     ) -> list[tuple[float, bool]]:
-        most = self.engine.facts.context or 1 << 20
         texts = []
         for _names, context, continuation in requests:
-            room = max(1, most - 1 - len(continuation))
-            texts.append((context[-room:] or [self.prefix_token_id], continuation[-(most - 2) :]))
+            scored = continuation[-self.scored_length :]
+            n_kept = self.scored_length + 1 - len(scored)
+            texts.append((context[-n_kept:] or [self.prefix_token_id], scored))
         return [(float(one.logprobs.sum()), bool(one.greedy.all())) for one in self._forced(texts)]
 
     def _forced(self, texts: Sequence[tuple[Tokens, Tokens]]) -> Iterator:
         return forced(self.engine, texts, self.steer)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Windows of the whole context, one after the other."""
+        """Score whole texts in the harness's own windows, the last of which has a full context before it."""
         del disable_tqdm
-        size = (self.engine.facts.context or 1 << 20) - 2
         windows: list[tuple[Tokens, Tokens]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            for start in range(0, len(ids), size):
-                windows.append(([ids[start - 1] if start else self.prefix_token_id], ids[start : start + size]))
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.scored_length, context_len=1):
+                windows.append(make_disjoint_window(window))
                 owners.append(number)
         totals = [0.0] * len(requests)
         for owner, one in zip(owners, self._forced(windows), strict=True):
@@ -93,28 +111,29 @@ class SteeredLM(TemplateLM):
         found: list[str] = []
         for start in range(0, len(requests), _AT_ONCE):
             part: list[tuple[str, dict]] = [request.args for request in requests[start : start + _AT_ONCE]]  # type: ignore
-            samplings = [_sampling(options) for _, options in part]
-            done = self.engine.generate([text for text, _ in part], samplings, steer=self.steer)
-            found += [_cut(one.text, options) for one, (_, options) in zip(done, part, strict=True)]
+            asked = [self._fitting(text, options) for text, options in part]
+            prompts, samplings = [prompt for prompt, _ in asked], [sampling for _, sampling in asked]
+            done = self.engine.generate(prompts, samplings, steer=self.steer)
+            found += [
+                postprocess_generated_text(one.text, _until(options), None)
+                for one, (_, options) in zip(done, part, strict=True)
+            ]
         return found
+
+    def _fitting(self, text: str, options: dict) -> tuple[TokenPrompt, Sampling]:
+        """The end of a prompt that leaves room for the answer, and the sampling of the answer."""
+        known = normalize_gen_kwargs(options, _MAX_GEN_TOKS)
+        max_tokens = max(1, known["max_gen_toks"])
+        n_kept = self.max_length - max_tokens if max_tokens < self.max_length else self.max_length // 2
+        ids = (self.tok_encode(text, add_special_tokens=True) or [self.prefix_token_id])[-n_kept:]
+        asked = {
+            "max_tokens": min(max_tokens, self.max_length - len(ids)),
+            "temperature": known.get("temperature", 0.0) if known["do_sample"] else 0.0,
+            "stop": _until(options)[:_STRINGS],
+        }
+        return TokenPrompt(ids), Sampling.parse(asked)
 
 
 def _until(options: dict) -> list[str]:
     until = options.get("until") or []
     return [until] if isinstance(until, str) else [text for text in until if text]
-
-
-def _sampling(options: dict) -> Sampling:
-    asked = {
-        "max_tokens": options.get("max_gen_toks", _MOST_TOKENS),
-        "temperature": options.get("temperature", 0.0) if options.get("do_sample") else 0.0,
-        "stop": _until(options)[:_STRINGS],
-    }
-    return Sampling.parse(asked)
-
-
-def _cut(text: str, options: dict) -> str:
-    """Before the first stop string, however many there are."""
-    for stop in _until(options):
-        text = text.split(stop)[0]
-    return text
