@@ -6,7 +6,7 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
 
 from steerscope.capture.budget import ByteBudget
@@ -72,6 +72,18 @@ class ThreadedEngine(Engine, Generic[S]):
         """Do something in the engine's thread, between two steps."""
         if threading.current_thread() is self._thread:
             return work()
+        return self._post(work).result(timeout=_ANSWER_S)
+
+    def exclusively(self, work: Callable[[], T]) -> T:
+        """Use the model between two steps: no request runs meanwhile, and requests take a step before the next call.
+        The work has ended when this returns, also if the caller is interrupted."""
+        done = self._post(work)
+        try:
+            return done.result()
+        finally:
+            wait([done])
+
+    def _post(self, work: Callable[[], T]) -> Future[T]:
         done: Future[T] = Future()
 
         def run() -> None:
@@ -81,7 +93,7 @@ class ThreadedEngine(Engine, Generic[S]):
                 done.set_exception(error)
 
         self._put(run)
-        return done.result(timeout=_ANSWER_S)
+        return done
 
     def _stop(self) -> None:
         with self._lock:
@@ -95,8 +107,9 @@ class ThreadedEngine(Engine, Generic[S]):
 
     def _receive(self) -> bool:
         """Take new jobs, waiting only when there is nothing to do. False: the engine is closed."""
+        due = self._inbox.qsize()  # what comes meanwhile is taken after a step: callers must not keep requests waiting
         while True:
-            if self._busy() and self._inbox.empty():
+            if self._busy() and (due <= 0 or self._inbox.empty()):
                 return True
             idle = not self._busy() and not self._waiting
             untidy = idle and self._untidy()
@@ -110,6 +123,7 @@ class ThreadedEngine(Engine, Generic[S]):
                 else:
                     self.budget.sweep()
                 continue
+            due -= 1
             if item is None:
                 return False
             if callable(item):
