@@ -77,12 +77,11 @@ def engine_nats(engine: HFEngine, found: list[Sample], ops: Learnable) -> float:
 def test_the_loss_is_that_of_the_engine_under_what_was_learned(engine: HFEngine, site: Site) -> None:
     ops, found = moved(site), samples(engine, TEXTS)
     passes = Passes(engine, batch=4)
-    with passes.ready():
-        mine = passes.nats(found, ops)
-        kept = passes.keep(found, ops)
-        assert kept is not None
-        from_kept = passes.nats(found, ops, kept)
-        moves = [abs(passes.nats([one], ops) - passes.nats([one])) for one in found]
+    mine = passes.nats(found, ops)
+    kept = passes.keep(found, ops)
+    assert kept is not None
+    from_kept = passes.nats(found, ops, kept)
+    moves = [abs(passes.nats([one], ops) - passes.nats([one])) for one in found]
     assert mine == pytest.approx(engine_nats(engine, found, ops), abs=2e-5)
     assert from_kept == pytest.approx(mine, abs=2e-5)
     assert max(moves) > 0.05
@@ -94,8 +93,7 @@ def test_every_architecture_learns_as_plain_hooks_steer(architecture: str) -> No
     made = HFEngine(tiny.model(architecture), tiny.tokenizer(), name=architecture)
     ops, found = moved("resid_post"), samples(made, TEXTS[:3])
     passes = Passes(made, batch=2)
-    with passes.ready():
-        mine, from_kept = passes.nats(found, ops), passes.nats(found, ops, passes.keep(found, ops))
+    mine, from_kept = passes.nats(found, ops), passes.nats(found, ops, passes.keep(found, ops))
     handles = [passes.blocks[layer].module.register_forward_hook(by_hand(ops, layer)) for layer in ops.layers]
     total = 0.0
     for sample in found:
@@ -129,16 +127,15 @@ def test_a_vector_that_begins_at_zero_has_the_gradient_of_finite_differences(arc
     made = HFEngine(tiny.model(architecture), tiny.tokenizer(), name=architecture)
     ops, found = Learnable((1,), site, {}, 64), samples(made, TEXTS[:2])
     passes = Passes(made, batch=2)
-    with passes.ready():
-        passes.loss(found, ops, None, backward=True)
-        slope = ops.added.grad
-        assert slope is not None
-        step = 0.02 * slope / slope.norm()
-        losses = []
-        for sign in (1, -1):
-            ops.added.data.copy_(sign * step)
-            with torch.no_grad():
-                losses.append(float(passes.loss(found, ops, None)))
+    passes.loss(found, ops, None, backward=True)
+    slope = ops.added.grad
+    assert slope is not None
+    step = 0.02 * slope / slope.norm()
+    losses = []
+    for sign in (1, -1):
+        ops.added.data.copy_(sign * step)
+        with torch.no_grad():
+            losses.append(float(passes.loss(found, ops, None)))
     assert (losses[0] - losses[1]) / 0.04 == pytest.approx(float(slope.norm()), rel=0.02)
     made.sync.close()
 
@@ -169,22 +166,21 @@ def test_gradients_of_the_op_are_those_of_finite_differences() -> None:
 def test_gradients_through_the_model_are_those_of_finite_differences(engine: HFEngine, checkpointing: bool) -> None:
     ops, found = moved("resid_mid"), samples(engine, TEXTS[:3])
     passes = Passes(engine, batch=3, checkpointing=checkpointing)
-    with passes.ready():
-        kept = passes.keep(found, ops)
-        passes.loss(found, ops, kept, backward=True)
-        for parameter in ops.parameters():
-            generator = torch.Generator().manual_seed(3)
-            way = torch.randn(parameter.shape, generator=generator)
-            way /= way.norm()
-            assert parameter.grad is not None
-            slope = float((parameter.grad * way).sum())
-            ends = []
-            for sign in (1, -1):
-                parameter.data += sign * 0.02 * way
-                ends.append(float(passes.loss(found, ops, None)))
-                parameter.data -= sign * 0.02 * way
-            assert slope == pytest.approx((ends[0] - ends[1]) / 0.04, rel=0.02, abs=0.02)
-            assert abs(slope) > 0.05
+    kept = passes.keep(found, ops)
+    passes.loss(found, ops, kept, backward=True)
+    for parameter in ops.parameters():
+        generator = torch.Generator().manual_seed(3)
+        way = torch.randn(parameter.shape, generator=generator)
+        way /= way.norm()
+        assert parameter.grad is not None
+        slope = float((parameter.grad * way).sum())
+        ends = []
+        for sign in (1, -1):
+            parameter.data += sign * 0.02 * way
+            ends.append(float(passes.loss(found, ops, None)))
+            parameter.data -= sign * 0.02 * way
+        assert slope == pytest.approx((ends[0] - ends[1]) / 0.04, rel=0.02, abs=0.02)
+        assert abs(slope) > 0.05
 
 
 def fingerprint(model: torch.nn.Module) -> str:

@@ -106,13 +106,12 @@ def _tiny_engine() -> "SyncEngine":
 
 def _model(engine: "SyncEngine") -> dict[str, object]:
     from steerscope.engines.hf import HFEngine
-    from steerscope.engines.hf.blocks import find_blocks
     from steerscope.specs.steering import SITES
 
     facts = engine.facts
     found: dict[str, object] = {"layers": facts.layers, "hidden": facts.hidden, "context": facts.context}
     if isinstance(engine.aio, HFEngine):
-        found["block"] = type(find_blocks(engine.aio.model)[0].module).__name__
+        found["block"] = type(engine.aio.blocks[0].module).__name__
         found["device"], found["dtype"] = str(engine.aio.model.device), str(engine.aio.model.dtype)
     else:
         found |= _taps(engine)

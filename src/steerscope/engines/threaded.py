@@ -6,7 +6,7 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
 from steerscope.capture.budget import ByteBudget
@@ -83,15 +83,7 @@ class ThreadedEngine(Engine, Generic[S]):
         """Do something in the engine's thread, between two steps. After a time-out it is still done, but not told."""
         if threading.current_thread() is self._thread:
             return work()
-        done: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(work())
-            except Exception as error:
-                done.set_exception(error)
-
-        self._put(run)
+        done = self._post(work)
         try:
             return done.result(timeout=timeout_s)
         except TimeoutError:
@@ -102,6 +94,27 @@ class ThreadedEngine(Engine, Generic[S]):
                 "one of its steps takes longer, or its device hangs: try again, or close the engine and load it anew"
             )
             raise TimedOut(f"{why} by the engine of {self.facts.name}; {remedy}") from None
+
+    def exclusively(self, work: Callable[[], T]) -> T:
+        """Use the model between two steps: no request runs meanwhile, and requests take a step before the next call.
+        The work has ended when this returns, also if the caller is interrupted."""
+        done = self._post(work)
+        try:
+            return done.result()
+        finally:
+            wait([done])
+
+    def _post(self, work: Callable[[], T]) -> Future[T]:
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)
+
+        self._put(run)
+        return done
 
     def _stop(self) -> None:
         with self._lock:
@@ -116,8 +129,9 @@ class ThreadedEngine(Engine, Generic[S]):
 
     def _receive(self) -> bool:
         """Take new jobs, waiting only when there is nothing to do. False: the engine is closed."""
+        due = self._inbox.qsize()  # what comes meanwhile is taken after a step: callers must not keep requests waiting
         while True:
-            if self._busy() and self._inbox.empty():
+            if self._busy() and (due <= 0 or self._inbox.empty()):
                 return True
             idle, parked = not self._busy() and not self._waiting, self._parked()
             untidy = idle and self._untidy()
@@ -132,6 +146,7 @@ class ThreadedEngine(Engine, Generic[S]):
                 else:
                     self.budget.sweep()
                 continue
+            due -= 1
             if item is None:
                 return False
             if callable(item):

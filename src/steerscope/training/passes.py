@@ -1,10 +1,14 @@
 """Forwards with learnable ops at the engine's own taps, and what they cost in nats.
 
+Each runs in the engine's thread, between two steps of its requests, and leaves the model as it was: requests beside a
+training run are slower, and are not changed by it.
+
 A block before the first op gives the same stream whatever was learned so far: it runs once for every text, the stream
 behind it is kept, and later forwards begin there.
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from steerscope.engines.hf import HFEngine
-from steerscope.engines.hf.blocks import Blocks, find_blocks, first
+from steerscope.engines.hf.blocks import first
 from steerscope.engines.hf.taps import Pass, Taps, Work
 from steerscope.engines.placing import tap_of
 from steerscope.residual.table import SlotTable
@@ -38,16 +42,17 @@ class Kept:
 
 
 class Passes:
-    """The engine's model, frozen, for one thread; nobody may use the engine meanwhile."""
+    """The engine's model, frozen during each forward and its way back."""
 
     def __init__(self, engine: HFEngine, batch: int, checkpointing: bool = False) -> None:
+        self._engine = engine
         self.model, self.batch, self.checkpointing = engine.model, batch, checkpointing
-        self.blocks: Blocks = find_blocks(engine.model)
+        self.blocks = engine.blocks
         self._taps = Taps(self.blocks, SlotTable(engine.facts.hidden, 2, engine.model.device))
         self._selects = "logits_to_keep" in inspect.signature(engine.model.forward).parameters
 
     @contextlib.contextmanager
-    def ready(self) -> Iterator[None]:
+    def _frozen(self) -> Iterator[None]:
         """Weights are frozen inside and free again after; with checkpointing, blocks are computed again on the way
         back. Only the blocks are told that they train: their dropout is not."""
         free = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -74,12 +79,14 @@ class Passes:
 
     def nats(self, samples: Sequence[Sample], ops: Learnable | None = None, kept: Kept | None = None) -> float:
         """Mean loss per token that counts."""
-        with torch.no_grad():
-            total = sum(float(self.loss(batch, ops, kept)) for batch in self.batches(samples))
+        total = sum(float(self.loss(batch, ops, kept)) for batch in self.batches(samples))
         return total / sum(len(sample.targets) for sample in samples)
 
     def loss(self, batch: list[Sample], ops: Learnable | None, kept: Kept | None, backward: bool = False) -> Tensor:
         """Summed over the tokens that count; with `backward` its gradients are added to those of the ops."""
+        return self._engine.exclusively(functools.partial(self._loss, batch, ops, kept, backward))
+
+    def _loss(self, batch: list[Sample], ops: Learnable | None, kept: Kept | None, backward: bool) -> Tensor:
         width, device = max(sample.width for sample in batch), self.model.device
         ids = torch.zeros(len(batch), width, dtype=torch.long, device=device)
         for row, sample in zip(ids, batch, strict=True):
@@ -92,7 +99,12 @@ class Passes:
         wanted = [at for sample in batch for at in sample.targets]
         truth = torch.tensor([sample.token_ids[at] for sample in batch for at in sample.targets], device=device)
         some = {"logits_to_keep": torch.tensor(columns, device=device)} if self._selects else {}
-        with self._steered(batch, width, ops), self._begun(batch, width, kept):
+        with (
+            torch.set_grad_enabled(backward),
+            self._frozen(),
+            self._steered(batch, width, ops),
+            self._begun(batch, width, kept),
+        ):
             logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False, **some).logits
             at = [place[t - 1] if self._selects else t - 1 for t in wanted]
             loss = cross_entropy(logits[rows, at].float(), truth, reduction="sum")
@@ -138,16 +150,19 @@ class Passes:
             seen.append(output)
             raise _Enough
 
-        handle = self.blocks[blocks - 1].module.register_forward_hook(take)
-        try:
-            for batch in self.batches(samples):
-                with contextlib.suppress(_Enough), torch.no_grad():
-                    self.loss(batch, None, None)
-                for sample, stream in zip(batch, first(seen[-1]), strict=True):
-                    streams[sample] = stream[: sample.width].clone()
-                del seen[:-1]
-        finally:
-            handle.remove()
+        def run(batch: list[Sample]) -> None:
+            handle = self.blocks[blocks - 1].module.register_forward_hook(take)
+            try:
+                with contextlib.suppress(_Enough):
+                    self._loss(batch, None, None, backward=False)
+            finally:
+                handle.remove()
+
+        for batch in self.batches(samples):
+            self._engine.exclusively(functools.partial(run, batch))
+            for sample, stream in zip(batch, first(seen[-1]), strict=True):
+                streams[sample] = stream[: sample.width].clone()
+            del seen[:-1]
         return Kept(blocks, streams, isinstance(seen[-1], tuple))
 
     @contextlib.contextmanager

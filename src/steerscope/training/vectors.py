@@ -132,8 +132,7 @@ def train_on(course: Course, out: str | Path, settings: TrainSettings, told: Tol
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "settings.json", about)
     if not (folder / "result.json").is_file():
-        with course.passes.ready():
-            run.go(told)
+        run.go(told)
     with reading(folder / "result.json", "result of a training run"):
         result = Result.from_json((folder / "result.json").read_bytes())
     run.state.load(run.checkpoint)

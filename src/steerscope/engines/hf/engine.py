@@ -70,7 +70,7 @@ class HFEngine(ThreadedEngine[Row]):
         self.model, self.tokenizer = model.eval(), tokenizer
         self.capture_ttl, self.max_batch, self.dtype = capture_ttl, max_batch, model.dtype
         config = model.config.get_text_config(decoder=True)
-        blocks = find_blocks(model)
+        self.blocks = blocks = find_blocks(model)
         self.facts = Facts(
             name=name or model.config.name_or_path or type(model).__name__,
             layers=len(blocks),
@@ -164,7 +164,7 @@ class HFEngine(ThreadedEngine[Row]):
         # What the engine held is given back even while somebody keeps the closed engine itself.
         self._lenses.close()
         self.monitor.close()
-        del self.model, self._taps, self._passes
+        del self.model, self.blocks, self._taps, self._passes
 
     def _step(self) -> bool:
         going = self._receive()

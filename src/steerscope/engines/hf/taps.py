@@ -128,7 +128,7 @@ class Taps:
         def hook(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             hidden = block_input(args, kwargs)
             changed = self._visit((layer, "resid_pre"), hidden) if tapped else hidden
-            if keep and self._mine():
+            if keep and self._current is not None and self._mine():
                 self._rest[layer, "resid_mid"] = changed
             return None if changed is hidden else with_input(args, kwargs, changed)
 
