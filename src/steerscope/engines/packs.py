@@ -91,7 +91,7 @@ class Packs(Generic[T]):
         what, until = f"registering pack {registered.pack.info.name!r}", time.monotonic() + timeout_s
         try:
             _ = registered.word  # takes a while for a pack in memory
-            load: Load | None = self._call(lambda: self._hold(registered), what)
+            load: Load | None = self._call(lambda: self._hold(registered), what, timeout_s)
             if load is not None:
                 load.done.result(max(0.0, until - time.monotonic()))
         except BaseException as error:
@@ -192,7 +192,8 @@ class Packs(Generic[T]):
             return
         del self._loads[name]
         self._there[name] = registered
-        self._make_room(name)
+        if name not in self._names:
+            self._make_room(name)
         load.end(None)
 
     def _failed(self, load: Load, error: BaseException) -> None:

@@ -79,21 +79,20 @@ class ThreadedEngine(Engine, Generic[S]):
     def _drop_pack(self, registered: Registered) -> None:
         self._lenses.unregister(registered)
 
-    def _call(self, work: Callable[[], T], what: str = "a question to the engine", timeout_s: float = _ANSWER_S) -> T:
+    def _call(self, work: Callable[[], T], what: str = "a question to the engine", timeout_s: float | None = None) -> T:
         """Do something in the engine's thread, between two steps. After a time-out it is still done, but not told."""
         if threading.current_thread() is self._thread:
             return work()
         done = self._post(work)
+        limit_s = _ANSWER_S if timeout_s is None else min(timeout_s, _ANSWER_S)
         try:
-            return done.result(timeout=timeout_s)
+            return done.result(timeout=limit_s)
         except TimeoutError:
             if done.done():  # what was done has timed out by itself
                 raise
-            why = f"{what} was not answered within {timeout_s:g} s"
-            remedy = (
-                "one of its steps takes longer, or its device hangs: try again, or close the engine and load it anew"
-            )
-            raise TimedOut(f"{why} by the engine of {self.facts.name}; {remedy}") from None
+            why = f"{what} was not answered by the engine of {self.facts.name} within {limit_s:g} s"
+            remedy = "a step takes longer, or its device hangs: try again, or close the engine and load it anew"
+            raise TimedOut(f"{why}; {remedy}") from None
 
     def exclusively(self, work: Callable[[], T]) -> T:
         """Use the model between two steps: no request runs meanwhile, and requests take a step before the next call.
@@ -151,6 +150,7 @@ class ThreadedEngine(Engine, Generic[S]):
                 return False
             if callable(item):
                 item()
+                del item  # what it holds must not stay until the next one comes
                 self.budget.sweep()  # a caller that asks all the time must not keep the engine from it
                 continue
             self._counts["requests"] += len(item)

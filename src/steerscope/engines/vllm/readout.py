@@ -109,6 +109,10 @@ class Sheet:
     single: bool  # one row of each request: the next step may repeat it
     there: "_Lane | None" = None  # where its lines were put
 
+    @property
+    def reader(self) -> Reader:
+        return self.kind.reader
+
 
 @dataclass(slots=True)
 class _Lane:
@@ -139,8 +143,7 @@ class Readout:
         return event
 
     def drop(self, reader: Reader) -> None:
-        """Its graphs read weights that are about to go."""
-        self._side.synchronize()
+        """Its graphs read weights that are about to go, and none of them runs."""
         self._lanes = {key: lane for key, lane in self._lanes.items() if key[0].reader is not reader}
 
     # --- sheets

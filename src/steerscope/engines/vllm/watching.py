@@ -78,12 +78,13 @@ class Watching:
         self.packs = WorkerPacks(self.monitor)
         self.delivery, self._cells, self._first = delivery, cells, len(cells) - tokens
         self.counts = {"readings": 0, "lens_seconds": 0.0}  # seconds of this thread: a device may take longer
+        self._last: Looks | None = None  # which the next step may repeat
         self._readout: Readout | None = None
+        self.monitor.closing = self._drop
         if device.type == "cuda":
             from steerscope.engines.vllm import readout  # needs Triton
 
             self._readout = readout.Readout(self.monitor, cells, self._first, delivery)
-            self.monitor.closing = self._readout.drop
 
     # --- requests
 
@@ -105,6 +106,7 @@ class Watching:
 
     def read(self, looks: Looks) -> None:
         """After a forward and before the next one's taps, on the stream that runs them."""
+        self._last = looks
         if looks.kept is None:
             looks.kept = self._looks(looks)
         began = time.perf_counter()
@@ -120,6 +122,13 @@ class Watching:
                 for asker in look.askers:
                     self.delivery.fail(asker, f"{type(error).__name__}: {error}")
         self.counts["lens_seconds"] += time.perf_counter() - began
+
+    def _drop(self, reader: Reader) -> None:
+        """Let go of a reader; the last step may have rows for it, of requests that have ended."""
+        if self._last is not None and self._last.kept is not None:
+            self._last.kept = [look for look in self._last.kept if look.reader is not reader]
+        if self._readout is not None:
+            self._readout.drop(reader)
 
     def _looks(self, looks: Looks) -> "list[Look | Sheet]":
         groups: dict[object, list[tuple[Asker, int, int, int]]] = defaultdict(list)
