@@ -251,6 +251,46 @@ def test_saving_where_there_is_no_folder_says_so(tmp_path: Path):
         make().save(tmp_path / "no" / "rows")
 
 
+MEMORY = """
+import resource, sys
+import numpy as np, torch
+from steerscope.capture.rows import Rows
+from steerscope.residual.rows import make_labels
+
+block = torch.ones(4000, 8, 4096, dtype=torch.bfloat16)  # 250 MiB, strided as an engine's rows are
+labels = make_labels("r", np.arange(4000), [7] * 4000, 9, None, False)
+rows = Rows({(j, "resid_post"): block[:, j] for j in range(8)}, labels, "m")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for _ in range(3):
+    assert sum(map(len, rows.file().pieces())) == rows.file().size > 250 << 20
+rows.save(sys.argv[1])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_file_is_made_without_a_copy_of_the_rows(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path / "rows")], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 20 << 10, "KiB beyond the 250 MiB that the rows take"
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    n=st.integers(0, 700),
+    reduce=st.sampled_from([None, "mean"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    cuts=st.lists(st.integers(0, 10**6), min_size=2, max_size=2),
+)
+def test_any_range_of_the_bytes_is_that_part_of_the_file(tmp_path_factory, n, reduce, dtype, cuts):
+    rows = make(n, dtype=dtype, reduce=reduce)
+    whole = rows.save(tmp_path_factory.mktemp("rows") / "rows.safetensors").read_bytes()
+    file = rows.file()
+    start, stop = sorted(cut % (len(whole) + 1) for cut in cuts)
+    assert (file.size, b"".join(file.pieces(start, stop))) == (len(whole), whole[start:stop])
+
+
 FULL_DISK = """
 import resource, signal, sys
 import numpy as np, torch

@@ -1,5 +1,6 @@
 """The limits of docs/security.md that no other test holds: how many of what a client may ask for or leave behind."""
 
+import json
 from collections.abc import Iterator
 
 import httpx
@@ -7,8 +8,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from lenses import packs
 from serving.live import Live, live
+from steerscope import SteeringVector, flag, when
+from steerscope.client import Client
 from steerscope.serving import jobs
+from steerscope.specs import Watch
+from waiting import HUNG_S
 
 ASK = {"prompt": "a", "max_tokens": 2}
 
@@ -60,6 +66,67 @@ def test_a_job_that_tells_too_much_is_ended(server: Live, monkeypatch: pytest.Mo
     assert "job_too_large" in told
     assert told.count("event: token") < 10
     assert server.idle()
+
+
+@pytest.fixture(scope="module")
+def telling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server with a lens pack and a vector, so that a job can have events of every kind."""
+    folder = tmp_path_factory.mktemp("packs") / "moods"
+    packs.make([3, 6], hidden=64).save(folder)
+    with live(lenses=(str(folder),), any_model=True) as found, Client(found.url) as client:
+        client.upload_vector("v", SteeringVector({i: torch.ones(64) for i in range(4)}))
+        yield found
+
+
+def tells_much(server: Live) -> dict[str, object]:
+    """A request whose `started` and `end` are long, with a rule that fires."""
+    concept = httpx.get(f"{server.url}/v1/lenses/moods").json()["concepts"][0]["id"]
+    watch = Watch(pack="moods", rules=[when(concept, above=0.01).then(flag("seen"))])
+    asked = {"project": "v", "prompt": "prompt", "watch": watch.model_dump(mode="json", exclude_none=True)}
+    return {"prompt": "one two three " * 8, "max_tokens": 60, "ignore_eos": True, "steerscope": asked}
+
+
+def followed(server: Live, body: dict[str, object]) -> tuple[str, int, str]:
+    """A job's id, the size of its request, and all that its stream told."""
+    data = json.dumps(body).encode()
+    job = httpx.post(f"{server.url}/v1/jobs", content=data).json()["job_id"]
+    with httpx.stream("GET", f"{server.url}/v1/jobs/{job}/stream", timeout=HUNG_S) as answer:
+        told = answer.read().decode()
+    return job, len(data), told.removeprefix(": listening\n\n").removesuffix("data: [DONE]\n\n")
+
+
+def test_a_job_is_counted_with_every_event_it_keeps(telling: Live) -> None:
+    kept = telling.app.state.jobs
+    before = kept.held
+    job, asked, told = followed(telling, tells_much(telling))
+    events = {line.removeprefix("event: ") for line in told.split("\n") if line.startswith("event: ")}
+    assert events >= {"started", "token", "reading", "rule", "metrics", "end"}
+    assert kept.get(job).size == asked + len(told.encode())
+    assert kept.held - before == kept.get(job).size
+    kept.forget(job)
+    assert kept.held == before
+
+
+@pytest.mark.parametrize("name", ["started", "end"])
+def test_a_long_event_at_either_end_of_a_job_is_counted_before_it_is_kept(
+    telling: Live, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    _, asked, told = followed(telling, tells_much(telling))
+    monkeypatch.setattr(jobs, "MOST_BYTES", asked + len(told.partition(f"event: {name}\n")[0].encode()) + 100)
+    _, _, short = followed(telling, tells_much(telling))
+    assert f"event: {name}\n" not in short
+    assert "job_too_large" in short
+    assert telling.idle()
+
+
+def test_a_job_that_fails_where_there_is_no_room_left_says_so(telling: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked, told = followed(telling, tells_much(telling))
+    telling.app.state.jobs.held, held = 0, telling.app.state.jobs.held
+    telling.app.state.jobs._jobs.clear()
+    monkeypatch.setattr(jobs, "MOST_HELD", asked + len(told) // 2)
+    _, _, short = followed(telling, tells_much(telling))
+    assert held > 0
+    assert '"code": "queue_full"' in short.split("event: ")[-1]
 
 
 def test_no_more_jobs_than_may_be_are_unfinished(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:

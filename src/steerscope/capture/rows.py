@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 
+from steerscope.capture.row_file import RowFile
 from steerscope.files import atomic_path, reading
 from steerscope.residual.rows import Labels
 from steerscope.residual.table import Key
@@ -94,12 +94,9 @@ class Rows(Mapping[Key, Tensor]):
         tensors = {key: tensor[torch.from_numpy(index)] for key, tensor in self.tensors.items()}
         return Rows(tensors, self.labels.take(index), self.model, None, self.messages)
 
-    def save(self, path: Path | str) -> Path:
-        """One safetensors file: `layer.{i}.{site}` and `label.*`; written whole or not at all."""
-        path = Path(path)
-        # Copies: two sites of one tap share memory, which safetensors refuses.
-        copies = {key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in self.tensors.items()}
-        tensors = {f"layer.{layer}.{site}": tensor for (layer, site), tensor in copies.items()}
+    def file(self) -> RowFile:
+        """Return the safetensors file of these rows, `layer.{i}.{site}` and `label.*`, as bytes yet to be made."""
+        tensors = {f"layer.{layer}.{site}": tensor for (layer, site), tensor in self.tensors.items()}
         for name in ("position", "token_id", "generated", "message"):
             tensors[f"label.{name}"] = torch.from_numpy(np.ascontiguousarray(getattr(self.labels, name)))
         spans = None if self.messages is None else [[s.index, s.role, s.content, s.whole] for s in self.messages]
@@ -111,13 +108,14 @@ class Rows(Mapping[Key, Tensor]):
             "roles": json.dumps(self.labels.roles),
             "messages": json.dumps(spans),
         }
-        with atomic_path(path) as temporary:
-            mode = temporary.stat().st_mode
-            try:
-                save_file(tensors, temporary, metadata=header)
-            except SafetensorError as error:  # how a full disk shows here
-                raise OSError(str(error)) from error
-            temporary.chmod(mode)  # safetensors leaves 0600
+        return RowFile(tensors, header)
+
+    def save(self, path: Path | str) -> Path:
+        """Write that file, whole or not at all."""
+        path = Path(path)
+        with atomic_path(path) as temporary, temporary.open("wb") as file:
+            for piece in self.file().pieces():
+                file.write(piece)
         return path
 
 

@@ -1,33 +1,30 @@
-"""Captured rows that wait to be fetched: an id, a time to live, and a file that is written when somebody asks.
+"""Captured rows that wait to be fetched: an id, a time to live, and the bytes of their file, made while they are sent.
 
-Their bytes are the engine's capture budget until they are dropped: a server that is full refuses new captures, it does
-not drop old ones before their time.
+Their bytes are the engine's capture budget until they are dropped and nobody is being sent them: a server that is full
+refuses new captures, it does not drop old ones before their time.
 """
 
 import asyncio
-import contextlib
-import logging
 import re
 import secrets
-import tempfile
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cached_property
 
 from fastapi import APIRouter, Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from steerscope.capture.handle import CaptureHandle
+from steerscope.capture.row_file import RowFile
 from steerscope.capture.rows import Rows
 from steerscope.serving.access import serving_of
 from steerscope.serving.errors import ApiError
-from steerscope.specs.errors import BadFile
+from steerscope.serving.sse import Watched
 
 router = APIRouter()
-_DISK_S = 30.0  # when to come back after a write that failed
-log = logging.getLogger("steerscope.serving")
 _ID = re.compile(r"cap-[0-9a-f]{32}")
+_RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})", re.ASCII)
 
 
 @dataclass
@@ -36,8 +33,6 @@ class Kept:
     handle: CaptureHandle
     rows: Rows
     until: float  # on the monotonic clock: one that is set must not drop rows, nor keep them
-    file: Path
-    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     readers: int = 0
     dropped: bool = False
 
@@ -51,31 +46,21 @@ class Kept:
         expires = int(time.time() + self.until - time.monotonic())
         return {**found, "sites": list(rows.sites), "reduce": rows.reduce, "expires": expires}
 
-    async def write(self) -> Path:
-        async with self.writing:
-            if not self.file.exists():
-                try:
-                    await asyncio.to_thread(self.rows.save, self.file)
-                except BadFile as error:  # where it is on this machine is nobody's business
-                    log.error("a capture was not written: %s", error)
-                    what = "the server has no room on its disk to send these rows: they are kept, fetch them later"
-                    raise ApiError(507, what, "disk_full", retry_after=_DISK_S) from None
-        return self.file
+    @cached_property
+    def file(self) -> RowFile:
+        return self.rows.file()
 
     def drop(self) -> None:
-        """Give the room back; the file goes when nobody reads it any more."""
+        """Give the room back, or let the last reader do it."""
         self.dropped = True
-        self.handle.close("the capture was dropped")
         if not self.readers:
-            with contextlib.suppress(OSError):
-                self.file.unlink(missing_ok=True)
+            self.handle.close("the capture was dropped")
 
 
 class Captures:
     def __init__(self, ttl_s: float) -> None:
         self.ttl_s = ttl_s
         self._kept: dict[str, Kept] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -86,11 +71,8 @@ class Captures:
 
     def keep(self, handle: CaptureHandle) -> Kept:
         self.sweep()
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="steerscope-captures-")
         name = f"cap-{secrets.token_hex(16)}"  # who knows it may fetch it: it cannot be guessed
-        file = Path(self._folder.name) / f"{name}.safetensors"
-        kept = Kept(name, handle, handle.fetch(), time.monotonic() + self.ttl_s, file)
+        kept = Kept(name, handle, handle.fetch(), time.monotonic() + self.ttl_s)
         self._kept[name] = kept
         return kept
 
@@ -119,40 +101,65 @@ class Captures:
         for kept in self._kept.values():
             kept.drop()
         self._kept = {}
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
 
 
-class _File(FileResponse):
-    """A file that stays until it has been sent."""
+class _Rows(Watched):
+    """The bytes of a capture's file, or a range of them."""
 
-    def __init__(self, kept: Kept) -> None:
-        name = f"{kept.id}.safetensors"
-        super().__init__(kept.file, media_type="application/octet-stream", filename=name)
+    def __init__(self, kept: Kept, asked: str | None, stall_s: float) -> None:
+        super().__init__(stall_s)
         self.kept = kept
+        size = kept.file.size
+        found = _range(asked, size)
+        self.status_code, (self.start, self.stop) = (200, (0, size)) if found is None else (206, found)
+        self.headers_sent = [
+            (b"content-type", b"application/octet-stream"),
+            (b"content-disposition", f'attachment; filename="{kept.id}.safetensors"'.encode()),
+            (b"content-length", str(self.stop - self.start).encode()),
+            (b"accept-ranges", b"bytes"),
+        ]
+        if found is not None:
+            self.headers_sent.append((b"content-range", f"bytes {self.start}-{self.stop - 1}/{size}".encode()))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del receive
+        self.kept.readers += 1
         try:
-            await super().__call__(scope, receive, send)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.headers_sent})
+            if scope["method"] != "HEAD":
+                for piece in self.kept.file.pieces(self.start, self.stop):
+                    await self._send(send, {"type": "http.response.body", "body": piece, "more_body": True})
+                    await asyncio.sleep(0)  # a fast reader must not hold up the tokens of others
+            await send({"type": "http.response.body", "body": b""})
         finally:
             self.kept.readers -= 1
             if self.kept.dropped:
                 self.kept.drop()
 
 
+def _range(asked: str | None, size: int) -> tuple[int, int] | None:
+    """The one range of bytes that was asked for. None, which is all of them, for anything but one range."""
+    found = _RANGE.fullmatch(asked or "")
+    if found is None or not (found[1] or found[2]):
+        return None
+    if found[1]:
+        start, stop = int(found[1]), min(size, int(found[2]) + 1 if found[2] else size)
+        if found[2] and int(found[2]) < start:
+            return None
+    else:
+        start, stop = max(0, size - int(found[2])), size
+    if start >= size:
+        what = f"the file has {size} bytes: ask for a range within them"
+        raise ApiError(416, what, "range_not_satisfiable", headers={"Content-Range": f"bytes */{size}"})
+    return start, stop
+
+
 @router.head("/v1/captures/{capture_id}", include_in_schema=False)
 @router.get("/v1/captures/{capture_id}")
 async def fetch(request: Request, capture_id: str) -> Response:
-    """The rows as a safetensors file: `layer.{i}.{site}` and `label.*`. Ranges are served."""
-    kept = serving_of(request).captures.get(capture_id)
-    kept.readers += 1
-    try:
-        await kept.write()
-        return _File(kept)
-    except BaseException:
-        kept.readers -= 1
-        raise
+    """The rows as a safetensors file: `layer.{i}.{site}` and `label.*`. One range of bytes is served."""
+    serving = serving_of(request)
+    return _Rows(serving.captures.get(capture_id), request.headers.get("range"), serving.settings.stall_s)
 
 
 @router.get("/v1/captures/{capture_id}/labels")

@@ -3,18 +3,19 @@
 It is plain ASGI, and chunks of a stream pass by it.
 """
 
-import asyncio
-import contextlib
+import functools
 import hmac
 import logging
 import random
 import re
 import time
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from steerscope.serving.errors import ApiError, api_error
+from steerscope.serving.request_body import RequestBody
 from steerscope.serving.settings import is_loopback
 from steerscope.serving.state import Serving
 from steerscope.specs.errors import SteerscopeError
@@ -23,7 +24,6 @@ log = logging.getLogger("steerscope.serving")
 _OPEN = ("/health", "/ready", "/")  # without a key: nothing about requests or vectors is told there
 _ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(?::[0-9]*)?")
-_CLOSE = {"Connection": "close"}  # what is left of the body is not waited for
 _BODIES = 4  # all bodies of requests that are not answered yet are so many times the largest one at most
 # The page needs no more than this; plotly writes style elements of its own. Nobody may show it inside another page.
 _POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-uri 'none'; "
@@ -33,8 +33,34 @@ _HEADERS = [
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"referrer-policy", b"no-referrer"),
 ]
-_SMALL, _SMALL_S = 64 << 10, 1.0
 _UPLOAD_SECONDS = 10  # an upload may take so many times as long as another body
+
+
+class _Answer:
+    """The answer on its way out, with headers of every answer; it says whether the connection can be used again."""
+
+    def __init__(self, send: Send, body: RequestBody, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send, self._body, self._headers = send, body, headers
+        self.status = 0
+        self.ended = 0.0  # on the clock, when all of it was sent
+        self._closes = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = [*message.get("headers", ()), *self._headers]
+            self._closes = any(name.lower() == b"connection" and value == b"close" for name, value in headers)
+            if not self._closes and not await self._body.dropped():
+                self._closes = True
+                headers.append((b"connection", b"close"))
+            message["headers"] = headers
+        elif not message.get("more_body", False):
+            self.ended = time.perf_counter()
+            if self._closes:
+                await self._send({**message, "more_body": True})
+                await self._body.linger()
+                message = {"type": "http.response.body", "body": b""}
+        await self._send(message)
 
 
 class Guard:
@@ -59,34 +85,24 @@ class Guard:
         state["request_id"] = request_id
         state["body_bytes"] = 0
         state["send"] = send  # for chunks of a stream, which need nothing of what lies between here and there
-        began, status = time.perf_counter(), 0
-
-        async def sending(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                own = (b"x-request-id", request_id.encode())
-                message["headers"] = [*message.get("headers", ()), own, *_HEADERS]
-            await send(message)
-
+        body = RequestBody(receive, headers, functools.partial(self._hold, state))
+        answer = _Answer(send, body, [(b"x-request-id", request_id.encode()), *_HEADERS])
+        began = time.perf_counter()
         try:
-            try:
-                self._let_in(scope, headers)
-            except ApiError:
-                await _small_body(headers, receive)
-                raise
-            await self.app(scope, self._limited(scope, headers, receive), sending)
+            self._let_in(scope, headers)
+            self._limit(scope, body)
+            await self.app(scope, body.receive, answer.send)
         except Exception as error:
             if not isinstance(error, SteerscopeError):
                 log.error("unexpected", exc_info=error, extra={"request_id": request_id})
-            if status:
+            if answer.status:
                 raise
             found = api_error(error)
             state["error"] = found.code or str(found.status)
-            await found.response()(scope, receive, sending)
+            await found.response()(scope, receive, answer.send)
         finally:
             self._held -= state["body_bytes"]
-            self._tell(scope, status, time.perf_counter() - began)
+            self._tell(scope, answer.status, (answer.ended or time.perf_counter()) - began)
 
     def _let_in(self, scope: Scope, headers: dict[bytes, str]) -> None:
         path = scope["path"]
@@ -108,41 +124,20 @@ class Guard:
         if origin and origin not in self.serving.settings.cors_origins and urlsplit(origin).netloc != host:
             raise ApiError(403, "this origin may not use the server: start it with --cors-origin or an API key")
 
-    def _limited(self, scope: Scope, headers: dict[bytes, str], receive: Receive) -> Receive:
+    def _limit(self, scope: Scope, body: RequestBody) -> None:
         """No body is longer, or takes longer to arrive, than it may."""
         settings = self.serving.settings
         upload = scope["path"] == "/v1/vectors"
         most = settings.max_upload_bytes if upload else settings.max_body_bytes
-        too_large = ApiError(413, f"the body is larger than {most} bytes", "body_too_large", headers=_CLOSE)
-        length = headers.get(b"content-length", "0")
-        if length.isdecimal() and int(length) > most:
-            raise too_large
-        seconds = settings.body_timeout_s * (_UPLOAD_SECONDS if upload else 1)
-        deadline = asyncio.get_running_loop().time() + seconds
-        state, complete = scope["state"], False
+        body.limit(most, settings.body_timeout_s * (_UPLOAD_SECONDS if upload else 1))
 
-        async def receiving() -> Message:
-            nonlocal complete
-            if complete:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                what = f"the body did not arrive within {seconds:g} s"
-                raise ApiError(408, what, "body_timeout", headers=_CLOSE) from None
-            complete = message["type"] != "http.request" or not message.get("more_body", False)
-            size = len(message.get("body", b""))
-            state["body_bytes"] += size
-            self._held += size
-            if state["body_bytes"] > most:
-                raise too_large
-            if self._held > self._most_held:
-                what = f"requests of {self._most_held} bytes are being answered: try again later"
-                raise ApiError(429, what, "bodies_full", retry_after=5, headers=_CLOSE)
-            return message
-
-        return receiving
+    def _hold(self, state: dict[str, Any], size: int) -> None:
+        """Count bytes of a body until its request is answered."""
+        state["body_bytes"] += size
+        self._held += size
+        if self._held > self._most_held:
+            what = f"requests of {self._most_held} bytes are being answered: try again later"
+            raise ApiError(429, what, "bodies_full", retry_after=5)
 
     def _tell(self, scope: Scope, status: int, seconds: float) -> None:
         state, metrics = scope["state"], self.serving.metrics
@@ -162,14 +157,3 @@ def _hostname(host: str) -> str:
     """Without the port; what has anything else behind a colon is the name of nothing."""
     found = _HOST.fullmatch(host)
     return found[1] if found else ""
-
-
-async def _small_body(headers: dict[bytes, str], receive: Receive) -> None:
-    """A short body is taken before it is refused: a connection closed on unread bytes can lose the answer."""
-    length = headers.get(b"content-length", "0")
-    if not length.isdecimal() or not 0 < int(length) <= _SMALL:
-        return
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_SMALL_S):
-            while (await receive()).get("more_body", False):
-                pass

@@ -47,7 +47,7 @@ _METRICS_S = 1.0
 class Job:
     """One request and all it has said."""
 
-    def __init__(self, running: Running, grow: Callable[[int], None], stopped: Callable[["Job"], None]) -> None:
+    def __init__(self, running: Running, grow: Callable[[int, bool], None], stopped: Callable[["Job"], None]) -> None:
         self.id = running.writer.id
         self.events: list[bytes] = []
         self.ended = False
@@ -57,7 +57,7 @@ class Job:
         running.on_start = self._start
         asked = running.note.get("body_bytes", 0)
         self.size = asked if isinstance(asked, int) else 0
-        grow(self.size)
+        grow(self.size, False)
         self._news = asyncio.Event()
         self._made = time.perf_counter()
         self._first = self._told = 0.0
@@ -102,14 +102,14 @@ class Job:
                     self._wake()
         except asyncio.CancelledError:
             if self._running.serving.draining:
-                self._tell("error", {"code": "stopping", "message": "the server is stopping"})
+                self._tell("error", {"code": "stopping", "message": "the server is stopping"}, must=True)
             else:
-                self._end(None)
+                self._end(None, must=True)
         except Exception as error:
             told = api_error(error)
             if told.status >= 500 and not isinstance(error, SteerscopeError):
                 log.error("unexpected", exc_info=error, extra={"job": self.id})
-            self._tell("error", {"code": told.code or str(told.status), "message": told.message})
+            self._tell("error", {"code": told.code or str(told.status), "message": told.message}, must=True)
         finally:
             self.ended = True
             del self._running  # its body and prompts are not needed to listen
@@ -136,36 +136,36 @@ class Job:
         more = {} if prompt is None else {"prompt": json.loads(f"[{prompt}]")}
         self._tell("started", {**about, "queued_ms": _ms(self._told - self._made), **more})
 
-    def _end(self, choice: Choice | None, more: Mapping[str, object] | None = None) -> None:
+    def _end(self, choice: Choice | None, more: Mapping[str, object] | None = None, must: bool = False) -> None:
         if self.tokens:
-            self._metrics()
+            self._metrics(must)
         about = {
             "tokens_out": len(choice.token_ids) if choice else self.tokens,
             "decode_time_ms": _ms(time.perf_counter() - self._first) if self.tokens else 0.0,
             "stop_reason": STOPS[choice.finish_reason] if choice else "cancelled",
             "stop_sequence_matched": choice.stop_string if choice else None,
         }
-        self._tell("end", {**about, **(more or {})})
+        self._tell("end", {**about, **(more or {})}, must)
 
-    def _metrics(self) -> None:
+    def _metrics(self, must: bool = False) -> None:
         self._told = now = time.perf_counter()
         took = now - self._first
         rate = (self.tokens - 1) / took if self.tokens > 1 and took else 0.0
         about = {"tokens_out": self.tokens, "tokens_per_s": round(rate, 2), "ttft_ms": _ms(self._first - self._made)}
-        self._put("metrics", json.dumps(about))
+        self._put("metrics", json.dumps(about), must)
 
-    def _tell(self, name: str, about: dict[str, object]) -> None:
-        self._put(name, json.dumps(about))
+    def _tell(self, name: str, about: dict[str, object], must: bool = False) -> None:
+        self._put(name, json.dumps(about), must)
         self._wake()
 
-    def _put(self, name: str, data: str) -> None:
+    def _put(self, name: str, data: str, must: bool = False) -> None:
+        """Keep an event. Raises ApiError where there is no room for it, but for short ones that must be told."""
         event = f"id: {len(self.events)}\nevent: {name}\ndata: {data}\n\n".encode()
-        if name in ("token", "reading"):
-            if self.size + len(event) > MOST_BYTES:
-                what = f"the events of this job take more than {MOST_BYTES >> 20} MiB; ask for fewer tokens or concepts"
-                raise ApiError(413, what, "job_too_large")
-            self._grow(len(event))
-            self.size += len(event)
+        if self.size + len(event) > MOST_BYTES and not must:
+            what = f"the events of this job take more than {MOST_BYTES >> 20} MiB"
+            raise ApiError(413, f"{what}: ask for fewer tokens, concepts, projections or rules", "job_too_large")
+        self._grow(len(event), must)
+        self.size += len(event)
         self.events.append(event)
 
     def _wake(self) -> None:
@@ -202,10 +202,12 @@ class Jobs:
         if (job := self._jobs.pop(name, None)) is not None:
             self.held -= job.size
 
-    def _grow(self, size: int) -> None:
-        """Room for so many bytes more, if need be in the place of jobs that have ended."""
-        while self.held + size > MOST_HELD:
-            self._forget_oldest(f"the events of unfinished jobs take {MOST_HELD >> 20} MiB: try again later")
+    def _grow(self, size: int, must: bool) -> None:
+        """Count `size` bytes more, in place of jobs that have ended where there is no room beside them. Raises ApiError
+        where there is none at all, unless they `must` be kept."""
+        with contextlib.suppress(ApiError) if must else contextlib.nullcontext():
+            while self.held + size > MOST_HELD:
+                self._forget_oldest(f"the events of unfinished jobs take {MOST_HELD >> 20} MiB: try again later")
         self.held += size
 
     def _forget_oldest(self, otherwise: str) -> None:

@@ -1,8 +1,9 @@
 """uvicorn's HTTP protocol with a limit on headers: how large they are, and how long they may take to arrive.
 
 uvicorn itself waits for ever for a client that opens a connection and says nothing, or half a request. It also goes on
-reading, and throwing away, the body of a request that was refused before its end, however long that is: here such a
-client is hung up on, after a moment in which it can read why.
+reading, and throwing away, the body of a request that was answered before its end, however long that is. Answers that
+pass the guard say whether the connection stays; after any other one a client that still sends is hung up on, after a
+moment in which it can read the answer.
 """
 
 import asyncio

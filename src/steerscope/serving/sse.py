@@ -27,7 +27,9 @@ _STREAM_HEADERS = [
 ]
 
 
-class _Watched(Response):
+class Watched(Response):
+    """An answer that is cancelled when the client leaves, or leaves what it was sent unread for too long."""
+
     def __init__(self, stall_s: float) -> None:
         self.status_code, self.background = 200, None
         self.stall_s = stall_s
@@ -66,7 +68,7 @@ class _Watched(Response):
         self._sending = 0.0
 
 
-class EventStream(_Watched):
+class EventStream(Watched):
     """Chunks of an async generator, each sent as it comes, behind headers that are sent at once.
 
     An error that is raised without waiting (a full queue, a capture beyond the whole budget) is an ordinary answer.
@@ -107,7 +109,7 @@ class EventStream(_Watched):
         await send({"type": "http.response.body", "body": last})
 
 
-class Whole(_Watched):
+class Whole(Watched):
     """One JSON body, made while the connection is watched."""
 
     def __init__(self, make: Callable[[], Awaitable[bytes]], stall_s: float = 60.0) -> None:

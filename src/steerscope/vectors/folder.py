@@ -1,4 +1,7 @@
-"""A folder of vector files as a mapping from names to vectors. A file that changes is read again."""
+"""A folder of vector files as a mapping from names to vectors.
+
+A file that changes is read again, and what was read of one that is gone is let go with the next look at the folder.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,22 +13,27 @@ from steerscope.vectors.files import SUFFIXES, load
 class VectorFolder(Mapping[str, VectorData]):
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
-        self._read: dict[Path, tuple[tuple[int, int], VectorData]] = {}
+        self._read: dict[Path, tuple[tuple[int, int, int], VectorData]] = {}
 
     def _files(self) -> dict[str, Path]:
-        if not self._folder.is_dir():
-            return {}
-        seen = (path for path in self._folder.iterdir() if not path.name.startswith("."))  # those are being written
-        found = sorted(path for path in seen if path.suffix.lower() in SUFFIXES)
+        seen = self._folder.iterdir() if self._folder.is_dir() else ()
+        # Names that begin with a dot are being written.
+        found = sorted(p for p in seen if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+        for gone in self._read.keys() - set(found):
+            self._read.pop(gone, None)
         return {path.stem: path for path in found}
 
     def __getitem__(self, name: str) -> VectorData:
         path = self._files()[name]
-        state = path.stat()
-        mark = (state.st_mtime_ns, state.st_size)
-        if path not in self._read or self._read[path][0] != mark:
-            self._read[path] = (mark, load(path).to_spec())
-        return self._read[path][1]
+        try:
+            state = path.stat()
+        except FileNotFoundError:  # deleted a moment ago
+            raise KeyError(name) from None
+        mark = (state.st_mtime_ns, state.st_size, state.st_ino)
+        known = self._read.get(path)
+        if known is None or known[0] != mark:
+            self._read[path] = known = (mark, load(path).to_spec())
+        return known[1]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files())

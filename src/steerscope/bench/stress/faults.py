@@ -75,9 +75,9 @@ FAULTS = (
     ),
     Fault(
         "the disk is full",
-        "what was whole stays whole and nothing half written is left; a server answers 507 and keeps the rows",
+        "what was whole stays whole and nothing half written is left; a server sends captured rows without it",
         (
-            "tests/serving/test_faults.py::test_a_full_disk_is_the_servers_trouble_and_the_rows_stay",
+            "tests/serving/test_faults.py::test_rows_are_fetched_though_the_disk_is_full",
             "tests/capture/test_store.py::test_a_disk_that_is_full_stops_the_writing_and_leaves_what_was_whole",
             "tests/capture/test_rows.py::test_a_full_disk_leaves_the_old_file_whole_and_nothing_half_written",
             "tests/vectors/test_files.py::test_a_write_that_runs_out_of_room_keeps_the_old_file_and_leaves_nothing",
