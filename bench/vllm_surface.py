@@ -20,8 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from steerscope.engines.vllm.guards import SUPPORTED
 from vllm_targets import CALLED, GIVEN, IMPORTS, READ, WRAPPED
+
+from steerscope.engines.vllm.guards import SUPPORTED
 from steerscope.files import atomic_path
 
 PINS = ("torch", "transformers")  # what of a wheel's requirements is noted

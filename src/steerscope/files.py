@@ -8,6 +8,7 @@ raises into one `BadFile` that names the file.
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,8 +29,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         if target.is_file():
             shutil.copymode(target, temporary)
         yield temporary
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())  # some file systems report a full disk only here
+        flush(temporary)
         os.replace(temporary, target)
     except OSError as error:
         reason = error.strerror or f"not all of it could be written ({error})"  # numpy gives no errno
@@ -45,6 +45,33 @@ def check_folder(path: str | Path) -> Path:
     if not target.parent.is_dir():
         raise BadFile(f"cannot write {path}: the folder {target.parent} does not exist; create it first")
     return target
+
+
+def flush(path: Path) -> None:
+    """Wait until a file is on the disk: some file systems report only then that the disk is full."""
+    with path.open("r+b" if os.name == "nt" else "rb") as file:  # Windows flushes only what is open for writing
+        os.fsync(file.fileno())
+
+
+def lock(handle: int, *, wait: bool) -> None:
+    """Keep other processes out until the file is closed; without `wait` a file that is locked is a BlockingIOError."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:
+        return _lock_on_windows(handle, wait)
+    return fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _lock_on_windows(handle: int, wait: bool) -> None:
+    import msvcrt
+
+    while True:
+        try:
+            return msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        except OSError as error:  # it does not say why
+            if not wait:
+                raise BlockingIOError(*error.args) from error
+            time.sleep(0.1)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ version, and loses the tokenizer's digit splitting and the older spelling of the
 lock in a directory beside the final one, which gets its name only when every file is written.
 """
 
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -20,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from steerscope.files import lock
 from steerscope.specs.errors import ModelNotFound, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ def _default_model(cache_dir: Path, progress: Callable[[str], None] | None) -> P
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         # The lock file stays behind on purpose: removing it would let two holders in.
-        with target.with_name(f"{target.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with target.with_name(f"{target.name}.lock").open("w") as held:
+            lock(held.fileno(), wait=True)
             if not _is_complete(target):  # whoever waited for the lock finds the work done
                 if progress:
                     progress(f"converting {DEFAULT_MODEL} once into {target} (10 to 60 s, 270 MB)")

@@ -1,6 +1,7 @@
 """From texts to a pack on a tiny model: rows keep their labels, folders can be taken up again, and a pack says how it
 was made."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,6 +152,48 @@ def test_a_pack_is_whole_and_says_how_it_was_made(engine: SyncEngine, concepts: 
     assert pack.info.training["control_median_text_auroc"] == float(np.median(done.control[1].auroc))
     assert {what for what, _, _ in told} == {"reading texts", "comparing layers", "fitting", "fitting the control"}
     assert all(0 < done <= total for _, done, total in told)
+
+
+class Reached(Exception):
+    """Rows and labels are together, and the fit begins."""
+
+
+@pytest.mark.parametrize(("asked", "where"), [(None, "meta"), ("cpu", "cpu")])
+def test_lenses_are_fitted_where_the_model_is_unless_a_device_is_named(
+    engine: SyncEngine,
+    concepts: ConceptSet,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str | None,
+    where: str,
+) -> None:
+    """The meta device stands for a GPU."""
+    assert engine.aio.device == torch.device("cpu")
+    monkeypatch.setattr(engine.aio, "device", torch.device("meta"))
+
+    def begin(*tensors: torch.Tensor) -> None:
+        assert {tensor.device.type for tensor in tensors} == {where}
+        raise Reached
+
+    monkeypatch.setattr(lenses, "Examples", begin)
+    for layers in ((1,), (1, 2)):  # of several, quick probes choose one
+        settings = SETTINGS.model_copy(update={"layers": layers, "device": asked})
+        with pytest.raises(Reached):
+            fit_pack(engine, concepts, tmp_path / "pack", settings)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_fit_on_a_gpu_finds_what_a_fit_on_the_cpu_finds(concepts: ConceptSet, tmp_path: Path) -> None:
+    settings = SETTINGS.model_copy(update={"layers": (1, 2), "control": True})
+    with HFEngine(copy.deepcopy(tiny.model()).cuda(), tiny.tokenizer(), name="tiny").sync as engine:
+        here, there = (
+            fit_pack(engine, concepts, tmp_path / device, settings.model_copy(update={"device": given}))
+            for device, given in (("cuda", None), ("cpu", "cpu"))
+        )
+    assert here.pack.info.training["settings"]["device"].startswith("cuda")
+    assert all(tensor.device.type == "cpu" for tensor in here.pack.tensors.values())
+    assert np.nanmedian(here.texts.auroc) > 0.9
+    assert np.nanmedian(there.texts.auroc) > 0.9
 
 
 def test_weights_and_names_stay_together_when_the_pack_sorts_them(

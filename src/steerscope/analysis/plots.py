@@ -9,6 +9,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike
 
 from steerscope.analysis.results import Result
+from steerscope.lenses.colours import Colours
 from steerscope.lenses.report import DIVERGING, GRID, INK, styled
 
 SEQUENTIAL = [[0.0, "#ffffff"], [0.5, "#f0a35e"], [1.0, "#a94606"]]
@@ -41,9 +42,11 @@ def heat_figure(
     limit: float | None = None,
     signed: bool = True,
 ) -> go.Figure:
-    """A heat map, one grid at a time with a menu of their names; the first one is shown."""
-    values = np.concatenate([grid[~np.isnan(grid)] for grid in grids.values()])
-    limit = limit or float(np.quantile(np.abs(values), 0.995)) or 1.0  # a few outliers must not pale the rest
+    """A heat map, one grid at a time with a menu of their names; the first one is shown. All share one scale, up to
+    `limit`, or as the values need it."""
+    values = np.concatenate([grid.ravel() for grid in grids.values()])
+    colours = Colours(limit, signed=signed) if limit else Colours.of(values, signed=signed)
+    scale = DIVERGING if signed else SEQUENTIAL
     plain = {
         name: [[None if np.isnan(x) else float(f"{x:.4g}") for x in row] for row in z] for name, z in grids.items()
     }
@@ -54,9 +57,7 @@ def heat_figure(
             x=[escape(str(name), quote=False) for name in columns],
             y=list(range(len(rows))),
             customdata=[[label] * len(columns) for label in labels],
-            colorscale=DIVERGING if signed else SEQUENTIAL,
-            zmin=-limit if signed else 0,
-            zmax=limit,
+            **colours.keywords(scale),
             hovertemplate=f"%{{customdata}}<br>{across} %{{x}}<br>{hover}<extra></extra>",
             colorbar={"thickness": 12, "outlinewidth": 0},
         )
@@ -64,11 +65,12 @@ def heat_figure(
     left = 24 + 7 * max(map(len, labels))
     top = 56 if len(grids) > 1 else 12
     styled(figure, 74 + top + 24 * len(rows), margin={"l": left, "r": 8, "t": top, "b": 52})
+    colours.explain(figure, scale)
     figure.update_xaxes(title={"text": across}, type="category", showgrid=False, zeroline=False)
     figure.update_yaxes(tickvals=list(range(len(rows))), ticktext=labels, autorange="reversed", showgrid=False)
     if len(grids) > 1:
         buttons = [
-            {"label": escape(name, quote=False), "method": "restyle", "args": [{"z": [grid]}]}
+            {"label": escape(name, quote=False), "method": "restyle", "args": [{"z": [grid]}, [0]]}
             for name, grid in plain.items()
         ]
         figure.update_layout(updatemenus=[{**_MENU, "buttons": buttons}])

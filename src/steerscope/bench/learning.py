@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -59,6 +58,8 @@ def stage(work: Path, name: str, do: Callable[[], dict[str, object]]) -> dict:
 
 
 def _processor() -> float:
+    import resource
+
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 

@@ -44,16 +44,24 @@ def shared_folder(size: int) -> Path:
     return Path(tempfile.gettempdir())
 
 
+def _allocate(handle: int, size: int) -> None:
+    """A full disk is found here, not as a signal at the first write."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, size)
+    else:
+        os.ftruncate(handle, size)
+
+
 class Arena:
     """A mapped file. Its first cache line says when a request failed last."""
 
     def __init__(self, path: Path, size: int, *, create: bool) -> None:
         self.path, self.size = path, size
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-        handle = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        handle = os.open(path, flags, 0o600)
         try:
             if create:
-                os.posix_fallocate(handle, 0, size)  # a full disk is found here, not as a signal at the first write
+                _allocate(handle, size)
             self._map = mmap.mmap(handle, size)
         except OSError as error:
             if create:

@@ -76,8 +76,7 @@ def _installed() -> dict[str, object]:
 
 
 def _hardware(problems: list[str]) -> dict[str, object]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    found: dict[str, object] = {"cores": os.cpu_count(), "memory": f"{memory:.1f} GiB"}
+    found: dict[str, object] = {"cores": os.cpu_count(), "memory": _memory()}
     try:
         from torch import cuda
 
@@ -86,6 +85,12 @@ def _hardware(problems: list[str]) -> dict[str, object]:
     except Exception as error:
         problems.append(f"torch does not work ({error}): run pip install --force-reinstall torch")
     return found
+
+
+def _memory() -> str | None:
+    if not hasattr(os, "sysconf"):  # Windows
+        return None
+    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
 
 
 def _tiny_engine() -> "SyncEngine":

@@ -46,7 +46,7 @@ def fit(
     from steerscope.training.lenses import LensSettings, fit_pack
 
     given = {"seed": seed, "generate": generate, "fold": fold, "control": shuffled_control}
-    given |= {"name": out.name, "device": device or "cpu"}
+    given |= {"name": out.name, "device": device}
     asked = {**({"widths": ()} if linear else {}), **({"epochs": epochs} if epochs is not None else {})}
     known, settings = o.together(
         lambda: load_concepts(concepts),

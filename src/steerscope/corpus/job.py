@@ -4,7 +4,6 @@ Everything that decides what comes out is fixed when the job begins and compared
 on how many machines it runs is not part of it.
 """
 
-import fcntl
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from pydantic import Field
 from steerscope.capture.shards import RowType, StoreInfo
 from steerscope.capture.store import PARTS, create, present, read_info
 from steerscope.corpus.source import Corpus, Document, SourceFile, check_paths, preview, scan
+from steerscope.files import lock
 from steerscope.models import check_adapter, resolve
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Capture
@@ -92,9 +92,9 @@ def alone(folder: Path) -> Iterator[int]:
 
     The lock is held until every process that has the yielded descriptor has ended."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
+    with (folder / ".lock").open("w") as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(held.fileno(), wait=False)
         except BlockingIOError:
             raise BadFile(f"another run is writing to {folder}: wait for it, or stop it") from None
         except OSError as error:
@@ -102,7 +102,7 @@ def alone(folder: Path) -> Iterator[int]:
                 f"cannot lock {folder}/.lock: {error.strerror}: choose a folder that can be locked"
             ) from error
         _clean(folder)
-        yield lock.fileno()
+        yield held.fileno()
         _clean(folder)
 
 

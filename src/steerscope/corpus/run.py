@@ -21,6 +21,7 @@ from steerscope.corpus.reader import ShardReader, open_engine
 from steerscope.engines.facade import SyncEngine
 from steerscope.specs.errors import BadFile, RequestFailed
 
+_POSIX = hasattr(os, "killpg")
 _RESTARTS = 3  # of a worker that has committed nothing since it was started
 _POLL_S = 0.5
 _CLOSING_S = 30.0  # an engine's time to close
@@ -112,8 +113,11 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     """With everything that its engine has started."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(_CLOSING_S)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    if _POSIX:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
     process.wait()
 
 
@@ -126,10 +130,10 @@ def _start(folder: Path, worker: int, workers: int, lock: int | None) -> "subpro
     env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": names[worker % gpus]} if gpus else {})}
     numbers = map(str, (worker, workers, os.getpid()))
     command = [sys.executable, "-m", "steerscope.corpus.worker", str(folder), *numbers]
-    held = () if lock is None else (lock,)
+    held = (lock,) if _POSIX and lock is not None else ()
     with _log(folder, worker).open("ab") as log:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, pass_fds=held, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, pass_fds=held, start_new_session=_POSIX
         )
 
 

@@ -30,7 +30,7 @@ def _follow(parent: int) -> None:
     """Nobody waits for a worker whose parent was killed, perhaps before the worker had begun."""
     while os.getppid() == parent:
         time.sleep(0.5)
-    if os.getpgrp() == os.getpid():
+    if hasattr(os, "getpgrp") and os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)  # and what its engine has started
     os._exit(1)
 

@@ -64,6 +64,7 @@ class Engine(Scopes, ABC):
     tokenizer: "PreTrainedTokenizerBase"
     capture_ttl: float
     dtype: "torch.dtype"  # of the activations
+    device: "torch.device"  # of the model; of one that is spread over several, the first
 
     def __init__(self, budget: ByteBudget) -> None:
         super().__init__()

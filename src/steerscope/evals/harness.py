@@ -15,6 +15,7 @@ the context, the prompt keeps at most half of it, and what is left is generated.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -122,7 +123,7 @@ class SteeredLM(TemplateLM):
 
     def _fitting(self, text: str, options: dict) -> tuple[TokenPrompt, Sampling]:
         """The end of a prompt that leaves room for the answer, and the sampling of the answer."""
-        known = normalize_gen_kwargs(options, _MAX_GEN_TOKS)
+        known: dict[str, Any] = dict(normalize_gen_kwargs(options, _MAX_GEN_TOKS))
         max_tokens = max(1, known["max_gen_toks"])
         n_kept = self.max_length - max_tokens if max_tokens < self.max_length else self.max_length // 2
         ids = (self.tok_encode(text, add_special_tokens=True) or [self.prefix_token_id])[-n_kept:]

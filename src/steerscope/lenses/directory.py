@@ -9,6 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from steerscope.files import flush
 from steerscope.specs.errors import BadFile
 
 
@@ -29,8 +30,7 @@ def atomic_directory(path: Path, marker: str) -> Iterator[Path]:
         yield temporary
         for file in temporary.rglob("*"):
             if file.is_file():
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())  # some file systems report a full disk only here
+                flush(file)
         _put(temporary, target)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)

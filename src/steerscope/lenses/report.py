@@ -13,6 +13,7 @@ import torch
 from plotly.offline import get_plotlyjs
 
 from steerscope.lenses.bank import calibrate
+from steerscope.lenses.colours import Colours
 from steerscope.lenses.readings import Firing, Readings
 
 _CONFIG: dict[str, object] = {"displayModeBar": False, "responsive": True, "scrollZoom": False}
@@ -131,21 +132,20 @@ def heat_figure(readings: Readings, texts: Sequence[str], best: Sequence[int], p
     paths = [[escape(" › ".join(pack.path(lens)))] * len(columns) for lens in shown]
     hover = "token <b>%{customdata[0]}</b><br>%{customdata[1]}<br>%{z:.3f}<extra></extra>"
     both = [[[label, path] for label, path in zip(labels, row, strict=True)] for row in paths]
+    colours = Colours.of(values, signed=False, least=1.0)
     figure = go.Figure(
         go.Heatmap(
             z=values,
             x=columns,
             y=list(range(len(shown))),
             customdata=both,
-            colorscale=_HEAT,
-            zmin=0,
-            zmax=max(1.0, float(readings.values.max(initial=0.0))) if len(shown) else 1,
+            **{**colours.keywords(_HEAT), "showscale": False},
             hovertemplate=hover,
-            showscale=False,
         )
     )
     room = 18 + 7 * max(map(len, labels), default=1)
     styled(figure, 60 + 22 * max(1, len(shown)) + room, margin={"l": 190, "r": 8, "t": 8, "b": room})
+    colours.explain(figure, _HEAT)
     figure.update_xaxes(tickvals=columns, ticktext=labels, tickangle=-90, tickfont={"size": 12}, showgrid=False)
     figure.update_yaxes(tickvals=list(range(len(shown))), ticktext=names, autorange="reversed", showgrid=False)
     generated = int((readings.positions < prompt_length).sum())

@@ -49,7 +49,7 @@ class LensSettings(Spec):
     seed: int = Field(default=0, ge=0, lt=2**31)
     generate: int = Field(default=0, ge=0)
     control: bool = False
-    device: str = "cpu"  # where lenses are fitted
+    device: str | None = None  # where lenses are fitted; None: where the engine's model is
     name: str = "lenses"
     fit: FitSettings = FitSettings()
 
@@ -76,6 +76,7 @@ def fit_pack(
 ) -> LensFit:
     """Train lenses for all concepts and write the pack to `out`; rows are kept in `work` (default: `out`.work)."""
     _refuse_layers(engine, settings)
+    settings = settings.model_copy(update={"device": settings.device or str(engine.aio.device)})
     folder = Path(work) if work else Path(out).with_name(Path(out).name + ".work")
     folder.mkdir(parents=True, exist_ok=True)
     examples = [*concepts.examples, *generated_examples(engine, concepts, settings.generate, folder, progress)]
@@ -133,7 +134,7 @@ def _refuse_layers(engine: SyncEngine, settings: LensSettings) -> None:
 
 
 def _data(
-    rows: TextRows, layer: int, examples: Sequence[Example], parts: dict[str, int], device: str = "cpu"
+    rows: TextRows, layer: int, examples: Sequence[Example], parts: dict[str, int], device: str | None = None
 ) -> Examples:
     found, text = rows.at(layer)
     concept = torch.tensor([example.concept for example in examples])
@@ -181,7 +182,7 @@ def _fit_groups(
 
             _save(fit(data, relations, settings.fit, seed=settings.seed, lenses=group, progress=tell), path)
         with reading(path, "group of fitted lenses"):
-            done.append(load_file(path, device=settings.device))
+            done.append(load_file(path, device=str(data.rows.device)))
     if progress:
         progress(what, total, total)
     joined = {name: torch.cat([group[name] for group in done]) for name in done[0]}
@@ -190,7 +191,7 @@ def _fit_groups(
 
 def _key(data: Examples, relations: Relations, settings: LensSettings, group: range) -> str:
     """A hash of all that the weights of a group depend on."""
-    chosen = [settings.fit.model_dump(), settings.seed, settings.device, group.start, group.stop]
+    chosen = [settings.fit.model_dump(), settings.seed, str(data.rows.device), group.start, group.stop]
     tensors: list[Tensor] = [data.rows, data.text, data.concept, data.part]
     tensors += [relations.positive, relations.siblings, relations.opposites, relations.distant]
     content = json.dumps([chosen, [checksum(tensor.cpu()) for tensor in tensors]])

@@ -9,9 +9,9 @@ fills the tensor of layer il from offset n_embd·(il−1) (src/llama-adapter.cpp
 cancel, and build_cvec(cur, il) adds it after the FFN's residual add, il counted from 0. repeng trains `direction.N`
 on hidden_states[N+1] and adds it to the output of block N, counted from 0 (repeng/extract.py, control.py). So
 `direction.N` is our layer N at resid_post, with no shift. "1-based" only means that llama.cpp refuses `direction.0`:
-layer 0 cannot be stored. Where another program wrote `direction.0` all the same, it is read as layer 0, as repeng counts,
-and the other numbers stay. (llama.cpp's own cvector-generator names what it read after layer il `direction.{il+1}`; its
-files act on layer il+1 in llama.cpp and here alike.)
+layer 0 cannot be stored. Where another program wrote `direction.0` all the same, it is read as layer 0, as repeng
+counts, and the other numbers stay. (llama.cpp's own cvector-generator names what it read after layer il
+`direction.{il+1}`; its files act on layer il+1 in llama.cpp and here alike.)
 
 The same vector gives the same bytes: nothing in a file depends on its name or the time, and JSON keys are sorted.
 

@@ -15,10 +15,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from vllm_targets import CALLED, GIVEN, IMPORTS, READ, WRAPPED, Called, Read, Wrapped
 
 from steerscope.engines.vllm.guards import SUPPORTED
 from steerscope.engines.vllm.layers import _NORM_FOLLOWS
-from vllm_targets import CALLED, GIVEN, IMPORTS, READ, WRAPPED, Called, Read, Wrapped
 
 ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "src" / "steerscope"

@@ -1,7 +1,6 @@
 """Rounds of random requests, so many at once; after each round the books are compared, and all rows with the oracle."""
 
 import asyncio
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -39,6 +38,14 @@ class Plan:
     limit: float = 1e-4  # relative L2 of a row
 
 
+def _peak_mib() -> int:
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
 async def stress(target: Target, oracle: Oracle, plan: Plan, say: Say = lambda _: None) -> tuple[Ledger, list[int]]:
     """The ledger, and this process's memory in MiB after each round."""
     rng, ledger, memory = np.random.default_rng(plan.seed), Ledger(), []
@@ -49,7 +56,7 @@ async def stress(target: Target, oracle: Oracle, plan: Plan, say: Say = lambda _
         count = min(4 * plan.concurrent, plan.requests - ledger.sent)
         requests = [draw(rng, prefix, plan.watched) for _ in range(count)]
         await _round(target, oracle, plan, requests, ledger)
-        memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+        memory.append(_peak_mib())
         say(f"{ledger.sent} sent, {ledger.rows} rows, {ledger.tokens} tokens checked, {len(ledger.wrong)} wrong")
     stats = await target.rest()
     ledger.reserved_bytes = int(stats["capture_reserved"] - before["capture_reserved"])

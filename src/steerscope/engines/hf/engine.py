@@ -69,6 +69,7 @@ class HFEngine(ThreadedEngine[Row]):
         check_options(max_batch, max_columns, slots, capture_budget, capture_ttl)
         self.model, self.tokenizer = model.eval(), tokenizer
         self.capture_ttl, self.max_batch, self.dtype = capture_ttl, max_batch, model.dtype
+        self.device = model.device
         config = model.config.get_text_config(decoder=True)
         self.blocks = blocks = find_blocks(model)
         self.facts = Facts(

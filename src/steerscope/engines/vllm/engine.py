@@ -30,7 +30,7 @@ from steerscope.engines.vllm.packs import WorkerStore
 from steerscope.engines.vllm.running import Running, SamplingParamsOf
 from steerscope.engines.vllm.selftest import self_test
 from steerscope.engines.vllm.settings import Settings
-from steerscope.engines.vllm.starting import eos_ids, mode_of, start_vllm, tokenizer_of, watch_core
+from steerscope.engines.vllm.starting import device_of_workers, eos_ids, mode_of, start_vllm, tokenizer_of, watch_core
 from steerscope.engines.vllm.wire import OVERFLOW, spoil
 from steerscope.specs.errors import Problem, RequestFailed, Unsteerable, UnsupportedModel
 from steerscope.specs.sampling import Sampling
@@ -75,7 +75,7 @@ class VLLMEngine(ThreadedEngine[Running]):
             raise
 
     def _begin(self, config: Any, name: str, capture_budget: int) -> None:
-        self.dtype = config.model_config.dtype
+        self.dtype, self.device = config.model_config.dtype, device_of_workers()
         self.mode = mode_of(config)
         alone = config.parallel_config.pipeline_parallel_size == 1
         self.facts = dataclasses.replace(facts_of(config, self.settings, name), watches=True, switches=alone)

@@ -18,9 +18,10 @@ All ranks of a tensor-parallel group draw the same integers.
 """
 
 import contextlib
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
@@ -244,12 +245,13 @@ class _Call:
         calls: list[Place] = []
 
         def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            where = list(self._like_stream({**dict(enumerate(args)), **kwargs}))
+            values: dict[Where, Any] = {**dict(enumerate(args)), **kwargs}
+            where = list(self._like_stream(values))
             if len(where) in (1, 2):
                 calls.append(_stream_place(module, "before", where))
 
         def after(module: nn.Module, _args: tuple, kwargs: dict[str, Any], output: object) -> None:
-            written = {"output": kwargs["output"]} if output is None and "output" in kwargs else {}
+            written: dict[Where, Any] = {"output": kwargs["output"]} if output is None and "output" in kwargs else {}
             where = list(self._like_stream(written or _by_place(output)))
             if where:
                 calls.append(Place(module, "after", where[0]))
@@ -406,7 +408,7 @@ def _multipliers(layer: nn.Module) -> list[float]:
     found = [1.0]
     if (multiplier := getattr(layer, "residual_multiplier", None)) is not None:
         found.append(float(multiplier))
-    config = getattr(layer, "config", None)
+    config: Any = getattr(layer, "config", None)
     if (depth := getattr(config, "scale_depth", None)) is not None:  # MiniCPM
         found.append(float(depth) / math.sqrt(config.num_hidden_layers))
     return found
@@ -457,9 +459,8 @@ def _on_host(part: Tensor) -> Tensor:
     return part.detach().to("cpu", torch.float64, copy=True)
 
 
-def _total(parts: Any) -> Tensor:
-    first, *rest = parts
-    return sum(rest, first)
+def _total(parts: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, parts)
 
 
 def _integers(shape: torch.Size, *seed: int) -> Tensor:

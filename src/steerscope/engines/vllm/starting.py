@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from pydantic import ValidationError
 from transformers import AutoTokenizer
 
@@ -91,6 +92,12 @@ def usable_dtype() -> str | None:
     from vllm.platforms import current_platform
 
     return "float32" if current_platform.is_cpu() and not has_bf16() else None
+
+
+def device_of_workers() -> torch.device:
+    from vllm.platforms import current_platform
+
+    return torch.device("cpu" if current_platform.is_cpu() else "cuda")
 
 
 def share_of_memory() -> dict[str, float]:

@@ -37,6 +37,7 @@ from steerscope.engines.vllm.watching import Group, Watching, groups_of, places_
 from steerscope.engines.vllm.wire import OVERFLOW, Wire, waits
 from steerscope.residual.table import Key, Slots, SlotTable
 from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
+from steerscope.specs.steering import SITES
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -56,8 +57,9 @@ class WorkerTaps:
         self.hidden, self.dtype = config.model_config.get_hidden_size(), config.model_config.dtype
         layers = layer_count(config)
         found = find_layers(runner.get_model(), layers)
-        found = prove_layers(found, self.hidden, settings.sites, functools.partial(dry_run, runner))
         asked = settings.keys(layers)
+        sites = [site for site in SITES if site in settings.sites]
+        found = prove_layers(found, self.hidden, sites, functools.partial(dry_run, runner))
         self.keys: tuple[Key, ...] = tuple(key for key in asked if key[0] in found.found)
         self.returns = returned(next(iter(found.found.values())).module)
         self.layer_class = type(next(iter(found.found.values())).module).__name__

