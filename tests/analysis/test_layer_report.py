@@ -44,6 +44,8 @@ def test_the_page_has_the_findings_and_no_markup_of_others(results: dict[str, Re
     best = where(results["attention"].tables["top"], "by", "z").slice(0, 1).to_pylist()[0]
     assert f"<td>{best['layer']}</td><td>{best['head']}</td>" in body
     assert "at a distance of 3" in body
+    assert "For single ones take --random 4800." in body  # 30 directions at 4 layers
+    assert "Of 3 components no share is below 33%." in body
     headings = re.findall(r"<h2>(.*?)</h2>", body)
     assert "Where looking changed" in headings
     assert "What MLPs make of directions, against the vectors given" in headings

@@ -53,19 +53,39 @@ def test_from_answers_to_a_report(
     assert cli(*asked, "--resume").exit_code == 0
     with endpoint(lambda *_: (200, says("40", usage={"prompt_tokens": 10, "completion_tokens": 1}))) as (url, seen):
         judged = ["--judge", url, "--judge-model", "m", "--rubric", data / "rubric.txt", "--prices", "1,2"]
-        scored = cli("eval", "score", out, *judged, "--regex", "e")
+        (data / "judge.json").write_text('{"max_completion_tokens": 99, "temperature": null, "tries": 2}')
+        limits = ["--judge-config", data / "judge.json", "--judge-max-completion-tokens", 300, "--judge-at-once", 2]
+        scored = cli("eval", "score", out, *judged, *limits, "--regex", "e")
+        (data / "judge.json").write_text('{"max_token": 99}')
+        (wrong,) = refused("eval", "score", out, *judged, *limits)
+        (least,) = refused("eval", "score", out, *judged, "--judge-tries", 0)
+    assert wrong.startswith(f"--judge-config: {data / 'judge.json'} has no known setting max_token; choose from")
+    assert least == "judge tries: 0 is out of range; give 1 or more"
+    assert seen[0]["max_completion_tokens"] == 300
+    assert not {"max_tokens", "temperature"} & seen[0].keys()
     assert scored.exit_code == 0, scored.output
     assert seen[0]["messages"][0]["content"].startswith("Rate ")
     assert "cost" in scored.stderr
     shown = cli("eval", "report", out)
     assert shown.exit_code == 0, shown.output
     assert "up × -2" in shown.stdout
+    assert "PARTIAL" not in scored.output + shown.output
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert summary["score"] == "judge"
     assert {"judge", "keywords", "regex", "perplexity", "projection: up"} <= {
         one["score"] for one in summary["conditions"]
     }
     assert (out / "report.html").is_file()
+    lines = (out / "rollouts.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (out / "rollouts.jsonl").write_text("".join(lines[:-3]), encoding="utf-8")  # as a run that was killed leaves it
+    for command in (("eval", "report", out), ("eval", "score", out, "--text-only")):
+        told = cli(*command)
+        assert told.exit_code == 0, told.output
+        assert "PARTIAL RUN: 3 of 14 answers are not there (" in told.stdout
+    head = next(line for line in shown.stdout.splitlines() if "condition" in line)
+    assert [head.index(name) for name in ("expected", "present", "judged")] == sorted(
+        head.index(name) for name in ("expected", "present", "judged")
+    )
 
 
 @pytest.mark.slow

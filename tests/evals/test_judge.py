@@ -141,6 +141,39 @@ def test_a_refusal_is_no_score_on_either_scale(reply: str, highest: Literal[3, 1
     assert found == Scored({}, f"refusal in {reply!r}")
 
 
+def test_thinking_is_not_scored_and_more_tokens_are_another_judgement() -> None:
+    texts = {"whole": "<think>3 of 5</think> 40", "cut": "<think>3 of 5, so"}
+    asked = [{"id": name, "question": name, "text": "So."} for name in texts]
+
+    def reply(_: int, body: dict) -> tuple[int, object]:
+        return 200, says(next(text for name, text in texts.items() if name in body["messages"][0]["content"]))
+
+    with endpoint(reply) as (url, _):
+        judge = JudgeScorer(Endpoint(url, "m", at_once=1), QUICK)
+        whole, cut = judge(asked)
+        longer = JudgeScorer(Endpoint(url, "m", max_tokens=400, at_once=2), QUICK)
+        same = JudgeScorer(Endpoint(url, "m", tries=2), QUICK)
+    assert whole == Scored({"judge": 40.0})
+    assert cut == Scored({}, "thinking cut off in '<think>3 of 5, so'")
+    assert longer.identity != judge.identity == same.identity
+
+
+def test_the_same_refusal_ends_the_scoring_with_the_endpoints_words(
+    folder: tuple[Path, EvalRun], tmp_path: Path
+) -> None:
+    out, run = folder
+    shutil.copytree(out, tmp_path / "run", ignore=shutil.ignore_patterns("scores"))
+    with (
+        endpoint(lambda *_: (400, {"error": {"message": "use max_completion_tokens"}})) as (url, seen),
+        pytest.raises(Interrupted, match="400: use max_completion_tokens; mend that"),
+    ):
+        score(tmp_path / "run", run, [scorer(url, same_refusals=4)])
+    assert 4 <= len(seen) <= 8
+    facts = scorer_facts(tmp_path / "run")["judge"]
+    assert facts["counts"]["not scored yet"] == len([one for one in answers_of(out, run) if "logprobs" not in one])
+    assert facts["about"]["last refusal"] == "400: use max_completion_tokens"
+
+
 def test_the_scale_is_what_the_rubric_asks_for() -> None:
     role = Persona.parse({"name": "pirate", "kind": "roles", "instruction": [{"pos": "Be one."}]})
     other = role.model_copy(update={"eval_prompt": "Rate {answer}"})

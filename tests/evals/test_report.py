@@ -25,7 +25,12 @@ def test_an_interval_that_nobody_knows_is_not_drawn() -> None:
     shapes = {}
     for count in (1, 2):
         rows = [
-            {"condition": one.name, "dataset": "d", "question": str(q), "scores": {"x": q + at, "perplexity": 2.0 + q}}
+            {
+                "condition": one.name,
+                "dataset": "d",
+                "question": str(q),
+                "scores": {"x": q * (1.0 + at), "perplexity": 2.0 + q},
+            }
             for at, one in enumerate(conditions)
             for q in range(count)
         ]

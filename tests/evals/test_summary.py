@@ -13,7 +13,7 @@ from steerscope.bench.eval_study import simulated
 from steerscope.evals.items import Item
 from steerscope.evals.run import Condition, EvalRun
 from steerscope.evals.scoring import mean_of
-from steerscope.evals.summary import compare
+from steerscope.evals.summary import compare, out_of_reach
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "eval_study.json"
 
@@ -46,10 +46,10 @@ def test_means_tests_and_corrections_are_those_of_scipy_and_statsmodels() -> Non
         exact.append(float(test.pvalue))
         assert found[name]["difference"] == pytest.approx(apart.mean())
         assert found[name]["p"] == pytest.approx(exact[-1])
-        near = stats.bootstrap((means[name],), np.mean, method="percentile", rng=np.random.default_rng(1))
-        spread = near.confidence_interval.high - near.confidence_interval.low
-        assert found[name]["low"] == pytest.approx(near.confidence_interval.low, abs=0.1 * spread)
-        assert found[name]["high"] == pytest.approx(near.confidence_interval.high, abs=0.1 * spread)
+        known = stats.ttest_1samp(means[name], 0).confidence_interval(0.95)
+        assert (found[name]["low"], found[name]["high"]) == pytest.approx((known.low, known.high))
+        known = stats.ttest_rel(means[name], means["unsteered"]).confidence_interval(0.95)
+        assert (found[name]["difference_low"], found[name]["difference_high"]) == pytest.approx((known.low, known.high))
     corrected = [found[name]["p_corrected"] for name in ("a", "b", "c")]
     assert corrected == pytest.approx(multipletests(exact, method="holm")[1])
     assert "p" not in found["unsteered"]
@@ -88,6 +88,49 @@ def test_of_one_question_nobody_knows_how_sure_it_is(name: str) -> None:
     two = {"a": np.array([[2.0], [8.0]])}
     (entry,) = compare(rows_of(two, name), a_run(*two), name)
     assert entry["low"] < entry["mean"] < entry["high"]
+
+
+@pytest.mark.parametrize(
+    ("questions", "conditions", "least"), [(4, 1, 0.125), (5, 1, 0.0625), (6, 1, 2 / 64), (8, 4, 8 / 256)]
+)
+def test_the_least_p_is_that_of_a_difference_as_large_as_can_be(questions: int, conditions: int, least: float) -> None:
+    scores = {"unsteered": np.arange(questions)[:, None] / 10}
+    scores |= {f"c{i}": scores["unsteered"] + 1e6 * (i + 1) for i in range(conditions)}
+    _, *found = compare(rows_of(scores), a_run(*scores), "x")
+    assert [one["p_corrected"] for one in found] == pytest.approx([least] * conditions)
+    assert [one["least_p_corrected"] for one in found] == pytest.approx([least] * conditions)
+    said = out_of_reach(found)
+    assert bool(said) == (least >= 0.05)
+    if said:
+        assert said.startswith(f"{conditions} of {conditions} differences cannot reach p < 0.05")
+        assert f"with {questions} questions, less those scored alike, p is at least {least:.2g}" in said
+
+
+def test_questions_that_are_scored_alike_add_nothing_to_what_a_test_can_find() -> None:
+    scores = {"unsteered": np.zeros((9, 1)), "a": np.array([[0.0]] * 5 + [[1.0]] * 4)}
+    (_, found) = compare(rows_of(scores), a_run(*scores), "x")
+    assert found["p"] == found["least_p"] == pytest.approx(2 / 2**4)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+def test_intervals_of_few_questions_cover_the_truth(n: int) -> None:
+    random, covered, runs = np.random.default_rng(n), {"mean": 0, "difference": 0}, 300
+    for _ in range(runs):
+        level = random.normal(0, 1, (n, 1))
+        scores = {name: level + shift + random.normal(0, 1, (n, 2)) for name, shift in (("unsteered", 0), ("a", 0.5))}
+        _, found = compare(rows_of(scores), a_run(*scores), "x")
+        covered["mean"] += found["low"] <= 0.5 <= found["high"]
+        covered["difference"] += found["difference_low"] <= 0.5 <= found["difference_high"]
+    assert min(covered.values()) / runs >= 0.92
+
+
+def test_answers_that_are_all_right_do_not_make_the_share_certain() -> None:
+    scores = {"unsteered": np.ones((5, 1)), "a": np.ones((5, 1))}
+    first, second = compare(rows_of(scores, "correct"), a_run(*scores), "correct")
+    assert (first["mean"], first["low"], first["high"]) == pytest.approx((1, 0.025 ** (1 / 5), 1))
+    assert (second["difference"], second["difference_low"], second["p"]) == (0, None, 1)
+    (other, _) = compare(rows_of(scores), a_run(*scores), "x")
+    assert (other["mean"], other["low"], other["high"]) == (1, None, None), "of a score of any kind nothing is known"
 
 
 def test_a_condition_that_changes_nothing_and_one_without_a_base_are_not_found() -> None:

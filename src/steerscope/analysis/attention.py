@@ -12,7 +12,7 @@ from torch import Tensor
 from steerscope.analysis.attention_tables import Seen, columns, finished
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
-from steerscope.analysis.layerwise import Columns, Inputs, Progress, about, along, checked_layers
+from steerscope.analysis.layerwise import Columns, Inputs, Progress, about, along, checked_layers, least_p
 from steerscope.analysis.onelayer import Heads, OneLayer
 from steerscope.analysis.results import Result
 from steerscope.specs.errors import InvalidRequest, Problem
@@ -107,6 +107,7 @@ def attention_pass(
         if progress:
             progress("attention", done + 1, len(layers))
     tables, found = finished(parts)
+    found["self_p"] = least_p(len(directions.names) * len(layers), random)
     asked = {"layer": layer, "distance": distance, "random": random, "seed": seed}
     told = about("attention", base, tuned, directions, against, **asked)
     return Result("attention", {**told, **found}, tables)

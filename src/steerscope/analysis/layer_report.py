@@ -12,6 +12,7 @@ from steerscope.analysis.results import Result
 from steerscope.lenses.report import div, table
 
 _SHOWN = 10
+_LEVEL = 0.05  # of p
 _MEASURES = {
     "change": "length of the change",
     "turn": "1 − cosine of before and after",
@@ -63,8 +64,8 @@ def attention(result: Result) -> Mapping[str, str]:
         "Single heads": "<p>How many of the pairs are beyond |z| = 3 in each head; of random directions 0.27 % are at "
         f"most. Below, the most extreme pairs.</p>{div(plots.heads_figure(result), 'plot-heads')}{_top(result, 'z')}",
         "Directions that keep themselves": "<p>z of each direction's affinity for itself, and of what a token writes "
-        "along it when all heads look at a token that has it; all heads together, among random directions.</p>"
-        + div(plots.own_figure(result), "plot-own"),
+        "along it when all heads look at a token that has it; all heads together, among random directions. "
+        f"{self_significance(result)}</p>" + div(plots.own_figure(result), "plot-own"),
     }
     if tuned:
         sections["Where looking changed"] = (
@@ -108,6 +109,28 @@ def _significant(result: Result, p: str) -> str:
     return f"{found} of {count} pairs and layers have p < 0.05 after correction for that many (Benjamini and Hochberg)."
 
 
+def self_significance(result: Result) -> str:
+    """How many directions with themselves are significant, and how many could be."""
+    pairs, known = result.tables["pairs"], cast("dict[str, float]", result.about.get("self_p"))
+    if not known:  # results of an older version
+        return ""
+    own = [row for row in pairs.to_pylist() if row["query"] == row["key"]]
+    columns = [name for name in ("p", "p_change") if name in pairs.schema.names]
+    found = {name: sum(row[name] < _LEVEL for row in own) for name in columns}
+    changed = f" ({found['p_change']} of the change)" if "p_change" in found else ""
+    said = (
+        f"{found['p']} of {known['tests']} directions and layers{changed} have p < {_LEVEL} for themselves after "
+        "correction. With "
+        f"{result.about['random']} random directions a p is {known['least']:.2g} or more before correction"
+    )
+    if known["least_corrected"] < _LEVEL:
+        return f"{said} and {known['least_corrected']:.2g} or more after it."
+    return (
+        f"{said}: a single direction cannot get below {known['least_corrected']:.2g} after it, only "
+        f"{known['together']} of them together below {_LEVEL}. For single ones take --random {known['random_needed']}."
+    )
+
+
 def _top(result: Result, by: str) -> str:
     value = "affinity" if by == "z" else "change"
     rows = where(result.tables["top"], "by", by).slice(0, _SHOWN).to_pylist()
@@ -142,9 +165,12 @@ def _groups(result: Result) -> str:
 
 def _components(result: Result) -> str:
     ones = cast("list[dict]", result.about["components"])
+    numbers = {one["component"] for one in ones}
     first = [
         f"{_MEASURES[one['measure']]}: mean |z| {one['mean']:.2f}, and {one['p']:.0%} of the components have as much"
         for one in ones
-        if one["component"] == min(other["component"] for other in ones)
+        if one["component"] == min(numbers)
     ]
-    return f"<p>The first one: {'; '.join(first)}.</p>{div(plots.components_figure(result), f'plot-{result.kind}-pc')}"
+    least = f"Of {len(numbers)} components no share is below {1 / len(numbers):.0%}."
+    drawn = div(plots.components_figure(result), f"plot-{result.kind}-pc")
+    return f"<p>The first one: {'; '.join(first)}. {least}</p>{drawn}"

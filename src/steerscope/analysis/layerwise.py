@@ -5,6 +5,7 @@ length away, and at this one its epsilon does not count. The opposite of each di
 directions and those given to compare with, against which every measure gets a z-score by its rank among them.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -155,6 +156,20 @@ def p_by_rank(values: Tensor, baseline: Tensor) -> Tensor:
     """Two-sided p of values [m] among a baseline [r], by counting: never below 2 / (r + 1), whatever the tails are."""
     above, below = ((order(baseline, values[:, None])).sum(1) for order in (torch.ge, torch.le))
     return (2 * (1 + torch.minimum(above, below)) / (1 + len(baseline))).clamp_max(1)
+
+
+def least_p(tests: int, random: int, level: float = 0.05) -> dict[str, Json]:
+    """How small `p_by_rank` can be against `random` directions: of one test, and of one among `tests` after correction
+    (Benjamini and Hochberg); how many tests must reach the former together to be below `level`, and how many random
+    directions let a single one be."""
+    least = 2 / (random + 1)
+    return {
+        "tests": tests,
+        "least": least,
+        "least_corrected": min(1.0, least * tests),
+        "together": math.floor(least * tests / level) + 1,
+        "random_needed": math.ceil(2 * tests / level),
+    }
 
 
 def along(units: Tensor, out: Tensor, tuned: Tensor | None = None) -> dict[str, Tensor]:

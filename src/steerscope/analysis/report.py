@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from steerscope.analysis import plots
 from steerscope.analysis.layer_report import attention, mlp
@@ -106,7 +107,8 @@ def susceptibility(result: Result) -> Sections:
     said = (
         "<p>Alignment is the part of a matrix's change that lies along a direction (1: all of it), z says how far that "
         "is from what random directions give, in their standard deviations. p is the chance that a random direction "
-        "reaches as large a z anywhere. First all matrices that read the stream, or write to it; then the three "
+        f"reaches as large a z anywhere; with {result.about['random']} of them it is {_least(result):.2g} or more. "
+        "First all matrices that read the stream, or write to it; then the three "
         "strongest ones of each direction.</p>"
     )
     found = {
@@ -125,6 +127,11 @@ def susceptibility(result: Result) -> Sections:
             + div(plots.susceptibility_figure(result, "against_z"), "plot-against")
         )
     return found
+
+
+def _least(result: Result) -> float:
+    """The least p that counting random directions can give."""
+    return 1 / (1 + cast("int", result.about["random"]))
 
 
 def strongest(result: Result, count: int = _SHOWN) -> list[dict]:

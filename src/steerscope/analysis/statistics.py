@@ -1,11 +1,11 @@
 """Is it there, how large, how sure: intervals, tests and corrections that every room uses. Pure numpy and scipy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
+from scipy import special, stats
 
 Floats = NDArray[np.float64]
 
@@ -19,30 +19,49 @@ class Interval:
     high: float
 
 
-def bootstrap(
-    values: ArrayLike,
-    *,
-    groups: Sequence[object] | None = None,
-    statistic: Callable[[Floats], float] = np.mean,
-    level: float = 0.95,
-    draws: int = 2_000,
-    seed: int = 0,
-) -> Interval:
-    """Percentile interval. With `groups` (say, the question of each answer) whole groups are drawn: answers to one
-    question are alike; drawing them one by one would make the interval too narrow."""
+def mean_interval(values: ArrayLike, *, groups: Sequence[object] | None = None, level: float = 0.95) -> Interval:
+    """Return the mean and Student's t interval of it, unbounded where there is one value or one group.
+
+    With `groups` (say, the question of each answer) groups are the units: answers to one question are alike, and
+    counting them one by one would make the interval too narrow. The bootstrap is not used: of 2 to 5 values its 95 %
+    interval covers the mean in 50 to 82 % of all samples, of 15 in 92 %."""
+    data = _checked(values)
+    parts = _parts(data, groups) if groups is not None else data[:, None]
+    mean, n = float(data.mean()), len(parts)
+    if n < 2:
+        return Interval(mean, -np.inf, np.inf)
+    sums = np.array([np.sum(part - mean) for part in parts])  # groups differ in size: their sums add up to 0
+    error = np.sqrt(n / (n - 1) * np.sum(sums**2)) / len(data)
+    reach = float(special.stdtrit(n - 1, (1 + level) / 2) * error)
+    return Interval(mean, mean - reach, mean + reach)
+
+
+def median_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
+    """Return the median between two of the sorted values, exact for every distribution. Where there are too few values
+    for that (below 6 at 95 %), the bounds are those of the mean's t interval."""
+    data = np.sort(_checked(values))
+    rank = int(stats.binom.ppf((1 - level) / 2, len(data), 0.5))  # of each bound, counted from its end
+    if rank:
+        return Interval(float(np.median(data)), float(data[rank - 1]), float(data[-rank]))
+    around = mean_interval(data, level=level)
+    return Interval(float(np.median(data)), around.low, around.high)
+
+
+def share_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
+    """Return the share of ones among zeros and ones, and Clopper and Pearson's interval of it: where all are the same,
+    a t interval would have no width."""
+    data = _checked(values)
+    n, ones, tail = len(data), int(data.sum()), (1 - level) / 2
+    low = float(stats.beta.ppf(tail, ones, n - ones + 1)) if ones else 0.0
+    high = float(stats.beta.ppf(1 - tail, ones + 1, n - ones)) if ones < n else 1.0
+    return Interval(ones / n, low, high)
+
+
+def _checked(values: ArrayLike) -> Floats:
     data = np.asarray(values, dtype=np.float64)
     if data.ndim != 1 or not data.size:
-        raise ValueError(f"bootstrap needs a list of at least one number, not shape {data.shape}")
-    random = np.random.default_rng(seed)
-    if groups is None:
-        every = random.choice(data, (draws, len(data)))
-        found = every.mean(axis=1) if statistic is np.mean else [float(statistic(drawn)) for drawn in every]
-    else:
-        parts = _parts(data, groups)
-        chosen = random.integers(len(parts), size=(draws, len(parts)))
-        found = [float(statistic(np.concatenate([parts[part] for part in row]))) for row in chosen]
-    low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(statistic(data)), float(low), float(high))
+        raise ValueError(f"an interval needs a list of at least one number, not shape {data.shape}")
+    return data
 
 
 def _parts(data: Floats, groups: Sequence[object]) -> list[Floats]:
@@ -54,7 +73,10 @@ def _parts(data: Floats, groups: Sequence[object]) -> list[Floats]:
     return [data[rows] for rows in places.values()]
 
 
-def permutation(a: ArrayLike, b: ArrayLike, *, paired: bool = False, draws: int = 9_999, seed: int = 0) -> float:
+DRAWS = 9_999  # of labels, where there are more ways to exchange them
+
+
+def permutation(a: ArrayLike, b: ArrayLike, *, paired: bool = False, draws: int = DRAWS, seed: int = 0) -> float:
     """Two-sided p of a difference of means; `paired`: a[i] and b[i] belong together. Exact where few ways exist."""
     first, second = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     result = stats.permutation_test(
@@ -66,6 +88,14 @@ def permutation(a: ArrayLike, b: ArrayLike, *, paired: bool = False, draws: int 
         rng=np.random.default_rng(seed),
     )
     return float(result.pvalue)
+
+
+def least_paired_p(a: ArrayLike, b: ArrayLike, *, draws: int = DRAWS) -> float:
+    """Return the least p that a paired permutation test of these can reach, however large the difference is: pairs that
+    are equal say nothing, and k others can be exchanged in 2 ** k ways."""
+    different = int(np.count_nonzero(np.asarray(a, dtype=np.float64) != np.asarray(b, dtype=np.float64)))
+    exact = 2.0**-different
+    return min(1.0, 2 * max(exact, 1 / (draws + 1) if 2.0 ** np.size(a) > draws else 0.0))
 
 
 def holm(p: ArrayLike) -> Floats:

@@ -28,7 +28,7 @@ def cell(one: dict[str, Any] | None) -> str:
     if one is None:
         return "—"
     sure = "**" if one.get("p_corrected", 1.0) < 0.05 else ""
-    interval = "unknown" if one["questions"] < 2 else f"{one['low']:.2f}–{one['high']:.2f}"
+    interval = "unknown" if one["questions"] < 2 or one["low"] is None else f"{one['low']:.2f}–{one['high']:.2f}"
     return f"{sure}{one['mean']:.2f}{sure} ({interval})"
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from steerscope.analysis.statistics import bootstrap, permutation
+from steerscope.analysis.statistics import least_paired_p, mean_interval, permutation
 from steerscope.bench.hf import commit, machine
 from steerscope.bench.learning_judged import judged
 from steerscope.engines.facade import SyncEngine
@@ -121,6 +121,7 @@ def tested(engine: SyncEngine, work: Path, found: dict) -> dict[str, object]:
         "perplexity": {name: math.exp(sum(way) / sum(tokens)) for name, way in ways.items()},
         "learned_better_by": {name: _interval(values) for name, values in differ.items()},
         "p": {name: permutation(each[name], each["learned"], paired=True) for name in others},
+        "least_p": {name: least_paired_p(each[name], each["learned"]) for name in others},
         "cosine": vector.cosine(average)[LAYER],
         "norms": {"learned": vector.norms()[LAYER], "mean difference": average.norms()[LAYER]},
         "answers": _answers(engine, work, found),
@@ -138,7 +139,7 @@ def _nats(course: Course, texts: Sequence[Sample], ops: Learnable | None, kept: 
 
 def _interval(values: list[float]) -> list[float]:
     """Nats per token: the mean over texts, and its 95 % interval."""
-    found = bootstrap(values)
+    found = mean_interval(values)
     return [found.estimate, found.low, found.high]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from sklearn.metrics import roc_auc_score
 
-from steerscope.analysis.statistics import bootstrap, permutation
+from steerscope.analysis.statistics import least_paired_p, mean_interval, permutation
 from steerscope.engines.facade import SyncEngine
 from steerscope.evals import scorers as s
 from steerscope.evals.classifier import Classifier, Labelled
@@ -86,7 +86,8 @@ def _against(out: Path, run: EvalRun, name: str) -> dict[str, dict[str, Any]]:
     for condition, other in means.items():
         both = [question for question in own if question in other]
         mine, theirs = [own[q] for q in both], [other[q] for q in both]
-        apart = bootstrap(np.subtract(mine, theirs))
+        apart = mean_interval(np.subtract(mine, theirs))
         p = permutation(mine, theirs, paired=True)
-        found[condition] = {"by": apart.estimate, "low": apart.low, "high": apart.high, "p": p}
+        least = least_paired_p(mine, theirs)
+        found[condition] = {"by": apart.estimate, "low": apart.low, "high": apart.high, "p": p, "least_p": least}
     return found

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from steerscope.analysis.statistics import mean_interval, median_interval
+
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
     """`spread` is the distance of the quartiles over the median."""
@@ -21,14 +23,16 @@ def drift(seconds: Sequence[float]) -> float:
 
 
 def paired(base: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
-    """The ratio of each round, their median and mean, and 95 % intervals of both by bootstrap over rounds."""
+    """Return the ratio of each round, their median and mean, and 95 % intervals of both over rounds."""
     ratios = np.array(other) / np.array(base)
-    drawn = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
-    intervals = {
-        name: [float(edge) for edge in np.quantile(how(drawn, axis=1), [0.025, 0.975])]
-        for name, how in (("interval", np.median), ("mean_interval", np.mean))
+    median, mean = median_interval(ratios), mean_interval(ratios)
+    return {
+        "median": median.estimate,
+        "mean": mean.estimate,
+        "interval": [median.low, median.high],
+        "mean_interval": [mean.low, mean.high],
+        "rounds": ratios.tolist(),
     }
-    return {"median": float(np.median(ratios)), "mean": float(ratios.mean()), **intervals, "rounds": ratios.tolist()}
 
 
 def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:

@@ -62,11 +62,14 @@ def attention(
 ) -> None:
     """See which directions look at which in every layer and head; with --tuned, how that changed."""
     from steerscope.analysis.attention import attention_pass
+    from steerscope.analysis.layer_report import self_significance
 
     first, second, named, others = _opened(base, tuned, vectors, against, device)
     with Steps() as steps:
         asked = {"layer": layer, "distance": distance, "random": random, "seed": seed, "device": device}
         result = attention_pass(first, named, second, against=others, progress=steps, **asked)
+    if said := self_significance(result):
+        o.note(said)
     by = "z_change" if tuned else "z"
     value = "change" if tuned else "affinity"
     rows = [row for row in result.tables["top"].to_pylist() if row["by"] == by][:10]

@@ -1,13 +1,13 @@
 """`steerscope eval`: answers under steering, their scores, and a report; caps, and agreement of the engines."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from steerscope.cli import judging
 from steerscope.cli import options as o
 from steerscope.cli.progress import Steps
 
@@ -103,6 +103,12 @@ def score(
     rubric: Rubric = None,
     judge_scale: Highest = None,
     prices: Prices = None,
+    judge_max_tokens: judging.MaxTokens = None,
+    judge_max_completion_tokens: judging.MaxCompletionTokens = None,
+    judge_at_once: judging.AtOnce = None,
+    judge_tries: judging.Tries = None,
+    judge_timeout_s: judging.TimeoutS = None,
+    judge_config: judging.Config = None,
     regex: Annotated[str | None, typer.Option(help="Count the answers in which this occurs.")] = None,
     text_only: Annotated[
         bool, typer.Option("--text-only", help="Without perplexity and projections, which need the model.")
@@ -113,10 +119,11 @@ def score(
 
     Example: steerscope eval score run --classifier happy_sad
     """
+    given = dict(locals())
     from steerscope.evals.run import load_run
 
     found = load_run(run)
-    scorers = _scorers(found, classifier, judge, judge_model, rubric, judge_scale, prices, regex)
+    scorers = _scorers(found, given)
     _score(run, found, scorers, not text_only, device)
 
 
@@ -145,6 +152,12 @@ def cap(
     rubric: Rubric = None,
     judge_scale: Highest = None,
     prices: Prices = None,
+    judge_max_tokens: judging.MaxTokens = None,
+    judge_max_completion_tokens: judging.MaxCompletionTokens = None,
+    judge_at_once: judging.AtOnce = None,
+    judge_tries: judging.Tries = None,
+    judge_timeout_s: judging.TimeoutS = None,
+    judge_config: judging.Config = None,
     max_tokens: o.MaxTokens = 48,
     temperature: o.Temperature = 0.7,
     top_p: o.TopP = 0.9,
@@ -169,7 +182,7 @@ def cap(
         lambda: _settings(given),
     )
     run = EvalRun(conditions=(*baselines(None, model), *conditions), items=(*items, *more), n=n, rollouts=settings)
-    scorers = _scorers(run, None, judge, judge_model, rubric, judge_scale, prices, None)
+    scorers = _scorers(run, {**given, "classifier": None, "regex": None})
     run = _generate(run, out, {}, given)
     _score(out, run, scorers, engine_name == "hf", device)
     _show(out, write_report(out, "judge" if judge else "refusal"))
@@ -268,20 +281,12 @@ def _generate(run: "EvalRun", out: Path, vectors: "dict[str, SteeringVector]", g
         )
     for failure in failures:
         o.note(f"failed, the next run tries again: {failure}")
+    _tell_missing(out, done)
     typer.echo(f"{out}: {len(done.conditions)} conditions, {len(done.items)} questions, rollouts.parquet")
     return done
 
 
-def _scorers(
-    run: "EvalRun",
-    classifier: str | None,
-    judge: str | None,
-    judge_model: str,
-    rubric: Path | None,
-    judge_scale: str | None,
-    prices: str | None,
-    regex: str | None,
-) -> "list[Scorer]":
+def _scorers(run: "EvalRun", given: dict[str, Any]) -> "list[Scorer]":
     from steerscope.evals import scorers as s
 
     found: list[Scorer] = [s.refusal(), s.repetition()]
@@ -289,20 +294,24 @@ def _scorers(
         found.append(s.correct())
     if run.persona and run.persona.keywords.pos:
         found.append(s.keywords(run.persona))
-    if regex is not None:
-        found.append(s.regex(regex))
-    if classifier is not None:
+    if given["regex"] is not None:
+        found.append(s.regex(given["regex"]))
+    if given["classifier"] is not None:
         from steerscope.evals.classifier import Classifier, load_labelled
 
-        found.append(Classifier(load_labelled(classifier)))
-    if judge is not None:
-        from steerscope.evals import judge as j
-        from steerscope.extraction.endpoint import Endpoint
-
-        endpoint = Endpoint(judge, judge_model, os.environ.get("OPENAI_API_KEY") or None)
-        highest = {None: None, "3": 3, "100": 100}[judge_scale]
-        found.append(j.JudgeScorer(endpoint, j.rubric(rubric, run.persona), highest, _prices(prices)))
+        found.append(Classifier(load_labelled(given["classifier"])))
+    if given["judge"] is not None:
+        found.append(_judge(run, given))
     return found
+
+
+def _judge(run: "EvalRun", given: dict[str, Any]) -> "Scorer":
+    from steerscope.evals.judge import JudgeScorer, rubric
+    from steerscope.extraction.endpoint import Endpoint
+
+    endpoint = Endpoint(given["judge"], given["judge_model"], judging.key(), **judging.settings(given))
+    highest = {None: None, "3": 3, "100": 100}[given["judge_scale"]]
+    return JudgeScorer(endpoint, rubric(given["rubric"], run.persona), highest, _prices(given["prices"]))
 
 
 def _prices(text: str | None) -> tuple[float, float] | None:
@@ -331,16 +340,42 @@ def _score(out: Path, run: "EvalRun", scorers: "list[Scorer]", model: bool, devi
         for name, facts in scorer_facts(out).items():
             told = {**facts["counts"], **facts["about"].get("spent", {})}
             o.note(f"{name}: {', '.join(f'{what} {count}' for what, count in told.items())}")
+            if refusal := facts["about"].get("last refusal"):
+                o.note(f"{name}: last refusal: {refusal}")
+        _tell_missing(out, run)
     typer.echo(f"{out}: answers.parquet, questions.parquet, datasets.parquet")
 
 
+def _tell_missing(out: Path, run: "EvalRun") -> None:
+    from steerscope.evals.counts import count_answers, what_is_missing
+    from steerscope.evals.scoring import scored_answers
+
+    if said := what_is_missing(count_answers(scored_answers(out, run), run)):
+        typer.echo(said)
+
+
 def _show(out: Path, summary: dict[str, Any]) -> None:
+    from steerscope.evals.summary import out_of_reach
+
+    name, rows = summary["score"], []
+    entries = {(one["dataset"], one["condition"]): one for one in summary["conditions"] if one["score"] == name}
+    for count in summary["counts"]:
+        one = entries.get((count["dataset"], count["condition"]))
+        cells = [count["dataset"], count["condition"]]
+        cells += [str(n) for n in (count["expected"], count["present"], count["judged"][name])]
+        rows.append([*cells, *(_figures(one) if one else ("—", "—", ""))])
+    head = ("questions", "condition", "expected", "present", "judged", name, "95 %", "against unsteered, corrected")
+    o.table(head, rows)
+    if summary["partial"]:
+        typer.echo(summary["missing"])
+    if said := out_of_reach(list(entries.values())):
+        o.note(f"{name}: {said}")
+    typer.echo(f"{out}: summary.json, report.html")
+
+
+def _figures(one: dict[str, Any]) -> tuple[str, str, str]:
     from steerscope.evals.report import interval_of
 
-    rows = []
-    for one in summary["conditions"]:
-        if one["score"] == summary["score"]:
-            test = f"{one['difference']:+.3g}, p {one['p_corrected']:.3g}" if "difference" in one else ""
-            rows.append((one["dataset"], one["condition"], f"{one['mean']:.3g}", interval_of(one), test))
-    o.table(("questions", "condition", summary["score"], "95 %", "against unsteered, corrected"), rows)
-    typer.echo(f"{out}: summary.json, report.html")
+    test = f"{one['difference']:+.3g}, p {one['p_corrected']:.3g}" if "difference" in one else ""
+    test += f" (least {one['least_p_corrected']:.2g})" if test else ""
+    return f"{one['mean']:.3g}", interval_of(one), test

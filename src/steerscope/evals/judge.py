@@ -14,7 +14,14 @@ from steerscope.evals.scorers import Interrupted, Json, Keep, Scored
 from steerscope.extraction.endpoint import AskingFailed, Endpoint, NoReply
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.personas.folder import Record, digest
-from steerscope.extraction.personas.judges import Judged, parse_score, prompt_for, refuses, says_refusal
+from steerscope.extraction.personas.judges import (
+    Judged,
+    parse_score,
+    prompt_for,
+    refuses,
+    says_refusal,
+    without_thinking,
+)
 from steerscope.files import reading
 from steerscope.specs.errors import InvalidRequest, Problem
 
@@ -42,7 +49,7 @@ class JudgeScorer:
     @property
     def identity(self) -> str:
         shown = prompt_for(self._persona, Judged("{question}", "{answer}"))
-        return digest(self.endpoint.name, shown, self._highest)
+        return digest(self.endpoint.name, shown, self._highest, *self.endpoint.changed)
 
     def about(self) -> dict[str, Json]:
         tally = self.endpoint.tally
@@ -51,7 +58,10 @@ class JudgeScorer:
         if self._prices:
             cost = tally.prompt_tokens * self._prices[0] + tally.completion_tokens * self._prices[1]
             spent["cost"] = round(cost / 1e6, 6)
-        return {"judge": self.endpoint.name, "scale": self._highest, "spent": spent}
+        told: dict[str, Json] = {"judge": self.endpoint.name, "scale": self._highest, "spent": spent}
+        if tally.refusal:
+            told["last refusal"] = tally.refusal
+        return told
 
     def __call__(self, answers: Sequence[Record]) -> list[Scored | None]:
         return self.one_by_one(answers, lambda *_: None)
@@ -85,8 +95,10 @@ class JudgeScorer:
     def _scored(self, reply: str | NoReply) -> Scored | None:
         if isinstance(reply, NoReply):
             return None
-        score = parse_score(reply, self._highest)
-        if says_refusal(reply) or (score is None and refuses(reply)):
+        score, said = parse_score(reply, self._highest), without_thinking(reply)
+        if said is None:
+            return Scored({}, f"thinking cut off in {reply[:80]!r}")
+        if says_refusal(said) or (score is None and refuses(said)):
             return Scored({}, f"refusal in {reply[:80]!r}")
         return Scored({}, f"no score in {reply[:80]!r}") if score is None else Scored({"judge": float(score)})
 

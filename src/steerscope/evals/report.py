@@ -8,7 +8,8 @@ from typing import Any
 import plotly.graph_objects as go
 
 from steerscope.evals.run import OPPOSITE, PROMPTED, UNSTEERED, EvalRun, answers_of, load_run
-from steerscope.evals.summary import summarise
+from steerscope.evals.scoring import UNFIT
+from steerscope.evals.summary import out_of_reach, summarise
 from steerscope.files import atomic_path
 from steerscope.lenses.report import GRID, INK, div, page, styled
 from steerscope.specs.steering import Add
@@ -30,7 +31,7 @@ def write_report(out: Path, main: str | None = None) -> dict[str, Any]:
 
 def report_page(out: Path, run: EvalRun, summary: Mapping[str, Any]) -> str:
     entries: list[Entry] = summary["conditions"]
-    sections: dict[str, str] = {}
+    sections = {"Answers expected, present and judged": _counts(summary)}
     for dataset in dict.fromkeys(one["dataset"] for one in entries):
         mine = [one for one in entries if one["dataset"] == dataset]
         names = [name for name in dict.fromkeys(one["score"] for one in mine)]
@@ -40,7 +41,8 @@ def report_page(out: Path, run: EvalRun, summary: Mapping[str, Any]) -> str:
     sections["Scorers"] = _scorers(summary["scorers"])
     name = run.model.name if run.model else "a model"
     about = f"{summary['answers']:,} answers of {name}: {len(run.items)} questions, {len(run.conditions)} conditions."
-    return page(f"{run.persona.name}: steering judged" if run.persona else "Steering judged", about, sections)
+    title = f"{run.persona.name}: steering judged" if run.persona else "Steering judged"
+    return page(f"{title} (partial run)" if summary["partial"] else title, about, sections)
 
 
 def _dataset_sections(
@@ -50,8 +52,8 @@ def _dataset_sections(
         return [one for one in entries if one["score"] == name]
 
     about = (
-        "<p>Mean over questions; bands and bars: 95 % intervals from drawing questions. Lines across: the model as it "
-        "is, and told to be so.</p>"
+        "<p>Mean over questions; bands and bars: 95 % intervals from the means of questions. Lines across: the model "
+        "as it is, and told to be so.</p>"
     )
     key = f"plot-{escape(dataset)}"
     found = {f"{dataset}: {main}": about + div(curve_figure(of(main), main, run), f"{key}-main")}
@@ -75,9 +77,13 @@ def _dataset_sections(
     ]
     said = (
         "<p>Against the unsteered model, paired by question; p from exchanging conditions within questions, corrected "
-        "for all comparisons of the score (Holm). Bold: below 0.05.</p>"
+        "for all comparisons of the score (Holm). Bold: below 0.05. Least: the smallest corrected p that so many "
+        "questions can give, however large the difference is.</p>"
     )
-    found[f"{dataset}: how sure"] = said + "".join(tables)
+    told = "".join(
+        f"<p><b>{escape(name)}</b>: {beyond}</p>" for name in (main, *others) if (beyond := out_of_reach(of(name)))
+    )
+    found[f"{dataset}: how sure"] = said + told + "".join(tables)
     return found
 
 
@@ -203,17 +209,43 @@ def frontier_figure(scores: Sequence[Entry], costs: Sequence[Entry], name: str) 
 
 def _table(entries: Sequence[Entry], name: str) -> str:
     change = "ratio, as a logarithm" if name == "perplexity" else "difference"
-    head = ("condition", "mean", "95 %", "questions", "answers", change, "95 %", "p", "corrected")
+    head = ("condition", "mean", "95 %", "questions", "answers", change, "95 %", "p", "corrected", "least")
     lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
     for one in entries:
         cells = [escape(one["condition"]), f"{one['mean']:.3g}", interval_of(one)]
         cells += [str(one["questions"]), str(one["answers"])]
         if "p" in one:
             sure = f"{one['p_corrected']:.2g}"
-            cells += [f"{one['difference']:+.3g}", f"{one['difference_low']:+.3g} – {one['difference_high']:+.3g}"]
+            low, high = one["difference_low"], one["difference_high"]
+            cells += [f"{one['difference']:+.3g}", "unknown" if low is None else f"{low:+.3g} – {high:+.3g}"]
             cells += [f"{one['p']:.2g}", f"<b>{sure}</b>" if one["p_corrected"] < 0.05 else sure]
+            cells.append(f"{one['least_p_corrected']:.2g}")
         lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+
+
+def _counts(summary: Mapping[str, Any]) -> str:
+    """What the means are made of, in bold where something is missing."""
+    name, missing = summary["score"], summary["missing"]
+    lines = [f"<tr><th>questions</th><th>condition</th><th>expected</th><th>present</th><th>with {escape(name)}</th>"]
+    lines[0] += "<th>without</th></tr>"
+    for one in summary["counts"]:
+        present = str(one["present"])
+        cells = [escape(one["dataset"]), escape(one["condition"]), str(one["expected"])]
+        cells.append(present if one["present"] == one["expected"] else f"<b>{present}</b>")
+        cells += [str(one["judged"][name]), escape(unjudged_of(one))]
+        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    told = f"<p><b>{escape(missing)}.</b></p>" if missing else "<p>Nothing is missing.</p>"
+    return f'{told}<div class="wide"><table>{"".join(lines)}</table></div>'
+
+
+def unjudged_of(one: Mapping[str, Any]) -> str:
+    """Of a condition, what became of the answers that a scorer gave no score."""
+    return "; ".join(
+        f"{scorer}: {', '.join(f'{why} {count}' for why, count in left.items() if why != UNFIT)}"
+        for scorer, left in one["unjudged"].items()
+        if left.keys() - {UNFIT}
+    )
 
 
 def _samples(out: Path, run: EvalRun, entries: Sequence[Entry], main: str) -> str:

@@ -24,6 +24,7 @@ from steerscope.extraction.personas.rollouts import Progress, silent
 from steerscope.files import atomic_path, reading
 
 _AT_ONCE = 64
+JUDGED, PENDING, UNFIT = "scored", "not scored yet", "does not apply"
 Row = dict[str, Any]
 
 
@@ -89,16 +90,18 @@ def _tell(out: Path, scorer: Scorer, identity: str, before: Row | None, found: S
     if isinstance(spent, dict) and before and before["identity"] == identity:
         earlier = before["about"].get("spent", {})
         about["spent"] = {name: earlier.get(name, 0) + spent.get(name, 0) for name in {**earlier, **spent}}
-    counts = Counter(
-        "not scored yet"
-        if one is None
-        else one.get("why", "scored" if one["values"] else "does not apply").split(" in ")[0]
-        for one in found
-    )
+    counts = Counter(_status(one) for one in found)
     write_json(
         out / "scores" / f"{scorer.name}.json",
         {"scorer": scorer.name, "identity": identity, "about": about, "counts": dict(sorted(counts.items()))},
     )
+
+
+def _status(one: Record | None) -> str:
+    """What became of an answer under a scorer, from its line."""
+    if one is None:
+        return PENDING
+    return str(one.get("why", JUDGED if one["values"] else UNFIT)).split(" in ")[0]
 
 
 def scorer_facts(out: Path) -> dict[str, Row]:
@@ -111,17 +114,18 @@ def scorer_facts(out: Path) -> dict[str, Row]:
 
 
 def scored_answers(out: Path, run: EvalRun) -> list[Row]:
-    """Every answer with `scores`, those of each scorer as it was last used."""
+    """Every answer with `scores`, and the `status` of each scorer, as it was last used."""
     places = {one.name: (one.series, one.at) for one in run.conditions}
     rows = []
     for one in answers_of(out, run):
         series, at = places[one["condition"]]
-        rows.append({**one, "series": series, "at": at, "scores": {}})
+        rows.append({**one, "series": series, "at": at, "scores": {}, "status": {}})
     for name, facts in scorer_facts(out).items():
         records = Ledger(out / "scores" / f"{name}.jsonl").records
         for row in rows:
             found = records.get(_key(name, facts["identity"], row))
             row["scores"].update(found["values"] if found else {})
+            row["status"][name] = _status(found)
     return rows
 
 

@@ -1,24 +1,28 @@
 """What the scores of a run prove: of each condition a mean, an interval, and the difference from the unsteered model.
 
-A question is the unit: answers to one question are alike, so intervals come from drawing questions (one alone has
-none), and a difference is tested by exchanging the two conditions within questions. Of one score all differences are
-corrected together (Holm). Perplexities are averaged and tested as logarithms.
+A question is the unit: answers to one question are alike, so intervals (Student's t) come from the means of questions.
+One question, or several with the same mean, have none; of scores that are 0 or 1 the interval of a share is taken. A
+difference is tested by exchanging the two conditions within questions, which gives no p below 2 / 2 ** questions: that
+least p is told with each. Of one score all differences are corrected together (Holm). Perplexities are averaged and
+tested as logarithms.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from steerscope.analysis.statistics import bootstrap, holm, permutation
+from steerscope.analysis.statistics import holm, least_paired_p, mean_interval, permutation, share_interval
+from steerscope.evals.counts import count_answers, what_is_missing
 from steerscope.evals.run import UNSTEERED, EvalRun
 from steerscope.evals.scoring import Row, question_means, score_names, scored_answers, scorer_facts
 from steerscope.extraction.personas.folder import write_json
 from steerscope.specs.errors import InvalidRequest, Problem
 
 _PREFERRED = ("classifier", "judge", "keywords", "choice", "correct", "regex", "refusal")
-_FEWEST = 2  # questions an interval and a test take
+_FEWEST = 2  # questions a test takes
+_SHARES = ("correct", "refusal", "regex")  # scores that are 0 or 1
 Means = dict[str, tuple[float, int]]  # question → mean, and over how many answers
 
 
@@ -30,7 +34,12 @@ def summarise(out: Path, run: EvalRun, main: str | None = None) -> dict[str, Any
         what = "there are no scores" if not names else f"there is no score {main!r}"
         remedy = "run steerscope eval score first" if not names else f"choose from {', '.join(names)}"
         raise InvalidRequest([Problem(str(out), what, remedy)])
+    counts = count_answers(rows, run)
+    missing = what_is_missing(counts)
     summary = {
+        "partial": bool(missing),
+        "missing": missing,
+        "counts": counts,
         "score": main or next((name for name in _PREFERRED if name in names), names[0]),
         "model": run.model.model_dump() if run.model else None,
         "n": run.n,
@@ -55,10 +64,10 @@ def compare(rows: Sequence[Row], run: EvalRun, name: str) -> list[dict[str, Any]
     for (dataset, condition), means in cells.items():
         series, at = places[condition]
         entry: dict[str, Any] = {"score": name, "dataset": dataset, "condition": condition, "series": series, "at": at}
-        interval = bootstrap([mean for mean, _ in means.values()])
-        mean, low, high = _back(name, interval.estimate, interval.low, interval.high)
-        known = len(means) >= _FEWEST  # drawing one question again and again would make it look certain
-        entry |= {"mean": mean, "low": low if known else None, "high": high if known else None}
+        interval = _interval([mean for mean, _ in means.values()], share=name in _SHARES)
+        scaled_back = np.exp if name == "perplexity" else float
+        for key, value in zip(("mean", "low", "high"), interval, strict=True):
+            entry[key] = None if value is None else float(scaled_back(value))
         entry |= {"questions": len(means), "answers": sum(n for _, n in means.values())}
         base = cells.get((dataset, UNSTEERED), {})
         both = [question for question in means if question in base]
@@ -66,18 +75,41 @@ def compare(rows: Sequence[Row], run: EvalRun, name: str) -> list[dict[str, Any]
             entry |= _difference([means[q][0] for q in both], [base[q][0] for q in both])
             tested.append(entry)
         found.append(entry)
-    for entry, corrected in zip(tested, holm([entry["p"] for entry in tested]) if tested else (), strict=True):
-        entry["p_corrected"] = float(corrected)
+    for p in ("p", "least_p") if tested else ():
+        for entry, corrected in zip(tested, holm([entry[p] for entry in tested]), strict=True):
+            entry[f"{p}_corrected"] = float(corrected)
     return found
 
 
-def _difference(own: Sequence[float], base: Sequence[float]) -> dict[str, float]:
+def _interval(values: Sequence[float], share: bool = False) -> tuple[float, float | None, float | None]:
+    """The mean and its bounds, None where the values do not tell how far it is off."""
+    if share and set(values) <= {0.0, 1.0}:
+        found = share_interval(values)
+    else:
+        found = mean_interval(values)
+        if len(set(values)) < 2:
+            return found.estimate, None, None
+    return found.estimate, found.low, found.high
+
+
+def _difference(own: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
     """For perplexity this is the logarithm of a ratio."""
     apart = np.subtract(own, base)
-    interval = bootstrap(apart)
+    difference, low, high = _interval(apart.tolist())
     p = permutation(own, base, paired=True) if apart.any() else 1.0
-    return {"difference": interval.estimate, "difference_low": interval.low, "difference_high": interval.high, "p": p}
+    found: dict[str, Any] = {"difference": difference, "difference_low": low, "difference_high": high}
+    return found | {"compared": len(apart), "p": p, "least_p": least_paired_p(own, base)}
 
 
-def _back(name: str, *values: float) -> list[float]:
-    return [float(np.exp(value)) for value in values] if name == "perplexity" else list(values)
+def out_of_reach(entries: Sequence[Mapping[str, Any]], level: float = 0.05) -> str:
+    """Say of one score which differences could not be significant, however large they were; empty where all could."""
+    beyond = [one for one in entries if one.get("least_p_corrected", 0.0) >= level]
+    if not beyond:
+        return ""
+    n_tests = sum("p" in one for one in entries)
+    fewest = min(one["compared"] for one in beyond)
+    least = max(one["least_p_corrected"] for one in beyond)
+    return (
+        f"{len(beyond)} of {n_tests} differences cannot reach p < {level:g} after correction, however large they are: "
+        f"with {fewest} questions, less those scored alike, p is at least {least:.2g}. Ask more questions."
+    )

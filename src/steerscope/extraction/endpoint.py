@@ -1,7 +1,8 @@
 """Asking a model behind any OpenAI-compatible server, many prompts at once.
 
-Busy and broken servers are asked again with longer and longer pauses; a prompt that is refused costs only itself; what
-cannot be mended ends the asking with all replies that were had. Every request is counted by what became of it, so that
+Busy and broken servers are asked again with longer and longer pauses; a prompt that is refused costs only itself, but
+the same refusal of `same_refusals` prompts in a row is about the settings, not the prompts. What cannot be mended ends
+the asking with all replies that were had. Every request is counted by what became of it, so that
 nothing is lost unseen and the bill is known.
 """
 
@@ -10,18 +11,33 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import httpx
 
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 
 _REFUSED = (400, 413, 422)  # this prompt, too long for example; others may do
+_SHOWN = 300  # characters of an error
+_GO_ON = "mend that and go on with --resume (eval score: give it again), what was judged is kept"
+# What a user may set, and the least it can be.
+_LEAST = {
+    "max_tokens": 1,
+    "max_completion_tokens": 1,
+    "temperature": 0,
+    "at_once": 1,
+    "tries": 1,
+    "pause_s": 0,
+    "timeout_s": 0.001,
+    "same_refusals": 0,
+}
+SETTINGS = tuple(_LEAST)
 
 
 @dataclass(frozen=True, slots=True)
 class NoReply:
     reason: str
+    refusal: str | None = None  # the endpoint's words, where it refused the prompt
 
 
 @dataclass(slots=True)
@@ -31,6 +47,8 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    refusal: str | None = None  # the last one, and how many prompts in a row got it
+    refused_alike: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, outcome: str, usage: object = None) -> None:
@@ -39,6 +57,13 @@ class Tally:
             self.outcomes[outcome] += 1
             self.prompt_tokens += _whole(used.get("prompt_tokens"))
             self.completion_tokens += _whole(used.get("completion_tokens"))
+
+    def heard(self, reply: str | NoReply) -> int:
+        """Count equal refusals in a row, over all calls of an endpoint; anything else that was said ends the row."""
+        refusal = reply.refusal if isinstance(reply, NoReply) else None
+        self.refused_alike = self.refused_alike + 1 if refusal and refusal == self.refusal else int(bool(refusal))
+        self.refusal = refusal or self.refusal
+        return self.refused_alike
 
 
 def _whole(number: object) -> int:
@@ -55,15 +80,20 @@ class AskingFailed(SteerscopeError):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """`url` is what OpenAI's clients call the base URL, http://host:port/v1."""
+    """`url` is what OpenAI's clients call the base URL, http://host:port/v1. Models that think need more `max_tokens`;
+    newer ones of OpenAI's take `max_completion_tokens` instead, and no `temperature` (None: it is not sent)."""
 
     url: str
     model: str
     api_key: str | None = field(default=None, repr=False)
+    max_tokens: int = 16
+    max_completion_tokens: int | None = None  # sent in place of max_tokens
+    temperature: float | None = 0.0
     at_once: int = 8
     tries: int = 5
     pause_s: float = 1.0  # before the second try; doubled each time
     timeout_s: float = 120.0
+    same_refusals: int = 8  # in a row end the asking; 0: they never do
     tally: Tally = field(default_factory=Tally, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -73,12 +103,23 @@ class Endpoint:
             problems.append(Problem("judge", what, "write it like http://127.0.0.1:8000/v1, or keyword, or none"))
         if not self.model:
             problems.append(Problem("judge model", "is not named", "name a model that the endpoint serves"))
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and value >= least):
+                problems.append(Problem(f"judge {name}", f"{value!r} is out of range", f"give {least:g} or more"))
         if problems:
             raise InvalidRequest(problems)
 
     @property
     def name(self) -> str:
         return f"{self.model} at {self.url.rstrip('/')}"
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Settings that replies depend on, where they are not the usual ones: a reply under others is another one."""
+        replies = ("max_tokens", "max_completion_tokens", "temperature")
+        usual = {one.name: one.default for one in fields(self)}
+        return tuple(f"{name}={getattr(self, name)}" for name in replies if getattr(self, name) != usual[name])
 
     def ask(
         self, prompts: Sequence[str], heard: Callable[[str, str | NoReply], None] = lambda *_: None
@@ -93,6 +134,8 @@ class Endpoint:
                     if one.exception():
                         break
                     heard(own[one], one.result())
+                    if self.tally.heard(one.result()) == self.same_refusals:
+                        break
             finally:
                 pool.shutdown(cancel_futures=True)  # those that are under way are waited for
         failures = [None if one.cancelled() else one.exception() for one in asked]
@@ -102,15 +145,20 @@ class Endpoint:
         ]
         if failure := next(filter(None, failures), None):
             raise AskingFailed(str(failure), replies) from failure
+        if self.same_refusals and self.tally.refused_alike >= self.same_refusals:
+            self.tally.refused_alike = 0  # asked once more, it has as many again
+            said = f"refuses {self.same_refusals} prompts in a row with the same words: {self.tally.refusal}"
+            raise AskingFailed(f"the judge {self.name} {said}; {_GO_ON}", replies)
         return replies
 
     def _ask(self, client: httpx.Client, prompt: str) -> str | NoReply:
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "temperature": 0.0,
-            "max_tokens": 16,
-        }
+        body: dict[str, object] = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
+        if self.max_completion_tokens is None:
+            body["max_tokens"] = self.max_tokens
+        else:
+            body["max_completion_tokens"] = self.max_completion_tokens
         found = ""
         for left in reversed(range(self.tries)):
             pause = self.pause_s * 2 ** (self.tries - 1 - left)
@@ -125,16 +173,14 @@ class Endpoint:
                 self.tally.count(str(response.status_code))
                 found = f"answers {response.status_code}: {response.text[:200]}"
                 if response.status_code in _REFUSED:
-                    return NoReply(f"the judge {found}")
+                    return NoReply(f"the judge {found}", f"{response.status_code}: {_words(response)}")
                 if response.status_code not in (408, 409, 429) and response.status_code < 500:
                     break
                 after = response.headers.get("retry-after", "")
                 pause = max(pause, min(60.0, float(after))) if after.isdigit() else pause
             if left:
                 time.sleep(pause)
-        raise SteerscopeError(
-            f"the judge {self.name} {found}; mend that and go on with --resume, what was judged is kept"
-        )
+        raise SteerscopeError(f"the judge {self.name} {found}; {_GO_ON}")
 
     def _content(self, response: httpx.Response) -> str | NoReply:
         try:
@@ -145,6 +191,15 @@ class Endpoint:
             return NoReply(f"the judge's answer is no completion: {response.text[:60]!r}")
         self.tally.count("ok", data.get("usage"))
         return text
+
+
+def _words(response: httpx.Response) -> str:
+    """What an error says, without the number of the request that some endpoints put beside it."""
+    try:
+        error = response.json()["error"]
+        return str(error["message"])[:_SHOWN] if isinstance(error, dict) else str(error)[:_SHOWN]
+    except (ValueError, LookupError, TypeError):
+        return response.text[:_SHOWN]
 
 
 def _is_address(url: str) -> bool:

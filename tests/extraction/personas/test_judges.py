@@ -1,5 +1,8 @@
 """Judges: the word counter's scale, and a real HTTP server in place of a model behind an endpoint."""
 
+import threading
+import time
+
 import pytest
 
 from extraction.personas.conftest import role
@@ -78,7 +81,40 @@ def test_who_has_no_keywords_is_told_before_anything_is_generated() -> None:
         ("2/3", 3, 2),
         ("REFUSAL", 100, REFUSAL),
         ("refusal", 3, 0),
-        ("On a scale of 100000 it is 70", 100, 70),
+        ("On a scale of 100000 it is 70", 100, None),  # on another scale
+        ("On a scale of 100, it is 70", 100, 70),
+        ("<think>3 of 5</think> 40", 100, 40),
+        ("<THINK>\n2, no, 3.\n</THINK>\n\n2", 3, 2),
+        ("<thinking>a <think>1</think> 2</thinking> 40", 100, 40),
+        ("It shows 2 signs.</think>40", 100, 40),  # the template opened the block
+        ("[THINK]perhaps 30[/THINK]40", 100, 40),
+        ("<think>It is 40", 100, None),
+        ("40 <think>or rather 50", 100, None),
+        ("<think>10</think> 40 <think>or", 100, None),
+        ("<think>Is it a REFUSAL?</think> 40", 100, 40),
+        ("<think>40</think>", 100, None),
+        ("1,000", 100, None),
+        ("1,000.5", 100, None),
+        ("12,345,678", 100, None),
+        ("8/1,000", 100, None),
+        ("3,5", 100, None),
+        ("1 000", 100, None),
+        ("101", 100, None),
+        ("100.5", 100, None),
+        ("40 or 50", 100, None),
+        ("40-50", 100, None),
+        ("40–50", 100, None),
+        ("Between 30 and 50: 40", 100, None),
+        ("40, that is, 40.0", 100, 40),
+        ("Score: 40", 100, 40),
+        ("Score: 40/100. I give 40.", 100, 40),
+        ("40 out of 100", 100, 40),
+        ("40 of 100", 100, 40),
+        ("4 out of 5", 100, None),
+        ("4/5", 100, None),
+        ("3/3", 3, 3),
+        ("3 out of 5", 3, None),
+        ("99 of 1,000: 10", 100, 10),
         ("87.5", 100, 87.5),
         ("70/100", 100, 70),
         ("8/10", 100, None),
@@ -104,7 +140,7 @@ def test_who_has_no_keywords_is_told_before_anything_is_generated() -> None:
         ("REFUSAL: no answer is given", 100, REFUSAL),
     ],
 )
-def test_the_first_number_on_the_scale_is_the_score(reply: str, highest: int, score: Score | None) -> None:
+def test_the_one_number_on_the_scale_is_the_score(reply: str, highest: int, score: Score | None) -> None:
     assert parse_score(reply, highest) == score
 
 
@@ -159,6 +195,68 @@ def test_a_prompt_that_is_refused_has_no_score_and_the_others_have(status: int) 
     assert refused.reason == f'the judge answers {status}: {{"error": "too long"}}'
 
 
+@pytest.mark.parametrize("limit", [3, 8])
+def test_the_same_refusal_again_and_again_ends_the_judging_with_the_endpoints_words(limit: int) -> None:
+    """Whatever number each request has; the same judge may be asked again."""
+    words = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
+    answers = [Judged("?", str(i)) for i in range(60)]
+    with endpoint(lambda n, _: (400, {"error": {"message": words}, "request_id": f"r{n}"})) as (url, seen):
+        judge = EndpointJudge(url, "m", at_once=2, same_refusals=limit)
+        for _ in range(2):
+            with pytest.raises(JudgingFailed, match=f"refuses {limit} prompts in a row .* 400: Unsupported.*--resume"):
+                judge(PIRATE, answers)
+    assert 2 * limit <= len(seen) <= 2 * (limit + 4)
+
+
+def test_refusals_are_counted_over_calls_and_other_words_or_a_score_end_the_row() -> None:
+    def reply(_: int, body: dict) -> tuple[int, object]:
+        text = body["messages"][0]["content"]
+        return (200, says("2")) if "fine" in text else (400, {"error": "other" if "other" in text else "no credit"})
+
+    with endpoint(reply) as (url, _):
+        judge = EndpointJudge(url, "m", at_once=1, same_refusals=3)
+        for one in ("a", "b", "fine", "c", "d", "other", "e", "f"):
+            judge(PIRATE, [Judged("?", one)])
+        with pytest.raises(JudgingFailed, match="no credit"):
+            judge(PIRATE, [Judged("?", "g")])
+        never = EndpointJudge(url, "m", at_once=1, same_refusals=0)
+        assert len(never(PIRATE, [Judged("?", "a")] * 20)) == 20
+
+
+def test_limits_are_sent_and_hold() -> None:
+    with endpoint(lambda *_: (200, says("2"))) as (url, seen):
+        EndpointJudge(url, "m")(PIRATE, [Judged("?", "a")])
+        EndpointJudge(url, "m", max_tokens=512, temperature=0.5)(PIRATE, [Judged("?", "a")])
+        EndpointJudge(url, "m", max_completion_tokens=900, temperature=None)(PIRATE, [Judged("?", "a")])
+    names = ("max_tokens", "max_completion_tokens", "temperature")
+    assert [[one.get(name) for name in names] for one in seen] == [[16, None, 0.0], [512, None, 0.5], [None, 900, None]]
+    assert "max_tokens" not in seen[2]
+    assert "temperature" not in seen[2]
+    now, most, lock = [0], [0], threading.Lock()
+
+    def slow(*_: object) -> tuple[int, object]:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.05)
+        with lock:
+            now[0] -= 1
+        return 200, says("2")
+
+    with endpoint(slow) as (url, seen):
+        EndpointJudge(url, "m", at_once=3)(PIRATE, [Judged("?", str(i)) for i in range(12)])
+        assert most[0] <= 3
+        with pytest.raises(SteerscopeError, match="cannot be reached"):
+            EndpointJudge(url, "m", timeout_s=0.01, tries=2, pause_s=0)(PIRATE, [Judged("?", "a")])
+
+
+def test_thinking_that_was_cut_off_is_told() -> None:
+    with endpoint(lambda *_: (200, says("<think>The answer"))) as (url, _):
+        assert EndpointJudge(url, "m")(PIRATE, [Judged("?", "a")]) == [
+            NoScore("its thinking was cut off: give it more tokens")
+        ]
+
+
 def test_what_was_said_before_the_endpoint_went_away_comes_with_the_failure() -> None:
     with (
         endpoint(lambda n, _: (200, says("3")) if n < 4 else (403, {})) as (url, seen),
@@ -192,5 +290,12 @@ def test_wrong_settings_are_told_together() -> None:
     with pytest.raises(InvalidRequest) as caught:
         EndpointJudge("ftp://x", "")
     assert [problem.field for problem in caught.value.problems] == ["judge", "judge model"]
+    with pytest.raises(InvalidRequest) as caught:
+        EndpointJudge("http://x", "m", max_tokens=0, at_once=0, timeout_s=-1)
+    assert [str(problem) for problem in caught.value.problems] == [
+        "judge max_tokens: 0 is out of range; give 1 or more",
+        "judge at_once: 0 is out of range; give 1 or more",
+        "judge timeout_s: -1 is out of range; give 0.001 or more",
+    ]
     blind = role("blind", "x").model_copy(update={"eval_prompt": "Was it good?"})
     assert EndpointJudge("http://x", "m").check([blind])[0].field == "blind.eval_prompt"

@@ -37,7 +37,7 @@ from steerscope.engines.vllm.watching import Group, Watching, groups_of, places_
 from steerscope.engines.vllm.wire import OVERFLOW, Wire, waits
 from steerscope.residual.table import Key, Slots, SlotTable
 from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
-from steerscope.specs.steering import SITES
+from steerscope.specs.steering import SITES, Site
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -58,7 +58,7 @@ class WorkerTaps:
         layers = layer_count(config)
         found = find_layers(runner.get_model(), layers)
         asked = settings.keys(layers)
-        sites = [site for site in SITES if site in settings.sites]
+        sites: list[Site] = [site for site in SITES if site in settings.sites]
         found = prove_layers(found, self.hidden, sites, functools.partial(dry_run, runner))
         self.keys: tuple[Key, ...] = tuple(key for key in asked if key[0] in found.found)
         self.returns = returned(next(iter(found.found.values())).module)

@@ -6,6 +6,7 @@ it is well played. `EndpointJudge` asks a model behind any OpenAI-compatible ser
 and REFUSAL for a trait, as in the public sets; `NoScore` says why no judgement could be had.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,6 +134,8 @@ def _judgement(reply: str | NoReply, highest: int) -> Score | NoScore:
     if isinstance(reply, NoReply):
         return NoScore(reply.reason)
     score = parse_score(reply, highest)
+    if score is None and without_thinking(reply) is None:
+        return NoScore("its thinking was cut off: give it more tokens")
     return NoScore("its reply holds no score") if score is None else score
 
 
@@ -154,13 +157,43 @@ def says_refusal(reply: str) -> bool:
     return REFUSAL in _NO_REFUSAL.sub("", reply).upper()
 
 
+_THINKING = r"(?:think|thinking|thought|reasoning)"
+_OPENED = re.compile(rf"<{_THINKING}\b[^>]*>|\[THINK\]", re.I)
+_CLOSED = re.compile(rf"</{_THINKING}>|\[/THINK\]", re.I)
+_THOUGHT = re.compile(rf"(?:{_OPENED.pattern}).*?(?:{_CLOSED.pattern})", re.I | re.S)
+
+
+def without_thinking(reply: str) -> str | None:
+    """Return what a reply says beside its thinking, None where the thinking was cut off. Some templates open the
+    block before the reply begins, so all before a closing tag is thinking as well."""
+    rest = _CLOSED.split(_THOUGHT.sub(" ", reply))[-1]
+    return None if _OPENED.search(rest) else rest
+
+
+_NUMBER = r"\d+(?:[.,]\d+)*"
+_ALONE = re.compile(rf"(?<![\w.])(?<!\d,)((?<!\d)[-−])?({_NUMBER})(?![\w%]|[.,]\d)")
+_FRACTION = re.compile(rf"({_NUMBER})\s*(?:/|\b(?:out )?of\b)\s*({_NUMBER})", re.I)
+
+
 def parse_score(reply: str, highest: int) -> Score | None:
-    """The first number that is on the scale; what is said about the scale itself does not count."""
-    if says_refusal(reply):
+    """The one number of a reply, where it is on the scale. What is said about the scale itself, fractions of another
+    one, and thinking do not count; of several different numbers none is the score."""
+    said = without_thinking(reply)
+    if said is None:
+        return None
+    if says_refusal(said):
         return REFUSAL if highest == 100 else 0
-    scale = rf"\b[01]\s*(?:to|through|and|-|–)\s*{highest}\b|\b(?:out|scale) of {highest}\b"
-    reply = re.sub(scale, " ", reply, flags=re.I)
-    other = rf"\d+(?:\.\d+)?\s*(?:/|out of)\s*(?!{highest}\b)\d+"  # 8/10 is not 8 of 100
-    reply = re.sub(other, " ", reply, flags=re.I)
-    numbers = (float(number) for number in re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w%]|\.\d)", reply))
-    return next((number for number in numbers if number <= highest), None)
+    whole = rf"{highest}\b(?![.,]\d)"
+    said = re.sub(rf"\b[01]\s*(?:to|through|and|-|–)\s*{whole}", " ", said, flags=re.I)
+    said = _FRACTION.sub(lambda part: f" {part[1]} " if _value(part[2]) == highest else " ", said)
+    said = re.sub(rf"\b(?:out|scale) of {whole}", " ", said, flags=re.I)
+    numbers = {-_value(number) if sign else _value(number) for sign, number in _ALONE.findall(said)}
+    (score, *others) = numbers or {-1.0}
+    return score if not others and 0 <= score <= highest else None
+
+
+def _value(number: str) -> float:
+    """1,000 is a thousand; 1,5 and 1.2.3 are on no scale."""
+    if re.fullmatch(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?", number):
+        number = number.replace(",", "")
+    return float(number) if re.fullmatch(r"\d+(?:\.\d+)?", number) else math.inf
