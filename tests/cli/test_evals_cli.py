@@ -53,14 +53,16 @@ def test_from_answers_to_a_report(
     assert cli(*asked, "--resume").exit_code == 0
     with endpoint(lambda *_: (200, says("40", usage={"prompt_tokens": 10, "completion_tokens": 1}))) as (url, seen):
         judged = ["--judge", url, "--judge-model", "m", "--rubric", data / "rubric.txt", "--prices", "1,2"]
-        (data / "judge.json").write_text('{"max_completion_tokens": 99, "temperature": null, "tries": 2}')
-        limits = ["--judge-config", data / "judge.json", "--judge-max-completion-tokens", 300, "--judge-at-once", 2]
+        limits = [f"--judge-set={one}" for one in ("max_completion_tokens=300", "temperature=none", "at_once=2")]
         scored = cli("eval", "score", out, *judged, *limits, "--regex", "e")
-        (data / "judge.json").write_text('{"max_token": 99}')
-        (wrong,) = refused("eval", "score", out, *judged, *limits)
-        (least,) = refused("eval", "score", out, *judged, "--judge-tries", 0)
-    assert wrong.startswith(f"--judge-config: {data / 'judge.json'} has no known setting max_token; choose from")
-    assert least == "judge tries: 0 is out of range; give 1 or more"
+        for wrong in ("max_token=99", "tries"):
+            (told,) = refused("eval", "score", out, *judged, "--judge-set", wrong)
+            assert told.startswith(f"--judge-set: '{wrong}' sets nothing; write NAME=VALUE with one of max_tokens, ")
+        least = refused("eval", "score", out, *judged, "--judge-set", "tries=0", "--judge-set", "timeout_s=soon")
+    assert least == [
+        "judge tries: cannot be 0; give a whole number of 1 or more",
+        "judge timeout_s: cannot be 'soon'; give a number of 0.001 or more",
+    ]
     assert seen[0]["max_completion_tokens"] == 300
     assert not {"max_tokens", "temperature"} & seen[0].keys()
     assert scored.exit_code == 0, scored.output

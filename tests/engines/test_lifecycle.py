@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tiny
-from engines.conftest import HAS_VLLM, Start
+from engines.conftest import Start
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent
 from steerscope.engines.hf import HFEngine
@@ -21,8 +21,9 @@ from steerscope.engines.hf import engine as engine_module
 from steerscope.engines.hf.kv import BatchCache
 from steerscope.engines.hf.sequence import Row
 from steerscope.engines.hf.settings import context_of
+from steerscope.engines.options import SteerLike
 from steerscope.engines.outbox import Mailbox, in_this_thread, waits_here
-from steerscope.specs import Add, Capture, InvalidRequest, Sampling
+from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
 from steerscope.specs.errors import EngineClosed, RequestFailed
 from waiting import HUNG_S
 
@@ -34,8 +35,6 @@ LONG = Sampling(max_tokens=200, ignore_eos=True)
 VECTOR = np.random.default_rng(1).normal(size=64).astype(np.float32)
 # Reaches into that engine.
 ON_TRANSFORMERS = pytest.mark.parametrize("start", ["hf"], indirect=True)
-_NEEDS_VLLM = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
-ON_VLLM = pytest.mark.parametrize("start", [pytest.param("vllm", marks=_NEEDS_VLLM)], indirect=True)
 
 
 def test_a_stream_made_inside_a_steering_block_is_steered_wherever_it_is_read(engine: SyncEngine) -> None:
@@ -185,27 +184,57 @@ def test_a_fault_in_a_step_spares_those_who_wait(start: Start, monkeypatch: pyte
     assert [done is not None for done in failure.value.completed] == [False, True, True]
 
 
-@ON_VLLM
+async def in_order_of_ending(engine: SyncEngine, **asked: tuple[Sampling, SteerLike | None]) -> list[str]:
+    """The names of these requests, which are made one after the other, as they end."""
+    ended: list[str] = []
+
+    async def one(name: str, sampling: Sampling, steer: SteerLike | None) -> None:
+        await engine.aio.generate(PROMPT, sampling, steer=steer)
+        ended.append(name)
+
+    running = [one(name, sampling, steer) for name, (sampling, steer) in asked.items()]
+    await asyncio.wait_for(asyncio.gather(*running), HUNG_S)
+    return ended
+
+
 def test_a_request_that_needs_no_slot_overtakes_one_that_waits_for_it(start: Start) -> None:
     """And no other does: it could keep the slot in use for ever."""
     engine = start(slots=2)
-    pushes = [Add(vector=VECTOR * i, layers=1) for i in (1, 2)]
-
-    async def run() -> list[str]:
-        ended: list[str] = []
-
-        async def one(name: str, sampling: Sampling, steer: Add | None) -> None:
-            await engine.aio.generate(PROMPT, sampling, steer=steer)
-            ended.append(name)
-
-        asked = [one("holder", LONG, pushes[0]), one("waits", SHORT, pushes[1]), one("plain", SHORT, None)]
-        asked += [one("shares", SHORT, pushes[0])]
-        await asyncio.wait_for(asyncio.gather(*asked), HUNG_S)
-        return ended
-
-    ended = asyncio.run(run())
+    first, second = (Add(vector=VECTOR * i, layers=1) for i in (1, 2))
+    asked = {"holder": (LONG, first), "waits": (SHORT, second), "plain": (SHORT, None), "shares": (SHORT, first)}
+    ended = asyncio.run(in_order_of_ending(engine, **asked))
     assert ended[:2] == ["plain", "holder"]
     assert sorted(ended[2:]) == ["shares", "waits"]
+
+
+def test_behind_one_that_has_waited_long_others_take_only_places_that_are_free(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would stand before it, in a queue for places, when a slot is free at last."""
+    monkeypatch.setattr("steerscope.engines.threaded.OVERTAKEN_S", 0.0)
+    engine = start(slots=2, max_batch=2)
+    first, second = (Add(vector=VECTOR * i, layers=1) for i in (1, 2))
+    asked = {"holder": (LONG, first), "waits": (SHORT, second)} | {f"plain {i}": (SHORT, None) for i in range(60)}
+    ended = asyncio.run(in_order_of_ending(engine, **asked))
+    begun = ended.index("holder")
+    assert begun > 10, "places that were free stayed empty"
+    assert ended.index("waits") - begun <= 3, "others were let in before it"
+
+
+def test_what_never_fits_is_refused_though_others_run(start: Start) -> None:
+    """It would wait as long as plain requests keep coming: none of them has a slot to give."""
+    engine = start(slots=2)
+    two = Steering.of(Add(vector=VECTOR, layers=1), Add(vector=-VECTOR, layers=1, tokens="generated"))
+
+    async def run() -> None:
+        stream = engine.aio.stream(PROMPT, LONG)
+        await anext(stream)
+        with pytest.raises(RequestFailed, match="all 1 vector slots are in use"):
+            await asyncio.wait_for(engine.aio.generate(PROMPT, SHORT, steer=two), HUNG_S)
+        assert engine.aio.stats()["running"] == 1
+        assert len([event async for event in stream]) == 200  # 199 tokens more, and the end
+
+    asyncio.run(run())
 
 
 @ON_TRANSFORMERS

@@ -493,6 +493,8 @@ class TestLateTokens:
         from steerscope.engines.sequence import RunningText
 
         class Running(RunningText):
+            needs_slot = False
+
             def _release(self) -> None: ...
 
             def _handle(self) -> None: ...

@@ -33,9 +33,11 @@ _MOST_CALLS = 10_000  # a loop of more lenses × rows takes longer than everythi
 LIMITS = {"bank fp32": 1e-4, "bank bf16": 0.05, "bank int8": 0.1}  # the most a probability may differ
 
 
-def make_pack(levels: Sequence[int], hidden: int, widths: tuple[int, ...], device: str = "cpu", layer: int = 0) -> Pack:
+def make_pack(
+    levels: Sequence[int], hidden: int, widths: tuple[int, ...], device: str = "cpu", layer: int = 0, seed: int = 0
+) -> Pack:
     """Random lenses; the concepts of each level are spread over those of the level above."""
-    draw = torch.Generator(device).manual_seed(0)
+    draw = torch.Generator(device).manual_seed(seed)
     concepts = [
         Concept(id=f"{level}.{i}", level=level, parents=(f"{level - 1}.{i % levels[level - 1]}",) if level else ())
         for level, count in enumerate(levels)

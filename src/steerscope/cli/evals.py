@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from steerscope.cli import judging
 from steerscope.cli import options as o
 from steerscope.cli.progress import Steps
 
@@ -103,12 +102,7 @@ def score(
     rubric: Rubric = None,
     judge_scale: Highest = None,
     prices: Prices = None,
-    judge_max_tokens: judging.MaxTokens = None,
-    judge_max_completion_tokens: judging.MaxCompletionTokens = None,
-    judge_at_once: judging.AtOnce = None,
-    judge_tries: judging.Tries = None,
-    judge_timeout_s: judging.TimeoutS = None,
-    judge_config: judging.Config = None,
+    judge_set: o.JudgeSet = None,
     regex: Annotated[str | None, typer.Option(help="Count the answers in which this occurs.")] = None,
     text_only: Annotated[
         bool, typer.Option("--text-only", help="Without perplexity and projections, which need the model.")
@@ -152,12 +146,7 @@ def cap(
     rubric: Rubric = None,
     judge_scale: Highest = None,
     prices: Prices = None,
-    judge_max_tokens: judging.MaxTokens = None,
-    judge_max_completion_tokens: judging.MaxCompletionTokens = None,
-    judge_at_once: judging.AtOnce = None,
-    judge_tries: judging.Tries = None,
-    judge_timeout_s: judging.TimeoutS = None,
-    judge_config: judging.Config = None,
+    judge_set: o.JudgeSet = None,
     max_tokens: o.MaxTokens = 48,
     temperature: o.Temperature = 0.7,
     top_p: o.TopP = 0.9,
@@ -309,7 +298,7 @@ def _judge(run: "EvalRun", given: dict[str, Any]) -> "Scorer":
     from steerscope.evals.judge import JudgeScorer, rubric
     from steerscope.extraction.endpoint import Endpoint
 
-    endpoint = Endpoint(given["judge"], given["judge_model"], judging.key(), **judging.settings(given))
+    endpoint = Endpoint(given["judge"], given["judge_model"], **o.judge_settings(given["judge_set"]))
     highest = {None: None, "3": 3, "100": 100}[given["judge_scale"]]
     return JudgeScorer(endpoint, rubric(given["rubric"], run.persona), highest, _prices(given["prices"]))
 

@@ -1,8 +1,10 @@
 """What the commands share: options, opening a model, showing answers and tables, telling mistakes together."""
 
+import os
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
@@ -54,12 +56,39 @@ Window = Annotated[
     int | None, typer.Option(help="Only this many last tokens count as seen.", rich_help_panel=_SAMPLING)
 ]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_SAMPLING)]
+_JUDGE_SET = (
+    "A setting of requests to the judge: max_tokens, max_completion_tokens, temperature, at_once, tries, timeout_s, "
+    "pause_s or same_refusals. May be given again."
+)
+JudgeSet = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help=_JUDGE_SET)]
 
 
 def sampling(given: Mapping[str, object]) -> "ss.Sampling":
     """From the arguments of a command, which are named like the fields."""
     fields = ss.Sampling.model_fields
     return ss.Sampling.parse({name: value for name, value in given.items() if name in fields and value is not None})
+
+
+def judge_settings(texts: Sequence[str] | None) -> dict[str, Any]:
+    """Arguments of an endpoint from `--judge-set` and the environment; `none` leaves a setting out of the requests."""
+    from steerscope.extraction.endpoint import SETTINGS
+
+    found: dict[str, Any] = {"api_key": os.environ.get("OPENAI_API_KEY") or None}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if name not in SETTINGS or not equals:
+            known = ", ".join(SETTINGS)
+            raise mistake("--judge-set", f"{text!r} sets nothing", f"write NAME=VALUE with one of {known}")
+        found[name] = None if value.lower() == "none" else _number(value)
+    return found
+
+
+def _number(text: str) -> int | float | str:
+    """The text itself where it is no number."""
+    for read in (int, float):
+        with suppress(ValueError):
+            return read(text)
+    return text
 
 
 def mistake(field: str, what: str, remedy: str) -> "ss.InvalidRequest":

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from steerscope.cli import judging
 from steerscope.cli import options as o
 from steerscope.cli.progress import Steps
 
@@ -50,12 +49,7 @@ def run(
     ] = "shared",
     judge: Annotated[str, typer.Option(help="keyword, none, or the URL of an OpenAI-compatible API.")] = "keyword",
     judge_model: Annotated[str, typer.Option(help="The endpoint's model; its key is read from OPENAI_API_KEY.")] = "",
-    judge_max_tokens: judging.MaxTokens = None,
-    judge_max_completion_tokens: judging.MaxCompletionTokens = None,
-    judge_at_once: judging.AtOnce = None,
-    judge_tries: judging.Tries = None,
-    judge_timeout_s: judging.TimeoutS = None,
-    judge_config: judging.Config = None,
+    judge_set: o.JudgeSet = None,
     max_tokens: o.MaxTokens = 64,
     temperature: o.Temperature = 0.7,
     top_p: o.TopP = 0.9,
@@ -89,7 +83,7 @@ def run(
         lambda: load_default(roles_dir),
         lambda: load_questions(questions)[:limit],
         lambda: RolloutSettings.parse({name: given[name] for name in RolloutSettings.model_fields}),
-        lambda: _judge(judge, judge_model, given),
+        lambda: _judge(judge, judge_model, judge_set),
         lambda: _percentiles(percentiles),
     )
     asked = PersonaRun(personas=(*some, *others), default=default, shared=tuple(shared), ask=ask, rollouts=rollouts)
@@ -119,12 +113,12 @@ def _personas(kind: "Kind", names: str, folder: Path | None) -> "list[Persona]":
     return load_personas(kind, [name.strip() for name in names.split(",") if name.strip()], folder)
 
 
-def _judge(judge: str, model: str, given: dict[str, Any]) -> "Judge | None":
+def _judge(judge: str, model: str, settings: list[str] | None) -> "Judge | None":
     from steerscope.extraction.personas.judges import EndpointJudge, KeywordJudge
 
     if judge in ("keyword", "none"):
         return KeywordJudge() if judge == "keyword" else None
-    return EndpointJudge(judge, model, judging.key(), **judging.settings(given))
+    return EndpointJudge(judge, model, **o.judge_settings(settings))
 
 
 def _percentiles(text: str) -> list[float]:

@@ -55,6 +55,11 @@ class RunningText(ABC):
         return len(self.history) - self.prompt_length
 
     @property
+    @abstractmethod
+    def needs_slot(self) -> bool:
+        """Whether it needs something of which running requests may have left none."""
+
+    @property
     def waited(self) -> float:
         """Seconds since it reached the engine."""
         return time.perf_counter() - self._born

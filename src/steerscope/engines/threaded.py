@@ -186,6 +186,12 @@ class ThreadedEngine(Engine, Generic[S]):
                 self._counts["failed"] += 1
                 job.fail(RequestFailed(f"{job.plan.request_id} failed: the engine has ended"))
 
+    def _overtakes(self, one: S, blocked: S, place_is_free: bool) -> bool:
+        """Whether a request may begin before one that waits for a slot. Only a request that needs none may: another
+        one could keep the slot in use for ever. Behind a request that has waited long it takes no more than a free
+        place of the batch, so that no queue stands before that request when its slot is free."""
+        return not one.needs_slot and (place_is_free or blocked.waited < OVERTAKEN_S)
+
     def _drop_waiting(self, cancelled_only: bool) -> None:
         for one in [one for one in self._waiting if one.job.cancelled or not cancelled_only]:
             self._waiting.remove(one)

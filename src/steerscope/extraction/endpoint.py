@@ -6,12 +6,15 @@ the asking with all replies that were had. Every request is counted by what beca
 nothing is lost unseen and the bill is known.
 """
 
+import math
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields
+from typing import cast
 
 import httpx
 
@@ -19,19 +22,13 @@ from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 
 _REFUSED = (400, 413, 422)  # this prompt, too long for example; others may do
 _SHOWN = 300  # characters of an error
+_REQUEST_NUMBER = re.compile(r"\s*\(?request[ _-]?id[:= ]\s*[\w-]+\)?", re.I)
 _GO_ON = "mend that and go on with --resume (eval score: give it again), what was judged is kept"
 # What a user may set, and the least it can be.
-_LEAST = {
-    "max_tokens": 1,
-    "max_completion_tokens": 1,
-    "temperature": 0,
-    "at_once": 1,
-    "tries": 1,
-    "pause_s": 0,
-    "timeout_s": 0.001,
-    "same_refusals": 0,
-}
-SETTINGS = tuple(_LEAST)
+_WHOLE = {"max_tokens": 1, "max_completion_tokens": 1, "at_once": 1, "tries": 1, "same_refusals": 0}
+_FRACTIONAL = {"temperature": 0, "pause_s": 0, "timeout_s": 0.001}
+_OPTIONAL = ("max_completion_tokens", "temperature")
+SETTINGS = (*_WHOLE, *_FRACTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +100,7 @@ class Endpoint:
             problems.append(Problem("judge", what, "write it like http://127.0.0.1:8000/v1, or keyword, or none"))
         if not self.model:
             problems.append(Problem("judge model", "is not named", "name a model that the endpoint serves"))
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and value >= least):
-                problems.append(Problem(f"judge {name}", f"{value!r} is out of range", f"give {least:g} or more"))
+        problems += [problem for name in SETTINGS if (problem := _setting_problem(name, getattr(self, name)))]
         if problems:
             raise InvalidRequest(problems)
 
@@ -148,7 +142,8 @@ class Endpoint:
         if self.same_refusals and self.tally.refused_alike >= self.same_refusals:
             self.tally.refused_alike = 0  # asked once more, it has as many again
             said = f"refuses {self.same_refusals} prompts in a row with the same words: {self.tally.refusal}"
-            raise AskingFailed(f"the judge {self.name} {said}; {_GO_ON}", replies)
+            hint = "if these prompts are refused for what is in them, set same_refusals to 0"
+            raise AskingFailed(f"the judge {self.name} {said}; {_GO_ON}; {hint}", replies)
         return replies
 
     def _ask(self, client: httpx.Client, prompt: str) -> str | NoReply:
@@ -193,13 +188,24 @@ class Endpoint:
         return text
 
 
+def _setting_problem(name: str, value: object) -> Problem | None:
+    whole = name in _WHOLE
+    least = _WHOLE[name] if whole else _FRACTIONAL[name]
+    fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if (value is None and name in _OPTIONAL) or (fits and least <= cast("float", value) < math.inf):
+        return None
+    wanted = f"a {'whole ' if whole else ''}number of {least:g} or more{', or none' if name in _OPTIONAL else ''}"
+    return Problem(f"judge {name}", f"cannot be {value!r:.60}", f"give {wanted}")
+
+
 def _words(response: httpx.Response) -> str:
-    """What an error says, without the number of the request that some endpoints put beside it."""
+    """What an error says, without the number of the request that some endpoints put beside it or behind it."""
     try:
         error = response.json()["error"]
-        return str(error["message"])[:_SHOWN] if isinstance(error, dict) else str(error)[:_SHOWN]
+        said = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError):
-        return response.text[:_SHOWN]
+        said = response.text
+    return _REQUEST_NUMBER.sub("", said)[:_SHOWN]
 
 
 def _is_address(url: str) -> bool:

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from engines.conftest import HAS_VLLM, saved, start_vllm
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, Generation, TokenPrompt
 from steerscope.engines.vllm.pool import HostPool
-from steerscope.specs import Add, Capture, Sampling, Steering
+from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.errors import EngineClosed, RequestFailed
 from waiting import HUNG_S
 
@@ -71,46 +70,6 @@ async def begun(engine: SyncEngine, steer: Add | None = None) -> "asyncio.Task[G
     task.add_done_callback(lambda _: there.set())
     await asyncio.wait_for(there.wait(), HUNG_S)
     return task
-
-
-def test_behind_one_that_has_waited_long_others_take_only_places_that_are_free(
-    engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else they would stand before it in vLLM's queue when a slot is free at last."""
-    monkeypatch.setattr("steerscope.engines.vllm.engine.OVERTAKEN_S", 0.0)
-    aio: Any = engine.aio
-    order: list[str] = []
-
-    async def one(name: str, steer: Add | None = None) -> None:
-        await engine.aio.generate(PROMPT, SHORT, steer=steer)
-        order.append(name)
-
-    async def run() -> None:
-        holder = await begun(engine, FIRST)
-        waiting = asyncio.ensure_future(one("steered", SECOND))
-        await asyncio.sleep(0.05)
-        plain = [asyncio.ensure_future(one(f"plain {i}")) for i in range(8)]
-        while not holder.done():
-            assert len(aio._running) <= BATCH
-            await asyncio.sleep(0)
-        assert "plain 0" in order, "places that were free stayed empty"
-        await asyncio.wait_for(asyncio.gather(waiting, *plain), HUNG_S)
-
-    asyncio.run(run())
-
-
-def test_what_never_fits_is_refused_though_others_run(engine: SyncEngine) -> None:
-    """It would wait as long as plain requests keep coming: none of them has a slot to give."""
-
-    async def run() -> None:
-        holder = await begun(engine)
-        two = Steering.of(FIRST, Add(vector=SECOND.vector, layers=1, tokens="generated"))
-        with pytest.raises(RequestFailed, match="all 1 vector slots are in use"):
-            await asyncio.wait_for(engine.aio.generate(PROMPT, SHORT, steer=two), HUNG_S)
-        assert not holder.done()
-        assert len((await holder).token_ids) == 150
-
-    asyncio.run(run())
 
 
 def test_a_fault_in_a_step_spares_the_requests_of_vllms_queue(

@@ -1,5 +1,7 @@
 """Judges: the word counter's scale, and a real HTTP server in place of a model behind an endpoint."""
 
+import math
+import re
 import threading
 import time
 
@@ -115,6 +117,13 @@ def test_who_has_no_keywords_is_told_before_anything_is_generated() -> None:
         ("3/3", 3, 3),
         ("3 out of 5", 3, None),
         ("99 of 1,000: 10", 100, 10),
+        ("40%", 100, 40),
+        ("40 %.", 100, 40),
+        ("Forty, that is 40 percent", 100, 40),
+        ("From 0% to 100%: 40%", 100, 40),
+        ("90% sure: 40", 100, None),  # which of them?
+        ("90% sure: 2", 3, 2),
+        ("67%", 3, None),
         ("87.5", 100, 87.5),
         ("70/100", 100, 70),
         ("8/10", 100, None),
@@ -197,13 +206,18 @@ def test_a_prompt_that_is_refused_has_no_score_and_the_others_have(status: int) 
 
 @pytest.mark.parametrize("limit", [3, 8])
 def test_the_same_refusal_again_and_again_ends_the_judging_with_the_endpoints_words(limit: int) -> None:
-    """Whatever number each request has; the same judge may be asked again."""
+    """Whatever number each request has, beside the words or in them; the same judge may be asked again."""
     words = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
     answers = [Judged("?", str(i)) for i in range(60)]
-    with endpoint(lambda n, _: (400, {"error": {"message": words}, "request_id": f"r{n}"})) as (url, seen):
+
+    def refusal(n: int, _: dict) -> tuple[int, object]:
+        return 400, {"error": {"message": f"{words} (request id: 2026-{n}ab)"}, "request_id": f"r{n}"}
+
+    with endpoint(refusal) as (url, seen):
         judge = EndpointJudge(url, "m", at_once=2, same_refusals=limit)
         for _ in range(2):
-            with pytest.raises(JudgingFailed, match=f"refuses {limit} prompts in a row .* 400: Unsupported.*--resume"):
+            told = f"refuses {limit} prompts in a row with the same words: 400: {re.escape(words)}; .*--resume"
+            with pytest.raises(JudgingFailed, match=told):
                 judge(PIRATE, answers)
     assert 2 * limit <= len(seen) <= 2 * (limit + 4)
 
@@ -290,12 +304,19 @@ def test_wrong_settings_are_told_together() -> None:
     with pytest.raises(InvalidRequest) as caught:
         EndpointJudge("ftp://x", "")
     assert [problem.field for problem in caught.value.problems] == ["judge", "judge model"]
+    wrong: dict[str, object] = {"max_tokens": 0, "max_completion_tokens": 1.5, "at_once": None, "tries": "x"}
+    wrong |= {"same_refusals": True, "temperature": math.nan, "pause_s": math.inf, "timeout_s": -1}
     with pytest.raises(InvalidRequest) as caught:
-        EndpointJudge("http://x", "m", max_tokens=0, at_once=0, timeout_s=-1)
+        EndpointJudge("http://x", "m", **wrong)  # type: ignore[arg-type]
     assert [str(problem) for problem in caught.value.problems] == [
-        "judge max_tokens: 0 is out of range; give 1 or more",
-        "judge at_once: 0 is out of range; give 1 or more",
-        "judge timeout_s: -1 is out of range; give 0.001 or more",
+        "judge max_tokens: cannot be 0; give a whole number of 1 or more",
+        "judge max_completion_tokens: cannot be 1.5; give a whole number of 1 or more, or none",
+        "judge at_once: cannot be None; give a whole number of 1 or more",
+        "judge tries: cannot be 'x'; give a whole number of 1 or more",
+        "judge same_refusals: cannot be True; give a whole number of 0 or more",
+        "judge temperature: cannot be nan; give a number of 0 or more, or none",
+        "judge pause_s: cannot be inf; give a number of 0 or more",
+        "judge timeout_s: cannot be -1; give a number of 0.001 or more",
     ]
     blind = role("blind", "x").model_copy(update={"eval_prompt": "Was it good?"})
     assert EndpointJudge("http://x", "m").check([blind])[0].field == "blind.eval_prompt"

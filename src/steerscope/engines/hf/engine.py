@@ -201,19 +201,23 @@ class HFEngine(ThreadedEngine[Row]):
             row.end("cancelled")
 
     def _admit(self) -> None:
-        """Let waiting requests in, in order, while there is room in the batch and in the slot table. Those whose pack
-        is still being loaded are passed over."""
+        """Let waiting requests in, in order, while there is room in the batch and in the slot table. A request that
+        needs no slot may overtake one that waits for it, and any request one whose pack is being loaded."""
         joining = self._joining
+        blocked: Row | None = None
         for row in list(self._waiting):
             if len(self._rows) + len(joining) >= self.max_batch:
                 break
+            if blocked is not None and not self._overtakes(row, blocked, place_is_free=True):
+                continue
             try:
                 if not self._lenses.ready(row):
                     continue
                 row.lease(self._table)
             except CapacityExceeded as error:
-                if self._rows or joining:
-                    break  # somebody will finish and free slots
+                if row.needs_slot and any(other.leases for other in (*self._rows, *joining)):
+                    blocked = row  # until a running request ends and frees slots
+                    continue
                 self._waiting.remove(row)
                 self._failed(row, error)
                 continue

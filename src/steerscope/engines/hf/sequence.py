@@ -35,6 +35,10 @@ class Row(RunningText):
         self.seat: Seat | None = None
         self.fault: RequestFailed | None = None  # why its rows or readings of the last forward are missing
 
+    @property
+    def needs_slot(self) -> bool:
+        return bool(self.plan.columns)  # rows have host memory of their own, and rules as many places as the batch
+
     def lease(self, table: SlotTable) -> None:
         """Take table slots, a seat if it is watched, and row memory; all or nothing."""
         self._table = table

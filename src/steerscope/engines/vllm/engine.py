@@ -21,7 +21,7 @@ from steerscope.engines.outbox import together
 from steerscope.engines.packs import Packs
 from steerscope.engines.plan import Plan
 from steerscope.engines.text import Decoder
-from steerscope.engines.threaded import OVERTAKEN_S, ThreadedEngine
+from steerscope.engines.threaded import ThreadedEngine
 from steerscope.engines.vllm.claims import Room
 from steerscope.engines.vllm.entering import Entrance, WorkerVectors
 from steerscope.engines.vllm.guards import adapter_refusal, check_version, facts_of
@@ -250,7 +250,8 @@ class VLLMEngine(ThreadedEngine[Running]):
 
         blocked: Running | None = None
         for one in list(self._waiting):
-            if blocked is not None and not self._overtakes(one, blocked):
+            free = len(self._running) < self._places
+            if blocked is not None and not self._overtakes(one, blocked, free):
                 continue
             if one.job.cancelled:  # before it came here
                 self._waiting.remove(one)
@@ -277,11 +278,6 @@ class VLLMEngine(ThreadedEngine[Running]):
             self._running[one.key] = one
             if one.late:
                 self._unborn.append(one)
-
-    def _overtakes(self, one: Running, blocked: Running) -> bool:
-        """Only requests without a claim do: another one could keep a slot in use for ever. Behind a request that has
-        waited long they take no more than the free places of vLLM's batch, so that it finds no queue there."""
-        return one.claim is None and (blocked.waited < OVERTAKEN_S or len(self._running) < self._places)
 
     def _make_room(self, one: Running) -> bool:
         """Take back what requests that have ended still hold. Raises CapacityExceeded when no request is left that

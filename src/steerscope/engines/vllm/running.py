@@ -49,6 +49,10 @@ class Running(RunningText):
         self._sampled: list[int] = []  # so far, of such a one
         self._noted = 0  # readings that were taken over
 
+    @property
+    def needs_slot(self) -> bool:
+        return self.claim is not None
+
     def prepare(self) -> bool:
         """Take slots and shared memory; False when there is no room for them now."""
         try:

@@ -177,19 +177,22 @@ _FRACTION = re.compile(rf"({_NUMBER})\s*(?:/|\b(?:out )?of\b)\s*({_NUMBER})", re
 
 def parse_score(reply: str, highest: int) -> Score | None:
     """The one number of a reply, where it is on the scale. What is said about the scale itself, fractions of another
-    one, and thinking do not count; of several different numbers none is the score."""
+    one, percents on a scale that does not end at 100, and thinking do not count; of several different numbers none is
+    the score."""
     said = without_thinking(reply)
     if said is None:
         return None
     if says_refusal(said):
         return REFUSAL if highest == 100 else 0
+    if highest == 100:
+        said = re.sub(r"(?<=\d)\s*(?:%|percent\b)", " ", said, flags=re.I)
     whole = rf"{highest}\b(?![.,]\d)"
     said = re.sub(rf"\b[01]\s*(?:to|through|and|-|–)\s*{whole}", " ", said, flags=re.I)
     said = _FRACTION.sub(lambda part: f" {part[1]} " if _value(part[2]) == highest else " ", said)
     said = re.sub(rf"\b(?:out|scale) of {whole}", " ", said, flags=re.I)
     numbers = {-_value(number) if sign else _value(number) for sign, number in _ALONE.findall(said)}
-    (score, *others) = numbers or {-1.0}
-    return score if not others and 0 <= score <= highest else None
+    score = numbers.pop() if len(numbers) == 1 else None
+    return score if score is not None and 0 <= score <= highest else None
 
 
 def _value(number: str) -> float:
