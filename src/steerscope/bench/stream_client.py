@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 PATH = "/v1/completions"
+EVENT = b'data: {"'  # headers name the scheme data:, too
 NAP = 0.004  # seconds; clients of a real server are other machines: these must not wake for every write
 
 
@@ -34,7 +35,7 @@ def play(host: str, port: int, bodies: list[str]) -> dict[str, Any]:
                 one: Any = key.fileobj
                 block = one.recv(1 << 16)
                 received[one].append(block)
-                if one not in firsts and b"data: " in block:
+                if one not in firsts and EVENT in block:
                     firsts[one] = now
                 if not block:
                     ends.append(now)
