@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=[*SHAPES, DEFAULT_MODEL], default="llama-1b")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--cases", nargs="+", choices=CASE_NAMES, default=CASE_NAMES)
     parser.add_argument("--cache-bytes", type=int, default=2 << 30, help="memory for keys and values")
     parser.add_argument("--rounds", type=int, default=6, help="packs that are registered and unregistered in turn")
     parser.add_argument("--pack-bytes", type=int, default=500_000_000, help="of the large pack")
@@ -78,10 +79,11 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     engine = start(args, scratch / "model")
     started = time.monotonic() - began
     run = Run(engine, args.rounds)
+    cases: dict[str, Callable[[], None]] = {case.__name__: functools.partial(case, run) for case in CASES}
+    cases["gaps"] = functools.partial(gaps, run, args, scratch)
     try:
-        for case in (in_turn, side_by_side, replaced, brought_along, under_load, narrow_weights):
-            run.case(case.__name__, functools.partial(case, run))
-        run.case("gaps", functools.partial(gaps, run, args, scratch))
+        for name in args.cases:
+            run.case(name, cases[name])
     finally:
         engine.close()
     names = "engine", "shape", "dtype", "rounds", "pack_bytes", "streams", "repeats", "alone_s", "more_s"
@@ -340,6 +342,10 @@ def under_load(run: Run) -> None:
     run.watch("under_load: a pack that came later", run.asked([("fresh", fresh), ("stays", stays)]))
     for name in ("fresh", "stays"):
         run.engine.unregister_pack(name)
+
+
+CASES = (in_turn, side_by_side, replaced, brought_along, under_load, narrow_weights)
+CASE_NAMES = [*(case.__name__ for case in CASES), "gaps"]
 
 
 async def during(run: Run, asked: Asked, work: Callable[[Callable[[], int]], None]) -> list[Generation]:

@@ -5,7 +5,9 @@ full disk or a crash leaves the old file (or none) and never half a one. `readin
 raises into one `BadFile` that names the file.
 """
 
+import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -13,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from steerscope.specs.errors import BadFile, InvalidRequest
+from steerscope.specs.errors import BadFile, SteerscopeError, not_json
 
 
 @contextmanager
@@ -82,6 +84,24 @@ def reading(path: str | Path, what: str) -> Iterator[None]:
     except BadFile:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        text = str(error) if isinstance(error, InvalidRequest) else lines[0] if lines else type(error).__name__
-        raise BadFile(f"{path} is not a readable {what}: {text}") from error
+        raise BadFile(f"{path} is not a readable {what}: {why_unreadable(error)}") from error
+
+
+def why_unreadable(error: Exception) -> str:
+    """Return the reason and the remedy in our words: what a library says is about its own insides."""
+    match error:
+        case SteerscopeError():
+            return str(error)
+        case json.JSONDecodeError():
+            return f"it {not_json(error)}; correct it"
+        case UnicodeError():
+            return "it is not text in UTF-8; convert it"
+        case RecursionError():
+            return "it is nested too deep; make it flatter"
+        case FileNotFoundError():
+            return "it does not exist; check the path"
+        case OSError(strerror=str() as reason):
+            return f"{reason}; check the path and its permissions"
+        case KeyError(args=(str() as name,)) if re.fullmatch(r"[\w.:-]+", name):
+            return f"it has no {name!r}; add it"
+    return "it is damaged, cut short or of another kind; make or copy it anew"

@@ -205,6 +205,58 @@ def test_an_engine_that_does_not_answer_says_so_and_registers_nothing_later(engi
     assert "x" not in engine.packs
 
 
+def test_a_pack_takes_the_place_of_another_that_the_engine_is_too_busy_to_drop(
+    engine: SyncEngine, door: Door, monkeypatch: pytest.MonkeyPatch
+):
+    door.open()
+    before, free = engine.stats()["packs"], threading.Event()
+    engine.register_pack("x", other())
+    keep, new = engine.aio._keep_pack, other()
+
+    def keep_and_hang(*given: Any) -> None:
+        keep(*given)
+        monkeypatch.setattr("steerscope.engines.threaded._ANSWER_S", 0.1)
+        engine.aio._put(lambda: free.wait(HUNG_S) and None)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(engine.aio, "_keep_pack", keep_and_hang)
+    try:
+        assert engine.register_pack("x", new) is engine.packs["x"] is new
+        with pytest.raises(
+            TimedOut, match="unregistering pack 'seed .*' was not answered by the engine of llama"
+        ):
+            engine.unregister_pack("x")
+    finally:
+        free.set()
+    monkeypatch.undo()
+    assert "x" not in engine.packs
+    until(lambda: engine.stats()["packs"] == before)
+
+
+def test_a_timeout_of_what_an_engine_was_asked_to_do_is_told_as_such(engine: SyncEngine, monkeypatch):
+    def late(*_: object, **__: object) -> None:
+        raise TimeoutError("RPC call to stats timed out.")
+
+    with pytest.raises(TimedOut, match=r"^looking failed: RPC call to stats timed out\.; try again$"):
+        engine.aio._call(late, "looking")  # type: ignore[attr-defined]
+    if hasattr(engine.aio, "_llm"):
+        monkeypatch.setattr(engine.aio._llm, "collective_rpc", late)
+        with pytest.raises(TimedOut, match=r"stats\(\) failed: RPC call to stats timed out"):
+            engine.stats()
+        with pytest.raises(TimedOut, match="loading a pack failed: RPC call"):
+            engine.register_pack("x", other())
+        assert "x" not in engine.packs
+
+
+def test_the_time_for_a_registration_begins_before_its_files_are_read(engine: SyncEngine, tmp_path: Path, monkeypatch):
+    pack, load = other(), Pack.load
+    pack.save(tmp_path / "pack")
+    with monkeypatch.context() as slow:
+        slow.setattr(Pack, "load", lambda path: time.sleep(0.3) or load(path))
+        with pytest.raises(TimedOut, match="took longer than 0.2 s; it is not registered"):
+            engine.register_pack("slow", tmp_path / "pack", timeout_s=0.2)
+    assert "slow" not in engine.packs
+
+
 def test_a_pack_that_cannot_be_loaded_is_told_and_ends_only_what_needs_it(engine: SyncEngine, door: Door):
     pack, before = other(), engine.stats()["packs"]
     door.error = RuntimeError("no memory\nat all")

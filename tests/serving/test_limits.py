@@ -1,5 +1,6 @@
 """The limits of docs/security.md that no other test holds: how many of what a client may ask for or leave behind."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 
@@ -117,6 +118,20 @@ def test_a_long_event_at_either_end_of_a_job_is_counted_before_it_is_kept(
     assert f"event: {name}\n" not in short
     assert "job_too_large" in short
     assert telling.idle()
+
+
+def test_who_listens_late_is_sent_a_job_in_pieces(telling: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of all events for each listener would be memory that nothing bounds."""
+    name, _, told = followed(telling, tells_much(telling))
+    job = telling.app.state.jobs.get(name)
+    monkeypatch.setattr(jobs, "PIECE_BYTES", 1000)
+
+    async def listen() -> list[bytes]:
+        return [piece async for piece in job.listen(0)][1:]
+
+    pieces = asyncio.run(listen())
+    assert b"".join(pieces).decode() == told
+    assert max(map(len, pieces)) < 1000 + max(map(len, job.events))
 
 
 def test_a_job_that_fails_where_there_is_no_room_left_says_so(telling: Live, monkeypatch: pytest.MonkeyPatch) -> None:

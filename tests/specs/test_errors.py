@@ -50,7 +50,7 @@ def test_a_missing_field_an_unknown_op_and_a_missing_op_say_what_to_do():
     with pytest.raises(InvalidRequest) as caught:
         Steering.parse([{"op": "add"}, {"op": "rotate", "vector": "v"}, {"vector": "v"}, 7])
     texts = [str(problem) for problem in caught.value.problems]
-    assert texts[0] == "ops[0].vector: Field required; add it"
+    assert texts[0] == "ops[0].vector: is missing; add it"
     assert "'rotate'" in texts[1]
     assert "'add', 'cap', 'ablate'" in texts[1]
     assert texts[1].endswith("; choose one of them")

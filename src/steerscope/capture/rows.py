@@ -127,10 +127,10 @@ def load_rows(path: Path | str) -> Rows:
             if header.get("format") != _FORMAT:
                 raise BadFile(f"{path} holds no captured rows: expected format {_FORMAT}, found {header.get('format')}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        return _unpack(tensors, header)
+        return _unpack(path, tensors, header)
 
 
-def _unpack(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> Rows:
+def _unpack(path: Path | str, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> Rows:
     columns = [tensors[f"label.{name}"].numpy() for name in ("position", "token_id", "generated", "message")]
     labels = Labels(header["request"], *columns, roles=tuple(json.loads(header["roles"])))
     rows: dict[Key, Tensor] = {}
@@ -145,5 +145,5 @@ def _unpack(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> Rows:
     reduce = header["reduce"] or None
     lengths = {len(column) for column in columns} | ({len(tensor) for tensor in rows.values()} if not reduce else set())
     if len(lengths) > 1 or max(labels.message, default=-1) >= len(labels.roles):
-        raise ValueError("its rows and labels do not fit together")
+        raise BadFile(f"{path} is not a readable file of captured rows: its rows and labels do not fit; save it anew")
     return Rows(dict(sorted(rows.items())), labels, header["model"], reduce, messages)

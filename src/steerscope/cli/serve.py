@@ -105,10 +105,12 @@ def serve(
 
 
 def _object(option: str, text: str | None) -> dict[str, object]:
+    from steerscope.specs.errors import not_json
+
     try:
         found = json.loads(text or "{}")
-    except ValueError as error:
-        raise o.mistake(option, f"is not JSON ({error})", 'write {"name": value}') from None
+    except (ValueError, RecursionError) as error:
+        raise o.mistake(option, not_json(error), 'write {"name": value}') from None
     if not isinstance(found, dict):
         raise o.mistake(option, "is not a JSON object", 'write {"name": value}')
     return found

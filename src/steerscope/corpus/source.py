@@ -24,7 +24,7 @@ from steerscope.capture.index import DocumentEntry
 from steerscope.capture.shards import digest
 from steerscope.files import reading
 from steerscope.specs.base import Spec
-from steerscope.specs.errors import BadFile, InvalidRequest, Problem
+from steerscope.specs.errors import BadFile, InvalidRequest, Problem, not_json
 
 CONTENT = {"text": (str, None), "messages": (list, dict), "token_ids": (list, int)}  # and what is in the list
 _WANTED = {"text": "a text", "messages": "a list of objects", "token_ids": "a list of integers"}
@@ -206,7 +206,7 @@ def _document(line: bytes | Mapping[str, Any], entry: DocumentEntry) -> Document
     try:
         found = json.loads(line) if isinstance(line, bytes) else _given(line)
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
-        return bad.failed(f"not JSON: {error}")
+        return bad.failed(not_json(error))
     if not isinstance(found, dict):
         return bad.failed(f"is {type(found).__name__}, not an object")
     given = [name for name in CONTENT if name in found]

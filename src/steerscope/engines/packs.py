@@ -86,14 +86,15 @@ class Packs(Generic[T]):
 
     # --- registering: any other thread
 
-    def register(self, registered: Registered, timeout_s: float = LOAD_S) -> None:
-        """Return when requests can use the pack. What fails or takes too long leaves nothing behind."""
-        what, until = f"registering pack {registered.pack.info.name!r}", time.monotonic() + timeout_s
+    def register(self, registered: Registered, timeout_s: float, began: float) -> None:
+        """Return when requests can use the pack. What fails, or takes longer than `timeout_s` since `began`, leaves
+        nothing behind."""
+        what, until = f"registering pack {registered.pack.info.name!r}", began + timeout_s
         try:
             _ = registered.word  # takes a while for a pack in memory
-            load: Load | None = self._call(lambda: self._hold(registered), what, timeout_s)
+            load: Load | None = self._call(lambda: self._hold(registered), what, _left(until))
             if load is not None:
-                load.done.result(max(0.0, until - time.monotonic()))
+                load.done.result(_left(until))
         except BaseException as error:
             with suppress(EngineClosed):
                 self._put(lambda: self._let_go(registered))
@@ -104,7 +105,6 @@ class Packs(Generic[T]):
 
     def unregister(self, registered: Registered) -> None:
         """Requests on their way keep the pack until they have ended."""
-
         self._call(lambda: self._let_go(registered), f"unregistering pack {registered.pack.info.name!r}")
 
     def _hold(self, registered: Registered) -> Load | None:
@@ -235,6 +235,13 @@ class Packs(Generic[T]):
         until = time.monotonic() + timeout_s
         for load in self._stopped:
             load.thread.join(max(0.0, until - time.monotonic()))
+
+
+def _left(until: float) -> float:
+    """Seconds from now; raises TimeoutError when there are none."""
+    if (left := until - time.monotonic()) <= 0:
+        raise TimeoutError
+    return left
 
 
 def not_loaded(name: str, error: BaseException) -> PackNotLoaded:

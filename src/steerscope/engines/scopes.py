@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Unpack
@@ -13,7 +14,7 @@ from steerscope.engines.placing import Same
 from steerscope.engines.plan import Facts, Planner, Prompt
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.reader import PackOptions, Registered
-from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.errors import InvalidRequest, Problem, TimedOut
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Ablate, Add, Cap, Steering, Vector, VectorData
 
@@ -82,6 +83,7 @@ class Scopes:
             raise InvalidRequest(
                 [Problem(name, "this engine cannot watch", "use the transformers engine, engine='hf'")]
             )
+        began = time.monotonic()
         given = {**options, "pinned": tuple(options.get("pinned", ()))}
         found = Registered(pack if isinstance(pack, Pack) else Pack.load(pack), PackOptions(**given))  # type: ignore[arg-type]
         facts, loaded = self.facts, found.pack
@@ -92,12 +94,15 @@ class Scopes:
             problems.append(Problem("site", what, "use a pack trained at another site"))
         if problems:
             raise InvalidRequest([problem.under(name) for problem in problems])
-        self._keep_pack(found, timeout_s)
+        self._keep_pack(found, timeout_s, began)
         with self._naming:
             before = self._packs.get(name)
             self._packs[name] = found
         if before is not None:
-            self._drop_pack(before)
+            with contextlib.suppress(
+                TimedOut
+            ):  # the new pack is there, and the engine drops the old one when it gets to it
+                self._drop_pack(before)
         return loaded
 
     def unregister_pack(self, name: str) -> None:
@@ -110,8 +115,8 @@ class Scopes:
     def packs(self) -> Mapping[str, Pack]:
         return {name: found.pack for name, found in self._packs.items()}
 
-    def _keep_pack(self, registered: Registered, timeout_s: float) -> None:
-        """Bring a pack to the device; an engine that watches does."""
+    def _keep_pack(self, registered: Registered, timeout_s: float, began: float) -> None:
+        """Bring a pack to the device within `timeout_s` since `began`; an engine that watches does."""
         raise NotImplementedError
 
     def _drop_pack(self, registered: Registered) -> None:

@@ -73,8 +73,8 @@ class ThreadedEngine(Engine, Generic[S]):
                 raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
             self._inbox.put(item)
 
-    def _keep_pack(self, registered: Registered, timeout_s: float) -> None:
-        self._lenses.register(registered, timeout_s)
+    def _keep_pack(self, registered: Registered, timeout_s: float, began: float) -> None:
+        self._lenses.register(registered, timeout_s, began)
 
     def _drop_pack(self, registered: Registered) -> None:
         self._lenses.unregister(registered)
@@ -85,14 +85,17 @@ class ThreadedEngine(Engine, Generic[S]):
             return work()
         done = self._post(work)
         limit_s = _ANSWER_S if timeout_s is None else min(timeout_s, _ANSWER_S)
-        try:
-            return done.result(timeout=limit_s)
-        except TimeoutError:
-            if done.done():  # what was done has timed out by itself
-                raise
-            why = f"{what} was not answered by the engine of {self.facts.name} within {limit_s:g} s"
+        wait([done], limit_s)
+        if not done.done():
+            why = f"{what} was not answered by the engine of {self.facts.name} within {limit_s:.3g} s"
             remedy = "a step takes longer, or its device hangs: try again, or close the engine and load it anew"
-            raise TimedOut(f"{why}; {remedy}") from None
+            raise TimedOut(f"{why}; {remedy}")
+        try:
+            return done.result()
+        except TimedOut:
+            raise
+        except TimeoutError as error:  # of a worker, or a file system
+            raise TimedOut(f"{what} failed: {error or 'it took too long'}; try again") from error
 
     def exclusively(self, work: Callable[[], T]) -> T:
         """Use the model between two steps: no request runs meanwhile, and requests take a step before the next call.

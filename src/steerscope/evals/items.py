@@ -23,7 +23,7 @@ from pydantic import model_validator
 from steerscope.extraction.personas.definitions import load_persona_file, load_questions
 from steerscope.files import reading
 from steerscope.specs.base import Spec
-from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.errors import InvalidRequest, Problem, not_json
 
 _SHIPPED = resources.files("steerscope.evals") / "data"
 _FORMS = 'write {"question": "…"}, with "answer", "system" and "dataset" where wanted, or a choice of two'
@@ -92,8 +92,8 @@ def _each(entries: Sequence[tuple[str, Any]], dataset: str, read: Callable[[str]
             found.setdefault((item.dataset, item.system, item.question), item)
         except InvalidRequest as error:
             problems += [problem.under(where) for problem in error.problems]
-        except ValueError as error:
-            problems.append(Problem(where, f"is not JSON ({error})", _FORMS))
+        except (ValueError, RecursionError) as error:
+            problems.append(Problem(where, not_json(error), _FORMS))
     if not found and not problems:
         problems.append(Problem("questions", f"{dataset} holds none", _FORMS))
     if problems:

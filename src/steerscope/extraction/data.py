@@ -18,7 +18,7 @@ from pathlib import Path
 
 from steerscope.files import reading
 from steerscope.specs.chat import Chat, parse_chat
-from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.errors import InvalidRequest, Problem, not_json
 
 Text = str | Chat  # plain text, or messages for the model's chat template
 _LABELS = {"positive": True, "negative": False}
@@ -162,8 +162,8 @@ def _entry(line: str) -> DatasetEntry | tuple[Text, bool]:
     forms = 'write {"positive": …, "negative": …} or {"text" or "messages": …, "label": "positive" or "negative"}'
     try:
         data = json.loads(line)
-    except ValueError as error:
-        raise InvalidRequest([Problem("", f"is not JSON ({error})", forms)]) from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest([Problem("", not_json(error), forms)]) from None
     keys = set(data) if isinstance(data, dict) else set()
     if keys == {"positive", "negative"}:
         return DatasetEntry(**data)

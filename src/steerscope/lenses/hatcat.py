@@ -109,8 +109,8 @@ def _about(path: Path, problems: list[Problem]) -> dict[str, object]:
         if (path / name).is_file():
             try:
                 return dict(json.loads((path / name).read_bytes()))
-            except (ValueError, TypeError, OSError) as error:
-                problems.append(Problem(name, f"is not a JSON object ({error})", "mend it"))
+            except (ValueError, TypeError, OSError):
+                problems.append(Problem(name, "is not a JSON object", "mend it"))
                 return {}
     if not path.is_dir():
         problems.append(Problem("", "it is no directory", "give the directory with pack_info.json"))

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from steerscope.files import why_unreadable
 from steerscope.lenses import hierarchy
 from steerscope.lenses import tensors as arrays
 from steerscope.lenses.directory import atomic_directory
@@ -83,9 +84,10 @@ def read(path: Path, verify: bool) -> tuple[Manifest, tuple[Concept, ...], dict[
         raise BadFile(f"{path} is not a pack: it has no {MANIFEST}{hatcat}")
     try:
         manifest = Manifest.from_json((path / MANIFEST).read_bytes())
-    except (InvalidRequest, OSError, RecursionError) as error:
-        problems = error.problems if isinstance(error, InvalidRequest) else [Problem("", str(error), "see the file")]
-        raise _refused(path, [problem.under(MANIFEST) for problem in problems]) from error
+    except InvalidRequest as error:
+        raise _refused(path, [problem.under(MANIFEST) for problem in error.problems]) from error
+    except (OSError, RecursionError) as error:
+        raise BadFile(f"{path / MANIFEST} cannot be read: {why_unreadable(error)}") from error
     problems, concepts = _read_concepts(path, manifest)
     more, tensors = _open_tensors(path, manifest)
     problems += more
@@ -150,8 +152,8 @@ def _open_tensors(path: Path, manifest: Manifest) -> tuple[list[Problem], dict[s
     try:
         with safe_open(path / TENSORS, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        return [Problem(TENSORS, f"cannot be read ({error})", "copy the pack again")], {}
+    except (SafetensorError, OSError, ValueError, RuntimeError):
+        return [Problem(TENSORS, "is damaged or of another kind", "copy the pack again")], {}
     for name in sorted(tensors.keys() ^ manifest.entries.keys()):
         where = f"{MANIFEST} but not in {TENSORS}" if name in manifest.entries else f"{TENSORS} but not in {MANIFEST}"
         problems.append(Problem(name, f"is in {where}", "copy the pack again"))

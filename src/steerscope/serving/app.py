@@ -13,11 +13,11 @@ import steerscope
 from steerscope.engines.base import Engine
 from steerscope.serving import capabilities, captures, health, jobs, lenses, metrics, openai, page, steering, vectors
 from steerscope.serving.describing import ERRORS, describe
-from steerscope.serving.errors import ApiError, api_error
+from steerscope.serving.errors import api_error
 from steerscope.serving.guard import Guard
 from steerscope.serving.settings import Settings
 from steerscope.serving.state import Serving
-from steerscope.specs.errors import SteerscopeError
+from steerscope.specs.errors import InvalidRequest, SteerscopeError, problems_in
 
 
 def create_app(start: Callable[[], Engine] | Engine, settings: Settings | None = None) -> FastAPI:
@@ -72,6 +72,6 @@ async def _told(request: Request, error: Exception) -> Response:
 
 async def _misread(_: Request, error: Exception) -> Response:
     """A path or query that does not have the type it should."""
-    found = error.errors() if isinstance(error, RequestValidationError) else []
-    what = "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in found)
-    return ApiError(400, what or str(error), "invalid_request").response()
+    assert isinstance(error, RequestValidationError)
+    details = [{**one, "loc": one["loc"][1:]} for one in error.errors()]  # without "path" or "query"
+    return api_error(InvalidRequest(problems_in(details))).response()

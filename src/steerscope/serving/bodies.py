@@ -15,6 +15,7 @@ from steerscope.serving.fields import (
     NoEffort,
     NoTools,
     OnlyText,
+    Plain,
     Prompts,
     StopTexts,
     Unsupported,
@@ -205,7 +206,7 @@ class ChatBody(Body):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     continue_final_message: bool | None = False
-    chat_template_kwargs: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Plain] = Field(default_factory=dict)
     # these say nothing about the answer
     metadata: Any = None
     store: bool | None = None

@@ -17,9 +17,11 @@ from steerscope.specs.errors import (
     CaptureClosed,
     EngineClosed,
     InvalidRequest,
+    PackNotLoaded,
     Problem,
     RequestFailed,
     SteerscopeError,
+    TimedOut,
     Unsteerable,
 )
 
@@ -82,7 +84,7 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(404, str(error), "capture_gone")
         case CapacityExceeded():
             return ApiError(429, str(error), "capacity_exceeded", retry_after=5)
-        case EngineClosed() | RequestFailed():
+        case EngineClosed() | PackNotLoaded() | RequestFailed() | TimedOut():
             return ApiError(503, str(error), "engine_failed", retry_after=5)
         case SteerscopeError():
             return ApiError(400, str(error))

@@ -70,6 +70,11 @@ def some(value: object) -> object:
     return value
 
 
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str | int | float | bool)
+
+
+Plain = Annotated[str | int | float | bool | None, shaped(_is_plain, "a text, a number, true, false or null")]
 StopTexts = Annotated[str | tuple[str, ...] | None, shaped(_is_stop, "a text or a list of texts")]
 Prompts = Annotated[
     str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...],

@@ -41,6 +41,7 @@ STOPS: dict[FinishReason, str] = {
 MOST_JOBS = 4096  # that are remembered, those that run among them
 MOST_BYTES = 64 << 20  # of one job's events
 MOST_HELD = 512 << 20  # of all jobs together, with the bodies they were asked with
+PIECE_BYTES = 64 << 10  # of events that are sent at once, up to the event that makes it so much
 _METRICS_S = 1.0
 
 
@@ -70,12 +71,21 @@ class Job:
         while True:
             news = self._news
             if at < len(self.events):
-                yield b"".join(self.events[at:])
-                at = len(self.events)
+                piece = self._piece(at)
+                at += len(piece)
+                yield b"".join(piece)
             elif self.ended:
                 return
             else:
                 await news.wait()
+
+    def _piece(self, at: int) -> list[bytes]:
+        """Events from `at` on, not more than are sent at once: each listener has a copy of them."""
+        size, stop = 0, at
+        while stop < len(self.events) and size < PIECE_BYTES:
+            size += len(self.events[stop])
+            stop += 1
+        return self.events[at:stop]
 
     def cancel(self) -> None:
         """Between two steps; one that has not begun ends at once."""

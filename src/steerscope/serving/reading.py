@@ -8,6 +8,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from steerscope.serving.errors import ApiError
+from steerscope.specs.errors import not_json
 
 T = TypeVar("T")
 _LONG = 20_000  # characters: what takes longer than a step does not hold up the others
@@ -21,9 +22,9 @@ def _json(data: bytes) -> object:
     try:
         return json.loads(data, parse_constant=_constant)
     except RecursionError:
-        raise ApiError(400, "the body is nested too deep", "invalid_json") from None
+        raise ApiError(400, "the body is nested too deep; make it flatter", "invalid_json") from None
     except ValueError as error:  # of the decoder, of UTF-8, and of numbers with thousands of digits
-        raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
+        raise ApiError(400, f"the body {not_json(error)}; correct it", "invalid_json") from None
 
 
 async def aside(work: Callable[[], T], size: int) -> T:

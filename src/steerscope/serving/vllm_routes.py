@@ -121,7 +121,7 @@ async def vectors(request: Request) -> Response:
 
 
 @router.post("/v1/vectors", status_code=201)
-async def upload(request: Request, name: str) -> Response:
+async def upload(request: Request, name: str = "") -> Response:
     """A safetensors or GGUF file as the raw body. One of the same name is replaced; requests that run keep theirs."""
     folder, data = _folder(request, "vectors"), bytearray()
     _checked(name)

@@ -4,9 +4,10 @@ A `Problem` names the field, what is wrong with it (with the limit), and the rem
 problems of a request at once; pydantic's own errors are translated into the same form.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -99,28 +100,65 @@ class PackNotLoaded(SteerscopeError):
     """A lens pack that could not be brought to the device."""
 
 
-_REMEDIES = {
-    "missing": "add it",
-    "extra_forbidden": "remove it or correct its name",
-    "finite_number": "give a finite number",
-    "greater_than": "choose a larger value",
-    "greater_than_equal": "choose a larger value",
-    "less_than": "choose a smaller value",
-    "less_than_equal": "choose a smaller value",
-    "too_long": "remove some",
-    "too_short": "give more",
-    "union_tag_invalid": "choose one of them",
-    "union_tag_not_found": "add the field",
-    "literal_error": "choose one of them",
+# Kinds of pydantic's errors → what to give instead, filled from the error's context.
+_WANTED = {
+    "string_type": "text",
+    "string_sub_type": "text",
+    "string_unicode": "text in UTF-8",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number of fewer digits",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "bytes_type": "bytes",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "set_type": "a list",
+    "frozen_set_type": "a list",
+    "iterable_type": "a list",
+    "dict_type": "an object",
+    "mapping_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "path_type": "a path",
+    "none_required": "null",
+    "is_instance_of": "a {class}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "less than {lt}",
+    "less_than_equal": "{le} or less",
+    "multiple_of": "a multiple of {multiple_of}",
+    "string_pattern_mismatch": "text that matches {pattern}",
+    "string_too_short": "text of {min_length} or more characters",
+    "string_too_long": "text of {max_length} or fewer characters",
 }
-
-
+# The others: what is wrong, and the remedy.
+_OTHERS = {
+    "missing": ("is missing", "add it"),
+    "extra_forbidden": ("is not known", "remove it or correct its name"),
+    "too_short": ("has {actual_length} items", "give {min_length} or more"),
+    "too_long": ("has more than {max_length} items", "remove some"),
+    "literal_error": ("{input} is not {expected}", "choose one of them"),
+    "enum": ("{input} is not {expected}", "choose one of them"),
+    "union_tag_invalid": ("{discriminator} is {tag!r}, not one of {expected_tags}", "choose one of them"),
+    "union_tag_not_found": ("{discriminator} is missing", "add the field"),
+    "json_type": ("{input} is not JSON text", "give text"),
+    "recursion_loop": ("holds itself", "remove the inner one"),
+}
+_UNKNOWN = ("cannot be {input}", "correct the value")
+_WIDE = 1e9
 _MOST_TOLD = 1000
 
 
 def _field(location: tuple[int | str, ...]) -> str:
     text = ""
     for part in location:
+        if part == "[key]":  # the key of an object, whose name was the part before
+            continue
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
 
@@ -133,16 +171,33 @@ def _problems(detail: ErrorDetails) -> list[Problem]:
     inner = detail.get("ctx", {}).get("error")
     if isinstance(inner, InvalidRequest):
         return [problem.under(field) for problem in inner.problems]
-    if isinstance(inner, ValueError) and "; " in str(inner):
-        what, _, remedy = str(inner).rpartition("; ")  # our own say "what; remedy", and may quote a "; " before it
-    else:
-        what = str(inner) if isinstance(inner, ValueError) else detail["msg"]
-        shown = repr(detail["input"])
-        shown = shown if len(shown) <= 60 else shown[:57] + "…"
-        if detail["type"] not in ("missing", "extra_forbidden"):
-            what = f"{what[0].lower()}{what[1:]}, got {shown}"
-        remedy = _REMEDIES.get(detail["type"], "correct the value")
-    return [Problem(field, what, remedy)]
+    if isinstance(inner, ValueError):
+        what, semicolon, remedy = str(inner).rpartition("; ")  # "what; remedy", where what may quote a "; "
+        return [Problem(field, what, remedy) if semicolon else Problem(field, remedy, "correct the value")]
+    return [Problem(field, *_told(detail))]
+
+
+def _told(detail: ErrorDetails) -> tuple[str, str]:
+    """What is wrong and the remedy."""
+    kind, shown = detail["type"], repr(detail["input"])
+    context = {name: _plain(value) for name, value in detail.get("ctx", {}).items()}
+    context["input"] = shown if len(shown) <= 60 else shown[:57] + "…"
+    if kind == "json_invalid":
+        return not_json(context["error"]), "correct it"
+    wanted = _WANTED.get(kind)
+    what, remedy = _OTHERS.get(kind, _UNKNOWN) if wanted is None else ("cannot be {input}", f"give {wanted}")
+    return what.format_map(context), remedy.format_map(context)
+
+
+def _plain(limit: object) -> object:
+    """A limit of 1.0 is 1."""
+    return int(limit) if isinstance(limit, float) and limit.is_integer() and abs(limit) < _WIDE else limit
+
+
+def not_json(error: object) -> str:
+    """Say where a text stops being JSON, from what a parser says of it."""
+    place = re.search(r"line (\d+) column (\d+)", str(error))
+    return f"is not JSON from line {place[1]}, column {place[2]} on" if place else "is not JSON"
 
 
 def problems_of(error: ValidationError) -> list[Problem]:
@@ -150,4 +205,11 @@ def problems_of(error: ValidationError) -> list[Problem]:
     counted: a list of a million wrong items must not cost a million messages."""
     if error.error_count() > _MOST_TOLD:
         return [Problem("", f"there are {error.error_count()} problems, too many to list", "correct the whole shape")]
-    return [problem for detail in error.errors() for problem in _problems(detail)]
+    return problems_in(error.errors())
+
+
+def problems_in(details: Sequence[Any]) -> list[Problem]:
+    """The same of pydantic's list. A list whose items are wrong is not told to be too short as well."""
+    wrong = {detail["loc"][:-1] for detail in details}
+    told = [one for one in details if not (one["type"] == "too_short" and one["loc"] in wrong)]
+    return [problem for detail in told for problem in _problems(detail)]

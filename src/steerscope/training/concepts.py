@@ -18,11 +18,12 @@ from pathlib import Path
 
 from pydantic import Field
 
+from steerscope.files import reading
 from steerscope.lenses import Concept
 from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, Relations
 from steerscope.lenses.hierarchy import problems_of
 from steerscope.specs.base import Spec
-from steerscope.specs.errors import BadFile, InvalidRequest, Problem
+from steerscope.specs.errors import InvalidRequest, Problem, not_json
 
 FOLDS = 4
 GENERATED = "generated"  # the form of texts a model wrote: for training only
@@ -139,19 +140,17 @@ def shipped() -> Traversable:
 
 def load_concepts(path: str | Path | None = None) -> ConceptSet:
     """Read a file of concepts; without a path, the one that ships with steerscope."""
-    try:
+    with reading(str(path), "file of concepts"):
         text = (shipped() if path is None else Path(path)).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise BadFile(f"{path} is not a readable file of concepts: {error}") from error
     lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
     concepts, problems = [], []
     for number, line in lines:
         try:
             concepts.append(ConceptTexts.parse(json.loads(line)))
-        except json.JSONDecodeError as error:
-            problems.append(Problem(f"line {number}", f"is not JSON ({error.msg})", "write one object a line"))
         except InvalidRequest as error:
             problems += [problem.under(f"line {number}") for problem in error.problems]
+        except (ValueError, RecursionError) as error:
+            problems.append(Problem(f"line {number}", not_json(error), "write one object a line"))
     if problems:
         raise InvalidRequest(problems)
     return ConceptSet(tuple(concepts))

@@ -23,7 +23,7 @@ from steerscope.extraction.personas.rollouts import takes_system
 from steerscope.files import reading
 from steerscope.specs.base import Spec
 from steerscope.specs.chat import Message, parse_chat
-from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.errors import InvalidRequest, Problem, not_json
 from steerscope.specs.tokens import Positions, SelectorError, resolve
 
 _FORMS = 'write {"messages": …}, {"prompt": …, "response": …}, {"text": …}, or a pair {"positive": …, "negative": …}'
@@ -106,7 +106,7 @@ def _chat(question: str, answer: str) -> list[Message]:
 def _is_contrast(line: str) -> bool:
     try:
         data = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(data, dict) and not {"label", "positive"}.isdisjoint(data)
 
@@ -114,8 +114,8 @@ def _is_contrast(line: str) -> bool:
 def _line(line: str) -> Source:
     try:
         data = json.loads(line)
-    except ValueError as error:
-        raise InvalidRequest([Problem("", f"is not JSON ({error})", _FORMS)]) from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest([Problem("", not_json(error), _FORMS)]) from None
     match data:
         case {"messages": chat, **rest} if not rest:
             return parse_chat(chat)

@@ -225,7 +225,8 @@ class _Reader(GGUFReader):
     def _get(self, offset: int, dtype: DTypeLike, count: int = 1, override_order=None) -> NDArray:  # type: ignore[override]
         end = int(offset) + np.dtype(dtype).itemsize * int(count)
         if end > self.data.size:
-            raise ValueError(f"it ends at byte {self.data.size}, but its header promises at least {end}")
+            what = f"it ends at byte {self.data.size}, but its header promises at least {end}"
+            raise BadFile(f"{self.data.filename} is not a readable GGUF vector: {what}; copy it anew")
         return super()._get(offset, dtype, count, override_order)
 
     def _push_field(self, field: ReaderField, skip_sum: bool = False) -> int:

@@ -152,9 +152,9 @@ def _cuda_tap(
 def checked(delta: Tensor, residual: Tensor | None, index: Tensor) -> tuple[int, int]:
     tokens, hidden = delta.shape
     if tokens > index.shape[0]:
-        raise ValueError(f"a tap met {tokens} tokens, it was made for {index.shape[0]}")
+        raise ValueError(f"a step has {tokens} tokens, and the tap was made for {index.shape[0]}")
     if delta.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
-        raise ValueError("a tap met a hidden state whose numbers do not lie side by side")
+        raise ValueError("the layer's output is not contiguous in its last dimension")
     return tokens, hidden
 
 

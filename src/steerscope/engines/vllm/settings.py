@@ -18,7 +18,7 @@ from steerscope.engines.placing import tap_of
 from steerscope.residual.table import Key
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Sites
-from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.errors import InvalidRequest, Problem, not_json
 from steerscope.specs.steering import SITES, Layers, parse_layers
 
 if TYPE_CHECKING:
@@ -89,5 +89,12 @@ def asked_for(config: "VllmConfig") -> Settings | None:
     given = extra.get(NAME) if isinstance(extra, dict) else None
     text = os.environ.get(ENVIRONMENT, "").strip()
     if given is None and text not in ("", "0"):
-        given = json.loads(text) if text.startswith("{") else {}
+        given = _read(text) if text.startswith("{") else {}
     return None if given is None else Settings.parse(given)
+
+
+def _read(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest([Problem(ENVIRONMENT, not_json(error), "write 1 or a JSON object")]) from None

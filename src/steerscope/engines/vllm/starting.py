@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from steerscope.engines.vllm import plugin
 from steerscope.engines.vllm.pool import least_room
 from steerscope.engines.vllm.settings import Settings, asked_for
-from steerscope.specs.errors import ModelNotFound, SteerscopeError
+from steerscope.specs.errors import ModelNotFound, SteerscopeError, problems_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -78,7 +78,7 @@ def tokenizer_of(model: str | Path) -> Any:
 def reason_of(error: Exception) -> str:
     """One line; of a refused configuration what was wrong with it, not how many things were."""
     if isinstance(error, ValidationError):
-        return "; ".join(found["msg"] for found in error.errors(include_url=False, include_context=False))
+        return "; ".join(map(str, problems_of(error)))
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -118,7 +118,7 @@ def _torch_tap(
     capture: bool,
 ) -> None:
     if delta.ndim != 2 or delta.shape[0] > index.shape[0]:
-        raise ValueError(f"a tap met {tuple(delta.shape)}, it takes [tokens ≤ {index.shape[0]}, hidden]")
+        raise ValueError(f"the layer's output has shape {tuple(delta.shape)}, not [up to {len(index)} tokens, hidden]")
     come(index)
     if not faults[0]:
         return
