@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from steerscope.bench.one import hardware, versions
 from steerscope.bench.shapes import shape_config
@@ -282,6 +283,8 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     finally:
         for engine in engines:
             engine.close()
+    if torch.cuda.is_available():
+        torch.cuda.init()  # the engines have ended: their memory is not shared with this process
     configuration = {name: getattr(args, name) for name in ("shape", "prompt", "tokens", "dtype", "cache_bytes")}
     about = {engine.kind: engine.about | {"gpu_bytes": memory.get(engine.kind)} for engine in engines}
     found = {"configuration": configuration | {"options": args.options}, "versions": versions(), "hardware": hardware()}

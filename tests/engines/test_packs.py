@@ -221,9 +221,7 @@ def test_a_pack_takes_the_place_of_another_that_the_engine_is_too_busy_to_drop(
     monkeypatch.setattr(engine.aio, "_keep_pack", keep_and_hang)
     try:
         assert engine.register_pack("x", new) is engine.packs["x"] is new
-        with pytest.raises(
-            TimedOut, match="unregistering pack 'seed .*' was not answered by the engine of llama"
-        ):
+        with pytest.raises(TimedOut, match="unregistering pack 'seed .*' was not answered by the engine of llama"):
             engine.unregister_pack("x")
     finally:
         free.set()

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import httpx
 import pytest
 
 import tiny
-from serving.conftest import Serve
+from serving.conftest import Live, Serve
 from serving.live import eventually
 from steerscope.capture.rows import load_rows
 from steerscope.serving import captures
@@ -27,8 +28,17 @@ pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who w
 BODY = {"prompt": "Hello there", "max_tokens": 40, "ignore_eos": True, "steerscope": {"capture": {"layers": "all"}}}
 
 
-def captured(http: httpx.Client) -> str:
-    return http.post("/v1/completions", json=BODY).json()["choices"][0]["steerscope"]["captures"]["id"]
+def captured(http: httpx.Client, max_tokens: int = 40) -> str:
+    answer = http.post("/v1/completions", json={**BODY, "max_tokens": max_tokens})
+    return answer.json()["choices"][0]["steerscope"]["captures"]["id"]
+
+
+def captured_beyond_buffers(live: Live) -> str:
+    """Capture more than a connection's buffers take, so that it is not sent before the client has read some of it."""
+    for server in live.server.servers:
+        for listening in server.sockets:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+    return captured(live.http, 200)
 
 
 def test_rows_are_fetched_though_the_disk_is_full(serve: Serve) -> None:
@@ -108,15 +118,16 @@ def test_a_client_that_is_killed_while_it_fetches_hurts_nobody_and_the_rows_can_
     serve: Serve, tmp_path: Path
 ) -> None:
     live = serve().ready()
-    name = captured(live.http)
+    name = captured_beyond_buffers(live)
     port = str(httpx.URL(live.url).port)
     with subprocess.Popen(
         [sys.executable, "-c", GREEDY_CLIENT, port, name], stdout=subprocess.PIPE, text=True
     ) as client:
         assert client.stdout is not None
         assert client.stdout.readline() == "reading\n"
+        kept = live.serving.captures.get(name)
+        assert kept.readers == 1
         client.kill()
-    kept = live.serving.captures.get(name)
     live.until(lambda: kept.readers == 0)
     (tmp_path / "rows").write_bytes(live.http.get(f"/v1/captures/{name}").content)
     found, wanted = load_rows(tmp_path / "rows"), kept.rows
@@ -127,8 +138,8 @@ def test_a_client_that_is_killed_while_it_fetches_hurts_nobody_and_the_rows_can_
 
 
 def test_rows_that_are_dropped_while_they_are_sent_take_room_until_they_are(serve: Serve) -> None:
-    live = serve(stall_s=1.0).ready()
-    name = captured(live.http)
+    live = serve(stall_s=5.0).ready()
+    name = captured_beyond_buffers(live)
     kept = live.serving.captures.get(name)
     port = str(httpx.URL(live.url).port)
     with subprocess.Popen(
@@ -136,7 +147,7 @@ def test_rows_that_are_dropped_while_they_are_sent_take_room_until_they_are(serv
     ) as client:
         assert client.stdout is not None
         assert client.stdout.readline() == "reading\n"
-        live.until(lambda: kept.readers == 1)
+        assert kept.readers == 1
         assert live.http.delete(f"/v1/captures/{name}").status_code == 200
         assert live.serving.engine.budget.used > 0
         live.until(lambda: live.serving.engine.budget.used == 0)  # it does not read, and is hung up on

@@ -278,3 +278,54 @@ def hooks(results: Path) -> str:
             times = f"{one['us_per_step']:.1f} | {one['calls_per_step']:.2g} | {one['median_call_us']:.1f}"
             lines.append(f"| `{name}` | {times} |")
     return "\n".join(lines).strip() or "*No profile yet: `bench/gpu/speed.sh OUT profile`.*"
+
+
+_STREAMS = {
+    "stock-http": "`vllm serve`",
+    "ours-http": "`steerscope serve`",
+    "stock-library": "vLLM's `AsyncLLM`",
+    "ours-library": "steerscope's engine",
+}
+
+
+def streams(results: Path) -> str:
+    """Streams of stock vLLM and of steerscope, each with its own defaults."""
+    data = json.loads((results / "gpu" / "streams.json").read_text())
+    lines = ["| streams | server or library | tokens/s | first token: p50, p99, ms | time / stock (95 %) |"]
+    lines.append("|---|---|---|---|---|")
+    for cell in data["cells"]:
+        for kind, one in cell["summary"].items():
+            first = f"{1e3 * one['first_token_p50_s']:.0f}, {1e3 * one['first_token_p99_s']:.0f}"
+            ratio = one.get("time_ratio")
+            told = "{:.3f} ({:.3f}–{:.3f})".format(ratio["median"], *ratio["interval"]) if ratio else ""
+            lines.append(
+                f"| {cell['streams']} | {_STREAMS[kind]} | {round(one['tokens_per_s'], -1):,.0f} | {first} | {told} |"
+            )
+    work = data["configuration"]
+    n_rounds = [min(map(len, cell["rounds"].values())) for cell in data["cells"]]
+    lines += [
+        "",
+        f"{work['shape']} shape, {work['dtype']}, {work['prompt']} + {work['tokens']} tokens, nothing steered or "
+        f"captured; {', '.join(map(str, n_rounds))} rounds in turns on one {data['hardware']['gpu']}, "
+        f"vLLM {data['versions']['vllm']}.",
+    ]
+    return "\n".join(lines)
+
+
+def packs(results: Path) -> str:
+    """What registering a large pack costs the streams that run."""
+    data = json.loads((results / "gpu" / "packs.json").read_text())
+    gaps, work = data["gaps"], data["configuration"]
+    lines = [f"| {gaps['bytes'] / 1e6:.0f} MB | took, s | longest gap between two tokens, ms |", "|---|---|---|"]
+    for name, one in gaps["phases"].items():
+        took, longest = statistics.median(one["seconds"]), 1e3 * max(one["longest_gap_s"])
+        lines.append(f"| {name} | {took:.2f} | {longest:.0f} |")
+    readings = sum(check.get("readings", 0) for check in data["checks"])
+    held = sum(check["holds"] for check in data["checks"])
+    lines += [
+        "",
+        f"{work['shape']} shape, {work['dtype']}, {work['streams']} streams, {work['repeats']} times each; before, "
+        f"{held} of {len(data['checks'])} checks of packs that come and go held, on {readings:,} readings against "
+        f"float64; {data['hardware']['gpu']}, vLLM {data['versions']['vllm']}.",
+    ]
+    return "\n".join(lines)

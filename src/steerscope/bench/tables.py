@@ -296,6 +296,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "speed": gpu_tables.speed, "shapes": gpu_tables.shapes, "phases": gpu_tables.phases, "hooks": gpu_tables.hooks,
     "steps": gpu_tables.steps, "pairs": gpu_tables.pairs, "hidden_states": gpu_tables.hidden_states,
     "lenses": lenses, "served": served, "store": store,
+    "streams": gpu_tables.streams, "packs": gpu_tables.packs,
     "scale": scale, "costs": gpu_tables.costs, "taps": gpu_tables.taps,
     "vectors": vector_tables.study, "vector_answers": vector_tables.answers,
     "extraction_peers": vector_tables.peers, "precision": vector_tables.precision, "evals": eval_tables.study,
