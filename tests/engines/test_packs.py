@@ -18,6 +18,8 @@ from lenses.packs import make
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, TokenEvent
 from steerscope.lenses import Bank, Pack
+from steerscope.lenses.monitor import Monitor
+from steerscope.lenses.reader import Registered
 from steerscope.specs import Capture, InvalidRequest, Sampling
 from steerscope.specs.errors import EngineClosed, PackNotLoaded, RequestFailed, TimedOut
 from steerscope.specs.watch import Watch
@@ -221,9 +223,7 @@ def test_a_pack_takes_the_place_of_another_that_the_engine_is_too_busy_to_drop(
     monkeypatch.setattr(engine.aio, "_keep_pack", keep_and_hang)
     try:
         assert engine.register_pack("x", new) is engine.packs["x"] is new
-        with pytest.raises(
-            TimedOut, match="unregistering pack 'seed .*' was not answered by the engine of llama"
-        ):
+        with pytest.raises(TimedOut, match="unregistering pack 'seed .*' was not answered by the engine of llama"):
             engine.unregister_pack("x")
     finally:
         free.set()
@@ -293,6 +293,26 @@ def test_a_pack_that_is_unregistered_under_load_goes_with_the_last_request_that_
     until(lambda: engine.stats()["packs"] == before)
     gc.collect()
     assert not door.banks
+
+
+def test_a_pack_whose_memory_cannot_be_freed_ends_no_request(engine: SyncEngine, monkeypatch, caplog):
+    drop = Monitor.drop
+
+    def fail(self: Monitor, registered: Registered) -> None:
+        drop(self, registered)
+        raise RuntimeError("the device says no")
+
+    engine.register_pack("x", other())
+    unwatched = engine.stream(PROMPT, Sampling(max_tokens=100, ignore_eos=True))
+    watched = engine.stream(PROMPT, SHORT, watch=Watch(pack="x"))
+    next(unwatched)
+    next(watched)
+    monkeypatch.setattr(Monitor, "drop", fail)
+    engine.unregister_pack("x")
+    assert [list(events)[-1].generation.finish_reason for events in (watched, unwatched)] == ["length"] * 2
+    until(lambda: "of pack 'seed" in caplog.text)
+    assert "was not freed: the device says no" in caplog.text
+    assert engine.generate(PROMPT, SHORT, watch=Watch(pack="p")).readings
 
 
 def test_a_pack_from_a_folder_is_not_written_again_and_read_as_it_was(engine: SyncEngine, tmp_path: Path, monkeypatch):
