@@ -14,6 +14,7 @@ import contextlib
 import functools
 import gc
 import json
+import os
 import sys
 import tempfile
 import time
@@ -90,7 +91,8 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     configuration = {name: getattr(args, name) for name in names}
     if args.engine == "vllm":
         configuration |= {"mode": engine.aio.mode, "core_process": engine.aio.separate}  # type: ignore[attr-defined]
-    result = {"configuration": configuration, "versions": versions(), "hardware": hardware()}
+    busy = {"load_average": os.getloadavg()[1]}  # of five minutes, other programs included
+    result = {"configuration": configuration, "versions": versions(), "hardware": hardware() | busy}
     result |= {"start_s": started, "seconds": time.monotonic() - began, "gaps": run.gaps, "checks": run.checks}
     return result | {"holds": all(check["holds"] for check in run.checks)}
 

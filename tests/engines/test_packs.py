@@ -18,6 +18,8 @@ from lenses.packs import make
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import EndEvent, TokenEvent
 from steerscope.lenses import Bank, Pack
+from steerscope.lenses.monitor import Monitor
+from steerscope.lenses.reader import Registered
 from steerscope.specs import Capture, InvalidRequest, Sampling
 from steerscope.specs.errors import EngineClosed, PackNotLoaded, RequestFailed, TimedOut
 from steerscope.specs.watch import Watch
@@ -291,6 +293,26 @@ def test_a_pack_that_is_unregistered_under_load_goes_with_the_last_request_that_
     until(lambda: engine.stats()["packs"] == before)
     gc.collect()
     assert not door.banks
+
+
+def test_a_pack_whose_memory_cannot_be_freed_ends_no_request(engine: SyncEngine, monkeypatch, caplog):
+    drop = Monitor.drop
+
+    def fail(self: Monitor, registered: Registered) -> None:
+        drop(self, registered)
+        raise RuntimeError("the device says no")
+
+    engine.register_pack("x", other())
+    unwatched = engine.stream(PROMPT, Sampling(max_tokens=100, ignore_eos=True))
+    watched = engine.stream(PROMPT, SHORT, watch=Watch(pack="x"))
+    next(unwatched)
+    next(watched)
+    monkeypatch.setattr(Monitor, "drop", fail)
+    engine.unregister_pack("x")
+    assert [list(events)[-1].generation.finish_reason for events in (watched, unwatched)] == ["length"] * 2
+    until(lambda: "of pack 'seed" in caplog.text)
+    assert "was not freed: the device says no" in caplog.text
+    assert engine.generate(PROMPT, SHORT, watch=Watch(pack="p")).readings
 
 
 def test_a_pack_from_a_folder_is_not_written_again_and_read_as_it_was(engine: SyncEngine, tmp_path: Path, monkeypatch):

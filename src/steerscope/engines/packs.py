@@ -1,11 +1,12 @@
-"""Lens packs of an engine: loaded by threads beside its own, put to use between two of its steps.
+"""Lens packs of an engine: loaded in threads of their own, installed between two steps of the engine.
 
-To read and prepare a pack takes from milliseconds to minutes, in which running requests must not wait. So every pack
-that is not there gets a `Load` with a thread; the engine's thread only begins it and takes over what it has made.
-Registering a pack waits for its load, and so does a request that brings its pack along; other requests go on.
+Reading and preparing a pack takes milliseconds to minutes, in which running requests must not wait. So each pack that
+is not installed gets a `Load` with its own thread; the engine's thread only starts it and installs its result.
+Registering a pack waits for its load, and so does a request that brings its own pack; other requests go on.
 """
 
 import functools
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -18,34 +19,35 @@ from steerscope.engines.plan import Plan
 from steerscope.lenses.reader import Registered
 from steerscope.specs.errors import EngineClosed, PackNotLoaded, SteerscopeError, TimedOut
 
+log = logging.getLogger("steerscope")
 LOAD_S = 600.0
-_IDLE = 2  # packs that are neither registered nor used by a request, and stay
+_MAX_IDLE = 2  # packs that stay installed though they are neither registered nor used by a request
 T = TypeVar("T")
 
 
 class Store(Protocol[T]):
-    """Where an engine has its packs. All but `load` is short, and done in the engine's thread."""
+    """Where an engine keeps its packs. `load` runs in the load's thread; the others are short, in the engine's."""
 
     def load(self, registered: Registered, stopped: threading.Event) -> T:
-        """Read and prepare a pack. `stopped` is set when it is not needed any more."""
+        """Read and prepare a pack. `stopped` is set when the pack is not needed any more."""
         ...
 
     def install(self, registered: Registered, loaded: T) -> None: ...
     def discard(self, registered: Registered, loaded: T) -> None:
-        """Give up what was loaded and is not installed."""
+        """Free a loaded pack that was not installed."""
         ...
 
     def remove(self, registered: Registered) -> None:
-        """Give up what was installed, as soon as no request reads with it."""
+        """Free an installed pack as soon as no request reads with it."""
         ...
 
 
 class Load:
-    """A pack on its way."""
+    """A pack that is being loaded."""
 
     def __init__(self, registered: Registered) -> None:
         self.registered, self.stopped = registered, threading.Event()
-        self.done: Future[None] = Future()  # when it is installed
+        self.done: Future[None] = Future()  # resolved when the pack is installed
         self.thread = threading.Thread(target=lambda: None, daemon=True)
         self.until = time.monotonic() + LOAD_S
 
@@ -59,15 +61,18 @@ class Load:
 
 
 class Request(Protocol):
-    """A request that may bring a pack along."""
+    """A request that may bring its own pack."""
 
     plan: Plan
-    load: Load | None  # it waits for
+    load: Load | None  # the load that it waits for
 
 
 class Packs(Generic[T]):
-    """`call` does something in the engine's thread and waits for it, `put` does not wait; `used` are the packs of all
-    requests. Methods without a note belong to the engine's thread."""
+    """The packs that an engine has installed, is loading, or has under a registered name, by `Registered.digest`.
+
+    `call` runs a function in the engine's thread and waits for its result, `put` does not wait; `used` returns the
+    digests of the packs of all requests. Methods belong to the engine's thread unless their section says otherwise.
+    """
 
     def __init__(
         self,
@@ -77,95 +82,95 @@ class Packs(Generic[T]):
         used: Callable[[], set[str]],
     ) -> None:
         self._store, self._call, self._put, self._used = store, call, put, used
-        self._there: OrderedDict[str, Registered] = OrderedDict()  # used last comes last
+        self._installed: OrderedDict[str, Registered] = OrderedDict()  # least recently used first
         self._loads: dict[str, Load] = {}
         self._stopped: list[Load] = []  # their threads may still run
-        self._names: dict[str, dict[int, Registered]] = {}  # the registrations of each pack
-        self._leaving: set[str] = set()  # not registered any more, but used
+        self._registrations: dict[str, dict[int, Registered]] = {}  # by digest, then by id
+        self._unregistered: set[str] = set()  # to be dropped when no request uses them
         self._closed = False
 
     # --- registering: any other thread
 
     def register(self, registered: Registered, timeout_s: float, began: float) -> None:
-        """Return when requests can use the pack. What fails, or takes longer than `timeout_s` since `began`, leaves
-        nothing behind."""
+        """Return when requests can use the pack. A registration that fails, or takes longer than `timeout_s` since
+        `began`, leaves nothing behind."""
         what, until = f"registering pack {registered.pack.info.name!r}", began + timeout_s
         try:
-            _ = registered.word  # takes a while for a pack in memory
-            load: Load | None = self._call(lambda: self._hold(registered), what, _left(until))
+            _ = registered.digest  # hashes the weights of a pack in memory
+            load: Load | None = self._call(lambda: self._add(registered), what, _left(until))
             if load is not None:
                 load.done.result(_left(until))
         except BaseException as error:
             with suppress(EngineClosed):
-                self._put(lambda: self._let_go(registered))
+                self._put(lambda: self._withdraw(registered))
             if not isinstance(error, TimeoutError) or isinstance(error, SteerscopeError):
                 raise
             remedy = "it is not registered: allow more with timeout_s, or put its folder on a faster disk"
             raise TimedOut(f"{what} took longer than {timeout_s:g} s; {remedy}") from None
 
     def unregister(self, registered: Registered) -> None:
-        """Requests on their way keep the pack until they have ended."""
-        self._call(lambda: self._let_go(registered), f"unregistering pack {registered.pack.info.name!r}")
+        """Drop a registration. Requests that were submitted keep the pack until they end."""
+        self._call(lambda: self._withdraw(registered), f"unregistering pack {registered.pack.info.name!r}")
 
-    def _hold(self, registered: Registered) -> Load | None:
-        self._names.setdefault(registered.word, {})[id(registered)] = registered
-        self._leaving.discard(registered.word)
-        return self._bring(registered)
+    def _add(self, registered: Registered) -> Load | None:
+        self._registrations.setdefault(registered.digest, {})[id(registered)] = registered
+        self._unregistered.discard(registered.digest)
+        return self._load_of(registered)
 
-    def _let_go(self, registered: Registered) -> None:
-        """Also of a registration that never came here."""
-        name = registered.word
-        self._names.get(name, {}).pop(id(registered), None)
-        if not self._names.get(name):
-            self._names.pop(name, None)
-            self._leaving.add(name)
+    def _withdraw(self, registered: Registered) -> None:
+        """Drop a registration, also one that was never added."""
+        digest = registered.digest
+        self._registrations.get(digest, {}).pop(id(registered), None)
+        if not self._registrations.get(digest):
+            self._registrations.pop(digest, None)
+            self._unregistered.add(digest)
             self.sweep()
 
     # --- requests
 
     def ready(self, one: Request) -> bool:
-        """Whether a waiting request can run with its pack, which begins to load if it is not there. Raises what
-        loading it has raised."""
+        """Return whether a waiting request's pack is installed; if it is not, start loading it. Raises the error of
+        the load that the request has waited for."""
         if one.plan.watch is None:
             return True
         load, one.load = one.load, None
         if load is not None and load.done.done():
             load.done.result()
-        one.load = load = self._bring(one.plan.watch.registered)
-        if load is not None and time.monotonic() > load.until and load.registered.word not in self._names:
-            self._forget(load.registered.word)
+        one.load = load = self._load_of(one.plan.watch.registered)
+        if load is not None and time.monotonic() > load.until and load.registered.digest not in self._registrations:
+            self._drop(load.registered.digest)
         return load is None
 
     def awaited_by(self, one: Request) -> bool:
-        """Whether this request waits for a pack that is still being loaded."""
+        """Return whether this request waits for a pack that is being loaded."""
         return one.load is not None and not one.load.done.done()
 
     def sweep(self) -> None:
-        """Give up packs that were unregistered while requests used them."""
-        if self._leaving:
-            unused = self._leaving - self._used()
-            self._leaving -= unused
-            for name in unused:
-                self._forget(name)
+        """Drop packs that were unregistered and that no request uses any more."""
+        if self._unregistered:
+            unused = self._unregistered - self._used()
+            self._unregistered -= unused
+            for digest in unused:
+                self._drop(digest)
 
     # --- loading
 
-    def _bring(self, registered: Registered) -> Load | None:
-        """The load of a pack that is not there."""
-        name = registered.word
-        if name in self._there:
-            self._there.move_to_end(name)
+    def _load_of(self, registered: Registered) -> Load | None:
+        """Return the load of a pack, started now if there is none; None if the pack is installed."""
+        digest = registered.digest
+        if digest in self._installed:
+            self._installed.move_to_end(digest)
             return None
-        if name not in self._loads:
+        if digest not in self._loads:
             if self._closed:
                 raise EngineClosed("the engine was closed: load it again")
-            load = self._loads[name] = Load(registered)
-            load.thread = threading.Thread(target=self._load, args=(load,), name="steerscope-pack", daemon=True)
+            load = self._loads[digest] = Load(registered)
+            load.thread = threading.Thread(target=self._run, args=(load,), name="steerscope-pack", daemon=True)
             load.thread.start()
-        return self._loads[name]
+        return self._loads[digest]
 
-    def _load(self, load: Load) -> None:
-        """In the load's thread."""
+    def _run(self, load: Load) -> None:
+        """The load's thread."""
         try:
             loaded = self._store.load(load.registered, load.stopped)
         except BaseException as error:
@@ -179,47 +184,47 @@ class Packs(Generic[T]):
             load.end(error)
 
     def _loaded(self, load: Load, loaded: T) -> None:
-        registered, name = load.registered, load.registered.word
-        if self._loads.get(name) is not load:
-            self._store.discard(registered, loaded)
+        registered, digest = load.registered, load.registered.digest
+        discard = functools.partial(self._store.discard, registered, loaded)
+        if self._loads.get(digest) is not load:
+            _free(registered, discard)
             return
         try:
             self._store.install(registered, loaded)
         except Exception as error:
-            with suppress(Exception):
-                self._store.discard(registered, loaded)
+            _free(registered, discard)
             self._failed(load, not_loaded(registered.pack.info.name, error))
             return
-        del self._loads[name]
-        self._there[name] = registered
-        if name not in self._names:
-            self._make_room(name)
+        del self._loads[digest]
+        self._installed[digest] = registered
+        if digest not in self._registrations:
+            self._make_room(digest)
         load.end(None)
 
     def _failed(self, load: Load, error: BaseException) -> None:
-        if self._loads.get(load.registered.word) is load:
-            del self._loads[load.registered.word]
+        if self._loads.get(load.registered.digest) is load:
+            del self._loads[load.registered.digest]
         load.end(error)
 
-    def _make_room(self, name: str) -> None:
-        """For a pack that will be idle too, once its requests have ended."""
-        loose = [other for other in self._there if other not in self._names and other != name]
-        if len(loose) >= _IDLE:
+    def _make_room(self, digest: str) -> None:
+        """Drop idle packs, so that this one can be idle too when its requests have ended."""
+        loose = [other for other in self._installed if other not in self._registrations and other != digest]
+        if len(loose) >= _MAX_IDLE:
             used = self._used()
             idle = [other for other in loose if other not in used]
-            for other in idle[: max(0, len(idle) - _IDLE + 1)]:
-                self._forget(other)
+            for other in idle[: max(0, len(idle) - _MAX_IDLE + 1)]:
+                self._drop(other)
 
-    def _forget(self, name: str) -> None:
-        load, found = self._loads.pop(name, None), self._there.pop(name, None)
+    def _drop(self, digest: str) -> None:
+        load, installed = self._loads.pop(digest, None), self._installed.pop(digest, None)
         if load is not None:
             self._stopped = [other for other in self._stopped if other.thread.is_alive()] + [load]
             what = f"pack {load.registered.pack.info.name!r} was not loaded"
             load.stop(
                 PackNotLoaded(f"{what}: it took longer than {LOAD_S:g} s, or was unregistered; register it again")
             )
-        if found is not None:
-            self._store.remove(found)
+        if installed is not None:
+            _free(installed, functools.partial(self._store.remove, installed))
 
     # --- the end
 
@@ -237,8 +242,16 @@ class Packs(Generic[T]):
             load.thread.join(max(0.0, until - time.monotonic()))
 
 
+def _free(registered: Registered, work: Callable[[], None]) -> None:
+    """Free a pack's memory. A failure is logged: raised in the engine's thread, it would end requests of others."""
+    try:
+        work()
+    except Exception as error:
+        log.warning("the memory of pack %r was not freed: %s", registered.pack.info.name, error)
+
+
 def _left(until: float) -> float:
-    """Seconds from now; raises TimeoutError when there are none."""
+    """Return the seconds from now. Raises TimeoutError when there are none."""
     if (left := until - time.monotonic()) <= 0:
         raise TimeoutError
     return left

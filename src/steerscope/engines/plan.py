@@ -256,7 +256,7 @@ class Planner:
             return self.packs[name]
         if isinstance(name, InlinePack) and isinstance(name.pack, Pack):
             found = Registered(name.pack)
-            _ = found.word  # takes a while for a large pack: here, not in the engine's thread
+            _ = found.digest  # hashes a large pack here, not in the engine's thread
             return found
         for known in self.packs.values():
             if name == f"digest:{known.pack.digest}":

@@ -171,7 +171,7 @@ class ThreadedEngine(Engine, Generic[S]):
     def _packs_in_use(self) -> set[str]:
         """The packs of all requests, running or waiting."""
         watches = [one.plan.watch for one in self._all_requests()]
-        return {watch.registered.word for watch in watches if watch is not None}
+        return {watch.registered.digest for watch in watches if watch is not None}
 
     @abstractmethod
     def _all_requests(self) -> list[S]: ...

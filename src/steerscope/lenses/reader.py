@@ -50,8 +50,8 @@ class Registered:
         return self.pack.digest, self.options
 
     @cached_property
-    def word(self) -> str:
-        """The same as one word."""
+    def digest(self) -> str:
+        """A hash of the pack and its options."""
         return hashlib.blake2b(repr(self.key).encode(), digest_size=16).hexdigest()
 
     @cached_property

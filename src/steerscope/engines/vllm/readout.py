@@ -22,12 +22,13 @@ from steerscope.lenses.graph_pool import GraphPool
 from steerscope.lenses.monitor import Monitor, Seen
 from steerscope.lenses.reader import Reader
 
-# Columns of a sheet. BASE and COUNTER are addresses, 0 for what nobody is told; TERMS is −1 without rules.
+# Columns of a sheet. BASE and COUNTER are addresses in the client's memory, 0 where nothing is written; TERMS is −1
+# without rules.
 CELL, POSITION, SLOT, VIEW, BASE, NUMBER, MOST, KEPT, TERMS, COUNTER = range(10)
 WIDTH = 10
-MOST_LINES = 64  # in a graph
-_STEP = 8  # graphs are made for multiples of it
-_GRAPHS = 32  # kept
+MOST_LINES = 64  # of a graph
+_STEP = 8  # graphs have a multiple of so many lines
+_MAX_GRAPHS = 32
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def _write(
 def _count(
     sheet, WIDTH: tl.constexpr, POSITION: tl.constexpr, NUMBER: tl.constexpr, MOST: tl.constexpr, COUNTER: tl.constexpr
 ):
-    """Tell how many readings are there, and turn to the next row of each request."""
+    """Store in the client's memory how many readings are there, and move each line to the next row of its request."""
     mine = sheet + tl.program_id(0).to(tl.int64) * WIDTH
     number, counter = tl.load(mine + NUMBER) + 1, tl.load(mine + COUNTER)
     if counter != 0:
@@ -76,7 +77,7 @@ def _count(
 
 
 def tell(sheet: Tensor, seen: Seen) -> None:
-    """Readings of all lines, then (the order of kernels is that of their writes) how many there are."""
+    """Write the readings of all lines, then (kernels write in their order) how many there are."""
     ruled = seen.scores is not None and seen.on is not None and seen.off is not None
     scores = seen.scores if seen.scores is not None else seen.values
     on, off = (part.view(torch.uint8) if part is not None else seen.values for part in (seen.on, seen.off))
@@ -92,10 +93,10 @@ def tell(sheet: Tensor, seen: Seen) -> None:
 
 
 class Kind(NamedTuple):
-    """Sheets that one graph can read."""
+    """Sheets of equal kind and size share a graph."""
 
     reader: Reader
-    views: int  # how many the reader has: their memory is another once there are more
+    views: int  # of the reader: a new view moves the memory of all
     top_k: int
     ruled: bool
     viewed: bool
@@ -107,7 +108,7 @@ class Sheet:
     askers: list[Asker]
     lines: Tensor  # on the host, pinned
     single: bool  # one row of each request: the next step may repeat it
-    there: "_Lane | None" = None  # where its lines were put
+    lane: "_Lane | None" = None  # that holds its lines on the device
 
     @property
     def reader(self) -> Reader:
@@ -116,11 +117,11 @@ class Sheet:
 
 @dataclass(slots=True)
 class _Lane:
-    """A graph with the memory it reads."""
+    """The device's memory of a sheet, and the graph that reads with it."""
 
     sheet: Tensor
     rows: Tensor
-    cells: Tensor  # where the rows lie: a column of the sheet
+    cells: Tensor  # of the rows in the pool: a column of the sheet
     graph: torch.cuda.CUDAGraph | None = None
 
 
@@ -135,7 +136,7 @@ class Readout:
         delivery.when_read = self.now
 
     def now(self) -> torch.cuda.Event:
-        """Everything that was asked to be read until now has been, and is told."""
+        """Return an event that is reached when all readings launched until now are in the client's memory."""
         event = torch.cuda.Event()
         self._rows_there.record(self._here())
         self._side.wait_event(self._rows_there)
@@ -143,13 +144,14 @@ class Readout:
         return event
 
     def drop(self, reader: Reader) -> None:
-        """Its graphs read weights that are about to go, and none of them runs."""
+        """Free the graphs of a reader whose weights are about to be freed. None of them runs."""
         self._lanes = {key: lane for key, lane in self._lanes.items() if key[0].reader is not reader}
 
     # --- sheets
 
     def sheet(self, parts: list[tuple[Asker, int, int, int]]) -> Sheet:
-        """Rows of a step: whose, from which token of the batch on, positions [start, stop)."""
+        """Return the sheet of these rows: requests, each with its first token in the batch and its positions
+        [start, stop)."""
         seats = [asker.watched.seat for asker, *_ in parts if asker.watched is not None]
         counts = [b - a for *_, a, b in parts]
         lines = np.zeros((sum(counts), WIDTH), dtype=np.int64)
@@ -167,7 +169,7 @@ class Readout:
         return Sheet(kind, [asker for asker, *_ in parts], torch.from_numpy(lines).pin_memory(), max(counts) == 1)
 
     def _address(self, asker: Asker, mine: np.ndarray, first: int, stop: int) -> None:
-        """Where readings go. Those of rows that came again are there already."""
+        """Fill in where readings go. Those of rows that are computed again are with the client already."""
         watch, watched = asker.wire.watch, asker.watched
         assert watch is not None
         assert watched is not None
@@ -187,18 +189,18 @@ class Readout:
     # --- reading
 
     def read(self, sheet: Sheet) -> None:
-        """After a forward and before the next one's taps, on the stream that runs them."""
+        """Read the rows of a sheet, after the forward and before the next one's taps, on the stream that runs them."""
         here = self._here()
-        here.wait_event(self._done)  # the step before may still be reading what is about to be written, or telling
+        here.wait_event(self._done)  # the step before may still be reading what is about to be overwritten
         if not sheet.single or len(sheet.lines) > MOST_LINES:
-            lines = sheet.lines.to(self._cells.device, non_blocking=True) if sheet.there is None else sheet.there.sheet
-            sheet.there = _Lane(lines, lines, lines[:, CELL])  # the same lines again, if the step repeats
-            rows = self._cells.index_select(0, sheet.there.cells)
+            lines = sheet.lines.to(self._cells.device, non_blocking=True) if sheet.lane is None else sheet.lane.sheet
+            sheet.lane = _Lane(lines, lines, lines[:, CELL])  # the same lines again, if the step repeats
+            rows = self._cells.index_select(0, sheet.lane.cells)
             tell(lines, self._look(sheet.kind, rows, lines))
             return
-        lane = sheet.there or self._lane(sheet)
-        if sheet.there is None:
-            sheet.there = lane
+        lane = sheet.lane or self._lane(sheet)
+        if sheet.lane is None:
+            sheet.lane = lane
             lane.sheet.zero_()
             lane.sheet[: len(sheet.lines)].copy_(sheet.lines, non_blocking=True)
         torch.index_select(self._cells, 0, lane.cells, out=lane.rows)
@@ -215,7 +217,7 @@ class Readout:
         lines = -(-len(sheet.lines) // _STEP) * _STEP
         key = (sheet.kind, lines)
         if key not in self._lanes:
-            if len(self._lanes) >= _GRAPHS:
+            if len(self._lanes) >= _MAX_GRAPHS:
                 torch.cuda.synchronize(self._cells.device)
                 self._lanes.clear()
             device = self._cells.device
@@ -228,7 +230,7 @@ class Readout:
         if lane.graph is not None:
             lane.graph.replay()
             return
-        tell(lane.sheet, self._look(kind, lane.rows, lane.sheet))  # also what libraries need to have done before
+        tell(lane.sheet, self._look(kind, lane.rows, lane.sheet))  # this step; libraries also need it before a capture
         here, graph = torch.cuda.current_stream(self._cells.device), torch.cuda.CUDAGraph()
         self._capturing.wait_stream(here)
         pool = self._pools[kind.ruled]

@@ -1,9 +1,10 @@
 """Watched requests in a worker: lenses read the rows of a step after its forward, and rules switch the gates that the
-taps of the next one read. Every rank does the same sums; one of them tells the client.
+taps of the next one read. Every rank computes the same; one of them reports to the client.
 
-Taps leave watched rows behind the pool's cells, at the number of their token. A step that repeats the last one, a token
-later, uses the same tensors again. On a GPU readings go to the client without the host (`readout`); where the host has
-to know them itself, it waits: tiers load what they need, and what a rule has switched may have to be computed again.
+Taps write watched rows behind the pool's cells, at the number of their token. A step that repeats the last one, a token
+later, uses the same tensors again. On a GPU readings go to the client without the host (`readout`). The host waits for
+readings that it needs itself: tiers load the lenses that a row leads to, and rows that are computed again must be
+steered as they were.
 """
 
 import functools
@@ -34,7 +35,7 @@ Group = tuple[tuple[Key, ...], bool, Key | None]  # captured taps, whether befor
 
 
 def groups_of(keys: tuple[Key, ...] | None, before: bool, watched: Key | None) -> list[Group]:
-    """The groups that tokens of one request can belong to: captured, watched, both."""
+    """Return the groups that tokens of one request can belong to: captured, watched, both."""
     found: list[Group] = [] if keys is None else [(keys, before, None)]
     if watched is not None:
         found.append(((), False, watched))
@@ -44,25 +45,26 @@ def groups_of(keys: tuple[Key, ...] | None, before: bool, watched: Key | None) -
 
 
 def places_of(group: Group, taps: Sequence[Key]) -> list[int]:
-    """What each of these taps finds in its order for this group."""
+    """Return for each tap the place of its row among those captured (−1: not captured), plus `WATCHED` if lenses read
+    it."""
     keys, _, watched = group
     place = {key: i for i, key in enumerate(keys)}
     return [place.get(key, -1) + (WATCHED if key == watched else 0) for key in taps]
 
 
-@functools.lru_cache(maxsize=64)  # requests ask alike
+@functools.lru_cache(maxsize=64)  # many requests have equal watches
 def _spec(pack: str, top_k: int, levels: tuple[int, ...] | None) -> Watch:
     return Watch(pack=pack, top_k=top_k, levels=None if levels is None else list(levels))
 
 
 @dataclass(slots=True)
 class Look:
-    """Rows that one reader reads together, request after request."""
+    """Rows that one reader reads together, request after request, on the host's time."""
 
     reader: Reader
     top_k: int
-    parts: list[tuple[Asker, int, int]]  # whose, the first position, how many
-    rows: Tensor  # where they lie in the pool
+    parts: list[tuple[Asker, int, int]]  # request, first position, number of rows
+    rows: Tensor  # their cells in the pool
     position: Tensor
     slot: Tensor | None
     view: Tensor | None
@@ -78,7 +80,7 @@ class Watching:
         self.packs = WorkerPacks(self.monitor)
         self.delivery, self._cells, self._first = delivery, cells, len(cells) - tokens
         self.counts = {"readings": 0, "lens_seconds": 0.0}  # seconds of this thread: a device may take longer
-        self._last: Looks | None = None  # which the next step may repeat
+        self._last: Looks | None = None  # of the last step, which the next may repeat
         self._readout: Readout | None = None
         self.monitor.closing = self._drop
         if device.type == "cuda":
@@ -89,7 +91,9 @@ class Watching:
     # --- requests
 
     def admit(self, asker: Asker, watch: WireWatch, alone: int, both: int) -> None:
-        pack = self.packs.known.get(watch.pack)
+        """Give a request its seat. `alone` and `both` are the groups of its tokens that are watched, and that are also
+        captured."""
+        pack = self.packs.installed.get(watch.pack)
         if pack is None:
             raise RequestFailed("its lens pack is not on this worker")
         spec = _spec(watch.pack, watch.top_k, watch.levels)
@@ -105,7 +109,8 @@ class Watching:
     # --- the rows of a step
 
     def read(self, looks: Looks) -> None:
-        """After a forward and before the next one's taps, on the stream that runs them."""
+        """Read the watched rows of a step, after its forward and before the next one's taps, on the stream that runs
+        them."""
         self._last = looks
         if looks.kept is None:
             looks.kept = self._looks(looks)
@@ -118,13 +123,13 @@ class Watching:
                     assert self._readout is not None
                     self._readout.read(look)
                     self.counts["readings"] += len(look.lines)
-            except Exception as error:  # their readings are void, the step goes on
+            except Exception as error:  # only requests of this look fail
                 for asker in look.askers:
                     self.delivery.fail(asker, f"{type(error).__name__}: {error}")
         self.counts["lens_seconds"] += time.perf_counter() - began
 
     def _drop(self, reader: Reader) -> None:
-        """Let go of a reader; the last step may have rows for it, of requests that have ended."""
+        """Release a reader that is about to be closed; the last step may have rows of ended requests for it."""
         if self._last is not None and self._last.kept is not None:
             self._last.kept = [look for look in self._last.kept if look.reader is not reader]
         if self._readout is not None:
@@ -134,11 +139,11 @@ class Watching:
         groups: dict[object, list[tuple[Asker, int, int, int]]] = defaultdict(list)
         for part in looks.parts:
             assert part[0].watched is not None
-            groups[part[0].watched.seat.group, self._waits(part[0])].append(part)
-        return [self._look(parts) if self._waits(parts[0][0]) else self._sheet(parts) for parts in groups.values()]
+            groups[part[0].watched.seat.group, self._needs_host(part[0])].append(part)
+        return [self._look(parts) if self._needs_host(parts[0][0]) else self._sheet(parts) for parts in groups.values()]
 
-    def _waits(self, asker: Asker) -> bool:
-        """Whether the host has to know what was read."""
+    def _needs_host(self, asker: Asker) -> bool:
+        """Return whether the host has to know this request's readings before the next step."""
         assert asker.watched is not None
         assert asker.wire.watch is not None
         switches = any(rule.kind == "steer" for rule in asker.wire.watch.compiled.rules)
@@ -169,7 +174,7 @@ class Watching:
 
     def _read(self, look: Look, moved: int) -> None:
         rows, position = self._cells.index_select(0, look.rows), look.position + moved
-        # The host waits for these few numbers: they must be with the client before the token that comes with them.
+        # The host waits for these few numbers: they must reach the client before the token that comes with them.
         seen = self.monitor.look(look.reader, rows, look.top_k, look.slot, position, look.view).to_host()
         start, changed = 0, seen.on is not None and seen.off is not None and bool((seen.on | seen.off).any())
         for asker, first, count in look.parts:
@@ -182,7 +187,7 @@ class Watching:
 
 
 def _remember(watched: Watched, watch: WireWatch | None, seen: SeenOnHost, start: int, first: int, count: int) -> None:
-    """When its gates were switched: rows may have to be computed again."""
+    """Record on which rows gates were switched: rows that are computed again must be steered as they were."""
     assert watch is not None
     if seen.on is None or seen.off is None:
         return

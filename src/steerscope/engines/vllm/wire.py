@@ -14,7 +14,6 @@ from steerscope.engines.plan import Plan
 from steerscope.engines.vllm.settings import NAME
 from steerscope.lenses.compile import Compiled, CompiledRule, Term
 from steerscope.lenses.monitor import WatchPlan
-from steerscope.lenses.reader import Registered
 from steerscope.residual.table import Column, Key
 from steerscope.specs.steering import Coefficients
 from steerscope.specs.tokens import END, EVERYWHERE, Positions
@@ -74,7 +73,7 @@ class WireCapture:
 
 @dataclass(frozen=True, slots=True)
 class WireWatch:
-    pack: str  # as the workers know it
+    pack: str  # its `Registered.digest`
     key: Key
     positions: Positions
     top_k: int
@@ -87,8 +86,8 @@ class WireWatch:
     @classmethod
     def of(cls, plan: WatchPlan, most: int, place: int) -> "WireWatch":
         kept = min(plan.spec.top_k, len(plan.registered.pack))
-        name = pack_name(plan.registered)
-        return cls(name, plan.key, plan.positions, plan.spec.top_k, plan.levels, plan.compiled, kept, most, place)
+        pack = plan.registered.digest
+        return cls(pack, plan.key, plan.positions, plan.spec.top_k, plan.levels, plan.compiled, kept, most, place)
 
     @property
     def words(self) -> int:
@@ -116,11 +115,6 @@ class WireWatch:
         compiled = Compiled([Term(*term) for term in terms], found)
         chosen = None if levels is None else tuple(levels)
         return cls(pack, (layer, site), _positions(at), top_k, chosen, compiled, *rest)
-
-
-def pack_name(registered: Registered) -> str:
-    """What a pack is and how it is kept, as one word."""
-    return registered.word
 
 
 @dataclass(slots=True)  # not frozen, nor are its columns: that would make them twice as expensive to make
