@@ -5,6 +5,7 @@ full disk or a crash leaves the old file (or none) and never half a one. `readin
 raises into one `BadFile` that names the file.
 """
 
+import errno
 import json
 import os
 import re
@@ -95,12 +96,12 @@ def why_unreadable(error: Exception) -> str:
         case json.JSONDecodeError():
             return f"it {not_json(error)}; correct it"
         case UnicodeError():
-            return "it is not text in UTF-8; convert it"
+            return "it is damaged, or not text in UTF-8; convert or copy it"
         case RecursionError():
             return "it is nested too deep; make it flatter"
         case FileNotFoundError():
             return "it does not exist; check the path"
-        case OSError(strerror=str() as reason):
+        case OSError(strerror=str() as reason) if error.errno != errno.EINVAL:  # that is a place behind a file's end
             return f"{reason}; check the path and its permissions"
         case KeyError(args=(str() as name,)) if re.fullmatch(r"[\w.:-]+", name):
             return f"it has no {name!r}; add it"

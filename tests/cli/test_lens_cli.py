@@ -68,7 +68,7 @@ def test_all_mistakes_are_told_together(refused: Refused, model: str, tmp_path: 
         "lens", "fit", "--concepts", bad, "--model", model, "--layers", "1", "--out", tmp_path, "--epochs", 0
     )
     assert len(told) == 2
-    assert told[0].startswith("line 1: is not JSON")
+    assert ":1: is not JSON" in told[0]
     assert told[1].startswith("fit.epochs: ")
     assert "name some" in refused("lens", "fit", "--model", model, "--layers", "all", "--out", tmp_path / "x")[0]
     (line,) = refused("lens", "fit", "--model", model, "--layers", "x", "--out", tmp_path / "x")

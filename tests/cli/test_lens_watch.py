@@ -99,7 +99,7 @@ def test_a_page_holds_the_heat_map_the_tree_the_curves_and_no_foreign_html(
     [
         (("--stop-when", "anger"), "'anger': is not a condition; write 'concept>0.8'"),
         (("--stop-when", "a>1.2.3"), "'1.2.3' is not a number"),
-        (("--top-k", 0), "top_k: cannot be 0; give 1 or more"),
+        (("--top-k", 0), "top_k: cannot be 0; give at least 1"),
     ],
 )
 def test_mistakes_are_told(refused, model: str, pack: Path, arguments: tuple, message: str):

@@ -330,6 +330,14 @@ def test_a_pack_from_a_folder_is_not_written_again_and_read_as_it_was(engine: Sy
     engine.unregister_pack("stored")
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux which files are mapped")
+def test_a_pack_from_memory_keeps_no_temporary_file_mapped(engine: SyncEngine):
+    pack = engine.register_pack("x", other())
+    reads(engine, pack, "x")
+    assert "steerscope-pack-" not in Path("/proc/self/maps").read_text(), "its disk and memory are in use until it goes"
+    engine.unregister_pack("x")
+
+
 def test_two_threads_that_register_one_name_leave_one_pack(engine: SyncEngine):
     before = engine.stats()["packs"]
     done = [beside(lambda: engine.register_pack("same", other())) for _ in range(4)]

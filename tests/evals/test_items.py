@@ -80,7 +80,7 @@ def test_a_set_that_is_not_there_or_empty_is_told(tmp_path: Path) -> None:
     ):
         load_items("nothing")
     (tmp_path / "none.jsonl").write_text("\n", encoding="utf-8")
-    with pytest.raises(InvalidRequest, match="none holds none"):
+    with pytest.raises(InvalidRequest, match=r"none\.jsonl: holds no question"):
         load_items(tmp_path / "none.jsonl")
     (tmp_path / "broken.json").write_text("{", encoding="utf-8")
     with pytest.raises(BadFile, match="is not a readable set of questions"):

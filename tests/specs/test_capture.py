@@ -26,14 +26,14 @@ def test_one_site_may_be_written_without_a_list():
 @pytest.mark.parametrize(
     ("changes", "field", "why"),
     [
-        ({"sites": ()}, "sites", "at least 1"),
+        ({"sites": ()}, "sites", "has 0 items"),
         ({"sites": ("resid_post", "residual")}, "sites[1]", "resid_mid"),
         ({"sites": ("mlp_out", "mlp_out")}, "", "a site is named twice"),
         ({"layers": "3-1"}, "layers", "backwards"),
         ({"tokens": "promt"}, "tokens", "'promt' is not a selector"),
         ({"reduce": "max"}, "reduce", "'mean' or 'last'"),
-        ({"before_steering": "sometimes"}, "before_steering", "boolean"),
-        ({"layer": 3}, "layer", "not permitted"),
+        ({"before_steering": "sometimes"}, "before_steering", "cannot be 'sometimes'"),
+        ({"layer": 3}, "layer", "is not known"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_with_its_field(changes: dict[str, object], field: str, why: str):

@@ -50,7 +50,7 @@ def test_values_beyond_the_limit_are_refused_with_their_field_and_a_remedy(field
 
 
 def test_a_fifth_stop_string_is_one_too_many():
-    with pytest.raises(InvalidRequest, match="stop: has more than 4 items; remove some"):
+    with pytest.raises(InvalidRequest, match="stop: has too many items; give at most 4"):
         Sampling(stop=("a", "b", "c", "d", "e"))
 
 

@@ -61,7 +61,7 @@ def test_all_problems_of_nested_rules_are_told_with_their_place():
     }
     text = told(lambda: Watch.parse(bad))
     assert text.startswith("4 problems")
-    assert "top_k: cannot be 0; give 1 or more" in text
+    assert "top_k: cannot be 0; give at least 1" in text
     assert "rules[0].when.of[0]: a condition needs above, below or both" in text
     assert "rules[0].when.of[1]: {'kind': 'nope'} is not a condition; give one whose kind is when, all_of" in text
     assert "rules[0].then.steering.ops[0].scale" in text
@@ -72,7 +72,7 @@ def test_all_problems_of_nested_rules_are_told_with_their_place():
     [
         (lambda: when("a"), "needs above, below or both"),
         (lambda: when("a", above=0.5, below=0.5), "no score is above 0.5 and below 0.5"),
-        (lambda: when("a", above=-0.1), "above: cannot be -0.1; give 0 or more"),
+        (lambda: when("a", above=-0.1), "above: cannot be -0.1; give at least 0"),
         (lambda: when("a", above=0.5, for_tokens=0), "for_tokens"),
         (lambda: all_of(), "nothing to combine"),
         (lambda: steer(Steering()), "the steering has no ops"),

@@ -103,7 +103,7 @@ def test_lines_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as error:
         load_concepts(path)
     fields = [problem.field for problem in error.value.problems]
-    assert fields == ["line 1", "line 3.parents", "line 3.text"]
+    assert fields == [f"{path}:{place}" for place in ("1", "3.parents", "3.text")]
     with pytest.raises(BadFile, match=r"nowhere\.jsonl"):
         load_concepts(tmp_path / "nowhere.jsonl")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from steerscope.files import reading
 from steerscope.models import resolve
@@ -32,6 +32,10 @@ class Checkpoint:
     def __init__(self, model: str | Path) -> None:
         self.name = str(model)
         self.path = _directory(self.name)
+        with reading(self.path / "config.json", "model config"):
+            kind = dict(json.loads((self.path / "config.json").read_bytes())).get("model_type")
+        if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+            raise UnsupportedModel(f"{model}: the installed transformers knows no model type {kind!r}; update it")
         with reading(self.path / "config.json", "model config"):
             whole = AutoConfig.from_pretrained(self.path, local_files_only=True)
         if getattr(whole, "quantization_config", None):
@@ -108,7 +112,8 @@ class Checkpoint:
         fits = [
             prefix
             for prefix, numbers in seen.items()
-            if numbers >= set(range(self.layers)) and not any(part in prefix for part in _OTHER_TOWERS)
+            if sum(number < self.layers for number in numbers) == self.layers
+            and not any(part in prefix for part in _OTHER_TOWERS)
         ]
         if len(fits) != 1:
             listed = ", ".join(f"{prefix}N ({len(numbers)})" for prefix, numbers in seen.items()) or "none"

@@ -65,7 +65,10 @@ def load_items(source: str | Path) -> list[Item]:
     if not path.is_file():
         what = f"there is no file or set {str(source)!r}"
         raise InvalidRequest([Problem("questions", what, f"give a file, or one of {', '.join(shipped())}")])
-    return _json(path) if path.suffix == ".json" else _lines(path, path.stem)
+    found = _json(path) if path.suffix == ".json" else _lines(path, path.stem)
+    if not found:
+        raise InvalidRequest([Problem(str(path), "holds no question", _FORMS)])
+    return found
 
 
 def _json(path: Path) -> list[Item]:
@@ -91,14 +94,21 @@ def _each(entries: Sequence[tuple[str, Any]], dataset: str, read: Callable[[str]
             item = _item(read(entry) if read else entry, dataset)
             found.setdefault((item.dataset, item.system, item.question), item)
         except InvalidRequest as error:
-            problems += [problem.under(where) for problem in error.problems]
+            problems += [_as_written(problem).under(where) for problem in error.problems]
         except (ValueError, RecursionError) as error:
             problems.append(Problem(where, not_json(error), _FORMS))
-    if not found and not problems:
-        problems.append(Problem("questions", f"{dataset} holds none", _FORMS))
     if problems:
         raise InvalidRequest(problems)
     return list(found.values())
+
+
+_WRITTEN = {"choices[0]": "answer_matching_behavior", "choices[1]": "answer_not_matching_behavior"}
+
+
+def _as_written(problem: Problem) -> Problem:
+    """With the field that the user knows."""
+    field = _WRITTEN.get(problem.field) or problem.field.replace("expected", "answer", 1)
+    return Problem(field, problem.what, problem.remedy)
 
 
 def _item(entry: object, dataset: str) -> Item:
@@ -109,8 +119,8 @@ def _item(entry: object, dataset: str) -> Item:
         if name == "answer":
             fields["expected"] = [value] if isinstance(value, str) else value
         elif name == "answer_matching_behavior":
-            other = entry.get("answer_not_matching_behavior")
-            fields["choices"] = [str(value).strip(), str(other).strip()]
+            pair = (value, entry.get("answer_not_matching_behavior"))
+            fields["choices"] = [one.strip() if isinstance(one, str) else one for one in pair]
         elif name in ("question", "system", "dataset"):
             fields[name] = value
     return Item.parse(fields)

@@ -109,7 +109,7 @@ def _about(path: Path, problems: list[Problem]) -> dict[str, object]:
         if (path / name).is_file():
             try:
                 return dict(json.loads((path / name).read_bytes()))
-            except (ValueError, TypeError, OSError):
+            except (ValueError, TypeError, OSError, RecursionError):
                 problems.append(Problem(name, "is not a JSON object", "mend it"))
                 return {}
     if not path.is_dir():

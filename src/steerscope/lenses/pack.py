@@ -96,6 +96,11 @@ class Pack:
         """Write the directory. It appears whole or not at all; a pack that was there before is replaced."""
         packfiles.write(Path(path), self.info, self.hierarchy.summary(), self.concepts, self.tensors, self.entries)
 
+    def release_tensors(self) -> None:
+        """Let go of the tensors, and of the file that they are mapped from. Names, hierarchy and digest stay."""
+        self._known_entries = self.entries
+        self.tensors = {}
+
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
         """Shape, dtype and checksum of every tensor."""

@@ -115,7 +115,8 @@ def entry(tensor: Tensor, sha256: str = "") -> TensorEntry:
 def checksum(tensor: Tensor) -> str:
     total = hashlib.sha256()
     for part in tensor.reshape(-1).split(_CHUNK):
-        total.update(part.contiguous().view(torch.uint8).numpy().data)
+        whole = part.contiguous() if len(part) > 1 else part.clone(memory_format=torch.contiguous_format)
+        total.update(whole.view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 

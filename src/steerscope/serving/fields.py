@@ -4,6 +4,7 @@ A field that the engines cannot honour is taken at values that change nothing, a
 Where a field may have several shapes, a wrong one is one problem, not one per shape.
 """
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -39,7 +40,7 @@ def shaped(fits: Callable[[object], bool], wanted: str) -> BeforeValidator:
     """One problem where a union of types would tell one per type."""
 
     def check(value: object) -> object:
-        if value is None or fits(value):
+        if fits(value):
             return value
         raise ValueError(f"{value!r:.60} is not {wanted}; give {wanted}")
 
@@ -54,13 +55,17 @@ def _ids(value: object) -> bool:
     return isinstance(value, list | tuple) and all(type(item) is int for item in value)
 
 
-def _is_stop(value: object) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) or _texts(value)
+
+
+def _is_stop(value: object) -> bool:
+    return value is None or _is_text(value)
 
 
 def _is_prompt(value: object) -> bool:
     several = isinstance(value, list | tuple) and bool(value) and all(_ids(item) for item in value)
-    return _is_stop(value) or _ids(value) or several
+    return _is_text(value) or _ids(value) or several
 
 
 def some(value: object) -> object:
@@ -71,10 +76,10 @@ def some(value: object) -> object:
 
 
 def _is_plain(value: object) -> bool:
-    return isinstance(value, str | int | float | bool)
+    return value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
 
 
-Plain = Annotated[str | int | float | bool | None, shaped(_is_plain, "a text, a number, true, false or null")]
+Plain = Annotated[str | int | float | bool | None, shaped(_is_plain, "a text, a finite number, true, false or null")]
 StopTexts = Annotated[str | tuple[str, ...] | None, shaped(_is_stop, "a text or a list of texts")]
 Prompts = Annotated[
     str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...],

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from steerscope.specs.base import Spec
+from steerscope.specs.errors import InvalidRequest, Problem
 
 
 def _stop(value: object) -> object:
@@ -55,5 +56,5 @@ class Sampling(Spec):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if any(not text for text in self.stop):
-            raise ValueError("a stop string is empty; remove it")
+            raise InvalidRequest([Problem("stop", "a text is empty", "remove it")])
         return self

@@ -143,17 +143,20 @@ def load_concepts(path: str | Path | None = None) -> ConceptSet:
     with reading(str(path), "file of concepts"):
         text = (shipped() if path is None else Path(path)).read_text(encoding="utf-8")
     lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-    concepts, problems = [], []
+    concepts, problems = [], [] if lines else [Problem(str(path), "holds no concept", "write one object a line")]
     for number, line in lines:
         try:
             concepts.append(ConceptTexts.parse(json.loads(line)))
         except InvalidRequest as error:
-            problems += [problem.under(f"line {number}") for problem in error.problems]
+            problems += [problem.under(f"{path}:{number}") for problem in error.problems]
         except (ValueError, RecursionError) as error:
-            problems.append(Problem(f"line {number}", not_json(error), "write one object a line"))
+            problems.append(Problem(f"{path}:{number}", not_json(error), "write one object a line"))
     if problems:
         raise InvalidRequest(problems)
-    return ConceptSet(tuple(concepts))
+    try:
+        return ConceptSet(tuple(concepts))
+    except InvalidRequest as error:
+        raise InvalidRequest([problem.under(str(path)) for problem in error.problems]) from None
 
 
 def _levels(concepts: Sequence[ConceptTexts]) -> dict[str, int]:

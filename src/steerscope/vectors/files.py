@@ -232,7 +232,7 @@ class _Reader(GGUFReader):
     def _push_field(self, field: ReaderField, skip_sum: bool = False) -> int:
         if field.name == "general.architecture" and field.contents() != CONTROL_VECTOR:
             what = f"a GGUF of architecture {field.contents()!r} (a language model?)"
-            raise BadFile(f"{self.data.filename} is {what}, not a control vector")
+            raise BadFile(f"{self.data.filename} is {what}, not a control vector; expected {CONTROL_VECTOR!r}")
         return super()._push_field(field, skip_sum)
 
 

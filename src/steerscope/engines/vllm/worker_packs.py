@@ -85,7 +85,10 @@ def _load(load: Future[Reader], folder: str, digest: str, options: dict[str, Any
         if pack.digest != digest:
             raise BadFile(f"{folder} was changed while its pack was being registered: register it again")
         kept = PackOptions(**{**options, "pinned": tuple(options["pinned"])})
-        load.set_result(load_reader(Registered(pack, kept), device))
+        reader = load_reader(Registered(pack, kept), device)
+        if reader.tiers is None:  # tiers read more of the file later
+            pack.release_tensors()
+        load.set_result(reader)
     except SteerscopeError as error:
         load.set_exception(error)
     except BaseException as error:

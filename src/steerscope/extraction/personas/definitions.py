@@ -116,7 +116,7 @@ def load_questions(path: Path | None = None) -> list[str]:
             continue
         try:
             question = json.loads(line)["question"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             question = None
         if isinstance(question, str) and question.strip():
             found.append(question)
