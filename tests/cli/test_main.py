@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+import steerscope
 from steerscope import __version__
 from steerscope.cli import options
-from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
+from steerscope.specs.errors import InvalidRequest, ModelNotFound, Problem, SteerscopeError
 from waiting import HUNG_S
 
 Cli = Callable[..., Result]
@@ -153,6 +154,28 @@ def test_ctrl_c_is_exit_code_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(options, "open_engine", interrupted)
     result = cli("generate", "m", "p")
     assert (result.exit_code, result.stdout) == (130, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("vectors", "extract", "--data", "happy_sad", "--out", "v.safetensors", "--max-batch", 5),
+        ("lens", "fit", "--layers", 1, "--out", "pack", "--max-batch", 5),
+        ("personas", "run", "--out", "run", "--roles", "pirate", "--limit", 1, "--batch", 5),
+    ],
+)
+def test_commands_with_many_requests_say_how_many_decode_together(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...]
+) -> None:
+    given: dict[str, object] = {}
+
+    def load(model: str, **options: object) -> None:
+        given.update(options, model=model)
+        raise ModelNotFound("enough")
+
+    monkeypatch.setattr(steerscope, "load", load)
+    assert "enough" in cli(*arguments).stderr
+    assert given["max_batch"] == 5
 
 
 def test_demo_calls_the_demo(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

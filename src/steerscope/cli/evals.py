@@ -263,7 +263,7 @@ def _settings(given: dict[str, Any]) -> Any:
 def _generate(run: "EvalRun", out: Path, vectors: "dict[str, SteeringVector]", given: dict[str, Any]) -> "EvalRun":
     from steerscope.evals.run import generate
 
-    opened = o.open_engine(given["model"], given["device"], given["dtype"], given["engine_name"])
+    opened = o.open_engine(given["model"], given["device"], given["dtype"], given["engine_name"], given["batch"])
     with opened as engine, Steps() as steps:
         done, failures = generate(
             engine, run, out, vectors=vectors, resume=given["resume"], batch=given["batch"], progress=steps

@@ -37,6 +37,7 @@ def fit(
     device: o.Device = None,
     dtype: o.Dtype = None,
     engine_name: o.EngineName = "hf",
+    max_batch: o.MaxBatch = None,
 ) -> None:
     """Train a lens for every concept and write a pack. What was interrupted goes on where it stopped.
 
@@ -52,7 +53,7 @@ def fit(
         lambda: load_concepts(concepts),
         lambda: LensSettings.parse({**given, "layers": _layers(layers), "fit": asked}),
     )
-    with o.open_engine(model, device, dtype, engine_name) as engine, Steps() as steps:
+    with o.open_engine(model, device, dtype, engine_name, max_batch) as engine, Steps() as steps:
         done = fit_pack(engine, known, out, settings, work=work, progress=steps)
     o.table(("", ""), [(name, value) for name, value in _facts(done.pack)])
     typer.echo(f"{out}: {done.pack}")

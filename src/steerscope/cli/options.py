@@ -14,6 +14,7 @@ import steerscope as ss
 if TYPE_CHECKING:
     from steerscope.engines.facade import SyncEngine
     from steerscope.engines.generation import Event
+    from steerscope.engines.load import LoadOptions
 
 REQUEST = "cli"  # the one request that runs
 
@@ -37,6 +38,12 @@ EngineName = Annotated[
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16", "auto"] | None,
     typer.Option(help="Type of the weights; default: float32 on a CPU, else as they are stored.", rich_help_panel=_RUN),
+]
+MaxBatch = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Sequences that decode together; default: 64 with hf, with vLLM its own.", rich_help_panel=_RUN
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_SAMPLING)]
@@ -146,12 +153,18 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], err: bool = False)
 
 
 def open_engine(
-    model: str, device: str | None, dtype: str | None, engine: Literal["hf", "vllm"] = "hf"
+    model: str,
+    device: str | None,
+    dtype: str | None,
+    engine: Literal["hf", "vllm"] = "hf",
+    max_batch: int | None = None,
 ) -> "SyncEngine":
-    if engine == "vllm":
-        return ss.load(model, engine="vllm", device=device, dtype=dtype, progress=note)
-    check_device(device)
-    return ss.load(model, device=device, dtype=dtype, progress=note)
+    options: LoadOptions = {"engine": engine, "device": device, "dtype": dtype, "progress": note}
+    if max_batch is not None:
+        options["max_batch"] = max_batch
+    if engine == "hf":
+        check_device(device)
+    return ss.load(model, **options)
 
 
 def check_device(device: str | None) -> None:

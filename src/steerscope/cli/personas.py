@@ -87,7 +87,7 @@ def run(
         lambda: _percentiles(percentiles),
     )
     asked = PersonaRun(personas=(*some, *others), default=default, shared=tuple(shared), ask=ask, rollouts=rollouts)
-    with o.open_engine(model, device, dtype, engine_name) as engine, Steps() as steps:
+    with o.open_engine(model, device, dtype, engine_name, batch) as engine, Steps() as steps:
         checked(cap_layers, engine.facts.layers)  # before hours of work, not after them
         _, failures = generate(engine, asked, out, judge=judging, resume=resume, batch=batch, progress=steps)
     for failure in failures:

@@ -33,7 +33,7 @@ def serve(
     ] = False,
     device: o.Device = None,
     dtype: o.Dtype = None,
-    max_batch: Annotated[int | None, typer.Option(help="Choices that the engine runs in one step.")] = None,
+    max_batch: o.MaxBatch = None,
     max_running: Annotated[int, typer.Option(help="Choices that the engine is given at once.")] = 1024,
     max_waiting: Annotated[int, typer.Option(help="Requests that wait for that; more are refused.")] = 1024,
     captures_bytes: Annotated[int, typer.Option(help="Bytes of captured rows that may wait to be fetched.")] = 1 << 30,

@@ -82,6 +82,7 @@ def extract(
     device: o.Device = None,
     dtype: o.Dtype = None,
     engine_name: o.EngineName = "hf",
+    max_batch: o.MaxBatch = None,
 ) -> None:
     """Make a vector from contrasting texts, and tell how good it is at each layer.
 
@@ -102,7 +103,7 @@ def extract(
         lambda: checked_layers(layers),
     )
     check_target(out, wanted, site)
-    with o.open_engine(model, device, dtype, engine_name) as engine:
+    with o.open_engine(model, device, dtype, engine_name, max_batch) as engine:
         asked = {"strategy": strategy, "tokens": tokens, "layers": layers, "name": Path(data).stem}
         found = run(engine, examples, heldout=other or apart, site=site, **asked)
     ss.save_vector(found.vector, out)

@@ -16,7 +16,7 @@ class LoadOptions(TypedDict, total=False):
     engine: Literal["hf", "vllm"]  # transformers, or vLLM where it is installed
     device: str | None  # hf only
     dtype: str | None
-    max_batch: int  # requests that run at once
+    max_batch: int  # sequences that decode together
     max_columns: int  # ops of one token at one site
     capture_budget: int  # bytes of rows that may wait to be fetched
     progress: Callable[[str], None] | None
@@ -72,7 +72,8 @@ def load(model: str | Path, **options: Unpack[LoadOptions]) -> SyncEngine:
 
     - `engine`: `"hf"` (transformers, the default) or `"vllm"`
     - `device`, `dtype`: default a GPU where there is one; float32 on a CPU, else as stored
-    - `max_batch`: requests that run at once
+    - `max_batch`: sequences that decode together, each choice of a request one; more wait their turn. Default 64 with
+      transformers, vLLM's own with vLLM. Memory for keys and values grows with it, and with the longest running text
     - `max_columns`: ops that one token may have at one site
     - `capture_budget`: bytes of rows that may wait to be fetched
     - `taps`, `vllm`: with vLLM, what is tapped, and vLLM's own arguments

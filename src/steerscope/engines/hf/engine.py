@@ -58,7 +58,7 @@ class HFEngine(ThreadedEngine[Row]):
         tokenizer: PreTrainedTokenizerBase,
         *,
         name: str | None = None,
-        max_batch: int = 32,
+        max_batch: int = 64,
         max_columns: int = 16,
         slots: int = 128,
         capture_budget: int = 4 << 30,
