@@ -108,9 +108,9 @@ def ops_at_prompt_positions(rng: np.random.Generator, length: int) -> tuple[Stee
 def test_rows_and_ops_of_a_prompt_in_pieces_are_those_of_one_plain_forward(architecture: str) -> None:
     rng = np.random.default_rng(sum(architecture.encode()))
     reference = Reference(tiny.model(architecture))
-    with start(architecture, prefill_chunk=int(rng.integers(3, 20))) as engine:
+    chunk = int(rng.integers(3, 20))
+    with start(architecture, prefill_chunk=chunk) as engine:
         sites: list[Site] = [site for site in SITES if site not in engine.facts.refused_sites]
-        chunk = engine.aio.prefill_chunk  # type: ignore[attr-defined]
         for _ in range(2):
             prompt = random_prompt(rng)
             steering, ops = ops_at_prompt_positions(rng, len(prompt.token_ids))
@@ -142,13 +142,13 @@ class TestOrder:
                 engine.generate(prompts, SHORT)
             assert widths == [max(len(prompt.token_ids) for prompt in prompts), 1, 1, 1, 1]
 
-    def test_short_prompts_share_a_piece(self) -> None:
-        with start(prefill_chunk=40) as engine:
+    def test_short_prompts_that_come_together_share_forwards_of_four_chunks(self) -> None:
+        with start() as engine:
             before = engine.stats()["prefills"]
             with beside_a_stream(engine) as widths:
                 engine.generate([TokenPrompt([30 + i, 40, 50, 60]) for i in range(10)], SHORT)
-            assert [width for width in widths if width > 1] == [4]
-            assert engine.stats()["prefills"] == before + 2
+            assert [width for width in widths if width > 1] == [4, 4]  # 7 · 4 tokens, and 3 · 4
+            assert engine.stats()["prefills"] == before + 3
 
     def test_a_short_prompt_does_not_wait_for_the_whole_of_a_long_one(self) -> None:
         with start() as engine:

@@ -46,8 +46,6 @@ from steerscope.specs.errors import (
     UnsupportedModel,
 )
 
-_PREFILL_TOKENS = 8192  # padded tokens of one prefill forward while no stream runs
-
 
 class HFEngine(ThreadedEngine[Row]):
     def __init__(
@@ -67,8 +65,7 @@ class HFEngine(ThreadedEngine[Row]):
         super().__init__(ByteBudget(capture_budget, capture_wait))
         check_options(max_batch, prefill_chunk, max_columns, slots, capture_budget, capture_ttl)
         self.model, self.tokenizer = model.eval(), tokenizer
-        self.capture_ttl, self.max_batch, self.prefill_chunk = capture_ttl, max_batch, prefill_chunk
-        self.dtype = model.dtype
+        self.capture_ttl, self.max_batch, self.dtype = capture_ttl, max_batch, model.dtype
         self.device = model.device
         config = model.config.get_text_config(decoder=True)
         self.blocks = blocks = find_blocks(model)
@@ -95,10 +92,9 @@ class HFEngine(ThreadedEngine[Row]):
         self._last_only = {"logits_to_keep": 1} if can_skip else {}
         self._cache = BatchCache(len(blocks))
         self._rows: list[Row] = []
-        self._prompts = PrefillQueue()
         self._counts |= {"prefills": 0, "rows": 0, "readings": 0, "lens_seconds": 0.0}
         self_test(model, self._taps, self._table)
-        self._in_pieces = can_continue(model, blocks, self._last_only)
+        self._prompts = PrefillQueue(prefill_chunk, can_continue(model, blocks, self._last_only))
         self._run()
 
     @classmethod
@@ -187,7 +183,7 @@ class HFEngine(ThreadedEngine[Row]):
     def _clear(self) -> list[Row]:
         """Empty the batch; those who wait for a place keep waiting."""
         rows = list(dict.fromkeys(self._admitted))
-        self._rows, self._prompts = [], PrefillQueue()
+        self._rows, self._prompts.rows = [], []
         self._cache = BatchCache(self.facts.layers)
         return rows
 
@@ -244,8 +240,7 @@ class HFEngine(ThreadedEngine[Row]):
         """Run one forward of prompt tokens. Prompts that are complete then join the batch."""
         if not self._prompts.rows:
             return
-        max_tokens = self.prefill_chunk if self._streaming else _PREFILL_TOKENS
-        slices = self._prompts.next_slices(max_tokens, self._in_pieces)
+        slices = self._prompts.next_slices(self._streaming)
         rows = [one.row for one in slices]
         first = rows[0]
         cache = first.prefilled or DynamicCache()

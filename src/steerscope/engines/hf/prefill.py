@@ -9,25 +9,30 @@ import torch
 
 from steerscope.engines.hf.sequence import Row, Slice
 
+_MAX_TOKENS = 8192  # padded tokens of one forward
+_SHARED_CHUNKS = 4  # of a forward of several short prompts beside streams: many that come at once should not wait long
+
 
 class PrefillQueue:
     """Rows that were admitted and are not in the batch yet, oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_tokens: int, in_pieces: bool) -> None:
+        self.chunk_tokens, self.in_pieces = chunk_tokens, in_pieces
         self.rows: list[Row] = []
         self._long_is_next = True
 
-    def next_slices(self, max_tokens: int, in_pieces: bool) -> list[Slice]:
-        """Return what the next forward feeds: at most `max_tokens` with padding, or one whole prompt where prompts are
-        not computed in pieces."""
+    def next_slices(self, streaming: bool) -> list[Slice]:
+        """Return what the next forward feeds: short prompts together, or a piece of a longer one (all of it where
+        pieces are not exact). Beside streams a piece is a chunk."""
+        max_tokens = self.chunk_tokens if streaming else _MAX_TOKENS
         short = [row for row in self.rows if not row.fed and row.prompt_length <= max_tokens]
         long = next((row for row in self.rows if row not in short), None)
         take_long = long is not None and (self._long_is_next or not short)
         self._long_is_next = not take_long
         if long is not None and take_long:
-            stop = min(long.fed + max_tokens, long.prompt_length) if in_pieces else long.prompt_length
+            stop = min(long.fed + max_tokens, long.prompt_length) if self.in_pieces else long.prompt_length
             return [Slice(long, long.fed, stop)]
-        return [Slice.rest(row) for row in _group(short, max_tokens)]
+        return [Slice.rest(row) for row in _group(short, min(_SHARED_CHUNKS * max_tokens, _MAX_TOKENS))]
 
 
 def _group(rows: list[Row], max_tokens: int) -> list[Row]:
