@@ -2,6 +2,7 @@
 the promise's own check fails. A guard nobody would miss is not a guard."""
 
 import contextlib
+import itertools
 import pickle
 import time
 import warnings
@@ -18,6 +19,7 @@ from steerscope.capture.budget import ByteBudget
 from steerscope.engines import placing
 from steerscope.engines import plan as plan_module
 from steerscope.engines.facade import SyncEngine
+from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine, kv, passes, sampler, taps
 from steerscope.engines.hf import engine as engine_module
 from steerscope.residual import reduce, rows, table
@@ -197,8 +199,29 @@ def one_bad_request_hurts_nobody(start: Start, _: Path) -> None:
         assert [d.token_ids for d in engine.generate(prompts, samplings)] == wanted
 
 
+def long_prompts_do_not_stop_streams(start: Start, _: Path) -> None:
+    """7: a step of the stream lies between two pieces of a prompt, and its rows are those of one plain forward."""
+    engine, widths = start(prefill_chunk=16), list[int]()
+    prompt = TokenPrompt(np.random.default_rng(4).integers(4, 512, size=90).tolist())
+    stream = engine.stream("Hello", Sampling(max_tokens=200, ignore_eos=True))
+    next(stream)
+    model = engine.aio.model  # type: ignore[attr-defined]
+    hook = model.register_forward_pre_hook(
+        lambda _, __, inputs: widths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    done = engine.generate(prompt, Sampling(max_tokens=1), capture=Capture())
+    hook.remove()
+    stream.close()  # type: ignore[attr-defined]
+    engine.close()
+    pieces = [i for i, width in enumerate(widths) if width > 1]
+    assert [widths[i] for i in pieces] == [16] * 5 + [10]
+    assert {b - a for a, b in itertools.pairwise(pieces)} == {2}
+    _, wanted = Reference(tiny.model()).run(prompt.token_ids)
+    assert all(distance(found, wanted[key]) < 1e-4 for key, found in done.rows.items())
+
+
 def no_code_from_users(_: Start, folder: Path) -> None:
-    """7: a pickle with code in it is refused by name and never runs."""
+    """8: a pickle with code in it is refused by name and never runs."""
     marker, file = folder / "ran", folder / "evil.pt"
 
     class Evil:
@@ -223,6 +246,7 @@ PROMISES = [
     bounded_and_said,
     nothing_dropped_silently,
     one_bad_request_hurts_nobody,
+    long_prompts_do_not_stop_streams,
     no_code_from_users,
 ]
 
@@ -395,6 +419,20 @@ def cache_row_not_moved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kv.BatchCache, "leave", leave)
 
 
+def prompts_always_whole(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine_module, "can_continue", lambda *_: False)
+
+
+def pieces_from_position_0(patch: pytest.MonkeyPatch) -> None:
+    real = engine_module.prefill_inputs
+
+    def wrong(slices, device):
+        inputs = real(slices, device)
+        return inputs | {"position_ids": inputs["position_ids"] - slices[0].start}
+
+    patch.setattr(engine_module, "prefill_inputs", wrong)
+
+
 def unpickle_anything(patch: pytest.MonkeyPatch) -> None:
     from steerscope.vectors import legacy
 
@@ -424,6 +462,8 @@ GUARDS: list[tuple[Callable[[Start, Path], None], Mutation]] = [
     (one_bad_request_hurts_nobody, overflow_unnoticed),
     (one_bad_request_hurts_nobody, cache_rows_not_cleared),
     (one_bad_request_hurts_nobody, cache_row_not_moved),
+    (long_prompts_do_not_stop_streams, prompts_always_whole),
+    (long_prompts_do_not_stop_streams, pieces_from_position_0),
     (no_code_from_users, unpickle_anything),
 ]
 
