@@ -325,8 +325,9 @@ class TestFaults:
         monkeypatch.setattr(Gather, "take", broken)
         stream = engine.stream("Hello", ENDLESS)
         first = next(stream)
-        with pytest.raises(RequestFailed, match="no room"):
+        with widths_of(engine) as widths, pytest.raises(RequestFailed, match="no room"):
             engine.generate(self.PROMPT, SHORT, capture=Capture())
+        assert widths.count(CHUNK) == 2 * 7  # tried twice, not for ever
         assert isinstance(first, TokenEvent)
         assert first.text + "".join(e.text for e in stream if isinstance(e, TokenEvent)) == alone
         idle(engine)

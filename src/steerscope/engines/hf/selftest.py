@@ -189,14 +189,16 @@ def _piece_fault(model: PreTrainedModel, blocks: Blocks, last_only: dict[str, in
     n_tokens = min(window + 2 * _LAST_PIECE, context_of(config) or _LONGEST_WINDOW)
     vocab = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
     ids = torch.randint(vocab // 8, vocab, (1, n_tokens), generator=torch.Generator().manual_seed(0)).to(model.device)
-    cuts = (0, n_tokens // 4, n_tokens - min(_LAST_PIECE, n_tokens // 2), n_tokens)
+    last = min(_LAST_PIECE, n_tokens // 2)
+    cuts = (0, n_tokens // 4, n_tokens - last, n_tokens)
+    last_only = dict.fromkeys(last_only, last)
     whole, wanted = _in_pieces(model, blocks, ids, (0, n_tokens), last_only)
     pieces, logits = _in_pieces(model, blocks, ids, cuts, last_only)
     limit = _rounding(model.dtype)
-    errors = (pieces - whole).norm(dim=-1) / whole.norm(dim=-1)
-    # The median: a router of experts may choose differently for a few tokens, by rounding alone.
-    found = [float(errors[a:b].median()) for a, b in itertools.pairwise(cuts)]
-    found.append(float((logits - wanted).norm() / wanted.norm()))
+    # Medians: a router of experts may choose differently for a few tokens, by rounding alone.
+    compared = [(pieces[a:b], whole[a:b]) for a, b in itertools.pairwise(cuts)]
+    compared.append((logits[-last:], wanted[-last:]))
+    found = [float(((x - y).norm(dim=-1) / y.norm(dim=-1)).median()) for x, y in compared]
     if all(error < limit for error in found):
         return None
     return f"a prompt in pieces differs from the same at once by {max(found):.2g}, where {limit:.2g} is rounding"
@@ -205,7 +207,7 @@ def _piece_fault(model: PreTrainedModel, blocks: Blocks, last_only: dict[str, in
 def _in_pieces(
     model: PreTrainedModel, blocks: Blocks, ids: Tensor, cuts: Sequence[int], last_only: dict[str, int]
 ) -> tuple[Tensor, Tensor]:
-    """Rows [tokens, hidden] that leave the last block, and the logits of the last token."""
+    """Return the rows [tokens, hidden] that leave the last block, and logits of the last tokens."""
     cache, kept = DynamicCache(), dict[int, Tensor]()
     rows: list[Tensor] = []
     logits = ids.new_empty(0)
@@ -214,7 +216,7 @@ def _in_pieces(
         for start, stop in itertools.pairwise(cuts):
             at = torch.arange(start, stop, device=ids.device).unsqueeze(0)
             inputs = {"input_ids": ids[:, start:stop], "position_ids": at, "past_key_values": cache}
-            logits = model(**inputs, **last_only, use_cache=True).logits[0, -1]
+            logits = model(**inputs, **last_only, use_cache=True).logits[0]
             rows.append(kept[0][0].float())
     finally:
         hook.remove()
