@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -139,6 +140,13 @@ def test_one_of_many_requests_gets_a_name_and_a_stream_says_what_was_saved(stock
         assert [(one["id"], one["saved"]) for one in told] == [(name, theirs is None)]
         tokens = [t for e in events for c in json.loads(e[6:])["choices"] for t in c["token_ids"]]
         assert len(tokens) == 200, "the text is not lost"
+    body = asking([7, 8, 9], {**entry, "save_as": "left"}, max_tokens=1000, stream=True)
+    with httpx.stream("POST", f"{stock.url}/v1/completions", json=body, headers=headers, timeout=HUNG_S) as answer:
+        next(answer.iter_lines())
+    deadline, body = time.monotonic() + HUNG_S, {**body, "stream": False, "max_tokens": 6}
+    while (code := stock.call("POST", "/v1/completions", json=body).status_code) == 409:
+        assert time.monotonic() < deadline, "the name of a client that left is not freed"
+    assert code == 200
     assert (rows / "late.safetensors").read_bytes() == b"theirs"
     refused = stock.call("POST", "/v1/completions", json=asking([7], entry, stream=True)).text
     assert '"name_in_use"' in refused
