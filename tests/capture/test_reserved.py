@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from capture.test_handle import make, make_rows
+from steerscope.capture import reserved
 from steerscope.capture.reserved import ReservedFile
 from steerscope.capture.row_file import RowFile
 from steerscope.capture.rows import load_rows
+from steerscope.files import lock
 from steerscope.specs.errors import InvalidRequest, NameInUse, SaveFailed
 from waiting import HUNG_S
 
@@ -79,6 +81,23 @@ def test_a_killed_process_frees_its_names(tmp_path: Path) -> None:
     server.kill()
     server.join(HUNG_S)
     ReservedFile(path).release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_that_its_holder_removed_meanwhile_excludes_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ReservedFile(tmp_path / "monday.safetensors")
+
+    def late(handle: int, *, wait: bool) -> None:
+        first.release()  # between another's opening of the lock file and its locking
+        lock(handle, wait=wait)
+
+    monkeypatch.setattr(reserved, "lock", late)
+    second = ReservedFile(first.path)
+    with pytest.raises(NameInUse):
+        ReservedFile(first.path)
+    second.release()
     assert os.listdir(tmp_path) == []
 
 
