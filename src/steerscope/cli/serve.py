@@ -34,6 +34,10 @@ def serve(
     device: o.Device = None,
     dtype: o.Dtype = None,
     max_batch: o.MaxBatch = None,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of prompts between steps of running streams; hf only, default: 512."),
+    ] = None,
     max_running: Annotated[int, typer.Option(help="Choices that the engine is given at once.")] = 1024,
     max_waiting: Annotated[int, typer.Option(help="Requests that wait for that; more are refused.")] = 1024,
     captures_bytes: Annotated[int, typer.Option(help="Bytes of captured rows that may wait to be fetched.")] = 1 << 30,
@@ -96,6 +100,8 @@ def serve(
         asked["progress"] = tell
         if max_batch is not None:
             asked["max_batch"] = max_batch
+        if prefill_chunk is not None:
+            asked["prefill_chunk"] = prefill_chunk
         if engine_name == "vllm":
             asked |= {"vllm": given, "taps": tapped}
         return load_engine(model, **asked)

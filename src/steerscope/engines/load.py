@@ -17,6 +17,7 @@ class LoadOptions(TypedDict, total=False):
     device: str | None  # hf only
     dtype: str | None
     max_batch: int  # sequences that decode together
+    prefill_chunk: int  # hf only: tokens of prompts between two steps of running streams
     max_columns: int  # ops of one token at one site
     capture_budget: int  # bytes of rows that may wait to be fetched
     progress: Callable[[str], None] | None
@@ -53,6 +54,8 @@ def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> Engine:
         problems.append(Problem("engine", f"{kind!r} is unknown", "choose hf or vllm"))
     if kind == "vllm" and device is not None:
         problems.append(Problem("device", "vLLM chooses it itself", "leave it out, or set CUDA_VISIBLE_DEVICES"))
+    if kind == "vllm" and "prefill_chunk" in options:
+        problems.append(Problem("prefill_chunk", "is for transformers", 'give vllm={"max_num_batched_tokens": …}'))
     if kind == "hf" and (taps or vllm):
         problems.append(Problem("taps" if taps else "vllm", "is for the vLLM engine", "leave it out"))
     if problems:
@@ -74,6 +77,7 @@ def load(model: str | Path, **options: Unpack[LoadOptions]) -> SyncEngine:
     - `device`, `dtype`: default a GPU where there is one; float32 on a CPU, else as stored
     - `max_batch`: sequences that decode together, each choice of a request one; more wait their turn. Default 64 with
       transformers, vLLM's own with vLLM. Memory for keys and values grows with it, and with the longest running text
+    - `prefill_chunk`: with transformers, tokens of prompts that are computed between two steps of running streams
     - `max_columns`: ops that one token may have at one site
     - `capture_budget`: bytes of rows that may wait to be fetched
     - `taps`, `vllm`: with vLLM, what is tapped, and vLLM's own arguments

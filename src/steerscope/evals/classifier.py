@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from steerscope.engines.hf.engine import no_bars
+from steerscope.engines.hf.settings import no_bars
 from steerscope.evals.run import OPPOSITE, PROMPTED, UNSTEERED, answers_of, load_run
 from steerscope.evals.scorers import Json, Scored
 from steerscope.extraction.data import load_contrast_set, load_examples, sentences, shipped_sets

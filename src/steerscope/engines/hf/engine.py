@@ -5,10 +5,8 @@ the batch has its own steering, capture, sampling and seed. Captured rows are st
 request's buffer; a request that fails ends alone.
 """
 
-import contextlib
 import inspect
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,17 +17,17 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.cache_utils import DynamicCache
-from transformers.utils import logging as transformers_logging
 
 from steerscope.capture.budget import ByteBudget
 from steerscope.engines.generation import Job
 from steerscope.engines.hf.blocks import find_blocks
 from steerscope.engines.hf.kv import BatchCache
 from steerscope.engines.hf.passes import Books, Passes, deliver
+from steerscope.engines.hf.prefill import PrefillQueue, prefill_inputs
 from steerscope.engines.hf.sampler import choose, log_probabilities
-from steerscope.engines.hf.selftest import self_test
+from steerscope.engines.hf.selftest import can_continue, self_test
 from steerscope.engines.hf.sequence import Row, Slice
-from steerscope.engines.hf.settings import check_options, context_of, eos_ids
+from steerscope.engines.hf.settings import check_options, context_of, eos_ids, no_bars
 from steerscope.engines.hf.taps import Pass, Taps
 from steerscope.engines.hf.watching import MonitorStore, read
 from steerscope.engines.outbox import together
@@ -48,7 +46,7 @@ from steerscope.specs.errors import (
     UnsupportedModel,
 )
 
-_PREFILL_TOKENS = 8192  # padded tokens of one prefill forward
+_PREFILL_TOKENS = 8192  # padded tokens of one prefill forward while no stream runs
 
 
 class HFEngine(ThreadedEngine[Row]):
@@ -59,6 +57,7 @@ class HFEngine(ThreadedEngine[Row]):
         *,
         name: str | None = None,
         max_batch: int = 64,
+        prefill_chunk: int = 512,
         max_columns: int = 16,
         slots: int = 128,
         capture_budget: int = 4 << 30,
@@ -66,9 +65,10 @@ class HFEngine(ThreadedEngine[Row]):
         capture_ttl: float = 600.0,
     ) -> None:
         super().__init__(ByteBudget(capture_budget, capture_wait))
-        check_options(max_batch, max_columns, slots, capture_budget, capture_ttl)
+        check_options(max_batch, prefill_chunk, max_columns, slots, capture_budget, capture_ttl)
         self.model, self.tokenizer = model.eval(), tokenizer
-        self.capture_ttl, self.max_batch, self.dtype = capture_ttl, max_batch, model.dtype
+        self.capture_ttl, self.max_batch, self.prefill_chunk = capture_ttl, max_batch, prefill_chunk
+        self.dtype = model.dtype
         self.device = model.device
         config = model.config.get_text_config(decoder=True)
         self.blocks = blocks = find_blocks(model)
@@ -95,9 +95,10 @@ class HFEngine(ThreadedEngine[Row]):
         self._last_only = {"logits_to_keep": 1} if can_skip else {}
         self._cache = BatchCache(len(blocks))
         self._rows: list[Row] = []
-        self._joining: list[Row] = []  # admitted, not yet prefilled
+        self._prompts = PrefillQueue()
         self._counts |= {"prefills": 0, "rows": 0, "readings": 0, "lens_seconds": 0.0}
         self_test(model, self._taps, self._table)
+        self._in_pieces = can_continue(model, blocks, self._last_only)
         self._run()
 
     @classmethod
@@ -140,9 +141,8 @@ class HFEngine(ThreadedEngine[Row]):
         return plan.capture.rows(plan.most_rows) * len(plan.capture.keys) * self.facts.hidden * size
 
     def stats(self) -> dict[str, float]:
-        now = {"running": len(self._rows), "waiting": len(self._waiting), "slots_in_use": self._table.in_use}
-        now["packs"] = len(self.monitor)
-        return {**self._counts, **now, **self.budget.stats()}
+        now = {"running": len(self._admitted), "waiting": len(self._waiting), "slots_in_use": self._table.in_use}
+        return {**self._counts, **now, "packs": len(self.monitor), **self.budget.stats()}
 
     # --- the thread
 
@@ -171,42 +171,54 @@ class HFEngine(ThreadedEngine[Row]):
         going = self._receive()
         if going:
             self._drop_cancelled()
-            self._admit()
-            self._decode()
+            if self._streaming or not self._prompts.rows:
+                self._admit()
+            self._prefill()
+            if self._streaming or not self._prompts.rows:
+                self._decode()
             self._lenses.sweep()
         return going
 
+    @property
+    def _streaming(self) -> bool:
+        """Whether a stream runs: prompts and decoding take turns then. Else prompts go first."""
+        return any(row.job.stream for row in self._rows)
+
     def _clear(self) -> list[Row]:
         """Empty the batch; those who wait for a place keep waiting."""
-        rows = list(dict.fromkeys([*self._rows, *self._joining]))
-        self._rows, self._joining = [], []
+        rows = list(dict.fromkeys(self._admitted))
+        self._rows, self._prompts = [], PrefillQueue()
         self._cache = BatchCache(self.facts.layers)
         return rows
 
+    @property
+    def _admitted(self) -> list[Row]:
+        return [*self._rows, *self._prompts.rows]
+
     def _all_requests(self) -> list[Row]:
-        return [*self._rows, *self._joining, *self._waiting]
+        return [*self._admitted, *self._waiting]
 
     def _sequence(self, job: Job) -> Row:
         return Row(job, self._decoder, self.eos, self)
 
     def _busy(self) -> bool:
-        if not self._rows and not self._waiting:
+        admitted = bool(self._rows or self._prompts.rows)
+        if not admitted and not self._waiting:
             self._taps.attach(())  # the model is left as it was found
-        return bool(self._rows)
+        return admitted
 
     def _drop_cancelled(self) -> None:
         self._drop_waiting(cancelled_only=True)
-        for row in [row for row in self._rows if row.job.cancelled]:
+        for row in [row for row in self._admitted if row.job.cancelled]:
             self._leave(row)
             row.end("cancelled")
 
     def _admit(self) -> None:
         """Let waiting requests in, in order, while there is room in the batch and in the slot table. A request that
         needs no slot may overtake one that waits for it, and any request one whose pack is being loaded."""
-        joining = self._joining
         blocked: Row | None = None
         for row in list(self._waiting):
-            if len(self._rows) + len(joining) >= self.max_batch:
+            if len(self._admitted) >= self.max_batch:
                 break
             if blocked is not None and not self._overtakes(row, blocked, place_is_free=True):
                 continue
@@ -215,7 +227,7 @@ class HFEngine(ThreadedEngine[Row]):
                     continue
                 row.lease(self._table)
             except CapacityExceeded as error:
-                if row.needs_slot and any(other.leases for other in (*self._rows, *joining)):
+                if row.needs_slot and any(other.leases for other in self._admitted):
                     blocked = row  # until a running request ends and frees slots
                     continue
                 self._waiting.remove(row)
@@ -225,47 +237,48 @@ class HFEngine(ThreadedEngine[Row]):
                 self._waiting.remove(row)
                 self._failed(row, error)
                 continue
+            self._prompts.rows.append(row)
             self._waiting.remove(row)
-            joining.append(row)
-        while joining:
-            longest, group = 0, 0
-            for group, row in enumerate(joining, 1):
-                longest = max(longest, row.prompt_length)
-                if group * longest > _PREFILL_TOKENS and group > 1:
-                    group -= 1
-                    break
-            self._prefill(joining[:group])
-            del joining[:group]
 
-    def _prefill(self, rows: list[Row]) -> None:
-        """Run prompts, left-padded to one length. If it fails, each is tried alone: one cannot take others along."""
-        device = self.model.device
-        width = max(row.prompt_length for row in rows)
-        pads = [width - row.prompt_length for row in rows]
-        ids = torch.tensor([[0] * pad + row.history for pad, row in zip(pads, rows, strict=True)], device=device)
-        starts = torch.tensor(pads, device=device).unsqueeze(1)
-        columns = torch.arange(width, device=device).unsqueeze(0)
-        cache = DynamicCache()
+    def _prefill(self) -> None:
+        """Run one forward of prompt tokens. Prompts that are complete then join the batch."""
+        if not self._prompts.rows:
+            return
+        max_tokens = self.prefill_chunk if self._streaming else _PREFILL_TOKENS
+        slices = self._prompts.next_slices(max_tokens, self._in_pieces)
+        rows = [one.row for one in slices]
+        first = rows[0]
+        cache = first.prefilled or DynamicCache()
         try:
-            logits = self._forward(
-                [Slice.rest(row) for row in rows],
-                input_ids=ids,
-                attention_mask=columns >= starts if any(pads) else None,
-                position_ids=(columns - starts).clamp(min=0),
-                past_key_values=cache,
-            )
-            self._cache.join(cache, [row.prompt_length for row in rows])
+            logits = self._forward(slices, **prefill_inputs(slices, self.model.device), past_key_values=cache)
+            if first.fed == first.prompt_length:
+                self._cache.join(cache, [row.prompt_length for row in rows])
         except Exception as error:
-            if len(rows) > 1:
-                for row in rows:
-                    self._restart(row)
-                    self._prefill([row])
-            else:
-                self._failed(rows[0], error)
+            self._prefill_failed(slices, error)
+            return
+        if first.fed < first.prompt_length:
+            first.prefilled = cache
+            if first.fault is not None:
+                self._leave(first)
+                self._failed(first, first.fault)
             return
         self._rows += rows
+        for row in rows:
+            row.prefilled = None
+            self._prompts.rows.remove(row)
         self._counts["prefills"] += 1
         self._accept(rows, logits)
+
+    def _prefill_failed(self, slices: list[Slice], error: Exception) -> None:
+        """Try each prompt alone, from its first token: one cannot take others along, and a cache that holds a part of a
+        failed piece is of no use."""
+        first = slices[0]
+        if len(slices) == 1 and (first.row.alone or first.start == 0):
+            self._leave(first.row)
+            self._failed(first.row, error)
+            return
+        for one in slices:
+            self._restart(one.row)
 
     def _restart(self, row: Row) -> None:
         self._counts["rows"] -= row.captured_rows
@@ -345,7 +358,7 @@ class HFEngine(ThreadedEngine[Row]):
 
     def _compute(self, slices: list[Slice], **inputs: object) -> tuple[torch.Tensor, Pass | None, Books | None]:
         """Run the model and its taps; no request is changed by it."""
-        keys = {key for row in [*self._rows, *(one.row for one in slices)] for key in row.tapped}
+        keys = {key for row in self._admitted for key in row.tapped}
         self._taps.attach(keys)
         width = inputs["input_ids"].shape[1]  # type: ignore[attr-defined]
         now, books = self._passes.build(slices, width) if keys else (None, None)
@@ -379,19 +392,10 @@ class HFEngine(ThreadedEngine[Row]):
                 self._counts["finished"] += 1
 
     def _leave(self, row: Row) -> None:
+        if row in self._prompts.rows:
+            self._prompts.rows.remove(row)
+            return
         at = self._rows.index(row)
         self._cache.leave(at)
         self._rows[at] = self._rows[-1]
         self._rows.pop()
-
-
-@contextlib.contextmanager
-def no_bars() -> Iterator[None]:
-    """transformers draws progress bars on loading; a library must not."""
-    drawn = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if drawn:
-            transformers_logging.enable_progress_bar()

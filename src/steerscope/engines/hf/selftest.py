@@ -3,10 +3,13 @@
 Taps: while known integers stand in for all streams and addends, each tap of each layer adds a vector of its own. The
 rows that it reads must be the integers with the vector, and what the next block is given must have moved by exactly the
 vectors. Batching: two texts of different lengths, prefilled together and continued by one token through the batch's
-cache, must give the logits of plain forwards.
+cache, must give the logits of plain forwards. Pieces: a random prompt computed in three pieces must give the rows and
+the logits of the same prompt computed at once; else prompts are computed whole.
 """
 
 import contextlib
+import itertools
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +29,7 @@ from steerscope.engines.hf.blocks import (
     stream_scale,
 )
 from steerscope.engines.hf.kv import BatchCache
+from steerscope.engines.hf.settings import context_of
 from steerscope.engines.hf.taps import Gather, Pass, Taps
 from steerscope.residual.table import Key, Lease, PlacedOp, SlotTable, pack
 from steerscope.specs.errors import SteerscopeError, UnsupportedModel
@@ -38,6 +42,9 @@ _TOGETHER: tuple[tuple[Site, ...], ...] = (
 )
 _TERM: dict[Site, int] = {"resid_pre": 0, "attn_out": 1, "resid_mid": 1, "mlp_out": 2}  # of the sum that a block makes
 _ADD = (1.0, 0.0, 0.0, -np.inf, np.inf)
+_LAST_PIECE = 24  # tokens; they lie behind a sliding window of up to _LONGEST_WINDOW
+_LONGEST_WINDOW = 1024
+log = logging.getLogger("steerscope")
 
 
 def self_test(model: PreTrainedModel, taps: Taps, table: SlotTable) -> None:
@@ -152,9 +159,63 @@ def _batching(model: PreTrainedModel, layers: int) -> None:
     for row, text in zip(together, texts, strict=True):
         alone = model(input_ids=torch.tensor([[*text, last]], device=device), use_cache=False).logits[0, -1]
         error = (row.float() - alone.float()).norm() / alone.float().norm()
-        # Rounding differs between batch shapes; a cache or a mask that is not understood is off by far more.
-        if not error < max(1e-3, 8 * torch.finfo(alone.dtype).eps):
+        if not error < _rounding(alone.dtype):
             raise UnsupportedModel(
                 f"self-test of {type(model).__name__} failed: texts in one batch do not give the logits they give "
                 f"alone (relative difference {float(error):.2g})"
             )
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """Relative difference that batch shapes may make; a cache or a mask that is not understood is off by far more."""
+    return max(1e-3, 8 * torch.finfo(dtype).eps)
+
+
+def can_continue(model: PreTrainedModel, blocks: Blocks, last_only: dict[str, int]) -> bool:
+    """Return whether a prompt computed in pieces, each continuing the cache of those before it, is exact."""
+    try:
+        with torch.no_grad():
+            fault = _piece_fault(model, blocks, last_only)
+    except Exception as error:
+        fault = f"{type(error).__name__}: {error}"
+    if fault:
+        log.warning("%s computes prompts whole, which stops streams meanwhile: %s", type(model).__name__, fault)
+    return not fault
+
+
+def _piece_fault(model: PreTrainedModel, blocks: Blocks, last_only: dict[str, int]) -> str | None:
+    config = model.config.get_text_config(decoder=True)
+    window = min(getattr(config, "sliding_window", None) or 0, _LONGEST_WINDOW)
+    n_tokens = min(window + 2 * _LAST_PIECE, context_of(config) or _LONGEST_WINDOW)
+    vocab = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    ids = torch.randint(vocab // 8, vocab, (1, n_tokens), generator=torch.Generator().manual_seed(0)).to(model.device)
+    cuts = (0, n_tokens // 4, n_tokens - min(_LAST_PIECE, n_tokens // 2), n_tokens)
+    whole, wanted = _in_pieces(model, blocks, ids, (0, n_tokens), last_only)
+    pieces, logits = _in_pieces(model, blocks, ids, cuts, last_only)
+    limit = _rounding(model.dtype)
+    errors = (pieces - whole).norm(dim=-1) / whole.norm(dim=-1)
+    # The median: a router of experts may choose differently for a few tokens, by rounding alone.
+    found = [float(errors[a:b].median()) for a, b in itertools.pairwise(cuts)]
+    found.append(float((logits - wanted).norm() / wanted.norm()))
+    if all(error < limit for error in found):
+        return None
+    return f"a prompt in pieces differs from the same at once by {max(found):.2g}, where {limit:.2g} is rounding"
+
+
+def _in_pieces(
+    model: PreTrainedModel, blocks: Blocks, ids: Tensor, cuts: Sequence[int], last_only: dict[str, int]
+) -> tuple[Tensor, Tensor]:
+    """Rows [tokens, hidden] that leave the last block, and the logits of the last token."""
+    cache, kept = DynamicCache(), dict[int, Tensor]()
+    rows: list[Tensor] = []
+    logits = ids.new_empty(0)
+    hook = blocks[len(blocks) - 1].module.register_forward_hook(keep_output(kept, 0))
+    try:
+        for start, stop in itertools.pairwise(cuts):
+            at = torch.arange(start, stop, device=ids.device).unsqueeze(0)
+            inputs = {"input_ids": ids[:, start:stop], "position_ids": at, "past_key_values": cache}
+            logits = model(**inputs, **last_only, use_cache=True).logits[0, -1]
+            rows.append(kept[0][0].float())
+    finally:
+        hook.remove()
+    return torch.cat(rows), logits.float()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from transformers.cache_utils import DynamicCache
 
 from steerscope.capture.handle import CaptureHandle
 from steerscope.engines.generation import Job
@@ -26,6 +27,8 @@ class Row(RunningText):
         super().__init__(job, decoder, eos)
         self.engine = engine
         self.fed = 0  # how many tokens of its history the model has seen
+        self.prefilled: DynamicCache | None = None  # of the part of its prompt that the model has seen
+        self.alone = False  # its prefill failed, and is tried once more without other prompts
         self.tapped: set[Key] = self.plan.tapped
         self.leases: list[Lease] = []
         self.buffer: RowBuffer | None = None
@@ -61,6 +64,7 @@ class Row(RunningText):
             self.buffer = RowBuffer(capture.keys, capture.positions, self.plan.most_rows, hidden, model.dtype)
 
     def _release(self) -> None:
+        self.prefilled = None
         while self.leases and self._table is not None:
             self._table.release(self.leases.pop())
         if self.seat is not None:
@@ -83,8 +87,9 @@ class Row(RunningText):
         return self.plan.watch.positions.count(self.fed) if self.plan.watch else 0
 
     def restart(self) -> None:
-        """Forget what a prefill that failed has computed: the prompt will be run again from its first token."""
+        """Forget what a prefill that failed has computed: the prompt will be run again, alone, from its first token."""
         self.fed, self.fault = 0, None
+        self.prefilled, self.alone = None, True
         for kept in (self.buffer, self.reducer):
             if kept is not None:
                 kept.restart()

@@ -1,12 +1,19 @@
 """What an engine is started with: its options, and what it reads off the model and its configuration."""
 
+import contextlib
+from collections.abc import Iterator
+
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from steerscope.specs.errors import InvalidRequest, Problem
 
 
-def check_options(max_batch: int, max_columns: int, slots: int, capture_budget: int, capture_ttl: float) -> None:
-    least = {"max_batch": (max_batch, 1), "max_columns": (max_columns, 1), "slots": (slots, 2)}
+def check_options(
+    max_batch: int, prefill_chunk: int, max_columns: int, slots: int, capture_budget: int, capture_ttl: float
+) -> None:
+    least = {"max_batch": (max_batch, 1), "prefill_chunk": (prefill_chunk, 1)}
+    least |= {"max_columns": (max_columns, 1), "slots": (slots, 2)}
     least |= {"capture_budget": (capture_budget, 0), "capture_ttl": (capture_ttl, 0)}
     problems = [
         Problem(name, f"is {value}", f"give at least {low}") for name, (value, low) in least.items() if value < low
@@ -36,3 +43,15 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> froze
         if found is not None:
             return frozenset(found if isinstance(found, list | tuple) else [found])
     return frozenset()
+
+
+@contextlib.contextmanager
+def no_bars() -> Iterator[None]:
+    """transformers draws progress bars on loading; a library must not."""
+    drawn = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,54 @@
+"""Prompts on their way into the batch.
+
+A step runs one forward of prompt tokens: several short prompts together, or the next piece of a long one. A long prompt
+keeps its own cache (`Row.prefilled`) until its last piece, and then joins the batch. Short and long prompts take turns,
+so that neither waits for all of the other.
+"""
+
+import torch
+
+from steerscope.engines.hf.sequence import Row, Slice
+
+
+class PrefillQueue:
+    """Rows that were admitted and are not in the batch yet, oldest first."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._long_is_next = True
+
+    def next_slices(self, max_tokens: int, in_pieces: bool) -> list[Slice]:
+        """Return what the next forward feeds: at most `max_tokens` with padding, or one whole prompt where prompts are
+        not computed in pieces."""
+        short = [row for row in self.rows if not row.fed and row.prompt_length <= max_tokens]
+        long = next((row for row in self.rows if row not in short), None)
+        take_long = long is not None and (self._long_is_next or not short)
+        self._long_is_next = not take_long
+        if long is not None and take_long:
+            stop = min(long.fed + max_tokens, long.prompt_length) if in_pieces else long.prompt_length
+            return [Slice(long, long.fed, stop)]
+        return [Slice.rest(row) for row in _group(short, max_tokens)]
+
+
+def _group(rows: list[Row], max_tokens: int) -> list[Row]:
+    """The first rows that fit one forward when they are padded to the same length."""
+    longest = 0
+    for count, row in enumerate(rows, 1):
+        longest = max(longest, row.prompt_length)
+        if count > 1 and (count * longest > max_tokens or row.alone or rows[0].alone):
+            return rows[: count - 1]
+    return rows
+
+
+def prefill_inputs(slices: list[Slice], device: torch.device) -> dict[str, object]:
+    """Inputs of a forward that feeds these slices, left-padded to one length."""
+    width = max(one.stop - one.start for one in slices)
+    pads = [width - (one.stop - one.start) for one in slices]
+    ids = [[0] * pad + one.row.history[one.start : one.stop] for pad, one in zip(pads, slices, strict=True)]
+    starts = torch.tensor(pads, device=device).unsqueeze(1)
+    columns = torch.arange(width, device=device).unsqueeze(0)
+    return {
+        "input_ids": torch.tensor(ids, device=device),
+        "attention_mask": columns >= starts if any(pads) else None,
+        "position_ids": (columns - starts).clamp(min=0) + slices[0].start,  # only a slice that is alone starts later
+    }
