@@ -65,6 +65,14 @@ def lock(handle: int, *, wait: bool) -> None:
     return fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one thread of one process at a time into the block. The file at the path is made, and stays."""
+    with path.open("ab") as file:
+        lock(file.fileno(), wait=True)
+        yield
+
+
 def _lock_on_windows(handle: int, wait: bool) -> None:
     import msvcrt
 

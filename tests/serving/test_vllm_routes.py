@@ -5,7 +5,9 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -17,7 +19,7 @@ import torch
 
 import tiny
 from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved
-from engines.vllm.test_front import arrive, wait_for
+from engines.vllm.test_front import wait_for
 from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine
 from steerscope.specs import Add, Sampling
@@ -26,6 +28,7 @@ from waiting import HUNG_S
 
 pytestmark = [pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed"), pytest.mark.slow]
 KEY = "sesame"
+MOST_VECTORS = 3
 VECTOR = (3 * np.random.default_rng(5).standard_normal(64)).astype(np.float32)
 
 
@@ -48,6 +51,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     settings = {"vectors": str(folder / "vectors"), "captures": str(folder / "rows"), "capture_budget": 4 << 20}
+    settings["max_vectors"] = MOST_VECTORS
     environment = {**os.environ, **VLLM_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     environment |= {"STEERSCOPE": json.dumps(settings), "VLLM_PLUGINS": "steerscope"}
     if not entry_points(group="vllm.endpoint_plugins"):  # an installation from before there was one
@@ -72,6 +76,12 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
             process.wait(timeout=HUNG_S)
 
 
+def asking(prompt: list[int], entry: dict[str, object], **more: object) -> dict[str, object]:
+    body = {"model": str(saved("llama", "bytes", None, {})), "prompt": prompt, "max_tokens": 6, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True, "vllm_xargs": {"steerscope": json.dumps(entry)}}
+    return body | more
+
+
 def test_vllm_mounts_our_routes_under_its_key(stock: Stock, tmp_path: Path) -> None:
     about = stock.call("GET", "/v1/capabilities")
     assert about.status_code == 200
@@ -87,8 +97,7 @@ def test_vllm_mounts_our_routes_under_its_key(stock: Stock, tmp_path: Path) -> N
 
     prompt, entry = [7, 8, 9, 10, 11], {"steer": [{"op": "add", "vector": "joy", "scale": 2.0}]}
     entry |= {"capture": {"layers": [2]}, "save_as": "monday"}
-    body = {"model": str(saved("llama", "bytes", None, {})), "prompt": prompt, "max_tokens": 6, "temperature": 0}
-    body |= {"ignore_eos": True, "return_token_ids": True, "vllm_xargs": {"steerscope": json.dumps(entry)}}
+    body = asking(prompt, entry)
     done = stock.call("POST", "/v1/completions", json=body)
     assert done.status_code == 200, done.text
     with HFEngine(tiny.model(), tiny.tokenizer(), name="llama").sync as truth:
@@ -96,7 +105,9 @@ def test_vllm_mounts_our_routes_under_its_key(stock: Stock, tmp_path: Path) -> N
         wanted = truth.generate(TokenPrompt(prompt), Sampling(max_tokens=6, ignore_eos=True), steer=steer)
     assert done.json()["choices"][0]["token_ids"] == wanted.token_ids
 
-    arrive(stock.folder / "rows" / "monday.safetensors")
+    assert done.json()["steerscope"] == {"captures": [{"id": "monday", "saved": True}]}
+    again = stock.call("POST", "/v1/completions", json=body)
+    assert (again.status_code, again.json()["error"]["code"]) == (409, "name_in_use")
     whole = stock.call("GET", "/v1/captures/monday")
     assert whole.content == (stock.folder / "rows" / "monday.safetensors").read_bytes()
     headers = {"Authorization": f"Bearer {KEY}", "Range": "bytes=8-15"}
@@ -108,6 +119,56 @@ def test_vllm_mounts_our_routes_under_its_key(stock: Stock, tmp_path: Path) -> N
     assert stock.call("POST", "/v1/completions", json=body).status_code == 400, "nobody knows the vector any more"
 
 
+def test_one_of_many_requests_gets_a_name_and_a_stream_says_what_was_saved(stock: Stock) -> None:
+    """The rows of the second stream meet a file that another program has written meanwhile."""
+    rows, entry = stock.folder / "rows", {"capture": {"layers": [2]}, "save_as": "tuesday"}
+    with ThreadPoolExecutor(8) as threads:
+        body = asking([7, 8, 9], entry, max_tokens=200)
+        codes = sorted(threads.map(lambda _: stock.call("POST", "/v1/completions", json=body).status_code, range(8)))
+    assert codes == [200] + [409] * 7
+    headers = {"Authorization": f"Bearer {KEY}"}
+    for name, theirs in (("good", None), ("late", b"theirs")):
+        body = asking([7, 8, 9], {**entry, "save_as": name}, max_tokens=200, stream=True)
+        with httpx.stream("POST", f"{stock.url}/v1/completions", json=body, headers=headers, timeout=HUNG_S) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            events = [next(lines)]
+            if theirs is not None:
+                (rows / f"{name}.safetensors").write_bytes(theirs)
+            events += lines
+        assert events.pop() == "data: [DONE]"
+        told = json.loads(events.pop().removeprefix("data: "))["steerscope"]["captures"]
+        assert [(one["id"], one["saved"]) for one in told] == [(name, theirs is None)]
+        tokens = [t for e in events for c in json.loads(e[6:])["choices"] for t in c["token_ids"]]
+        assert len(tokens) == 200, "the text is not lost"
+    body = asking([7, 8, 9], {**entry, "save_as": "left"}, max_tokens=1000, stream=True)
+    with httpx.stream("POST", f"{stock.url}/v1/completions", json=body, headers=headers, timeout=HUNG_S) as answer:
+        next(answer.iter_lines())
+    deadline, body = time.monotonic() + HUNG_S, {**body, "stream": False, "max_tokens": 6}
+    while (code := stock.call("POST", "/v1/completions", json=body).status_code) == 409:
+        assert time.monotonic() < deadline, "the name of a client that left is not freed"
+    assert code == 200
+    assert (rows / "late.safetensors").read_bytes() == b"theirs"
+    refused = stock.call("POST", "/v1/completions", json=asking([7], entry, stream=True)).text
+    assert '"name_in_use"' in refused
+    assert [path.name for path in rows.iterdir() if path.name.startswith(".")] == []
+
+
+def test_no_more_vectors_than_may_be_are_kept(stock: Stock, tmp_path: Path) -> None:
+    save(SteeringVector({1: torch.from_numpy(VECTOR)}), tmp_path / "v.safetensors")
+    data = (tmp_path / "v.safetensors").read_bytes()
+    with ThreadPoolExecutor(8) as threads:
+        sent = list(threads.map(lambda i: stock.call("POST", f"/v1/vectors?name=v{i}", content=data), range(12)))
+    kept = [one["id"] for one in stock.call("GET", "/v1/vectors").json()["data"]]
+    assert sorted(one.json()["id"] for one in sent if one.status_code == 201) == kept
+    assert len(kept) == MOST_VECTORS == stock.call("GET", "/v1/capabilities").json()["limits"]["max_vectors"]
+    refused = next(one for one in sent if one.status_code == 400)
+    assert "holds 3 vectors" in refused.text
+    assert "max_vectors" in refused.text
+    assert stock.call("POST", f"/v1/vectors?name={kept[0]}", content=data).status_code == 201, "in its own place"
+    for name in kept:
+        stock.call("DELETE", f"/v1/vectors/{name}")
+
+
 @pytest.mark.parametrize("name", ["..%2f..%2fetc%2fpasswd", "%2e%2e", "a%00b", ".hidden", "a%2fb"])
 def test_names_are_names(stock: Stock, name: str, tmp_path: Path) -> None:
     save(SteeringVector({1: torch.from_numpy(VECTOR)}), tmp_path / "v.safetensors")
@@ -116,7 +177,7 @@ def test_names_are_names(stock: Stock, name: str, tmp_path: Path) -> None:
     for place in ("vectors", "captures"):
         assert stock.call("GET", f"/v1/{place}/{name}").status_code in (400, 404)
         assert stock.call("DELETE", f"/v1/{place}/{name}").status_code in (400, 404, 405)
-    assert list((stock.folder / "vectors").iterdir()) == []
+    assert {path.name for path in (stock.folder / "vectors").iterdir()} <= {".uploads.lock"}
 
 
 def test_what_is_no_vector_or_does_not_fit_is_refused(stock: Stock, tmp_path: Path) -> None:

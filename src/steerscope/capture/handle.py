@@ -5,6 +5,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -31,6 +32,7 @@ class CaptureHandle:
         self._load: Callable[[], Rows] | None = load
         self._rows: Rows | None = None
         self._gone: str | None = None
+        self.saving: Future[Path] | None = None  # of a request with `save_as`
         self._own = False  # the rows are copies that need no room
         self._budget, self._held = budget, held
         self._lock = threading.RLock()  # users, their threads, and the budget's sweep meet here
@@ -88,6 +90,10 @@ class CaptureHandle:
     def save(self, path: Path | str) -> Path:
         """Write them to a file that `load_rows` reads."""
         return self.fetch().save(path)
+
+    def saved(self, timeout_s: float | None = None) -> Path | None:
+        """Wait for the file that the request named with `save_as`. A SaveFailed leaves the rows here."""
+        return None if self.saving is None else self.saving.result(timeout_s)
 
     def close(self, why: str = "the handle was closed") -> None:
         """Give the room back. Rows already fetched stay valid in the caller's hands."""

@@ -17,6 +17,7 @@ from steerscope.specs.errors import (
     CaptureClosed,
     EngineClosed,
     InvalidRequest,
+    NameInUse,
     PackNotLoaded,
     Problem,
     RequestFailed,
@@ -77,7 +78,8 @@ def api_error(error: Exception) -> ApiError:
         case InvalidRequest():
             problems = tuple(in_body(problem) for problem in error.problems)
             message = str(InvalidRequest(problems))
-            return ApiError(400, message, "invalid_request", problems[0].field or None, problems=problems)
+            status, code = (409, "name_in_use") if isinstance(error, NameInUse) else (400, "invalid_request")
+            return ApiError(status, message, code, problems[0].field or None, problems=problems)
         case BadFile() | Unsteerable():
             return ApiError(400, str(error), "bad_file" if isinstance(error, BadFile) else "unsteerable")
         case CaptureClosed():

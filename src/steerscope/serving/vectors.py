@@ -9,7 +9,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,9 +52,7 @@ class Vectors(Mapping[str, SteeringVector]):
         return len(self._known)
 
     def put(self, engine: Engine, name: str, vector: SteeringVector) -> None:
-        if name not in self._known and len(self._known) >= self.most:
-            what = f"the server holds {self.most} vectors"
-            raise InvalidRequest([Problem("name", what, "delete one first, or start it with more max_vectors")])
+        check_count(name, self._known, self.most)
         layers, most = vector.layers or (), engine.facts.layers
         if beyond := [layer for layer in layers if layer >= most]:
             what = f"the vector has layer {max(beyond)}"
@@ -72,7 +70,7 @@ class Vectors(Mapping[str, SteeringVector]):
             save(vector, kept := self.folder / f"{name}.safetensors")
         except BadFile as error:
             self._forget(engine, name) if before is None else self.put(engine, name, before)
-            raise _unkept(error) from None
+            raise unkept(error) from None
         for path in self._files(name):  # a name has one file; until this one is gone, the new one is read after it
             if not path.samefile(kept):
                 path.unlink(missing_ok=True)
@@ -82,7 +80,7 @@ class Vectors(Mapping[str, SteeringVector]):
             for path in self._files(name):
                 path.unlink(missing_ok=True)
         except OSError as error:
-            raise _unkept(error) from None
+            raise unkept(error) from None
         self._forget(engine, name)
 
     def read_folder(self, engine: Engine) -> None:
@@ -116,7 +114,14 @@ class Vectors(Mapping[str, SteeringVector]):
             engine.register(name, vector)
 
 
-def _unkept(error: Exception) -> ApiError:
+def check_count(name: str, known: Collection[str], most: int) -> None:
+    """Refuse a new vector where there are as many as there may be."""
+    if name not in known and len(known) >= most:
+        what = f"the server holds {most} vectors, which is its limit"
+        raise InvalidRequest([Problem("name", what, "delete one first, or start it with more max_vectors")])
+
+
+def unkept(error: Exception) -> ApiError:
     log.error("the folder of vectors cannot be written: %s", error)
     return ApiError(507, "the server's folder of vectors cannot be written; its log says why", "not_kept")
 

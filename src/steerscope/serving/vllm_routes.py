@@ -19,8 +19,11 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from steerscope.engines.plan import Facts
 from steerscope.engines.vllm.guards import facts_of
 from steerscope.engines.vllm.settings import Settings, asked_for
+from steerscope.files import locked
 from steerscope.serving.errors import ApiError, api_error
-from steerscope.specs.errors import SteerscopeError
+from steerscope.serving.vectors import check_count, unkept
+from steerscope.serving.vllm_saves import SaveReports
+from steerscope.specs.errors import BadFile, SteerscopeError
 from steerscope.vectors.files import SUFFIXES, load, load_upload, save
 from steerscope.vectors.vector import SteeringVector
 
@@ -38,6 +41,7 @@ class Plugin:
     def attach_router(self, app: FastAPI) -> None:
         app.add_exception_handler(SteerscopeError, _told)
         app.include_router(router)
+        app.add_middleware(SaveReports)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         del args
@@ -98,7 +102,11 @@ async def capabilities(request: Request) -> Response:
             "ops": ["add", "cap", "ablate"] if facts.steers else [],
             "capture": facts.captures,
             "watch": False,
-            "limits": {"ops_per_token": facts.max_columns, "vectors_in_use": settings.slots - 1},
+            "limits": {
+                "ops_per_token": facts.max_columns,
+                "vectors_in_use": settings.slots - 1,
+                "max_vectors": settings.max_vectors,
+            },
             "requests": 'vllm_xargs={"steerscope": "<JSON of steer, capture, save_as>"}',
         }
     )
@@ -115,9 +123,12 @@ def _about(name: str, vector: SteeringVector) -> dict[str, object]:
 @router.get("/v1/vectors")
 async def vectors(request: Request) -> Response:
     folder = _folder(request, "vectors")
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
-    names = [path.stem for path in files if path.suffix.lower() in SUFFIXES]
-    return JSONResponse({"object": "list", "data": [{"id": name, "object": "vector"} for name in names]})
+    return JSONResponse({"object": "list", "data": [{"id": name, "object": "vector"} for name in _names(folder)]})
+
+
+def _names(folder: Path) -> list[str]:
+    files = folder.iterdir() if folder.is_dir() else ()
+    return sorted({path.stem for path in files if path.suffix.lower() in SUFFIXES and not path.name.startswith(".")})
 
 
 @router.post("/v1/vectors", status_code=201)
@@ -129,16 +140,21 @@ async def upload(request: Request, name: str = "") -> Response:
         data += block
         if len(data) > MOST_BYTES:
             raise ApiError(413, f"the body is larger than {MOST_BYTES} bytes", "body_too_large")
-    vector = await asyncio.to_thread(_keep, bytes(data), folder, name, _of(request)[1])
+    vector = await asyncio.to_thread(_keep, bytes(data), folder, name, *_of(request))
     return JSONResponse(_about(name, vector), 201)
 
 
-def _keep(data: bytes, folder: Path, name: str, facts: Facts) -> SteeringVector:
+def _keep(data: bytes, folder: Path, name: str, settings: Settings, facts: Facts) -> SteeringVector:
     vector = load_upload(data, name, facts.layers, facts.hidden)
     if (hidden := vector.to_spec().hidden) != facts.hidden:
         raise ApiError(400, f"the vector has {hidden} numbers, the model's hidden size is {facts.hidden}", "bad_file")
-    folder.mkdir(parents=True, exist_ok=True)
-    save(vector, folder / f"{name}.safetensors")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / ".uploads.lock"):  # the server may have several processes
+            check_count(name, _names(folder), settings.max_vectors)
+            save(vector, folder / f"{name}.safetensors")
+    except (OSError, BadFile) as error:
+        raise unkept(error) from None
     return vector
 
 

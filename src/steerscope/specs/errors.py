@@ -53,6 +53,10 @@ class InvalidRequest(SteerscopeError, ValueError):
         return type(self), (self.problems,)  # an exception is copied through its arguments, here the text
 
 
+class NameInUse(InvalidRequest):
+    """A name that a running request or a file has already."""
+
+
 class ModelNotFound(SteerscopeError):
     """A model name or path that leads nowhere."""
 
@@ -86,6 +90,10 @@ class CapacityExceeded(SteerscopeError):
 
 class CaptureClosed(SteerscopeError):
     """Rows that are no longer there: the handle was closed or expired."""
+
+
+class SaveFailed(SteerscopeError):
+    """Rows that could not be saved under the name that the request gave; its text is not affected."""
 
 
 class EngineClosed(SteerscopeError):

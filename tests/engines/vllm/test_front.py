@@ -20,13 +20,16 @@ import pytest
 import torch
 
 import tiny
+from capture.test_reserved import full
 from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved
 from reference import distance
+from steerscope.capture.row_file import RowFile
 from steerscope.capture.rows import Rows, load_rows
 from steerscope.engines.facade import SyncEngine
 from steerscope.engines.generation import Generation, TokenPrompt
 from steerscope.engines.hf import HFEngine
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
+from steerscope.specs.errors import NameInUse, SaveFailed
 from steerscope.vectors import SteeringVector, save
 from waiting import HUNG_S
 
@@ -249,6 +252,51 @@ def test_nothing_stays_in_shared_memory_under_a_name(llm: Any) -> None:
     assert not llm.llm_engine.input_processor.steerscope.arena.path.exists()
 
 
+def test_a_name_is_kept_by_one_request_until_that_has_ended(
+    llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes back when the request fails or is cancelled; a file keeps it."""
+    from vllm import SamplingParams
+
+    ask(llm, {"capture": {}})[0].outputs[0].steerscope.close()
+    front, engine = llm.llm_engine.input_processor.steerscope, llm.llm_engine
+    monkeypatch.setattr(front, "settings", front.settings.model_copy(update={"captures": str(tmp_path)}))
+    entry = {"capture": {"layers": [1]}, "save_as": "monday"}
+    huge = {"steer": [{"op": "add", "vector": {"shared": [3e38] * 64}, "layers": 0, "scale": 1e3}]}
+    with pytest.raises(NameInUse, match="'monday' is in use: another request"):
+        ask(llm, entry, entry)
+    drop(llm)
+    with pytest.raises(InvalidRequest, match="no layers"):
+        ask(llm, {**entry, "steer": [{**ADD, "layers": 77}]})
+    assert ask(llm, {**huge, **entry}, max_tokens=12)[0].outputs[0].finish_reason == "error"
+    engine.add_request("gone", {"prompt_token_ids": [5]}, SamplingParams(extra_args={"steerscope": entry}))
+    engine.step()
+    engine.abort_request(["gone"])
+    gc.collect()
+    assert os.listdir(tmp_path) == []
+    (done,) = ask(llm, entry, n=2, temperature=1.0)
+    files = [tmp_path / f"monday-{i}.safetensors" for i in range(2)]
+    assert [one.steerscope.saved(HUNG_S) for one in done.outputs] == files
+    with pytest.raises(NameInUse, match="'monday-1' is in use: a capture of that name exists"):
+        ask(llm, {**entry, "save_as": "monday-1"})
+    assert sorted(tmp_path.iterdir()) == files
+
+
+def test_a_handle_whose_rows_were_not_saved_says_so_and_has_them(
+    llm: Any, truth: SyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(llm, {"capture": {}})[0].outputs[0].steerscope.close()
+    front = llm.llm_engine.input_processor.steerscope
+    monkeypatch.setattr(front, "settings", front.settings.model_copy(update={"captures": str(tmp_path)}))
+    monkeypatch.setattr(RowFile, "pieces", full)
+    (done,) = ask(llm, {"capture": {"layers": [1]}, "save_as": "monday"})
+    with done.outputs[0].steerscope as handle:
+        with pytest.raises(SaveFailed, match="No space left"):
+            handle.saved(HUNG_S)
+        assert same(handle.fetch(), wanted(truth, [7, 8, 9, 10, 11], None, Capture(layers=[1])))
+    assert os.listdir(tmp_path) == []
+
+
 # --- the OpenAI server
 
 
@@ -317,7 +365,7 @@ def test_the_openai_server_steers_captures_and_answers_400(server: tuple[str, Pa
     wrong = complete(url, prompt, {**entry, "steer": [{**ADD, "layers": 77}]})
     assert wrong.status_code == 400
     assert "the vector has no layers [77]" in wrong.text
-    assert "first exists" in wrong.text
+    assert "'first' is in use" in wrong.text
     two = complete(url, prompt, {"capture": {"layers": [2]}, "save_as": "two"}, n=2, temperature=1, seed=1).json()
     files = [captures / f"two-{i}.safetensors" for i in range(2)]
     arrive(*files)

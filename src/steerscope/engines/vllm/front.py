@@ -16,6 +16,9 @@ import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from pydantic import Field
 
 from steerscope.capture.budget import ByteBudget, Reservation
 from steerscope.capture.handle import CaptureHandle
+from steerscope.capture.reserved import ReservedFile
 from steerscope.capture.rows import Rows
 from steerscope.capture.transport import MET, Arena, Regions, shared_folder
 from steerscope.engines.plan import Plan, Planner, Prompt
@@ -35,7 +39,7 @@ from steerscope.engines.vllm.wire import OVERFLOW, reads_cached, salt, spoil
 from steerscope.residual.table import Key
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Capture
-from steerscope.specs.errors import CapacityExceeded, InvalidRequest, Problem, RequestFailed
+from steerscope.specs.errors import CapacityExceeded, InvalidRequest, NameInUse, Problem, RequestFailed
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Steering, VectorData
 
@@ -52,6 +56,17 @@ class Asked(Spec):
     capture: Capture | None = None
     watch: Any = None  # known by its name, so that it can be refused by it
     save_as: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")  # under settings.captures
+
+
+@dataclass
+class Saves:
+    """What the requests of one HTTP call save, for its answer."""
+
+    files: list[ReservedFile] = field(default_factory=list)
+    refused: NameInUse | None = None
+
+
+SAVES: ContextVar[Saves | None] = ContextVar("saves", default=None)
 
 
 class Front:
@@ -82,13 +97,35 @@ class Front:
             what = "its tokens are not all known now"
             raise InvalidRequest([Problem("prompt", what, "send one complete prompt of text or tokens")])
         planner = Planner(self.facts, self.vectors)
-        planner.problems += self._check(asked, text, params.n)
+        planner.problems += self._check(asked, text)
         most = self.facts.context - len(ids) if self.facts.context else params.max_tokens
         sampling = Sampling(max_tokens=max(1, min(params.max_tokens, most)))
-        plan = planner.plan(request.request_id, Prompt(list(ids)), sampling, asked.steer, asked.capture)
-        return Ticket(self, plan, asked.save_as, params.n)
+        with ExitStack() as undo:
+            files, taken = self._reserve(asked, params.n, undo)
+            planner.problems += taken.problems if taken else ()
+            try:
+                plan = planner.plan(request.request_id, Prompt(list(ids)), sampling, asked.steer, asked.capture)
+            except InvalidRequest as error:
+                raise taken if taken and error.problems == taken.problems else error from None
+            ticket = Ticket(self, plan, files, params.n)
+            undo.pop_all()
+            return ticket
 
-    def _check(self, asked: Asked, text: bool, n: int) -> list[Problem]:
+    def _reserve(self, asked: Asked, n: int, undo: ExitStack) -> tuple[list[ReservedFile], InvalidRequest | None]:
+        """Return the files of a request's texts, reserved, or what stands against it."""
+        files: list[ReservedFile] = []
+        if not (asked.save_as and asked.capture and self.settings.captures):
+            return files, None
+        try:
+            for i in range(n):
+                name = asked.save_as if n == 1 else f"{asked.save_as}-{i}"
+                files.append(ReservedFile(Path(self.settings.captures) / f"{name}.safetensors"))
+                undo.callback(files[-1].release)
+        except InvalidRequest as error:
+            return [], error
+        return files, None
+
+    def _check(self, asked: Asked, text: bool) -> list[Problem]:
         problems = []
         if asked.watch is not None:
             what = "vLLM's own front ends have no way to tell what lenses read"
@@ -101,14 +138,9 @@ class Front:
             problems.append(Problem("save_as", what, "start it with the setting captures"))
         elif asked.save_as and asked.capture is None:
             problems.append(Problem("save_as", "there is nothing to save", "add capture"))
-        elif asked.save_as and any(self.file(asked.save_as, i, n).exists() for i in range(n)):
-            problems.append(Problem("save_as", f"{asked.save_as} exists", "choose another name"))
         elif text and asked.capture and not asked.save_as:
             problems.append(Problem("save_as", "over HTTP the rows of a capture need a name", "add save_as"))
         return problems
-
-    def file(self, name: str, i: int, n: int) -> Path:
-        return Path(self.settings.captures or ".") / (f"{name}.safetensors" if n == 1 else f"{name}-{i}.safetensors")
 
     def met(self, claim: Claim) -> None:
         """The file needs no name once everybody has mapped it; then nothing is left behind, whoever dies first."""
@@ -121,12 +153,12 @@ class Front:
 class Ticket:
     """One request of n texts, between its acceptance and its queueing."""
 
-    def __init__(self, front: Front, plan: Plan, save_as: str | None, n: int) -> None:
+    def __init__(self, front: Front, plan: Plan, files: list[ReservedFile], n: int) -> None:
         self.plan = plan
         self.texts: list[Text] = []
         try:
             for i in range(n if plan.columns or plan.capture else 0):
-                self.texts.append(Text(front, plan, save_as and front.file(save_as, i, n)))
+                self.texts.append(Text(front, plan, files[i] if files else None))
         except CapacityExceeded as error:
             self.texts.clear()
             raise InvalidRequest([Problem("", str(error), "send it again when others have ended")]) from None
@@ -135,7 +167,7 @@ class Ticket:
 class Text:
     """One text of a request, from its queueing to its end. Its slots and memory come back when nobody holds it."""
 
-    def __init__(self, front: Front, plan: Plan, file: Path | str | None) -> None:
+    def __init__(self, front: Front, plan: Plan, file: ReservedFile | None) -> None:
         self.front, self.plan, self.file = front, plan, file
         self.held: Reservation | None = None
         self.claim = Claim(self.front.room, self.plan)
@@ -163,9 +195,16 @@ class Text:
         held, self.held = self.held, None
         load = functools.partial(self._load, history, held)
         handle = CaptureHandle(self.plan.request_id, count, load, self.front.budget, held, _TTL_S)
-        if self.file:
-            self.front.saver.submit(self._save, handle)
+        if self.file is not None:
+            self.file.write_in(self.front.saver, handle)
+            self.file = None  # the name is free when it is written
         return handle
+
+    def drop_file(self) -> None:
+        """Free the name of a text that did not end as it should."""
+        if self.file is not None:
+            self.file.release()
+            self.file = None
 
     def _load(self, history: list[int], held: Reservation) -> Rows:
         """The last rows may be on their way: the engine brings them out with its next step, or its last."""
@@ -183,15 +222,8 @@ class Text:
         held.shrink(size)
         return captured(self.plan, len(history) - 1, columns, history, self.front.facts.name)
 
-    def _save(self, handle: CaptureHandle) -> None:
-        assert self.file is not None
-        try:
-            with handle:
-                handle.save(self.file)
-        except Exception as error:
-            log.error("the rows of %s were not saved: %s", self.plan.request_id, error)
-
     def __del__(self) -> None:
+        self.drop_file()
         if self.held is not None:
             self.held.release()
         if hasattr(self, "claim"):
@@ -250,10 +282,17 @@ def process_inputs(inner: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if front is None:
         what = "this engine was started without taps"
         raise refusal([Problem(NAME, what, "start it with STEERSCOPE=1 or additional_config")])
+    saves = SAVES.get()
     try:
         ticket = front.ticket(request, given)
     except InvalidRequest as error:
-        raise refusal([problem.under(NAME) for problem in error.problems]) from None
+        kind = NameInUse if isinstance(error, NameInUse) else InvalidRequest
+        refused = refusal([problem.under(NAME) for problem in error.problems], kind)
+        if saves is not None and isinstance(refused, NameInUse):
+            saves.refused = refused
+        raise refused from None
+    if saves is not None:
+        saves.files += [text.file for text in ticket.texts if text.file is not None]
     params.extra_args = {**params.extra_args, NAME: ticket}
     if (own := salt(ticket.plan)) is not None:
         request.cache_salt = own if request.cache_salt is None else json.dumps([request.cache_salt, own])
@@ -262,13 +301,13 @@ def process_inputs(inner: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return request
 
 
-def refusal(problems: list[Problem]) -> InvalidRequest:
+def refusal(problems: list[Problem], kind: type[InvalidRequest] = InvalidRequest) -> InvalidRequest:
     """An error that vLLM takes for the caller's: newer versions have a class for these, to older ones any ValueError
     is one."""
     from vllm import exceptions
 
     known = getattr(exceptions, "VLLMClientError", None)
-    return InvalidRequest(problems) if known is None else type("Refusal", (InvalidRequest, known), {})(problems)
+    return kind(problems) if known is None else type("Refusal", (kind, known), {})(problems)
 
 
 def add_request(inner: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -307,9 +346,12 @@ def process_outputs(inner: Any, self: Any, outputs: list, *args: Any, **kwargs: 
 def new_completion_output(inner: Any, self: Any, token_ids: list, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
     completion = inner(self, token_ids, finish_reason, *args, **kwargs)
     text = getattr(self, "steerscope", None)
-    ended = finish_reason is not None and finish_reason.name not in ("ABORT", "ERROR")
-    if text is not None and ended and text.failure is None:
+    if text is None or finish_reason is None:
+        return completion
+    if finish_reason.name not in ("ABORT", "ERROR") and text.failure is None:
         completion.steerscope = text.end(list(self.detokenizer.output_token_ids))
+    else:
+        text.drop_file()
     return completion
 
 

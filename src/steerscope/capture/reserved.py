@@ -1,0 +1,107 @@
+"""Files that captures will be saved to, reserved while their requests run.
+
+A reservation is a lock on `.NAME.safetensors.reserved` beside the file. It excludes the threads and processes that
+share the folder, and ends with the process that holds it: after a crash the name is free again.
+"""
+
+import logging
+import os
+from concurrent.futures import Executor, Future
+from pathlib import Path
+
+from steerscope.capture.handle import CaptureHandle
+from steerscope.files import lock
+from steerscope.specs.errors import BadFile, InvalidRequest, NameInUse, Problem, SaveFailed, SteerscopeError
+
+log = logging.getLogger("steerscope")
+
+
+class ReservedFile:
+    """A file that no other request may write. `saved` has its path in the end, or the SaveFailed."""
+
+    def __init__(self, path: Path) -> None:
+        """Reserve it, or raise NameInUse; where the folder cannot be written, InvalidRequest."""
+        self.path, self.name = path, path.stem
+        self.writing = False
+        self.saved: Future[Path] = Future()
+        self.saved.set_running_or_notify_cancel()  # a client that leaves does not cancel it
+        self._lock_path = path.with_name(f".{path.name}.reserved")
+        try:
+            self._handle: int | None = self._acquire()
+        except OSError as error:
+            what = f"the server's folder for captures cannot be written: {error.strerror or error}"
+            raise InvalidRequest([Problem("save_as", what, "have its operator correct that")]) from error
+
+    def _acquire(self) -> int:
+        while True:
+            handle = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                if self._locked(handle):
+                    return handle
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)
+
+    def _locked(self, handle: int) -> bool:
+        """Lock it. False: its holder has removed it meanwhile, so it excludes nobody."""
+        try:
+            lock(handle, wait=False)
+        except BlockingIOError:
+            raise self._in_use("another request is saving under it") from None
+        try:
+            if not os.path.samestat(os.fstat(handle), self._lock_path.stat()):
+                return False
+        except FileNotFoundError:
+            return False
+        try:
+            self._check_absent()
+        except NameInUse:
+            self._lock_path.unlink(missing_ok=True)
+            raise
+        return True
+
+    def _check_absent(self) -> None:
+        if os.path.lexists(self.path):
+            raise self._in_use("a capture of that name exists")
+
+    def _in_use(self, why: str) -> NameInUse:
+        return NameInUse([Problem("save_as", f"{self.name!r} is in use: {why}", "choose another name")])
+
+    def write_in(self, executor: Executor, handle: CaptureHandle) -> None:
+        """Save the rows in another thread. A handle whose rows were saved is closed; otherwise it keeps them."""
+        self.writing, handle.saving = True, self.saved
+        executor.submit(self._write, handle)
+
+    def _write(self, handle: CaptureHandle) -> None:
+        try:
+            handle.fetch()
+            self._check_absent()
+            handle.save(self.path)
+            handle.close(f"they were saved as {self.name!r}")
+        except Exception as error:
+            log.error("the rows of %s were not saved as %s: %s", handle.request_id, self.path, error)
+            self.release(_why(error))
+        else:
+            self.saved.set_result(self.path)
+            self.release()
+
+    def release(self, why: str = "its text did not end as it should") -> None:
+        """Free the name; unless the rows were saved, `why` says what kept them from it."""
+        if self._handle is not None:
+            self._lock_path.unlink(missing_ok=True)  # while it is locked: it is nobody else's yet
+            os.close(self._handle)
+            self._handle = None
+        if not self.saved.done():  # a new error: one that was raised would keep the rows through its frames
+            self.saved.set_exception(SaveFailed(f"the rows were not saved as {self.name!r}: {why}"))
+
+
+def _why(error: Exception) -> str:
+    """Return the reason without the names of folders, which are not the client's business."""
+    match error:
+        case BadFile():
+            return getattr(error.__cause__, "strerror", None) or "the file could not be written"
+        case SteerscopeError():
+            return str(error)
+        case _:
+            return "the server failed; its log says more"
