@@ -100,7 +100,7 @@ def test_a_link_is_read_as_what_it_is_called(tmp_path: Path) -> None:
         (lambda data: data[:10], 4, "0 lines are where 2 were"),
         (lambda data: data[:10], 2, "its lines have other lengths"),
         (lambda data: data.replace(b"t1", b"t"), 0, "its lines have other lengths"),
-        (None, 1, "No such file"),
+        (None, 1, "it does not exist"),
     ],
 )
 def test_a_file_that_changed_since_it_was_scanned_is_told(tmp_path: Path, edit: Any, shard: int, told: str) -> None:
