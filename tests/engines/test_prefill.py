@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import gc
 import logging
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache
 
 import tiny
 from engines.test_faults import OTHER, PACK, RULES, once, same
@@ -81,6 +83,10 @@ def idle(engine: SyncEngine) -> None:
     assert not any(found[name] for name in ("running", "waiting", "slots_in_use")), found
 
 
+def caches() -> int:
+    return sum(isinstance(one, DynamicCache) for one in gc.get_objects())
+
+
 def ops_at_prompt_positions(rng: np.random.Generator, length: int) -> tuple[Steering, list[RefOp]]:
     """Each op at a random range of the prompt, over the cuts; the same for the reference."""
     ops, wanted = [], []
@@ -134,13 +140,16 @@ class TestOrder:
             assert [widths[i] for i in pieces] == [CHUNK] * 14 + [3]
             assert {b - a for a, b in zip(pieces, pieces[1:], strict=False)} == {2}
 
-    def test_prompts_are_whole_and_together_while_nothing_streams(self) -> None:
+    def test_prompts_are_whole_and_together_and_before_any_step_while_nothing_streams(self) -> None:
         rng = np.random.default_rng(0)
         with start() as engine:
             prompts = [random_prompt(rng) for _ in range(9)]
             with widths_of(engine) as widths:
                 engine.generate(prompts, SHORT)
             assert widths == [max(len(prompt.token_ids) for prompt in prompts), 1, 1, 1, 1]
+            with widths_of(engine) as widths:
+                engine.generate([TokenPrompt([30 + i] * 200) for i in range(50)], SHORT)  # 8,192 tokens in a forward
+            assert widths == [200, 200, 1, 1, 1, 1]
 
     def test_short_prompts_that_come_together_share_forwards_of_four_chunks(self) -> None:
         with start() as engine:
@@ -252,8 +261,10 @@ class TestEnds:
 
             asyncio.run(run())
             deadline = time.monotonic() + HUNG_S
-            while engine.stats()["running"] > 1 and time.monotonic() < deadline:
+            while (engine.stats()["running"] > 1 or caches()) and time.monotonic() < deadline:
                 time.sleep(0.005)
+                gc.collect()
+            assert not caches(), "keys and values of the prompt are still held"
             assert (engine.stats()["running"], engine.stats()["capture_bytes"]) == (1, 0)
 
     def test_closing_ends_a_prompt_in_pieces_as_cancelled(self) -> None:

@@ -64,7 +64,6 @@ class Row(RunningText):
             self.buffer = RowBuffer(capture.keys, capture.positions, self.plan.most_rows, hidden, model.dtype)
 
     def _release(self) -> None:
-        self.prefilled = None
         while self.leases and self._table is not None:
             self._table.release(self.leases.pop())
         if self.seat is not None:
