@@ -116,34 +116,34 @@ wheel: setup ## dist/*.whl and the source archive
 	@$(BIN)/python -m hatchling build -t wheel -t sdist
 
 acceptance: setup setup-vllm ## the claims on real models; writes bench/results/*.json and the figures of the docs
-	@$(BIN)/python -m steerscope.bench.acceptance --out bench/results/acceptance.json
-	@$(BIN)/python -m steerscope.bench.personas --out bench/results/personas.json --work bench-personas
-	@$(BIN)/python -m steerscope.bench.eval_study --out bench/results/eval_study.json --caps bench-personas/steering/capping_config.pt
-	@$(BIN)/python -m steerscope.bench.vector_study --out bench/results/vector_study.json
-	@$(BIN)/python -m steerscope.bench.learning --out bench/results/learning.json
-	@$(BIN)/python -m steerscope.bench.extraction_peers --out bench/results/extraction_peers.json
-	@$(BIN)/python -m steerscope.bench.analysis_study --work analysis --out bench/results/analysis_study.json
-	@$(BIN)/python -m steerscope.bench.layers_study --work analysis --out bench/results/layers_study.json
-	@$(BIN)/python -m steerscope.bench.checkpoint_memory --out bench/results/checkpoint_memory.json
-	@VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m steerscope.bench.precision --out bench/results/precision.json
-	@$(VLLM)/bin/steerscope stress --engine vllm --requests 10000 --seconds 3600 --cached 512 --out bench/results/stress/vllm.json
-	@$(BIN)/steerscope stress --out bench/results/stress/hf.json
-	@$(BIN)/python -m steerscope.bench.stress.fuzz --out bench/results/fuzz.json
-	@$(BIN)/python -m steerscope.bench.stress.faults --out bench/results/faults.json
-	@$(VLLM)/bin/python -m steerscope.bench.stress.soak --engine vllm --out bench/results/soak.json
-	@$(BIN)/python -m steerscope.bench.tables
+	@$(BIN)/python -m bench.studies.acceptance --out bench/results/acceptance.json
+	@$(BIN)/python -m bench.studies.personas --out bench/results/personas.json --work bench-personas
+	@$(BIN)/python -m bench.studies.evals --out bench/results/eval_study.json --caps bench-personas/steering/capping_config.pt
+	@$(BIN)/python -m bench.studies.vectors --out bench/results/vector_study.json
+	@$(BIN)/python -m bench.studies.learning --out bench/results/learning.json
+	@$(BIN)/python -m bench.studies.extraction_peers --out bench/results/extraction_peers.json
+	@$(BIN)/python -m bench.studies.analysis --work analysis --out bench/results/analysis_study.json
+	@$(BIN)/python -m bench.studies.layers --work analysis --out bench/results/layers_study.json
+	@$(BIN)/python -m bench.checkpoint_memory --out bench/results/checkpoint_memory.json
+	@VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m bench.studies.precision --out bench/results/precision.json
+	@$(VLLM)/bin/python -m bench.stress --engine vllm --requests 10000 --seconds 3600 --cached 512 --out bench/results/stress/vllm.json
+	@$(BIN)/python -m bench.stress --out bench/results/stress/hf.json
+	@$(BIN)/python -m bench.stress.fuzz --out bench/results/fuzz.json
+	@$(BIN)/python -m bench.stress.faults --out bench/results/faults.json
+	@$(VLLM)/bin/python -m bench.stress.soak --engine vllm --out bench/results/soak.json
+	@$(BIN)/python -m bench.tables
 
 bench: setup setup-vllm ## both engines against bare generate and stock vLLM on the CPU (< 10 min); report in bench-report/
-	@$(BIN)/python -m steerscope.bench.hf --rounds 2 --out bench/results/hf.json
+	@$(BIN)/python -m bench.hf_speed --rounds 2 --out bench/results/hf.json
 	@VLLM_CPU_KVCACHE_SPACE=1 $(VLLM)/bin/steerscope bench suite --eager --report bench-report --prefill 32 --decode 16 --iterations $(BENCH_ROUNDS) \
 	  $(foreach cell,$(BENCH_CELLS),--cell $(cell)) --out bench/results/cpu_suite.json
-	@$(BIN)/python -m steerscope.bench.tables
+	@$(BIN)/python -m bench.tables
 
 bench-peers: setup ## the transformers engine against other libraries, each in an environment of its own (slow)
-	@$(BIN)/steerscope bench peers --out bench/results/hf.json && $(BIN)/python -m steerscope.bench.tables
+	@$(BIN)/python -m bench.hf_speed --peers --out bench/results/hf.json && $(BIN)/python -m bench.tables
 
 bench-store: setup ## a store of a million rows against the bare disk (needs 9 GB)
-	@$(BIN)/python -m steerscope.bench.store --out bench/results/store.json && $(BIN)/python -m steerscope.bench.tables
+	@$(BIN)/python -m bench.store_speed --out bench/results/store.json && $(BIN)/python -m bench.tables
 
 serve: setup ## the OpenAI-compatible server and its page at http://127.0.0.1:8000, on the small model
 	@$(BIN)/steerscope serve smollm2-135m $(SERVE_OPTIONS)

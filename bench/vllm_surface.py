@@ -1,6 +1,6 @@
 """What the supported versions of vLLM look like from here, for the table in vllm_targets.py.
 
-    python bench/vllm_surface.py --out bench/results/vllm_surface.json
+    python -m bench.vllm_surface --out bench/results/vllm_surface.json
 
 Downloads the latest wheel of each supported minor version, one at a time, reads its Python source without importing
 it, and writes the signatures, call sites and attributes of everything in that table. Needs a network and about 1 GB of
@@ -20,8 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vllm_targets import CALLED, GIVEN, IMPORTS, READ, WRAPPED
-
+from bench.vllm_targets import CALLED, GIVEN, IMPORTS, READ, WRAPPED
 from steerscope.engines.vllm.guards import SUPPORTED
 from steerscope.files import atomic_path
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from steerscope.bench.tables import TABLES, refresh, seen
+from bench.tables.__main__ import TABLES, refresh, seen
 from steerscope.engines.vllm import guards
 
 ROOT = Path(__file__).parent.parent
@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_figures_are_those_of_the_committed_results(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert refresh(text, ROOT / "bench" / "results") == text, "run: python -m steerscope.bench.tables"
+    assert refresh(text, ROOT / "bench" / "results") == text, "run: python -m bench.tables.__main__"
 
 
 def test_a_version_of_vllm_with_a_run_that_held_is_supported() -> None:

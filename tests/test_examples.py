@@ -13,7 +13,8 @@ import pytest
 from rich.text import Text
 
 import steerscope as ss
-from examples import (
+from steerscope import models
+from support.examples import (
     NAMES,
     PAGES,
     ROOT,
@@ -28,7 +29,6 @@ from examples import (
     shorter,
     workshop,
 )
-from steerscope import models
 
 ELSEWHERE = {
     "docs/vllm.md": "needs vLLM's own objects; tests/engines/vllm/test_front.py sends the same requests",

@@ -6,7 +6,7 @@ import nbformat
 import papermill
 import pytest
 
-import tiny
+from support import tiny
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 QUICK: dict[str, dict[str, object]] = {

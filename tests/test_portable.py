@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import tiny
+from support import tiny
 
 pytestmark = pytest.mark.slow  # processes that import everything
 

@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
-from reference import Reference, distance
 from steerscope.capture.budget import ByteBudget
-from steerscope.engines import placing
+from steerscope.core import reductions, rows, slot_table
+from steerscope.engines import columns
 from steerscope.engines import plan as plan_module
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine, kv, passes, sampler, taps
 from steerscope.engines.hf import engine as engine_module
-from steerscope.residual import reduce, rows, table
+from steerscope.engines.results import TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.specs import Add, Cap, Capture, InvalidRequest, Sampling, Steering
 from steerscope.specs.errors import BadFile, CapacityExceeded, CaptureClosed, RequestFailed, UnsupportedModel
 from steerscope.specs.tokens import Positions
 from steerscope.vectors import load as load_vector
-from waiting import HUNG_S
+from support import tiny
+from support.reference import Reference, distance
+from support.waiting import HUNG_S
 
 PROMPTS = ["Hello", "The quick brown fox jumps over the lazy dog, and then it rained", "How was your week?"]
 GREEDY = Sampling(max_tokens=7, ignore_eos=True)
@@ -86,7 +86,7 @@ def exact_rows(start: Start, _: Path) -> None:
 def exact_means(start: Start, _: Path) -> None:
     """1: a reduction counts every position once, even when positions are fed again."""
     del start
-    reducer = reduce.Reducer("mean", 1, 2, torch.device("cpu"))
+    reducer = reductions.Reducer("mean", 1, 2, torch.device("cpu"))
     values = torch.arange(12.0).view(6, 1, 2)
     reducer.update(range(0, 4), values[:4])
     reducer.update(range(2, 6), values[2:])
@@ -312,12 +312,12 @@ def no_watermark(patch: pytest.MonkeyPatch) -> None:
         self._value += rows_.float().sum(0)
         self.n += len(positions)
 
-    patch.setattr(reduce.Reducer, "update", update)
+    patch.setattr(reductions.Reducer, "update", update)
 
 
 def order_lost(patch: pytest.MonkeyPatch) -> None:
-    real = placing.pack
-    patch.setattr(placing, "pack", lambda ops: real(ops[::-1]))
+    real = columns.pack
+    patch.setattr(columns, "pack", lambda ops: real(ops[::-1]))
     patch.setattr(plan_module, "columns_of", plan_module.columns_of.__wrapped__)
 
 
@@ -338,8 +338,8 @@ def no_layer_check(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_column_check(patch: pytest.MonkeyPatch) -> None:
-    real = placing.pack
-    patch.setattr(placing, "pack", lambda ops: real(ops)[:1])
+    real = columns.pack
+    patch.setattr(columns, "pack", lambda ops: real(ops)[:1])
     patch.setattr(plan_module, "columns_of", plan_module.columns_of.__wrapped__)
 
 
@@ -356,11 +356,11 @@ def slots_not_cleared(patch: pytest.MonkeyPatch) -> None:
         for key, value in values.items():
             self.tensors(key)[which][slot].copy_(value)
 
-    patch.setattr(table.SlotTable, "_write", write)
+    patch.setattr(slot_table.SlotTable, "_write", write)
 
 
 def slots_never_written(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(table.SlotTable, "_write", lambda *_: None)
+    patch.setattr(slot_table.SlotTable, "_write", lambda *_: None)
 
 
 def no_budget(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import ROOT
+from support.examples import ROOT
 
 
 @pytest.mark.slow

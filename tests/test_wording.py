@@ -24,10 +24,10 @@ from steerscope.evals.run import load_run as load_eval_run
 from steerscope.extraction.data import load_examples
 from steerscope.extraction.personas.definitions import load_persona_file, load_questions
 from steerscope.extraction.personas.run import load_run as load_persona_run
-from steerscope.lenses.hatcat import load_hatcat
+from steerscope.lenses.formats.hatcat import load_hatcat
+from steerscope.lenses.formats.probes import load_probes
+from steerscope.lenses.formats.saelens import load_sae
 from steerscope.lenses.pack import Pack
-from steerscope.lenses.probes import load_probes
-from steerscope.lenses.sae import load_sae
 from steerscope.serving.bodies import ChatBody, CompletionBody
 from steerscope.serving.errors import api_error
 from steerscope.specs.base import Spec
@@ -38,7 +38,7 @@ from steerscope.specs.watch import Watch
 from steerscope.training.concepts import load_concepts
 from steerscope.training.texts import load_training_set
 from steerscope.vectors.legacy import load_capping, load_persona
-from wording import foreign_words
+from support.wording import foreign_words
 
 pytestmark = pytest.mark.slow
 

@@ -1,6 +1,6 @@
 """Lens packs that come and go on a running engine: what they read, and what loading one costs the streams that run.
 
-    . bench/gpu/env.sh && python3 bench/gpu/packs.py --out packs.json
+    . bench/gpu/env.sh && python3 -m bench.gpu.packs --out packs.json
 
 One engine with made-up weights. Small packs are registered, watched, replaced and unregistered in turn, side by side
 and while requests read with them; every reading is compared with lenses computed here, in float64, from the captured
@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from steerscope.bench.lens import LIMITS, make_pack
+from bench.lens_speed import LIMITS
 from steerscope.bench.one import hardware, versions
-from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model, small_share
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
+from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model, make_pack, small_share
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.spec import EPSILON
 from steerscope.models import DEFAULT_MODEL
@@ -101,7 +101,7 @@ def start(args: argparse.Namespace, folder: Path) -> SyncEngine:
     model = make_model(args.shape, args.device, getattr(torch, args.dtype))
     if args.engine == "hf":
         return HFEngine(model, NoTokenizer(), name=args.shape).sync  # type: ignore[arg-type]
-    from steerscope.engines.vllm.engine import VLLMEngine
+    from steerscope.engines.vllm.client.engine import VLLMEngine
 
     model.save_pretrained(folder)
     del model

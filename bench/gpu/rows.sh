@@ -20,8 +20,10 @@ for cell in $cells; do
     soak)  args="--engine vllm --dtype bfloat16 --requests 2000 --seconds 90 --cached 1024" ;;
   esac
   start=$(date +%s)
-  program=bench.vllm_rows; [ "$cell" = soak ] && program="cli.main stress"; [ "$cell" = watch ] && program=bench.vllm_watch
-  timeout 240 python3 -m steerscope.$program $args --out "$out/$cell.json" > "$out/$cell.log" 2>&1
+  program=bench.gpu.vllm_rows
+  [ "$cell" = soak ] && program=bench.stress
+  [ "$cell" = watch ] && program=bench.gpu.vllm_watch
+  timeout 240 python3 -m $program $args --out "$out/$cell.json" > "$out/$cell.log" 2>&1
   echo "$cell: exit $? after $(( $(date +%s) - start )) s: $(tail -c 900 "$out/$cell.log" | tail -1)"
   unset VLLM_USE_V2_MODEL_RUNNER
 done

@@ -8,9 +8,9 @@ mkdir -p "$out"
 . bench/gpu/env.sh
 limit=${LIMIT:-540}; rounds=${ROUNDS:-20}; seconds=${CELL_SECONDS:-40}
 some="noise zero-layer all-layers generated add cap"
-pair() {  # name, then options of steerscope.bench.paired
+pair() {  # name, then options of bench.gpu.paired
   name=$1; shift; start=$(date +%s)
-  timeout "$limit" python3 -m steerscope.bench.paired --scratch "$tmp/shapes" --rounds "$rounds" \
+  timeout "$limit" python3 -m bench.gpu.paired --scratch "$tmp/shapes" --rounds "$rounds" \
     --cell-seconds "$seconds" --out "$out/$name.json" "$@" > "$out/$name.log" 2>&1
   echo "$name: exit $? after $(( $(date +%s) - start )) s"; grep -E ' s +[+-].*rounds|MISSES|Error' "$out/$name.log" | tail -16
 }
@@ -41,11 +41,11 @@ for run in $runs; do
     room)      pair speed-qwen2.5-3b-room --model qwen2.5-3b --pool-bytes 5800000000 --loads 64x512+128 256x512+128 \
                  --cells noise all-layers ;;
     peer)      pair speed-qwen2.5-3b-peer --model qwen2.5-3b --utilisation 0.5 --cells noise all-layers hidden-states ;;
-    lens)      python3 -m steerscope.bench.lens_kernel --out "$out/kernel-lenses.json" > "$out/kernel-lenses.log" 2>&1
+    lens)      python3 -m bench.gpu.lens_kernel --out "$out/kernel-lenses.json" > "$out/kernel-lenses.log" 2>&1
                echo "kernel-lenses: exit $?"; tail -140 "$out/kernel-lenses.log"
                for size in "267 --compile 8" "7947 --rounds 3 --levels="; do
                  set -- $size
-                 python3 -m steerscope.bench.lens --device cuda --hidden 2560 --lenses "$@" \
+                 python3 -m bench.lens_speed --device cuda --hidden 2560 --lenses "$@" \
                    --out "$out/lens-$1.json" > "$out/lens-$1.log" 2>&1
                  echo "lens-$1: exit $?"; tail -44 "$out/lens-$1.log"
                done ;;

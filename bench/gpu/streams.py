@@ -1,6 +1,6 @@
 """Streams of stock vLLM and of steerscope, each with its own defaults, on one GPU in one run.
 
-    . bench/gpu/env.sh && python3 bench/gpu/streams.py --out streams.json
+    . bench/gpu/env.sh && python3 -m bench.gpu.streams --out streams.json
 
 Four engines start side by side, each in a process of its own, and take turns: over HTTP vLLM's OpenAI server and
 `steerscope serve`, as libraries vLLM's AsyncLLM and steerscope's engine. Nothing is steered or captured. All get the
@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.gpu.stream_client import play
 from steerscope.bench.one import hardware, versions
 from steerscope.bench.shapes import shape_config
 from steerscope.bench.stats import paired
-from steerscope.bench.stream_client import play
 
 KINDS = ("stock-http", "ours-http", "stock-library", "ours-library")
 NARROW = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}  # of vLLM without a usage context: `ours-narrow`
@@ -105,8 +105,8 @@ Stream = Callable[[list[int], int, str], AsyncIterator[int]]  # prompt, tokens, 
 
 
 def our_engine(args: argparse.Namespace) -> tuple[Stream, dict[str, Any]]:
-    from steerscope.engines.generation import TokenEvent, TokenPrompt
     from steerscope.engines.load import load_engine
+    from steerscope.engines.results import TokenEvent, TokenPrompt
     from steerscope.specs import Sampling
 
     engine: Any = load_engine(args.model, engine="vllm", vllm=options_of(args, args.child))

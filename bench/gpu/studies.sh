@@ -8,10 +8,10 @@ mkdir -p "$out"
 for study in $studies; do
   start=$(date +%s)
   case $study in
-    precision) python3 -m steerscope.bench.precision --vllm-python "$(command -v python3)" --out "$out/precision.json" ;;
+    precision) python3 -m bench.studies.precision --vllm-python "$(command -v python3)" --out "$out/precision.json" ;;
     analysis)  python3 -m pytest tests/analysis/test_device.py -q -p no:cacheprovider &&
-               python3 -m steerscope.bench.checkpoint_memory --device cuda --out "$out/checkpoint_memory.json" ;;
-    corpus)    python3 -m steerscope.bench.corpus --engines hf vllm --out "$out/corpus.json" ;;
+               python3 -m bench.checkpoint_memory --device cuda --out "$out/checkpoint_memory.json" ;;
+    corpus)    python3 -m bench.corpus_speed --engines hf vllm --out "$out/corpus.json" ;;
     *)         echo "unknown study: $study"; continue ;;
   esac > "$out/$study.log" 2>&1
   echo "$study: exit $? after $(( $(date +%s) - start )) s"; tail -12 "$out/$study.log"

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from steerscope.capture.rows import Rows, load_rows
     from steerscope.capture.store import ActivationStore
     from steerscope.client import AsyncClient, Client
-    from steerscope.engines.generation import EndEvent, Generation, RuleEvent, TokenEvent, TokenPrompt
     from steerscope.engines.load import load, load_engine
+    from steerscope.engines.results import EndEvent, Generation, RuleEvent, TokenEvent, TokenPrompt
     from steerscope.lenses.pack import Pack
     from steerscope.lenses.readings import Firing, Reading
     from steerscope.specs.capture import Capture

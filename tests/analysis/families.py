@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import tiny
 from steerscope.analysis.directions import Directions
+from support import tiny
 
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {},

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.specs.errors import BadFile, InvalidRequest, ModelNotFound, UnsupportedModel
+from support import tiny
 
 
 def saved(folder: Path, architecture: str = "llama", shard: str = "10GB", **changes: object) -> Path:

@@ -9,13 +9,13 @@ import torch
 from scipy import stats
 from torch import nn
 
-import tiny
 from analysis.families import FAMILIES, family, named, saved
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
 from steerscope.analysis.layerwise import component_ranks, group_tests, p_by_rank, ranking, table_of, where, z_by_rank
 from steerscope.analysis.mlp import mlp_pass
 from steerscope.specs.errors import InvalidRequest
+from support import tiny
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

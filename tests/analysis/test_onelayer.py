@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-import tiny
 from analysis.families import FAMILIES, family, saved, watching
 from steerscope.analysis.attention import logits
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.onelayer import OneLayer
 from steerscope.engines.hf.blocks import decoder_layers
 from steerscope.specs.errors import UnsupportedModel
+from support import tiny
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 IDS = torch.tensor([[5, 99, 17, 300, 41, 8]])  # shorter than the sliding window

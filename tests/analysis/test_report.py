@@ -8,7 +8,6 @@ import pyarrow as pa
 import pytest
 import torch
 
-import tiny
 from steerscope.analysis import plots
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions, components
@@ -17,6 +16,7 @@ from steerscope.analysis.report import analysis_page, by_side, extremes, stronge
 from steerscope.analysis.results import Result, load_results
 from steerscope.analysis.susceptibility import susceptibility
 from steerscope.specs.errors import BadFile
+from support import tiny
 
 NASTY = "<img src=x onerror=alert(1)>"
 

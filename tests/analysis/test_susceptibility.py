@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tiny
 from steerscope.analysis.changes import Tally, facing
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
 from steerscope.analysis.susceptibility import susceptibility
 from steerscope.specs.errors import BadFile, InvalidRequest
+from support import tiny
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

@@ -10,7 +10,7 @@ from steerscope.capture.index import DocumentEntry
 from steerscope.capture.shards import StoreInfo
 from steerscope.capture.store import create, finish
 from steerscope.capture.writing import Piece, write_shards
-from steerscope.residual.rows import Labels
+from steerscope.core.rows import Labels
 
 HIDDEN, KEYS, SHARDS, DOCUMENTS = 16, ((2, "resid_post"), (5, "mlp_out")), 3, 4  # documents of a shard
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from steerscope.capture.budget import ByteBudget, Reservation, human
 from steerscope.specs.errors import CapacityExceeded
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from steerscope.capture import handle as module
 from steerscope.capture.budget import ByteBudget
 from steerscope.capture.handle import CaptureHandle, UnfetchedRows, fetch_all
 from steerscope.capture.rows import Rows
-from steerscope.residual.rows import make_labels
+from steerscope.core.rows import make_labels
 from steerscope.specs.errors import CaptureClosed, InvalidRequest
 from steerscope.specs.tokens import MessageSpan
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 SPANS = (MessageSpan(0, "system", (1, 2), (0, 3)), MessageSpan(1, "user", (4, 6), (3, 7)))
 LENGTH, PROMPT = 11, 8  # positions 8 … 10 are generated

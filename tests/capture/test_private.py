@@ -10,7 +10,7 @@ from torch import Tensor
 from steerscope.capture import private as module
 from steerscope.capture.private import private, private_bytes
 from steerscope.capture.rows import Rows
-from steerscope.residual.rows import make_labels
+from steerscope.core.rows import make_labels
 from steerscope.specs.errors import InvalidRequest
 
 

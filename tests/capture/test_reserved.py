@@ -20,7 +20,7 @@ from steerscope.capture.row_file import RowFile
 from steerscope.capture.rows import load_rows
 from steerscope.files import lock
 from steerscope.specs.errors import InvalidRequest, NameInUse, SaveFailed
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 NAMES = [f"n{i}" for i in range(40)]
 

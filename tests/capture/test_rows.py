@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from steerscope.capture.rows import Rows, load_rows
-from steerscope.residual.rows import make_labels
-from steerscope.residual.table import Key
+from steerscope.core.rows import make_labels
+from steerscope.core.slot_table import Key
 from steerscope.specs.errors import BadFile, InvalidRequest, SteerscopeError
 from steerscope.specs.tokens import MessageSpan
 
@@ -255,7 +255,7 @@ MEMORY = """
 import resource, sys
 import numpy as np, torch
 from steerscope.capture.rows import Rows
-from steerscope.residual.rows import make_labels
+from steerscope.core.rows import make_labels
 
 block = torch.ones(4000, 8, 4096, dtype=torch.bfloat16)  # 250 MiB, strided as an engine's rows are
 labels = make_labels("r", np.arange(4000), [7] * 4000, 9, None, False)
@@ -295,7 +295,7 @@ FULL_DISK = """
 import resource, signal, sys
 import numpy as np, torch
 from steerscope.capture.rows import Rows
-from steerscope.residual.rows import make_labels
+from steerscope.core.rows import make_labels
 from steerscope.specs.errors import SteerscopeError
 
 labels = make_labels("r", np.arange(100), [7] * 100, 9, None, False)

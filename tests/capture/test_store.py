@@ -23,7 +23,7 @@ from steerscope.capture.shards import StoreInfo, writing_shard
 from steerscope.capture.store import ActivationStore, committed, create, finish
 from steerscope.capture.writing import Piece, write_shards
 from steerscope.specs.errors import BadFile, InvalidRequest
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-import tiny
 from steerscope import SteeringVector, save_vector
 from steerscope.cli.main import app
+from support import tiny
 
 Cli = Callable[..., Result]
 

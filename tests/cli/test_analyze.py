@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import Result
 
-import tiny
 from steerscope import SteeringVector, load_vector, save_vector
+from support import tiny
 
 Cli = Callable[..., Result]
 Refused = Callable[..., list[str]]

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
 from cli.conftest import Cli
 from steerscope import SteeringVector, save_vector
 from steerscope.analysis.results import load_results
+from support import tiny
 
 
 def test_mlp_and_attention_fill_a_folder_that_report_turns_into_a_page(

@@ -10,9 +10,9 @@ import pytest
 import torch
 from typer.testing import Result
 
-import tiny
 from steerscope import Sampling, Steering, load, load_rows, load_vector
-from waiting import HUNG_S
+from support import tiny
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

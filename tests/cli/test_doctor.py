@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-import tiny
 from steerscope import SteeringVector, __version__
 from steerscope.cli import doctor as module
 from steerscope.cli import options
+from support import tiny
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from typer.testing import Result
 
-from fake_endpoint import endpoint, says
 from steerscope import SteeringVector, save_vector
 from steerscope.extraction.personas.axis import write_capping
+from support.fake_endpoint import endpoint, says
 
 Cli = Callable[..., Result]
 Refused = Callable[..., list[str]]

@@ -13,7 +13,7 @@ import steerscope
 from steerscope import __version__
 from steerscope.cli import options
 from steerscope.specs.errors import InvalidRequest, ModelNotFound, Problem, SteerscopeError
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 Cli = Callable[..., Result]
 

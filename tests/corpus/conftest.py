@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import tiny
+from support import tiny
 
 WORDS = tiny.TEXT.split()
 CHAT = [{"role": "user", "content": "How was your week?"}, {"role": "assistant", "content": "I had a wonderful time."}]

@@ -21,7 +21,6 @@ import pytest
 import torch
 from safetensors.torch import save
 
-import tiny
 from corpus import conftest
 from steerscope.capture.store import ActivationStore, committed, read_info
 from steerscope.corpus import run
@@ -32,7 +31,8 @@ from steerscope.engines.hf import HFEngine
 from steerscope.engines.load import load
 from steerscope.specs import Capture, InvalidRequest
 from steerscope.specs.errors import BadFile, RequestFailed
-from waiting import HUNG_S
+from support import tiny
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

@@ -17,7 +17,7 @@ from steerscope.corpus import reader
 from steerscope.corpus.job import Job, begin
 from steerscope.corpus.run import run_here
 from steerscope.specs import Capture
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 pytest.importorskip("vllm")
 

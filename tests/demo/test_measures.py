@@ -2,10 +2,10 @@
 
 import pytest
 
-import tiny
 from steerscope.demo.measures import word_odds
 from steerscope.engines.hf import HFEngine
 from steerscope.specs.errors import InvalidRequest
+from support import tiny
 
 
 def test_words_of_several_tokens_are_refused_by_name() -> None:

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import tiny
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine
-from steerscope.engines.vllm.starting import has_bf16
+from steerscope.engines.results import TokenPrompt
+from steerscope.engines.sync import SyncEngine
+from steerscope.engines.vllm.client.start import has_bf16
 from steerscope.specs import Sampling
 from steerscope.specs.steering import SITES, Site
+from support import tiny
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 ENGINES = ("hf", *(("vllm",) if HAS_VLLM else ()))
@@ -158,7 +158,7 @@ def start_vllm(folder: Path, name: str, options: dict[str, object]) -> SyncEngin
     for variable, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     _settle_heap()
-    from steerscope.engines.vllm.engine import VLLMEngine
+    from steerscope.engines.vllm.client.engine import VLLMEngine
     from steerscope.engines.vllm.settings import Settings
 
     if options.get("dtype") == torch.bfloat16 and not has_bf16():

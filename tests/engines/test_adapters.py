@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-import tiny
 from engines.conftest import HAS_VLLM
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.cli.main import app
@@ -22,6 +21,7 @@ from steerscope.engines.vllm.guards import adapter_refusal
 from steerscope.models import has_adapter
 from steerscope.specs import Sampling
 from steerscope.specs.errors import UnsupportedModel
+from support import tiny
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 without_peft = pytest.mark.skipif(HAS_PEFT, reason="peft is installed")

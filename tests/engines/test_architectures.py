@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import tiny
 from engines.conftest import HAS_VLLM, Start, saved, start_vllm
-from reference import Reference, RefOp, distance
 from steerscope.capture.rows import Rows
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.blocks import find_blocks
 from steerscope.engines.hf.taps import Taps
+from steerscope.engines.results import TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering
 from steerscope.specs.errors import UnsupportedModel
 from steerscope.specs.steering import SITES, Site
+from support import tiny
+from support.reference import Reference, RefOp, distance
 
 STATEFUL = (
     "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_moe_text",

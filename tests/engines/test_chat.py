@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
-import tiny
 from steerscope.engines.chat import RenderedChat, render_chat
 from steerscope.specs.chat import Message
 from steerscope.specs.errors import InvalidRequest
 from steerscope.specs.tokens import resolve
+from support import tiny
 
 # --- templates, as the models ship them (tools left out)
 

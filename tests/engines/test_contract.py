@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
 from engines.conftest import Start
-from reference import Reference, distance, same_until_tie
 from steerscope.capture.handle import UnfetchedRows, fetch_all
 from steerscope.capture.rows import Rows
-from steerscope.engines import base
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import EndEvent, Generation, Timings, TokenEvent, TokenPrompt
+from steerscope.engines import api
+from steerscope.engines.results import EndEvent, Generation, Timings, TokenEvent, TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.specs import Ablate, Add, Cap, Capture, InvalidRequest, Sampling, Steering
 from steerscope.specs.errors import CapacityExceeded, CaptureClosed, EngineClosed, RequestFailed
 from steerscope.vectors import SteeringVector
-from waiting import HUNG_S
+from support import tiny
+from support.reference import Reference, distance, same_until_tie
+from support.waiting import HUNG_S
 
 PROMPT = "The quick brown fox jumps over"
 SHORT = Sampling(max_tokens=8, ignore_eos=True)
@@ -515,7 +515,7 @@ class TestCapture:
             assert done.capture is not None
             return await engine.aio.fetch_all([done.capture], copy=True)
 
-        monkeypatch.setattr(base, "fetch_all", fetch)
+        monkeypatch.setattr(api, "fetch_all", fetch)
         (rows,) = asyncio.run(run())
         assert threading.get_ident() not in threads
         assert len(threads) == 1
@@ -550,7 +550,7 @@ class TestCapture:
     def test_unfetched_rows_expire_even_when_nobody_asks_for_anything(
         self, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("steerscope.engines.threaded.SWEEP_S", 0.02)
+        monkeypatch.setattr("steerscope.engines.engine_thread.SWEEP_S", 0.02)
         engine = start(capture_ttl=0.05)
         first = engine.generate(PROMPT, SHORT, capture=Capture())
         deadline = time.monotonic() + HUNG_S

@@ -9,20 +9,20 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-import tiny
 from lenses.packs import make
-from reference import distance
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import Generation
+from steerscope.core.rows import RowBuffer
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.kv import BatchCache
 from steerscope.engines.hf.taps import Gather
+from steerscope.engines.results import Generation
+from steerscope.engines.sync import SyncEngine
 from steerscope.lenses.reader import Reader
 from steerscope.lenses.readings import Notes
-from steerscope.residual.rows import RowBuffer
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.errors import RequestFailed
 from steerscope.specs.watch import Watch, flag, steer, when
+from support import tiny
+from support.reference import distance
 
 pytestmark = pytest.mark.filterwarnings("ignore::steerscope.capture.handle.UnfetchedRows")
 PROMPTS = ["The quick brown fox jumps over", "Hello", "the lazy dog and then", "How was your week at work?"]

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-import tiny
-from reference import distance
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.blocks import find_blocks
 from steerscope.engines.hf.kv import BatchCache
 from steerscope.engines.hf.sampler import Chooser, choose
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling
 from steerscope.specs.errors import ModelNotFound, UnsupportedModel
+from support import tiny
+from support.reference import distance
 
 
 class TestStructure:

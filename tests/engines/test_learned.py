@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
 from steerscope import load_vector
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.results import TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.evals.conditions import baselines, steered
 from steerscope.evals.items import Item
 from steerscope.evals.parity import agreement, continued
@@ -19,6 +18,7 @@ from steerscope.extraction.personas.rollouts import RolloutSettings
 from steerscope.specs import Sampling, Steering
 from steerscope.training.texts import Completion, TrainingSet
 from steerscope.training.vectors import TrainSettings, train
+from support import tiny
 
 TEXTS = tuple(
     Completion(prompt=f"The {word} ", response=f"jumps over the {word}.") for word in ("fox", "dog", "week", "sea")

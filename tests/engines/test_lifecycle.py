@@ -12,10 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
 from engines.conftest import Start
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import EndEvent
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf import engine as engine_module
 from steerscope.engines.hf.kv import BatchCache
@@ -23,9 +20,12 @@ from steerscope.engines.hf.sequence import Row
 from steerscope.engines.hf.settings import context_of
 from steerscope.engines.options import SteerLike
 from steerscope.engines.outbox import Mailbox, in_this_thread, waits_here
+from steerscope.engines.results import EndEvent
+from steerscope.engines.sync import SyncEngine
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
 from steerscope.specs.errors import EngineClosed, RequestFailed
-from waiting import HUNG_S
+from support import tiny
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 
@@ -211,7 +211,7 @@ def test_behind_one_that_has_waited_long_others_take_only_places_that_are_free(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else they would stand before it, in a queue for places, when a slot is free at last."""
-    monkeypatch.setattr("steerscope.engines.threaded.OVERTAKEN_S", 0.0)
+    monkeypatch.setattr("steerscope.engines.engine_thread.OVERTAKEN_S", 0.0)
     engine = start(slots=2, max_batch=2)
     first, second = (Add(vector=VECTOR * i, layers=1) for i in (1, 2))
     asked = {"holder": (LONG, first), "waits": (SHORT, second)} | {f"plain {i}": (SHORT, None) for i in range(60)}

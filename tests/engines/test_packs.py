@@ -15,15 +15,15 @@ import pytest
 from engines.conftest import ENGINES
 from engines.test_watching import LAYER, PACK, PROMPT, SHORT, begin, monitor_of, scores_of
 from lenses.packs import make
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import EndEvent, TokenEvent
+from steerscope.engines.results import EndEvent, TokenEvent
+from steerscope.engines.sync import SyncEngine
 from steerscope.lenses import Bank, Pack
 from steerscope.lenses.monitor import Monitor
 from steerscope.lenses.reader import Registered
 from steerscope.specs import Capture, InvalidRequest, Sampling
 from steerscope.specs.errors import EngineClosed, PackNotLoaded, RequestFailed, TimedOut
 from steerscope.specs.watch import Watch
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 _seeds = itertools.count(7)
 LONG = Sampling(max_tokens=40, ignore_eos=True)
@@ -190,7 +190,7 @@ def test_the_same_name_can_be_registered_while_its_first_load_still_hangs(engine
 
 
 def test_an_engine_that_does_not_answer_says_so_and_registers_nothing_later(engine: SyncEngine, monkeypatch):
-    monkeypatch.setattr("steerscope.engines.threaded._ANSWER_S", 0.1)
+    monkeypatch.setattr("steerscope.engines.engine_thread._ANSWER_S", 0.1)
     before, stuck = len(monitor_of(engine)), threading.Event()
     engine.aio._put(lambda: stuck.wait(HUNG_S) and None)  # type: ignore[attr-defined]
     try:
@@ -217,7 +217,7 @@ def test_a_pack_takes_the_place_of_another_that_the_engine_is_too_busy_to_drop(
 
     def keep_and_hang(*given: Any) -> None:
         keep(*given)
-        monkeypatch.setattr("steerscope.engines.threaded._ANSWER_S", 0.1)
+        monkeypatch.setattr("steerscope.engines.engine_thread._ANSWER_S", 0.1)
         engine.aio._put(lambda: free.wait(HUNG_S) and None)  # type: ignore[attr-defined]
 
     monkeypatch.setattr(engine.aio, "_keep_pack", keep_and_hang)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
 from engines.conftest import Start
-from reference import Reference, RefOp, distance, same_until_tie
 from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering
 from steerscope.specs.steering import SITES
+from support import tiny
+from support.reference import Reference, RefOp, distance, same_until_tie
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

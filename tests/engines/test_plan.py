@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from steerscope.engines.placing import Same, tap_of
+from steerscope.engines.columns import Same, tap_of
 from steerscope.engines.plan import Facts, Plan, Planner, Prompt
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest

@@ -16,20 +16,20 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-import tiny
 from engines.test_faults import OTHER, PACK, RULES, once, same
-from reference import Reference, RefOp, distance, same_until_tie
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import Generation, TokenEvent, TokenPrompt
+from steerscope.core.rows import RowBuffer
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.kv import BatchCache
 from steerscope.engines.hf.taps import Gather
-from steerscope.residual.rows import RowBuffer
+from steerscope.engines.results import Generation, TokenEvent, TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering
 from steerscope.specs.errors import RequestFailed
 from steerscope.specs.steering import SITES, Site
 from steerscope.specs.watch import Watch
-from waiting import HUNG_S
+from support import tiny
+from support.reference import Reference, RefOp, distance, same_until_tie
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.filterwarnings("ignore::steerscope.capture.handle.UnfetchedRows")
 ARCHITECTURES = ("llama", "mistral", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "qwen3_moe", "gpt_oss", "deepseek_v3")

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-import tiny
-from steerscope.engines.text import Decoder, Detokenizer, StopStrings
+from steerscope.engines.detokenizer import Decoder, Detokenizer, StopStrings
+from support import tiny
 
 PROPERTY = settings(deadline=None, max_examples=80, derandomize=True)
 KINDS = ["bytes", "metaspace"]

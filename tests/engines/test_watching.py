@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
 from engines.conftest import ENGINES, saved, start_vllm
 from lenses.packs import make, one_by_one
-from steerscope.bench.stress.plain_rules import play
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import EndEvent, Generation, RuleEvent, TokenEvent
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.results import EndEvent, Generation, RuleEvent, TokenEvent
+from steerscope.engines.sync import SyncEngine
 from steerscope.lenses import Pack
 from steerscope.lenses.monitor import Monitor
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
 from steerscope.specs.watch import Rule, Watch, flag, steer, stop, when
+from support import tiny
+from support.plain_rules import play
 
 PROMPT = "The quick brown fox jumps over"
 SHORT = Sampling(max_tokens=10, ignore_eos=True)
@@ -47,7 +47,7 @@ def begin(kind: str) -> SyncEngine:
 def monitor_of(engine: SyncEngine) -> Monitor:
     if isinstance(engine.aio, HFEngine):
         return engine.aio.monitor
-    from steerscope.engines.vllm.worker import HERE
+    from steerscope.engines.vllm.worker.worker import HERE
 
     engine.aio._call(lambda: engine.aio._rpc("settle"))  # type: ignore[attr-defined]
     return next(taps for taps in HERE if taps.delivery.arena is not None).watching.monitor
@@ -489,7 +489,7 @@ class TestLateTokens:
     """An engine that takes the tokens of a quiet text many at a time ends it in the same place."""
 
     def test_tokens_behind_a_stop_are_dropped(self, engine: SyncEngine):
-        from steerscope.engines.generation import Choice, Job
+        from steerscope.engines.results import Choice, Job
         from steerscope.engines.sequence import RunningText
 
         class Running(RunningText):

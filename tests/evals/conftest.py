@@ -5,15 +5,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import tiny
-from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.evals.conditions import baselines, steered
 from steerscope.evals.items import Item
 from steerscope.evals.run import EvalRun
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.personas.rollouts import RolloutSettings
 from steerscope.vectors.vector import SteeringVector
+from support import tiny
 
 QUICK = Persona.parse(
     {

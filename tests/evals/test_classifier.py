@@ -7,7 +7,7 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from evals.conftest import a_run
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.evals.classifier import Classifier, Embedder, Labelled, load_labelled
 from steerscope.evals.run import answers_of, generate
 from steerscope.extraction import load_contrast_set

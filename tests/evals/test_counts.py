@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from evals.conftest import QUICK, a_run
-from fake_endpoint import endpoint, says
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.evals import scorers as s
 from steerscope.evals.judge import JudgeScorer
 from steerscope.evals.report import write_report
@@ -16,6 +15,7 @@ from steerscope.evals.run import EvalRun, generate
 from steerscope.evals.scorers import Interrupted
 from steerscope.evals.scoring import score
 from steerscope.extraction.endpoint import Endpoint
+from support.fake_endpoint import endpoint, says
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
 from evals.conftest import a_run
-from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.evals.forced import ModelScorer, forced
 from steerscope.evals.run import answers_of, generate
 from steerscope.vectors.vector import SteeringVector
+from support import tiny
 
 PROMPT, TEXT = [5, 6, 7, 8], [20, 21, 22, 23, 24]
 CAPPED = {"final_logit_softcapping": 5.0}

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-import tiny
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import TokenPrompt
+from steerscope.engines.results import TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.specs.sampling import Sampling
 from steerscope.vectors.vector import SteeringVector
+from support import tiny
 
 pytest.importorskip("lm_eval")
 

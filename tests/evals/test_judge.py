@@ -9,11 +9,9 @@ from typing import Literal
 
 import pytest
 
-import tiny
 from evals.conftest import QUICK, a_run
-from fake_endpoint import endpoint, says
-from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.evals import scoring
 from steerscope.evals.judge import JudgeScorer, rubric
 from steerscope.evals.run import EvalRun, answers_of, generate
@@ -25,7 +23,9 @@ from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
 from steerscope.serving.settings import Settings
 from steerscope.specs.errors import InvalidRequest
-from waiting import HUNG_S
+from support import tiny
+from support.fake_endpoint import endpoint, says
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

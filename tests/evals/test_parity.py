@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-import tiny
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.results import TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.evals.parity import Step, agreement, continued
 from steerscope.specs import Add, Sampling, Steering
 from steerscope.specs.errors import InvalidRequest
 from steerscope.vectors.vector import SteeringVector
+from support import tiny
 
 QUESTIONS = ["How was it?", "And then?"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from evals.conftest import a_run
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.evals import scorers as s
 from steerscope.evals.forced import ModelScorer
 from steerscope.evals.items import Item

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evals.conftest import CHOICE, OPEN, a_run
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.evals.items import Item
 from steerscope.evals.run import Condition, answers_of, generate, load_run, load_vectors, wanted
 from steerscope.extraction.personas.rollouts import RolloutSettings

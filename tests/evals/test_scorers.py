@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from evals.conftest import QUICK, a_run
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.evals import scorers as s
 from steerscope.evals.run import answers_of, generate
 from steerscope.evals.scoring import score, scored_answers, scorer_facts

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
-from steerscope.bench.eval_study import simulated
+from bench.studies.evals import simulated
 from steerscope.evals.items import Item
 from steerscope.evals.run import Condition, EvalRun
 from steerscope.evals.scoring import mean_of

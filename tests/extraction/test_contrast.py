@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import tiny
-from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction import (
     ContrastPair,
     DatasetEntry,
@@ -21,6 +20,7 @@ from steerscope.extraction import (
 )
 from steerscope.extraction.data import shipped_sets
 from steerscope.specs.errors import InvalidRequest
+from support import tiny
 
 PAIRS = [
     ContrastPair("I had a wonderful time at the beach.", "And then it rained all week at work."),

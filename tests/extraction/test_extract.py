@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
-from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.load import load
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction import DatasetEntry, Examples, LayerQuality, extract, load_contrast_set, row_norms
 from steerscope.extraction.extract import recommended
 from steerscope.extraction.reading import last, read_rows
 from steerscope.extraction.strategies import STRATEGIES, strategy
 from steerscope.specs.errors import InvalidRequest
+from support import tiny
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import tiny
-from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.reading import parse_choice, read_rows
 from steerscope.specs.errors import InvalidRequest
+from support import tiny
 
 TEXT = "How was your week at work? I had a wonderful time at the beach"
 CHAT = [{"role": "user", "content": "How was your week?"}, {"role": "assistant", "content": "I had a wonderful time"}]

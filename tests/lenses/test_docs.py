@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from steerscope.bench import lens
+from bench import lens_speed
 
 PAGE = Path(__file__).parents[2] / "docs" / "lenses.md"
 
@@ -23,11 +23,11 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_the_benchmark_compares_every_cell_with_the_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     sizes = ["--lenses", "12", "--hidden", "32", "--widths", "8,4", "--tokens", "1,3", "--rounds", "3"]
     tiers = ["--levels", "2,6,20", "--budget", "12", "--top-k", "3", "--steps", "4"]
-    lens.main([*sizes, *tiers, "--out", str(tmp_path / "out" / "lens.json")])
+    lens_speed.main([*sizes, *tiers, "--out", str(tmp_path / "out" / "lens.json")])
     result = json.loads((tmp_path / "out" / "lens.json").read_text())
     assert list(result["banks"]) == ["1", "3"]
     for cells in result["banks"].values():
-        assert cells[lens.SEQUENTIAL]["ratio"] == 1
+        assert cells[lens_speed.SEQUENTIAL]["ratio"] == 1
         assert all(cell["median"] > 0 and len(cell["seconds"]) == 3 for cell in cells.values())
     assert list(result["tiers"]) == ["cold", "prewarm", "warm"]
     assert result["tiers"]["warm"]["hit_rate"] >= result["tiers"]["cold"]["hit_rate"]
@@ -35,7 +35,7 @@ def test_the_benchmark_compares_every_cell_with_the_loop(tmp_path: Path, capsys:
 
 
 def test_the_benchmark_refuses_to_time_a_bank_that_is_wrong(monkeypatch: pytest.MonkeyPatch):
-    real = lens.Bank.scores
-    monkeypatch.setattr(lens.Bank, "scores", lambda self, rows, out=None: real(self, rows, out).mul_(0.9))
+    real = lens_speed.Bank.scores
+    monkeypatch.setattr(lens_speed.Bank, "scores", lambda self, rows, out=None: real(self, rows, out).mul_(0.9))
     with pytest.raises(AssertionError, match="bank fp32 differs"):
-        lens.main(["--lenses", "4", "--hidden", "8", "--widths", "4", "--tokens", "2", "--levels", ""])
+        lens_speed.main(["--lenses", "4", "--hidden", "8", "--widths", "4", "--tokens", "2", "--levels", ""])

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_code import compiled
 from lenses.packs import info, make, rows
 from steerscope.lenses.bank import Bank
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.reader import Reader, Registered
 from steerscope.lenses.stack import Weights
+from support.gpu_code import compiled
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -123,7 +123,7 @@ def test_choosing_is_used_only_if_it_finds_what_the_other_way_finds(
 
 @interpreted
 def test_in_whatever_parts_weights_are_read_it_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from steerscope.bench import lens_kernel
+    from bench.gpu import lens_kernel
 
     for name in ("WARPS", "STAGES"):
         monkeypatch.setattr(lens_kernel, name, (4,))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lenses.packs import make, rows
 from steerscope.lenses import Pack
 from steerscope.lenses.bank import Bank
-from steerscope.lenses.hatcat import load_hatcat
-from steerscope.lenses.hatcat_export import save_hatcat
+from steerscope.lenses.formats.hatcat import load_hatcat
+from steerscope.lenses.formats.hatcat_export import save_hatcat
 from steerscope.specs.errors import BadFile
 
 HIDDEN = 12

@@ -233,7 +233,7 @@ def test_a_write_that_fails_leaves_the_old_pack_and_nothing_beside_it(tmp_path: 
     def full(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("steerscope.lenses.packfiles.save_file", full)
+    monkeypatch.setattr("steerscope.lenses.formats.own.save_file", full)
     with pytest.raises(BadFile, match="No space left"):
         make(seed=2).save(tmp_path / "p")
     assert same(Pack.load(tmp_path / "p"), first)

@@ -14,7 +14,7 @@ from sklearn.tree import DecisionTreeClassifier
 
 from steerscope.lenses import Concept
 from steerscope.lenses.bank import Bank
-from steerscope.lenses.probes import from_probes, load_probes
+from steerscope.lenses.formats.probes import from_probes, load_probes
 from steerscope.specs.errors import BadFile, InvalidRequest
 
 RNG = np.random.default_rng(0)

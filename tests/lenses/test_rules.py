@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lenses.packs import make
-from steerscope.bench.stress.plain_rules import Event, play
 from steerscope.lenses.compile import MOST_CLAUSES, MOST_RULES, compile_rules
 from steerscope.lenses.rules import Rules, Sizes
 from steerscope.specs import Add
 from steerscope.specs.errors import CapacityExceeded
 from steerscope.specs.watch import Condition, Rule, all_of, any_of, flag, not_, steer, stop, when
+from support.plain_rules import Event, play
 
 CONCEPTS = ["c0.0", "c0.1", "c0.2"]
 PACK = make([3, 4])

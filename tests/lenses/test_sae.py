@@ -11,7 +11,7 @@ from torch import Tensor
 from lenses.packs import make, rows
 from steerscope.lenses import Pack
 from steerscope.lenses.bank import Bank
-from steerscope.lenses.sae import feature, load_sae
+from steerscope.lenses.formats.saelens import feature, load_sae
 from steerscope.specs.errors import BadFile, InvalidRequest
 
 HIDDEN, FEATURES = 10, 40

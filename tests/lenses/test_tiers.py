@@ -16,7 +16,7 @@ from steerscope.lenses.expand import Whole
 from steerscope.lenses.hierarchy import indices
 from steerscope.lenses.tiers import COMPONENTS, Tiers
 from steerscope.specs.errors import InvalidRequest
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 COUNTS = [3, 8, 20, 40]
 

@@ -76,9 +76,9 @@ def test_a_captured_step_reads_and_switches_as_one_outside_a_graph():
 def test_the_transformers_engine_watches_on_a_gpu_as_on_the_cpu():
     import copy
 
-    import tiny
     from steerscope.engines.hf import HFEngine
     from steerscope.specs import Sampling
+    from support import tiny
 
     pack = make([3, 6], hidden=64)
     pack = pack.replace(info=pack.info.model_copy(update={"layer": 2, "model": "llama"}))

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from steerscope.engines.base import Engine
+from steerscope.engines.api import Engine
 from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
 from steerscope.serving.settings import Settings
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Page

@@ -10,17 +10,17 @@ import pytest
 import torch
 from openai import AsyncOpenAI, OpenAI
 
-import tiny
 from engines.conftest import ENGINES, saved, start_vllm
 from lenses import packs
 from steerscope import SteeringVector, save_vector
-from steerscope.engines.base import Engine
+from steerscope.engines.api import Engine
 from steerscope.engines.hf import HFEngine
 from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
 from steerscope.serving.settings import Settings
 from steerscope.serving.state import Serving
-from waiting import HUNG_S
+from support import tiny
+from support.waiting import HUNG_S
 
 NAME = "tiny"
 KEY = "sk-test"

@@ -10,14 +10,14 @@ import httpx
 import torch
 from fastapi import FastAPI
 
-import tiny
-from steerscope.engines.base import Engine
+from steerscope.engines.api import Engine
 from steerscope.engines.hf import HFEngine
 from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
 from steerscope.serving.settings import Settings
 from steerscope.serving.state import Serving
-from waiting import HUNG_S
+from support import tiny
+from support.waiting import HUNG_S
 
 
 @dataclass

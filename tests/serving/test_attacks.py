@@ -16,13 +16,13 @@ import torch
 from starlette.testclient import TestClient
 
 from serving.live import Live, eventually, live
-from steerscope.engines.base import Engine
+from steerscope.engines.api import Engine
 from steerscope.serving import jobs
 from steerscope.serving.app import create_app
 from steerscope.serving.logs import JsonLines
 from steerscope.serving.settings import Settings
 from steerscope.vectors.files import load_upload
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

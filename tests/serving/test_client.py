@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
 from lenses import packs
 from serving.live import Live, live, tiny_engine
 from steerscope import SteeringVector, load_vector
 from steerscope.client import Answer, AsyncClient, Client, Piece, ServerError
 from steerscope.client.answers import Gathered
-from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.specs import Ablate, Add, Capture, InvalidRequest, Sampling, Steering, Watch
 from steerscope.specs.watch import flag, when
+from support import tiny
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

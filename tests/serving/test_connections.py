@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from serving.live import Live, live
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-import tiny
 from serving.conftest import Live, Serve
 from serving.live import eventually
 from steerscope.capture.rows import load_rows
 from steerscope.serving import captures
-from waiting import HUNG_S
+from support import tiny
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 
@@ -75,7 +75,7 @@ import httpx, numpy as np, torch
 from serving.live import live
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
-from steerscope.residual.rows import make_labels
+from steerscope.core.rows import make_labels
 
 with live() as server:
     block = torch.ones(4000, 8, 4096, dtype=torch.bfloat16)  # 250 MiB, strided as an engine's rows are

@@ -11,7 +11,7 @@ import pytest
 from serving.conftest import KEY, Serve
 from steerscope.serving.settings import Settings
 from steerscope.specs.errors import InvalidRequest
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

@@ -15,7 +15,7 @@ from serving.live import Live, eventually, live, slowed, tiny_engine
 from steerscope import SteeringVector, save_vector
 from steerscope.client import Client
 from steerscope.specs import Capture, Sampling
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow
 

@@ -15,13 +15,13 @@ import httpx
 import pytest
 import torch
 
-import tiny
 from serving.conftest import Live, Serve, hf_engine
 from serving.live import slowed
 from steerscope.engines.hf import HFEngine
 from steerscope.serving.logs import JsonLines, Pretty
 from steerscope.specs.errors import ModelNotFound
-from waiting import HUNG_S
+from support import tiny
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow
 

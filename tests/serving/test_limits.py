@@ -15,7 +15,7 @@ from steerscope import SteeringVector, flag, when
 from steerscope.client import Client
 from steerscope.serving import jobs
 from steerscope.specs import Watch
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 ASK = {"prompt": "a", "max_tokens": 2}
 

@@ -18,10 +18,10 @@ from serving.live import Live, live
 from steerscope import load_engine
 from steerscope.client import Answer, AsyncClient, Piece
 from steerscope.client.calls import Options
-from steerscope.engines.generation import Generation
+from steerscope.engines.results import Generation
 from steerscope.specs import Ablate, Add, Capture, Sampling, Steering, Watch
 from steerscope.specs.watch import flag, when
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow
 

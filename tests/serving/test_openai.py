@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-import tiny
 from serving.conftest import NAME, Live
+from support import tiny
 
 CHAT = [{"role": "user", "content": "How was your week?"}]
 GREEDY = {"model": NAME, "max_tokens": 8, "temperature": 0.0, "extra_body": {"ignore_eos": True}}

@@ -15,19 +15,19 @@ from safetensors import safe_open
 from sklearn.linear_model import LogisticRegression
 
 import steerscope
-import tiny
 from lenses import packs
 from serving.browser import Screen, chromium_path, screen, served, wait_for
-from steerscope.engines.base import Engine
+from steerscope.engines.api import Engine
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.load import load_engine
 from steerscope.extraction import load_contrast_set, mean_difference, row_norms, sentence_rows, sentences
-from steerscope.lenses.probes import from_probes
+from steerscope.lenses.formats.probes import from_probes
 from steerscope.serving.settings import Settings
 from steerscope.specs.watch import flag, when
 from steerscope.vectors import files
 from steerscope.vectors.vector import SteeringVector
-from waiting import HUNG_S
+from support import tiny
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow
 

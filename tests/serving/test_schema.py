@@ -10,7 +10,7 @@ from schemathesis.config import GenerationConfig, ProjectConfig, ProjectsConfig,
 
 from serving.live import Live, live, tiny_engine
 from steerscope.serving.app import create_app
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow
 

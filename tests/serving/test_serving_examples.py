@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import examples
 from serving.conftest import Live
 from steerscope.engines.load import load_engine
 from steerscope.serving.settings import Settings
+from support import examples
 
 PLACE = "http://127.0.0.1:8000"
 PAGES = [page for page in examples.PAGES if page.name in ("serving.md", "serve.md")]

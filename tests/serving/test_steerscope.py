@@ -10,7 +10,7 @@ from safetensors.torch import load as load_tensors
 
 from serving.conftest import Live
 from steerscope import SteeringVector, load_vector, save_vector
-from steerscope.engines.generation import Generation
+from steerscope.engines.results import Generation
 from steerscope.specs import Add, Capture, Sampling, Watch
 from steerscope.specs.watch import flag, stop, when
 

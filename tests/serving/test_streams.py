@@ -9,12 +9,12 @@ import openai
 import pytest
 import torch
 
-import tiny
 from serving.live import Live, eventually, live, slowed, tiny_engine
 from steerscope.client import Answer, AsyncClient, Client, Piece, ServerError
 from steerscope.engines.hf import HFEngine
 from steerscope.specs import Capture, InvalidRequest, Sampling
-from waiting import HUNG_S
+from support import tiny
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

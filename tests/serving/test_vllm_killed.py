@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")]
 ARGUMENTS = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 32 << 20, "max_num_batched_tokens": 64}

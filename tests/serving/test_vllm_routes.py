@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
 from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved
 from engines.vllm.test_front import wait_for
-from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.results import TokenPrompt
 from steerscope.specs import Add, Sampling
 from steerscope.vectors import SteeringVector, save
-from waiting import HUNG_S
+from support import tiny
+from support.waiting import HUNG_S
 
 pytestmark = [pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed"), pytest.mark.slow]
 KEY = "sesame"

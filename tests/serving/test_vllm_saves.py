@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from capture.test_handle import make
 from steerscope.capture.reserved import ReservedFile
-from steerscope.engines.vllm.front import SAVES
+from steerscope.engines.vllm.client.stock_frontend import SAVES
 from steerscope.serving.vllm_saves import SaveReports
 from steerscope.specs.errors import NameInUse
 

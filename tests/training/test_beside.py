@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
-from reference import distance
-from steerscope.engines.generation import Generation
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.results import Generation
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.errors import EngineClosed, SteerscopeError
 from steerscope.training import passes as passes_module
 from steerscope.training.texts import Completion, TrainingSet
 from steerscope.training.vectors import TrainSettings, train
-from waiting import HUNG_S
+from support import tiny
+from support.reference import distance
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 ANIMALS = ("fox", "dog", "week", "time", "world", "beach")

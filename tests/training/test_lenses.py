@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
-from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.lenses import Pack
 from steerscope.lenses.bank import Bank
 from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, FitSettings, logits, normalise
@@ -21,6 +20,7 @@ from steerscope.training import generated, lenses, rows
 from steerscope.training.concepts import ConceptSet, ConceptTexts
 from steerscope.training.lenses import LensSettings, fit_pack, shuffled_labels
 from steerscope.training.rows import RowChoice, read_texts
+from support import tiny
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

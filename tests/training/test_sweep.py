@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-import tiny
-from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.specs.errors import InvalidRequest
 from steerscope.training.sweep import plan, sweep
 from steerscope.training.texts import Completion, TrainingSet
 from steerscope.training.vectors import TrainSettings
+from support import tiny
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from steerscope.engines.hf import HFEngine
 from steerscope.extraction.personas.definitions import load_questions
 from steerscope.specs.errors import InvalidRequest
 from steerscope.training.texts import Completion, Sample, load_training_set, samples, shipped_training_sets
+from support import tiny
 
 CHAT = [
     {"role": "user", "content": "How was it?"},

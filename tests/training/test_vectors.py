@@ -11,13 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import tiny
 from steerscope import load_vector
+from steerscope.core.equation import apply
 from steerscope.demo.measures import logits
-from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.results import TokenPrompt
 from steerscope.extraction import DatasetEntry, Examples
-from steerscope.residual.equation import apply
 from steerscope.specs import Capture, Sampling, Steering
 from steerscope.specs.errors import InvalidRequest, SteerscopeError
 from steerscope.specs.steering import Site
@@ -27,6 +26,7 @@ from steerscope.training.texts import Completion, Sample, TrainingSet, load_trai
 from steerscope.training.vectors import TrainSettings, course_for, train
 from steerscope.vectors.files import save as save_vector
 from steerscope.vectors.vector import SteeringVector
+from support import tiny
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 
@@ -142,7 +142,7 @@ def test_a_vector_that_begins_at_zero_has_the_gradient_of_finite_differences(arc
 
 def test_gradients_of_the_op_are_those_of_finite_differences() -> None:
     """In float64, where differences are exact enough to tell."""
-    from steerscope.residual import equation
+    from steerscope.core import equation
 
     ops = moved("resid_post", (0,), hidden=5).double()
     h = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True)

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from steerscope.bench.lens import make_pack
-from steerscope.bench.shapes import NoTokenizer, load_model, model_config, vllm_model
+from steerscope.bench.shapes import NoTokenizer, load_model, make_pack, model_config, vllm_model
 from steerscope.bench.steps import Steps, clocked
 from steerscope.bench.workload import (
     WATCHES,
@@ -29,8 +28,8 @@ from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.private import private, private_bytes
 from steerscope.capture.rows import Rows
 from steerscope.capture.transport import shared_folder
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import Generation, TokenPrompt
+from steerscope.engines.results import Generation, TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.lenses.stack import Weights
 from steerscope.specs import Capture, Sampling, Watch
 
@@ -221,7 +220,7 @@ def _load_file(path: str) -> dict[str, torch.Tensor]:
 
 
 def describe_vllm(config: Any) -> dict[str, Any]:
-    from steerscope.engines.vllm.starting import mode_of
+    from steerscope.engines.vllm.client.start import mode_of
 
     scheduler = config.scheduler_config
     return {
@@ -252,7 +251,7 @@ class Ours:
             ).sync  # fmt: skip
         else:
             vllm_environment(setup, plugins=True)
-            from steerscope.engines.vllm.engine import VLLMEngine
+            from steerscope.engines.vllm.client.engine import VLLMEngine
             from steerscope.engines.vllm.settings import Settings
 
             slots, room = max(64, 2 * setup.batch), setup.pool_bytes or None

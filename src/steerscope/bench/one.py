@@ -27,7 +27,7 @@ from steerscope.bench.workload import (
     steering_of,
 )
 from steerscope.capture.private import private
-from steerscope.engines.generation import EndEvent, TokenPrompt
+from steerscope.engines.results import EndEvent, TokenPrompt
 from steerscope.files import atomic_path
 from steerscope.specs import Sampling
 from steerscope.specs.errors import InvalidRequest, Problem

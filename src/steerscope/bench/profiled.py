@@ -44,13 +44,13 @@ class HookTimer:
         self._plain: list[tuple[type, str, FunctionType]] = []
 
     def __enter__(self) -> "HookTimer":
-        from steerscope.engines.vllm import delivery, pool, step, worker
+        from steerscope.engines.vllm.worker import delivery, pool, step_index, worker
 
-        classes: list[type] = [worker.WorkerTaps, step.Books, delivery.Delivery, pool.HostPool]
+        classes: list[type] = [worker.WorkerTaps, step_index.Books, delivery.Delivery, pool.HostPool]
         if torch.cuda.is_available():
-            from steerscope.engines.vllm import cuda
+            from steerscope.engines.vllm.cuda import pool
 
-            classes.append(cuda.CudaPool)
+            classes.append(pool.CudaPool)
         self._plain = [
             (one, name, function)
             for one in classes

@@ -26,7 +26,7 @@ from steerscope.bench.one import about, stream_round
 from steerscope.bench.shapes import SHAPES
 from steerscope.bench.stats import paired, summary
 from steerscope.bench.workload import NotMeasured, Setup, check_cell, check_setup, check_streams, steering_of
-from steerscope.engines.text import Decoder
+from steerscope.engines.detokenizer import Decoder
 from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
 from steerscope.serving.settings import Settings
@@ -105,7 +105,7 @@ def _running(driver: Ours) -> Iterator[tuple[Server, threading.Thread]]:
 
 @contextmanager
 def _clients() -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-m", "steerscope.bench.stream_client"]
+    command = [sys.executable, "-m", "bench.gpu.stream_client"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process

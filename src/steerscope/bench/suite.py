@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from steerscope.bench.hf import commit
 from steerscope.bench.shapes import model_config
 from steerscope.bench.stats import line, summary
 from steerscope.bench.workload import OPS, NotMeasured, Setup
@@ -75,7 +74,6 @@ def run_suite(
                 found[engine][cell].append(_run(words, output) | {"command": " ".join(["steerscope", *words[:-2]])})
     first = next(iter(next(iter(found.values())).values()))[0]
     return {
-        "commit": commit(),
         "workload": {"model": setup.model, "layers": layers, "hidden": model_config(setup.model).hidden_size}
         | {name: getattr(setup, name) for name in ("batch", "prefill", "decode", "stagger", "eager")}
         | {"repeats": repeats, "iterations": iterations},

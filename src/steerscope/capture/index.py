@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from steerscope.core.rows import Labels
 from steerscope.files import atomic_path
-from steerscope.residual.rows import Labels
 
 ROLE = pa.dictionary(pa.int32(), pa.string())
 INDEX = pa.schema(

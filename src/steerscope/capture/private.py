@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from steerscope.capture.rows import Rows
-from steerscope.residual.table import Key
+from steerscope.core.slot_table import Key
 from steerscope.specs.errors import InvalidRequest, Problem
 
 THREADS = min(8, os.cpu_count() or 1)

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from steerscope.capture.row_file import RowFile
+from steerscope.core.rows import Labels
+from steerscope.core.slot_table import Key
 from steerscope.files import atomic_path, reading
-from steerscope.residual.rows import Labels
-from steerscope.residual.table import Key
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 from steerscope.specs.steering import SITES, Site
 from steerscope.specs.tokens import MessageSpan

@@ -17,9 +17,9 @@ from pydantic import Field, JsonValue
 from torch import Tensor
 
 from steerscope.capture.index import DocumentEntry, Indexer
+from steerscope.core.rows import Labels
+from steerscope.core.slot_table import Key
 from steerscope.files import atomic_path
-from steerscope.residual.rows import Labels
-from steerscope.residual.table import Key
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Capture
 from steerscope.specs.steering import Site

@@ -35,9 +35,9 @@ from steerscope.capture.shards import (
     index_path,
     rows_path,
 )
+from steerscope.core.rows import Labels
+from steerscope.core.slot_table import Key
 from steerscope.files import atomic_path, reading
-from steerscope.residual.rows import Labels
-from steerscope.residual.table import Key
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 
 if TYPE_CHECKING:

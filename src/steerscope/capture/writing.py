@@ -15,7 +15,7 @@ from torch import Tensor
 
 from steerscope.capture.index import DocumentEntry
 from steerscope.capture.shards import Commit, StoreInfo, writing_shard
-from steerscope.residual.rows import Labels
+from steerscope.core.rows import Labels
 
 _LOOK_S = 0.2
 

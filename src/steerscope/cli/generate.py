@@ -12,7 +12,7 @@ import steerscope as ss
 from steerscope.cli import options as o
 
 if TYPE_CHECKING:
-    from steerscope.engines.generation import Choice
+    from steerscope.engines.results import Choice
 
 
 def generate(

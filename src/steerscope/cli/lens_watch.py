@@ -13,8 +13,8 @@ import steerscope as ss
 from steerscope.cli import options as o
 
 if TYPE_CHECKING:
-    from steerscope.engines.facade import SyncEngine
-    from steerscope.engines.generation import Event, Generation
+    from steerscope.engines.results import Event, Generation
+    from steerscope.engines.sync import SyncEngine
 
 _RULE = re.compile(r"\s*(.+?)\s*([<>])\s*([\d.]+)(?:\s+for\s+(\d+))?\s*")
 _COLOURS = ("#2468a8", "#c2560c", "#2f7d5b", "#7c4d9e", "#a02c4f", "#8a6d00", "#0f7f86", "#5b5fc7")

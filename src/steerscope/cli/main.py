@@ -28,7 +28,6 @@ from steerscope.cli.lens_watch import register as add_watching
 from steerscope.cli.options import ModelName, mistakes_of
 from steerscope.cli.personas import app as personas
 from steerscope.cli.serve import serve
-from steerscope.cli.stress import stress
 from steerscope.cli.train import app as train
 from steerscope.cli.vectors import app as vectors
 
@@ -39,7 +38,7 @@ _ENDING_S = 60.0
 class _Group(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """As they are added below; typer alone would put commands before groups, and so panels out of order."""
-        return sorted(super().list_commands(ctx), key=lambda name: name in ("stress", "bench"))
+        return sorted(super().list_commands(ctx), key=lambda name: name == "bench")
 
     def invoke(self, ctx: Any) -> object:
         try:
@@ -79,7 +78,6 @@ for _name, _group in (("eval", evals), ("analyze", analyze)):
     app.add_typer(_group, name=_name, rich_help_panel="Judge and explain")
 add_watching(lens)
 add_layers(analyze)
-app.command(rich_help_panel="Measure steerscope itself")(stress)
 app.add_typer(bench, name="bench", rich_help_panel="Measure steerscope itself")
 
 

@@ -12,9 +12,9 @@ import typer
 import steerscope as ss
 
 if TYPE_CHECKING:
-    from steerscope.engines.facade import SyncEngine
-    from steerscope.engines.generation import Event
     from steerscope.engines.load import LoadOptions
+    from steerscope.engines.results import Event
+    from steerscope.engines.sync import SyncEngine
 
 REQUEST = "cli"  # the one request that runs
 

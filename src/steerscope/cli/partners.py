@@ -15,7 +15,7 @@ from steerscope.cli import options as o
 
 if TYPE_CHECKING:
     from steerscope.client import Answer, Client
-    from steerscope.engines.facade import SyncEngine
+    from steerscope.engines.sync import SyncEngine
 
 Messages = list[dict[str, str]]
 

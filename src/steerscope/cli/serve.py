@@ -10,7 +10,7 @@ import typer
 from steerscope.cli import options as o
 
 if TYPE_CHECKING:
-    from steerscope.engines.base import Engine
+    from steerscope.engines.api import Engine
 
 KEY_VARIABLE = "STEERSCOPE_API_KEY"
 

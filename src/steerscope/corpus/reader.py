@@ -25,10 +25,10 @@ from steerscope.capture.store import read_info
 from steerscope.capture.writing import Piece, write_shards
 from steerscope.corpus.job import corpus_of, job_of
 from steerscope.corpus.source import Document
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import Generation, TokenPrompt
 from steerscope.engines.load import LoadOptions, load
 from steerscope.engines.plan import Prompt
+from steerscope.engines.results import Generation, TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.files import atomic_path, reading
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import BadFile, CapacityExceeded, InvalidRequest, RequestFailed

@@ -18,7 +18,7 @@ from steerscope.capture.shards import Commit, StoreInfo
 from steerscope.capture.store import committed, finish, read_info
 from steerscope.corpus.job import missing
 from steerscope.corpus.reader import ShardReader, open_engine
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.specs.errors import BadFile, RequestFailed
 
 _POSIX = hasattr(os, "killpg")

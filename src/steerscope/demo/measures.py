@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from steerscope.demo.results import Control
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import Generation
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.logits import logits
+from steerscope.engines.results import Generation
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction import ContrastSet, mean_difference, row_norms, sentence_rows, sentences
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError

@@ -29,8 +29,8 @@ from steerscope.demo.progress import Steps
 from steerscope.demo.report import html_report, telling_lines
 from steerscope.demo.results import Answer, Dose, HeatMap, Plane, Point, Results
 from steerscope.demo.watching import CONCEPTS, fit_small_pack, watch
-from steerscope.engines.generation import Generation
 from steerscope.engines.load import load
+from steerscope.engines.results import Generation
 from steerscope.extraction import load_contrast_set, sentence_rows, sentences
 from steerscope.files import atomic_path
 from steerscope.specs.capture import Capture

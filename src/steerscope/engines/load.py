@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
-from steerscope.engines.base import Engine
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.api import Engine
+from steerscope.engines.sync import SyncEngine
 from steerscope.models import resolve
 from steerscope.specs.errors import InvalidRequest, Problem
 
@@ -105,9 +105,9 @@ def _vllm(
     from steerscope.engines.vllm.guards import check_version
 
     check_version()
-    from steerscope.engines.vllm.engine import VLLMEngine
+    from steerscope.engines.vllm.client.engine import VLLMEngine
+    from steerscope.engines.vllm.client.start import share_of_memory, usable_dtype
     from steerscope.engines.vllm.settings import Settings
-    from steerscope.engines.vllm.starting import share_of_memory, usable_dtype
 
     columns = {"max_columns": options.pop("max_columns")} if "max_columns" in options else {}
     settings = Settings.parse({**taps, **columns})

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from steerscope.engines.generation import Choice, Job, Outcome
+from steerscope.engines.results import Choice, Job, Outcome
 
 Pause = Callable[[], float]
 T = TypeVar("T")

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from steerscope.engines.placing import Placing, Same, columns_of, raw_of, tap_of
+from steerscope.core.slot_table import Column, Key
+from steerscope.engines.columns import Placing, Same, columns_of, raw_of, tap_of
 from steerscope.lenses.compile import compile_rules
 from steerscope.lenses.monitor import WatchPlan
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.reader import Registered
-from steerscope.residual.table import Column, Key
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from steerscope.engines.chat import render_chat
-from steerscope.engines.generation import PromptLike, TokenPrompt
 from steerscope.engines.options import ChatOptions
 from steerscope.engines.plan import Prompt
+from steerscope.engines.results import PromptLike, TokenPrompt
 from steerscope.specs.chat import Chat, parse_chat
 from steerscope.specs.errors import InvalidRequest, Problem
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Unpack
 
+from steerscope.engines.columns import Same
 from steerscope.engines.options import PackKeywords, SteerLike
 from steerscope.engines.packs import LOAD_S
-from steerscope.engines.placing import Same
 from steerscope.engines.plan import Facts, Planner, Prompt
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.reader import PackOptions, Registered

@@ -8,13 +8,13 @@ import torch
 
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
-from steerscope.engines.generation import Choice, FinishReason, Job, RuleEvent, Timings, TokenEvent, TokenLogprobs
+from steerscope.core.rows import make_labels, selected
+from steerscope.core.slot_table import Key
+from steerscope.engines.columns import tap_of
+from steerscope.engines.detokenizer import Decoder, Detokenizer, StopStrings
 from steerscope.engines.packs import Load
-from steerscope.engines.placing import tap_of
 from steerscope.engines.plan import Plan
-from steerscope.engines.text import Decoder, Detokenizer, StopStrings
-from steerscope.residual.rows import make_labels, selected
-from steerscope.residual.table import Key
+from steerscope.engines.results import Choice, FinishReason, Job, RuleEvent, Timings, TokenEvent, TokenLogprobs
 from steerscope.specs.errors import RequestFailed
 
 

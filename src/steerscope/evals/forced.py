@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.logits import logits
 from steerscope.engines.options import Each, SteerLike
+from steerscope.engines.results import TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.evals.scorers import Json, Scored
 from steerscope.extraction.personas.folder import Record, digest
 from steerscope.specs.capture import Capture

@@ -22,9 +22,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import TokenPrompt
 from steerscope.engines.options import SteerLike
+from steerscope.engines.results import TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.evals.forced import Tokens, forced
 from steerscope.specs.sampling import Sampling
 

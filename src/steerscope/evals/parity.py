@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import TokenPrompt
+from steerscope.engines.results import TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.specs.chat import Message
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling

@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, model_validator
 
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import Generation
 from steerscope.engines.plan import Prompt
+from steerscope.engines.results import Generation
+from steerscope.engines.sync import SyncEngine
 from steerscope.evals.items import Item
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.personas.folder import Ledger, Record, digest, write_json

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction import strategies
 from steerscope.extraction.data import ContrastPair, Text, sentences
 from steerscope.extraction.reading import as_prompt, captured, last, layer_numbers, read_rows

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.contrast import row_norms
 from steerscope.extraction.data import Examples
 from steerscope.extraction.quality import LayerQuality, folds, heldout_split, measure

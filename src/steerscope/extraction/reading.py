@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from steerscope.capture.rows import Rows
-from steerscope.engines.facade import SyncEngine
 from steerscope.engines.plan import Prompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.data import Text
 from steerscope.specs.capture import Capture
 from steerscope.specs.chat import parse_chat

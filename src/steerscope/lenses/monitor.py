@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from steerscope.core.slot_table import Key
 from steerscope.lenses.compile import Compiled
 from steerscope.lenses.reader import Read, Reader, Registered
 from steerscope.lenses.readings import Notes
 from steerscope.lenses.rules import Rules, Sizes
-from steerscope.residual.table import Key
 from steerscope.specs.tokens import Positions
 from steerscope.specs.watch import Watch
 

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from steerscope.lenses import hierarchy, packfiles
+from steerscope.lenses import hierarchy
 from steerscope.lenses import tensors as arrays
+from steerscope.lenses.formats import own
 from steerscope.lenses.hierarchy import Children, Hierarchy
 from steerscope.lenses.spec import Architecture, Concept, PackInfo, TensorEntry
 from steerscope.specs.errors import InvalidRequest, Problem
@@ -87,14 +88,14 @@ class Pack:
         With `verify` the whole file is read once more, for its checksums and for numbers that are not finite; without,
         a pack of gigabytes opens at once.
         """
-        manifest, concepts, tensors = packfiles.read(Path(path), verify)
+        manifest, concepts, tensors = own.read(Path(path), verify)
         pack = cls.__new__(cls)
         pack._set(manifest.info, concepts, tensors, manifest.entries, Path(path).absolute())
         return pack
 
     def save(self, path: str | Path) -> None:
         """Write the directory. It appears whole or not at all; a pack that was there before is replaced."""
-        packfiles.write(Path(path), self.info, self.hierarchy.summary(), self.concepts, self.tensors, self.entries)
+        own.write(Path(path), self.info, self.hierarchy.summary(), self.concepts, self.tensors, self.entries)
 
     def release_tensors(self) -> None:
         """Let go of the tensors, and of the file that they are mapped from. Names, hierarchy and digest stay."""
@@ -109,7 +110,7 @@ class Pack:
     @cached_property
     def digest(self) -> str:
         """A hash of all the pack is: equal packs have equal digests, wherever they lie."""
-        return packfiles.digest(self.info, self.concepts, self.entries)
+        return own.digest(self.info, self.concepts, self.entries)
 
     # --- the hierarchy
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted
 
-from steerscope.engines.generation import Choice, FinishReason, Generation
+from steerscope.engines.results import Choice, FinishReason, Generation
 
 _REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "stop_string": "stop", "rule": "stop"}
 

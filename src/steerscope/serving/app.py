@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import steerscope
-from steerscope.engines.base import Engine
+from steerscope.engines.api import Engine
 from steerscope.serving import capabilities, captures, health, jobs, lenses, metrics, openai, page, steering, vectors
 from steerscope.serving.describing import ERRORS, describe
 from steerscope.serving.errors import api_error

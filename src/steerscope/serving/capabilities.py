@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 import steerscope
-from steerscope.engines.base import Engine
+from steerscope.engines.api import Engine
 from steerscope.serving.access import serving_of
 from steerscope.serving.bodies import MOST_CHOICES, MOST_LOGPROBS, MOST_PROMPTS
 from steerscope.serving.fields import MOST_MESSAGES

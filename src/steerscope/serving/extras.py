@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted
 
-from steerscope.engines.generation import Choice, RuleEvent, TokenEvent
+from steerscope.engines.results import Choice, RuleEvent, TokenEvent
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.readings import Firing, Reading, Readings
 

@@ -16,7 +16,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from steerscope.engines.generation import Choice, EndEvent, FinishReason, RuleEvent, TokenEvent
+from steerscope.engines.results import Choice, EndEvent, FinishReason, RuleEvent, TokenEvent
 from steerscope.serving.access import serving_of
 from steerscope.serving.bodies import ChatBody, CompletionBody
 from steerscope.serving.describing import body_of

@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 
-from steerscope.engines.base import Engine
-from steerscope.engines.generation import TokenLogprobs
-from steerscope.engines.text import Decoder
+from steerscope.engines.api import Engine
+from steerscope.engines.detokenizer import Decoder
+from steerscope.engines.results import TokenLogprobs
 
 
 def _byte_of_sign() -> dict[str, int]:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 
-from steerscope.engines.generation import EndEvent, Event
+from steerscope.engines.results import EndEvent, Event
 from steerscope.specs.errors import Problem
 
 

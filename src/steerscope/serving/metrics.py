@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.utils import floatToGoString
 from starlette.responses import Response
 
-from steerscope.engines.generation import Event, Generation, TokenEvent
+from steerscope.engines.results import Event, Generation, TokenEvent
 from steerscope.serving.access import serving_of
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from steerscope.engines.base import Engine
-from steerscope.engines.generation import TokenPrompt
+from steerscope.engines.api import Engine
 from steerscope.engines.plan import Prompt
+from steerscope.engines.results import TokenPrompt
 from steerscope.serving.access import serving_of
 from steerscope.serving.answers import Writer
 from steerscope.serving.bodies import Body, ChatBody, CompletionBody

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from json.encoder import encode_basestring_ascii as quoted
 
+from steerscope.engines.detokenizer import Decoder, Detokenizer
 from steerscope.engines.plan import Prompt
-from steerscope.engines.text import Decoder, Detokenizer
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.tokens import Interval, SelectorError, resolve
 

@@ -11,7 +11,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from steerscope.engines.base import Engine
+from steerscope.engines.api import Engine
 from steerscope.serving.app import create_app
 from steerscope.serving.settings import Settings
 from steerscope.serving.state import Serving

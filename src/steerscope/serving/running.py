@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, MutableMapping, Sequence
 
 from steerscope.capture.rows import Rows
-from steerscope.engines.generation import Choice, EndEvent, Event, Generation, RuleEvent, TokenEvent, TokenLogprobs
 from steerscope.engines.plan import Prompt
+from steerscope.engines.results import Choice, EndEvent, Event, Generation, RuleEvent, TokenEvent, TokenLogprobs
 from steerscope.serving.answers import Writer
 from steerscope.serving.bodies import Asked, Body, CompletionBody
 from steerscope.serving.errors import ApiError

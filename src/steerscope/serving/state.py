@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from steerscope.engines.base import Engine
-from steerscope.engines.generation import TokenPrompt
+from steerscope.engines.api import Engine
+from steerscope.engines.results import TokenPrompt
 from steerscope.serving.admission import Admission
 from steerscope.serving.captures import Captures
 from steerscope.serving.errors import ApiError

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request
 from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse, Response
 
-from steerscope.engines.base import Engine
+from steerscope.engines.api import Engine
 from steerscope.serving.access import serving_of
 from steerscope.serving.errors import ApiError
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem, SteerscopeError

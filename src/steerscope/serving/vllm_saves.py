@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from steerscope.capture.reserved import ReservedFile
-from steerscope.engines.vllm.front import SAVES, Saves
+from steerscope.engines.vllm.client.stock_frontend import SAVES, Saves
 from steerscope.serving.errors import api_error
 from steerscope.specs.errors import SaveFailed
 

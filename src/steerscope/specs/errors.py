@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 if TYPE_CHECKING:  # the result type lives above; only its name is needed here
-    from steerscope.engines.generation import Generation
+    from steerscope.engines.results import Generation
 
 
 class SteerscopeError(Exception):

@@ -10,8 +10,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction import extract, row_norms
 from steerscope.extraction.data import Examples
 from steerscope.extraction.extract import PART_OF_NORM

@@ -8,7 +8,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.files import atomic_path, reading
 from steerscope.specs.sampling import Sampling
 from steerscope.training.concepts import GENERATED, ConceptSet, ConceptTexts, Example

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from steerscope.residual.equation import Operands
+from steerscope.core.equation import Operands
 from steerscope.specs.steering import Ablate, Add, Coefficients, Site
 
 

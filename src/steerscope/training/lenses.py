@@ -17,7 +17,7 @@ from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.files import atomic_path, reading
 from steerscope.lenses import Architecture, Pack, PackInfo
 from steerscope.lenses.calibrate import FLOOR_QUANTILE, Measures, best_thresholds, calibrate, measure, score

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from steerscope.core.slot_table import SlotTable
+from steerscope.engines.columns import tap_of
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.blocks import first
 from steerscope.engines.hf.taps import Pass, Taps, Work
-from steerscope.engines.placing import tap_of
-from steerscope.residual.table import SlotTable
 from steerscope.training.learnable import Learnable
 from steerscope.training.texts import Sample
 

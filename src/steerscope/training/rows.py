@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from steerscope.capture.rows import Rows
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.files import atomic_path, reading
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Capture

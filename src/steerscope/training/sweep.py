@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.personas.folder import write_json
 from steerscope.files import atomic_path, reading
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError

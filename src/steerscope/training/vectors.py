@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.personas.folder import write_json
 from steerscope.files import atomic_path, reading
 from steerscope.specs.base import Spec

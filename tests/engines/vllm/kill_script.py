@@ -12,8 +12,8 @@ import sys
 import time
 from typing import Any
 
-from steerscope.engines.generation import TokenPrompt
-from steerscope.engines.vllm.engine import VLLMEngine
+from steerscope.engines.results import TokenPrompt
+from steerscope.engines.vllm.client.engine import VLLMEngine
 from steerscope.specs import Capture, Sampling
 
 

@@ -28,20 +28,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from steerscope.bench.stress.checking import check
-from steerscope.bench.stress.ledger import Ledger, Outcome
-from steerscope.bench.stress.model import HIDDEN, VOCAB, make_model
-from steerscope.bench.stress.oracle import Oracle
-from steerscope.bench.stress.run import Plan, stress
-from steerscope.bench.stress.targets import EngineTarget
-from steerscope.bench.stress.workload import Request
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import Generation, TokenPrompt
+from bench.stress.run import Plan, stress
 from steerscope.engines.hf import HFEngine
-from steerscope.lenses.probes import from_probes
+from steerscope.engines.results import Generation, TokenPrompt
+from steerscope.engines.sync import SyncEngine
+from steerscope.lenses.formats.probes import from_probes
 from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering
 from steerscope.specs.steering import SITES
 from steerscope.specs.watch import Watch, flag, steer, stop, when
+from support.checking import check
+from support.ledger import Ledger, Outcome
+from support.model import HIDDEN, VOCAB, make_model
+from support.oracle import Oracle
+from support.targets import EngineTarget
+from support.workload import Request
 
 LIMIT = 1e-4  # relative L2 of a row
 CHUNK = 32  # tokens of a step: longer prompts come in pieces
@@ -232,7 +232,7 @@ def both_waves(engines: list[SyncEngine], oracle: Oracle, requests: list[Request
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from steerscope.engines.vllm.engine import VLLMEngine
+    from steerscope.engines.vllm.client.engine import VLLMEngine
     from steerscope.engines.vllm.settings import Settings
 
     model, tokenizer = make_model(folder, torch.float32, "cpu")

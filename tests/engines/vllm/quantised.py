@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import tiny
+from support import tiny
 
 GROUP = 32  # input channels that share a scale in the 4-bit formats
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # how AutoAWQ lays eight numbers into one int32

@@ -11,7 +11,7 @@ import pytest
 
 from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT
 from steerscope.engines.vllm.settings import Settings
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 SMALL = ["--engine", "vllm", "--model", "tiny", "--batch", "4", "--prefill", "16", "--decode", "6", "--iterations", "2"]
 
@@ -72,7 +72,7 @@ def test_pairs_of_real_engines(tmp_path: Path) -> None:
     words = "--model tiny --loads 4x16+11:16 2x40+8 --tokens 2048 --eager --rounds 4 --warmups 1 --profile all-layers"
     cells = ["--cells", "noise", "all-layers", "generated", "cap", "watch"]
     cells += ["--rounds-of", *(f"2x40-8/{cell}=0" for cell in cells[1:] if cell != "generated")]
-    command = [sys.executable, "-m", "steerscope.bench.paired", *words.split(), *cells, "--out", str(output)]
+    command = [sys.executable, "-m", "bench.gpu.paired", *words.split(), *cells, "--out", str(output)]
     environment = {**os.environ, **VLLM_ENVIRONMENT}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG_S, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

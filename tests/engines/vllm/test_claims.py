@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from steerscope.capture.transport import Arena, Regions
+from steerscope.core.slot_table import Column, Key
 from steerscope.engines.plan import CapturePlan, Facts, Plan, Prompt
-from steerscope.engines.vllm.claims import Claim, Room
+from steerscope.engines.vllm.client.capacity import Claim, Room
 from steerscope.engines.vllm.settings import Settings
-from steerscope.residual.table import Column, Key
 from steerscope.specs import Capture, Sampling
 from steerscope.specs.errors import CapacityExceeded
 from steerscope.specs.tokens import EVERYWHERE

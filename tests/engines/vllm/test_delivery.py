@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, TAKEN, Arena, Region, Regions
-from steerscope.engines.vllm import pacing
-from steerscope.engines.vllm.askers import sliced
-from steerscope.engines.vllm.delivery import Delivery
-from steerscope.engines.vllm.pacing import Pace
-from steerscope.engines.vllm.pool import Cells, HostPool, clear_faults
-from steerscope.engines.vllm.step import ASKER, LAID, Asker, Books, Page, Slice
+from steerscope.engines.vllm.cuda import pacing
+from steerscope.engines.vllm.cuda.pacing import Pace
 from steerscope.engines.vllm.wire import Wire, WireCapture
-from steerscope.engines.vllm.worker import WorkerTaps
+from steerscope.engines.vllm.worker.delivery import Delivery
+from steerscope.engines.vllm.worker.pool import Cells, HostPool, clear_faults
+from steerscope.engines.vllm.worker.requests import sliced
+from steerscope.engines.vllm.worker.step_index import ASKER, LAID, Asker, Books, Page, Slice
+from steerscope.engines.vllm.worker.worker import WorkerTaps
 from steerscope.specs.tokens import EVERYWHERE
 
 HIDDEN = 8
@@ -290,27 +290,27 @@ def cuda_pool(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
     monkeypatch.setattr(PlayedEvent, "happened", True)
-    fake = types.ModuleType("steerscope.engines.vllm.kernel")
-    monkeypatch.setitem(sys.modules, "steerscope.engines.vllm.kernel", fake)
-    monkeypatch.setattr("steerscope.engines.vllm.kernel", fake, raising=False)
-    monkeypatch.delitem(sys.modules, "steerscope.engines.vllm.cuda", raising=False)
-    from steerscope.engines.vllm import cuda
+    fake = types.ModuleType("steerscope.engines.vllm.cuda.kernel")
+    monkeypatch.setitem(sys.modules, "steerscope.engines.vllm.cuda.kernel", fake)
+    monkeypatch.setattr("steerscope.engines.vllm.cuda.kernel", fake, raising=False)
+    monkeypatch.delitem(sys.modules, "steerscope.engines.vllm.cuda.pool", raising=False)
+    from steerscope.engines.vllm.cuda import pool
 
-    pool = cuda.CudaPool.__new__(cuda.CudaPool)  # its tensors would need a GPU, its queue does not
+    pool = pool.CudaPool.__new__(pool.CudaPool)  # its tensors would need a GPU, its queue does not
     free = Cells(64)
     pool.take, pool.give = free.take, free.give
     pool._side = types.SimpleNamespace(wait_event=lambda _event: None)
     pool._ready, pool._moves, pool._unsent, pool._backlog, pool._whole = PlayedEvent(), deque(), deque(), 0, 0
     pool._tokens_out, pool._runner, pool._here = PlayedEvent(), types.SimpleNamespace(), lambda: None
-    pool._answers, pool._behind, pool._spare = None, cuda._PATIENT, []
+    pool._answers, pool._behind, pool._spare = None, pool._PATIENT, []
     pool._side.cuda_stream = 0
     pool.cells = torch.zeros(64, HIDDEN)
     pool._address, pool._cell, pool._copy = pool.cells.data_ptr(), HIDDEN * 4, pool._copy_by_torch
     pool._parts, pool._pace, pool._mark = deque(), Pace(), None
     monkeypatch.setattr(pacing, "_FIRST", 2 * HIDDEN * 4)  # two rows per step
-    monkeypatch.setattr(cuda, "_CRUMB", 0)
+    monkeypatch.setattr(pool, "_CRUMB", 0)
     yield pool
-    sys.modules.pop("steerscope.engines.vllm.cuda", None)
+    sys.modules.pop("steerscope.engines.vllm.cuda.pool", None)
 
 
 def test_rows_leave_at_the_pace_and_count_when_they_are_there(cuda_pool, regions):

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from engines.conftest import HAS_VLLM, saved, start_vllm
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
-from steerscope.engines.vllm.pool import HostPool
-from steerscope.engines.vllm.running import Running
+from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
+from steerscope.engines.sync import SyncEngine
+from steerscope.engines.vllm.client.running import Running
+from steerscope.engines.vllm.worker.pool import HostPool
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.errors import RequestFailed
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 LONG, SHORT = Sampling(max_tokens=120, ignore_eos=True), Sampling(max_tokens=5, ignore_eos=True)
@@ -194,7 +194,7 @@ def test_rows_that_will_never_come_are_asked_for_though_others_run(
     engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The workers have left it, and said so: it fails alone, and at once."""
-    from steerscope.engines.vllm.delivery import Delivery
+    from steerscope.engines.vllm.worker.delivery import Delivery
 
     send = Delivery._send
 

@@ -19,19 +19,19 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
 from capture.test_reserved import full
 from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved
-from reference import distance
 from steerscope.capture.row_file import RowFile
 from steerscope.capture.rows import Rows, load_rows
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import Generation, TokenPrompt
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.results import Generation, TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
 from steerscope.specs.errors import NameInUse, SaveFailed
 from steerscope.vectors import SteeringVector, save
-from waiting import HUNG_S
+from support import tiny
+from support.reference import distance
+from support.waiting import HUNG_S
 
 httpx = pytest.importorskip("httpx", reason="it comes with vLLM")
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from engines.conftest import HAS_VLLM, saved, start_vllm
-from steerscope.engines.generation import TokenPrompt
-from steerscope.engines.vllm import tap
-from steerscope.engines.vllm.graphs import Graphs
-from steerscope.engines.vllm.proof import replayed
+from steerscope.engines.results import TokenPrompt
+from steerscope.engines.vllm.cuda.graphs import Graphs
+from steerscope.engines.vllm.worker import tap
+from steerscope.engines.vllm.worker.worker_check import replayed
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.errors import RequestFailed
 
@@ -182,7 +182,7 @@ def test_the_first_tap_of_a_step_brings_what_is_asked_unless_the_step_may_be_rep
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before it or with it, rows and texts are the same; a step whose taps never come is no step."""
-    from steerscope.engines.vllm import worker
+    from steerscope.engines.vllm.worker import worker
 
     engine = start_vllm(saved("llama", "bytes", None, {}), "llama", {"enable_prefix_caching": False})
     (taps,) = (one for one in worker.HERE if one.runner.vllm_config is engine.aio._llm.vllm_config)

@@ -20,7 +20,7 @@ from steerscope.engines.vllm import guards
 from steerscope.engines.vllm.settings import Settings, asked_for
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
 from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 
@@ -170,7 +170,7 @@ def test_options_of_the_wrong_engine_are_refused(options: dict[str, Any], named:
 
 
 def test_a_pool_that_cannot_hold_a_step_is_refused_with_what_would_fit() -> None:
-    from steerscope.engines.vllm.pool import make_pool
+    from steerscope.engines.vllm.worker.pool import make_pool
 
     index = np.zeros((64, 14), np.int32)
     with pytest.raises(CapacityExceeded, match="lower max_num_batched_tokens, or raise pool_bytes"):
@@ -184,7 +184,7 @@ def test_a_pool_that_cannot_hold_a_step_is_refused_with_what_would_fit() -> None
 
 @pytest.mark.parametrize(("memory", "cells"), [(0, 100), (20 * 8 * 120, 120), (20 * 8 * 1000, 200)])
 def test_a_gpu_has_room_for_two_steps_within_a_twentieth_of_its_memory(memory: int, cells: int) -> None:
-    from steerscope.engines.vllm.pool import room_for
+    from steerscope.engines.vllm.worker.pool import room_for
 
     assert room_for(100, 8, 10, None, memory) == cells
     assert room_for(100, 8, 10, 8 * 160, memory) == 150  # who says how much is heard
@@ -231,10 +231,10 @@ def test_under_stress_nothing_is_wrong_lost_or_left_over(tmp_path: Path) -> None
 @pytest.mark.parametrize(("has", "found"), [(True, None), (False, "float32")])
 def test_a_processor_without_bf16_is_not_given_bf16(monkeypatch: pytest.MonkeyPatch, has: bool, found: str | None):
     pytest.importorskip("vllm")
-    from steerscope.engines.vllm import starting
+    from steerscope.engines.vllm.client import start
 
-    monkeypatch.setattr(starting, "has_bf16", lambda: has)
-    assert starting.usable_dtype() == found
+    monkeypatch.setattr(start, "has_bf16", lambda: has)
+    assert start.usable_dtype() == found
 
 
 def test_on_a_cpu_half_of_the_free_memory_is_taken_unless_someone_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,10 +243,10 @@ def test_on_a_cpu_half_of_the_free_memory_is_taken_unless_someone_says(monkeypat
 
     import psutil
 
-    from steerscope.engines.vllm import starting
+    from steerscope.engines.vllm.client import start
 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=6 << 30, total=24 << 30))
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    assert starting.share_of_memory() == {}
+    assert start.share_of_memory() == {}
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
-    assert starting.share_of_memory() == {"gpu_memory_utilization": 0.125}
+    assert start.share_of_memory() == {"gpu_memory_utilization": 0.125}

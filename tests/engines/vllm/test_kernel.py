@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_code import compiled
-from steerscope.engines.vllm.step import ASKER, CELL, ENTRIES, GROUP, LAID, STRIDE
-from steerscope.engines.vllm.summing import LINE, ROWS
-from steerscope.engines.vllm.tap import WATCHED
-from waiting import HUNG_S
+from steerscope.engines.vllm.cuda.prefill_sums import LINE, ROWS
+from steerscope.engines.vllm.worker.step_index import ASKER, CELL, ENTRIES, GROUP, LAID, STRIDE
+from steerscope.engines.vllm.worker.tap import WATCHED
+from support.gpu_code import compiled
+from support.waiting import HUNG_S
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -42,13 +42,18 @@ def test_the_kernels_equal_their_definitions_in_tritons_interpreter() -> None:
 
 def made(function: Any, **fixed: Any) -> Any:
     """As an engine launches it."""
-    from steerscope.engines.vllm import laying
+    from steerscope.engines.vllm.cuda import precomputed_ops
 
     now: dict[str, Any] = {"COLUMNS": 4, "BLOCK": 2048, "STEER": True, "CAPTURE": True, "RESIDUAL": True}
     now |= {"STAGED": False, "LINE": LINE, "ROWS": ROWS, "SPAN": 2, "TILE": 2}
     now |= {"BESIDE_ONE": False, "LAST": True, "LARGE": 3e38, "WATCHED": WATCHED}
     now |= {"ASKER": ASKER, "CELL": CELL, "GROUP": GROUP, "STRIDE": STRIDE, "ENTRIES": ENTRIES}
-    now |= {"LAID": LAID, "TAIL": laying.TAIL, "PLACE": laying.PLACE, "BEFORE": laying.BEFORE} | fixed
+    now |= {
+        "LAID": LAID,
+        "TAIL": precomputed_ops.TAIL,
+        "PLACE": precomputed_ops.PLACE,
+        "BEFORE": precomputed_ops.BEFORE,
+    } | fixed
     kinds = dict.fromkeys(("delta", "residual", "weight", "normed", "stream", "pool", "staged", "stage"), "*bf16")
     kinds |= dict.fromkeys(("vectors", "coefficients", "gates", "laid"), "*fp32") | {"before": "*i1", "epsilon": "fp32"}
     kinds |= dict.fromkeys(("index", "order", "orders", "faults", "runs"), "*i32")
@@ -57,14 +62,14 @@ def made(function: Any, **fixed: Any) -> Any:
 
 @compiles
 def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
-    from steerscope.engines.vllm import keeping, kernel, laying, norming
+    from steerscope.engines.vllm.cuda import fused_norm, kernel, precomputed_ops, row_store
 
     for function in (
-        kernel._kernel, keeping.end_kernel, keeping.gather_kernel, laying._lay_kernel, norming.few_kernel,
-        norming.many_kernel, norming.sum_kernel,
+        kernel._kernel, row_store.end_kernel, row_store.gather_kernel, precomputed_ops._lay_kernel,
+        fused_norm.few_kernel, fused_norm.many_kernel, fused_norm.sum_kernel,
     ):  # fmt: skip
         assert ".entry" in made(function).asm["ptx"]
-    assert ".entry" in made(norming.few_kernel, STEER=False, CAPTURE=False, STAGED=True).asm["ptx"]
+    assert ".entry" in made(fused_norm.few_kernel, STEER=False, CAPTURE=False, STAGED=True).asm["ptx"]
 
 
 def instructions(kernel: Any, folder: Path) -> list[str]:
@@ -82,11 +87,11 @@ def test_no_read_of_a_decoding_step_waits_for_another(tmp_path: Path, steer: boo
     """Which tables are read is a matter of a microsecond in every layer: where the compiler puts a use of one answer
     before the next question, the memory's time is paid twice. `most` are the wide reads that are asked for so: the
     stream, its change, what lies ready; and the weights, which without steering may come later."""
-    from steerscope.engines.vllm import norming
+    from steerscope.engines.vllm.cuda import fused_norm
 
     asked: set[int] = set()  # registers that wait for an answer
     wide = 0
-    for line in instructions(made(norming.few_kernel, STEER=steer), tmp_path):
+    for line in instructions(made(fused_norm.few_kernel, STEER=steer), tmp_path):
         used = {int(number) for number in re.findall(r"\bR(\d+)", line)}
         read = re.search(r"LDG\S* R(\d+), \S*\[R(\d+)", line)
         if re.search(r"\b(BRA|BAR)\b", line) or (read is None and asked & used):
@@ -140,8 +145,8 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def both(delta: torch.Tensor, residual: torch.Tensor | None, given: list, steer: bool, capture: bool) -> list[list]:
     """What the two taps leave behind, in (delta, pool, faults, residual)."""
-    from steerscope.engines.vllm.kernel import _cuda_end, _cuda_tap
-    from steerscope.engines.vllm.tap import _torch_tap
+    from steerscope.engines.vllm.cuda.kernel import _cuda_end, _cuda_tap
+    from steerscope.engines.vllm.worker.tap import _torch_tap
 
     found = []
     for tap in (_cuda_tap, _torch_tap):
@@ -259,7 +264,7 @@ def test_nor_does_it_leave_the_norm(dtype: torch.dtype, rows: int) -> None:
 
 def laid_out(given: list, rows: int) -> torch.Tensor:
     """What is done to the first rows, laid ready; the index says so."""
-    from steerscope.engines.vllm.laying import Laying
+    from steerscope.engines.vllm.cuda.precomputed_ops import Laying
 
     _, index, vectors, coefficients, _, order, before, _ = given
     ready = Laying(vectors[None], coefficients[None], order[None], before, index, rows)
@@ -281,9 +286,9 @@ def both_normed(
 ) -> list[list]:
     """What the kernel that is a norm too leaves behind, and what the tap and vLLM's norm do one after the other, in
     (normed, stream, pool, faults)."""
-    from steerscope.engines.vllm.keeping import make_stage
-    from steerscope.engines.vllm.norming import cuda_tap_norm
-    from steerscope.engines.vllm.tap import _torch_tap
+    from steerscope.engines.vllm.cuda.fused_norm import cuda_tap_norm
+    from steerscope.engines.vllm.cuda.row_store import make_stage
+    from steerscope.engines.vllm.worker.tap import _torch_tap
 
     rest = [tensor.clone() for tensor in given]
     laid = laid_out(rest, rows) if rows else torch.zeros(0)
@@ -334,7 +339,8 @@ def test_any_tokens_through_the_norm(
     told: bool,
     seed: int,
 ) -> None:
-    from steerscope.engines.vllm import norming, tap
+    from steerscope.engines.vllm.cuda import fused_norm
+    from steerscope.engines.vllm.worker import tap
 
     rng = torch.Generator().manual_seed(seed + 2)
     delta, residual = (torch.randn(tokens, 2 * hidden, generator=rng).to(dtype)[:, :hidden] for _ in range(2))
@@ -344,7 +350,7 @@ def test_any_tokens_through_the_norm(
     before = copied(delta), copied(residual)
     drawn = tables(tokens, hidden, columns, dtype, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norming, "FEW", few)  # more tokens than that go the other way
+        patch.setattr(fused_norm, "FEW", few)  # more tokens than that go the other way
         patch.setattr(tap, "_working", tap.Doing(columns=columns if told else 0))
         kernel, wanted = both_normed(delta, residual, weight, beside_one, drawn, steer, min(rows, tokens), staged)
     assert all(close(mine, theirs) for mine, theirs in zip(kernel[:3], wanted[:3], strict=True))
@@ -357,9 +363,9 @@ def test_any_tokens_through_the_norm(
 @interpreted
 def test_rows_left_on_a_stage_are_where_each_tap_would_have_kept_them() -> None:
     """Three taps of a step, of which the last brings the rows of all to their cells."""
-    from steerscope.engines.vllm.keeping import make_stage
-    from steerscope.engines.vllm.norming import cuda_tap_norm
-    from steerscope.engines.vllm.tap import _torch_tap
+    from steerscope.engines.vllm.cuda.fused_norm import cuda_tap_norm
+    from steerscope.engines.vllm.cuda.row_store import make_stage
+    from steerscope.engines.vllm.worker.tap import _torch_tap
 
     for tokens, rows in ((5, 8), (5, 5), (5, 4)):
         given_tables = tables(tokens, 16, 1, torch.float32, 3)
@@ -383,7 +389,7 @@ def test_rows_left_on_a_stage_are_where_each_tap_would_have_kept_them() -> None:
 @interpreted
 def test_what_is_laid_out() -> None:
     """Each kind of row: nothing, a sum of additions, one op that looks at the stream, and those that are looked up."""
-    from steerscope.engines.vllm.laying import BEFORE, PLACE
+    from steerscope.engines.vllm.cuda.precomputed_ops import BEFORE, PLACE
 
     given_tables = tables(8, 16, 2, torch.float32, 0)
     _, index, vectors, coefficients, *_ = given_tables
@@ -409,7 +415,7 @@ def test_what_is_laid_out() -> None:
 
 @interpreted
 def test_without_the_kernels_the_norm_is_the_models_own() -> None:
-    from steerscope.engines.vllm.tap import kernels
+    from steerscope.engines.vllm.worker.tap import kernels
 
     delta, residual = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(3))
     given_tables = tables(4, 16, 2, torch.float32, 1)
@@ -424,7 +430,7 @@ def test_without_the_kernels_the_norm_is_the_models_own() -> None:
 @interpreted
 def test_a_state_that_the_kernel_cannot_read_is_refused() -> None:
     given_tables = tables(4, 16, 1, torch.float32, 0)
-    from steerscope.engines.vllm.kernel import _cuda_tap
+    from steerscope.engines.vllm.cuda.kernel import _cuda_tap
 
     with pytest.raises(ValueError, match="made for 6"):
         _cuda_tap(torch.ones(7, 16), None, *given_tables, True, True)

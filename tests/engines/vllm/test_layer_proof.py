@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steerscope.engines.vllm.layer_proof import prove_layers
-from steerscope.engines.vllm.layers import Layers, find_layers, hook_at
+from steerscope.engines.vllm.worker.layer_proof import prove_layers
+from steerscope.engines.vllm.worker.model_layout import Layers, find_layers, hook_at
 from steerscope.specs.errors import UnsupportedModel
 from steerscope.specs.steering import Site
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from engines.conftest import HAS_VLLM, saved, start_vllm
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
-from steerscope.engines.vllm.leaving import Exit
+from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
+from steerscope.engines.sync import SyncEngine
+from steerscope.engines.vllm.client.core_outputs import Exit
 from steerscope.specs import Capture, Sampling
 from steerscope.specs.errors import ModelNotFound, RequestFailed
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 LEAST_STEP_S = 2e-4  # of vLLM's steps: nobody's machine is as fast
 

@@ -18,12 +18,12 @@ import torch
 
 from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved, start_vllm
 from engines.test_watching import PACK
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import EndEvent, Generation, TokenEvent, TokenPrompt
-from steerscope.engines.vllm.graphs import Graphs
+from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
+from steerscope.engines.sync import SyncEngine
+from steerscope.engines.vllm.cuda.graphs import Graphs
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.watch import Watch
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 LONG = TokenPrompt([20 + i % 200 for i in range(100)])
@@ -93,7 +93,7 @@ def test_when_nothing_runs_the_workers_hear_of_ends_without_a_next_request(
 def test_rows_that_are_dropped_while_nothing_runs_are_tidied_up_before_the_next_request(
     engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("steerscope.engines.threaded.SWEEP_S", 2 * HUNG_S)  # nobody looks by itself
+    monkeypatch.setattr("steerscope.engines.engine_thread.SWEEP_S", 2 * HUNG_S)  # nobody looks by itself
     done = engine.generate(LONG, SAMPLING, capture=Capture())
     regions = engine.aio.room.regions  # type: ignore[attr-defined]
     time.sleep(0.1)  # idle: it has tidied up what there was
@@ -127,7 +127,7 @@ def test_what_is_left_of_requests_goes_when_nothing_runs_and_before_others_come(
 def test_a_result_that_is_on_its_way_is_waited_for_and_asked_for_if_it_takes_too_long(
     engine: SyncEngine, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
-    from steerscope.engines.vllm.reducing import HostReductions
+    from steerscope.engines.vllm.worker.reductions import HostReductions
 
     foretell, rpc, asked, late = HostReductions.foretell, engine.aio._rpc, [], []  # type: ignore[attr-defined]
 
@@ -135,7 +135,7 @@ def test_a_result_that_is_on_its_way_is_waited_for_and_asked_for_if_it_takes_too
         late.append(threading.Timer(0.05, foretell, args))
         late[-1].start()
 
-    monkeypatch.setattr("steerscope.engines.vllm.engine._SOON", patience)
+    monkeypatch.setattr("steerscope.engines.vllm.client.engine._SOON", patience)
     monkeypatch.setattr(HostReductions, "foretell", lambda self, ends: later(self, ends) if ends else None)
     monkeypatch.setattr(engine.aio, "_rpc", lambda name, *args: (asked.append(name), rpc(name, *args))[1])
     done = engine.generate(LONG, SAMPLING, capture=Capture(layers=0, reduce="mean"))
@@ -191,7 +191,7 @@ def test_a_killed_engine_core_ends_its_requests_and_refuses_others() -> None:
 def test_requests_for_generated_rows_are_registered_behind_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that captures generated tokens alone is registered while the device reads its prompt, in one step or in
     parts, and has every row."""
-    from steerscope.engines.vllm.worker import HERE
+    from steerscope.engines.vllm.worker.worker import HERE
 
     known: list[int] = []
 

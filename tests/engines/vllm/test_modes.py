@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("mode_script.py")

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from engines.conftest import HAS_VLLM, start_vllm
 from engines.vllm import quantised
-from reference import Reference, RefOp
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import Generation, TokenPrompt
+from steerscope.engines.results import Generation, TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.engines.vllm import guards
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.errors import InvalidRequest, ModelNotFound
+from support.reference import Reference, RefOp
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 PROMPTS = [TokenPrompt(np.random.default_rng(n).integers(4, 500, n).tolist()) for n in (40, 3, 21)]

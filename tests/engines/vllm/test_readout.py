@@ -15,7 +15,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process th
 @interpreted
 @pytest.mark.parametrize("ruled", [False, True])
 def test_every_line_writes_its_reading_and_the_last_of_a_request_how_many_there_are(ruled: bool) -> None:
-    from steerscope.engines.vllm import readout as r
+    from steerscope.engines.vllm.cuda import lens_readout as r
 
     rng, k, terms, rules, most = np.random.default_rng(0), 5, 3, 4, 6
     # Requests: two rows; one row of a request without rules; nobody's; one whose text is over.

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steerscope.capture.transport import Arena
-from steerscope.engines.vllm.askers import Asker, Slice
-from steerscope.engines.vllm.reducing import HostReductions
 from steerscope.engines.vllm.wire import Wire, WireCapture
+from steerscope.engines.vllm.worker.reductions import HostReductions
+from steerscope.engines.vllm.worker.requests import Asker, Slice
 from steerscope.specs.errors import RequestFailed
 from steerscope.specs.tokens import EVERYWHERE
 
@@ -50,7 +50,7 @@ def part(one: Asker, start: int, stop: int, cell: int) -> Slice:
 def test_any_chunks_of_many_requests_give_what_each_gives_alone(arena, kinds, steps, over, dtype, foretold) -> None:
     """Steps begin at or before what was taken in, as after a preemption; the text ends some rows before the last, also
     where it was taken for certain that it would not."""
-    from steerscope.engines.vllm.reducing_cuda import DeviceReductions
+    from steerscope.engines.vllm.cuda.reductions import DeviceReductions
 
     cells = torch.randn(LENGTH * 8, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
     askers = [asker(*kind) for kind in kinds]
@@ -92,7 +92,7 @@ def test_any_chunks_of_many_requests_give_what_each_gives_alone(arena, kinds, st
 
 @interpreted
 def test_results_of_requests_that_end_together_go_to_their_own_places(arena) -> None:
-    from steerscope.engines.vllm.reducing_cuda import DeviceReductions
+    from steerscope.engines.vllm.cuda.reductions import DeviceReductions
 
     cells = torch.arange(60.0).view(12, 5)
     one, other = asker("mean", 2, 1), asker("last", 1, 4)
@@ -115,7 +115,7 @@ def test_results_of_requests_that_end_together_go_to_their_own_places(arena) -> 
 
 @interpreted
 def test_memory_that_is_used_again_starts_from_nothing(arena) -> None:
-    from steerscope.engines.vllm.reducing_cuda import DeviceReductions
+    from steerscope.engines.vllm.cuda.reductions import DeviceReductions
 
     cells = torch.arange(60.0).view(12, 5)
     road, memory, places = DeviceReductions(cells), arena.view(64, (1, HIDDEN), torch.float32), []
@@ -133,7 +133,7 @@ def test_memory_that_is_used_again_starts_from_nothing(arena) -> None:
 
 @interpreted
 def test_nothing_is_written_outside_the_arena(arena) -> None:
-    from steerscope.engines.vllm.reducing_cuda import DeviceReductions
+    from steerscope.engines.vllm.cuda.reductions import DeviceReductions
 
     cells = torch.arange(60.0).view(12, 5)
     for road in (HostReductions(cells), DeviceReductions(cells)):
@@ -148,7 +148,7 @@ def test_nothing_is_written_outside_the_arena(arena) -> None:
 @interpreted
 def test_rows_are_taken_in_behind_their_forward_and_before_the_next(arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """On streams that only keep what they are told: nothing else would notice a wait that is missing."""
-    from steerscope.engines.vllm import reducing_cuda
+    from steerscope.engines.vllm.cuda import reductions
 
     log: list[tuple[str, ...]] = []
     current = ["main"]
@@ -177,8 +177,8 @@ def test_rows_are_taken_in_behind_their_forward_and_before_the_next(arena, monke
         current[0] = here.name
 
     cells, one = torch.arange(60.0).view(12, 5), asker("mean", 1, 1)
-    road = reducing_cuda.DeviceReductions(cells)
-    monkeypatch.setattr(reducing_cuda, "aside", aside)
+    road = reductions.DeviceReductions(cells)
+    monkeypatch.setattr(reductions, "aside", aside)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     road._here, road._side = lambda: Stream("main"), Stream("side")  # type: ignore[assignment]
     empty = torch.empty

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
 from engines.conftest import HAS_VLLM, saved, start_vllm
-from reference import Reference, distance
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import Generation, TokenPrompt
+from steerscope.engines.results import Generation, TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.specs import Add, Capture, Sampling, Steering
 from steerscope.specs.errors import RequestFailed, UnsupportedModel
+from support import tiny
+from support.reference import Reference, distance
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 
@@ -35,7 +35,7 @@ def begin(**options: object) -> SyncEngine:
 
 def rows_are(done: Generation, vector: np.ndarray | None = None, where: Callable[[int], bool] = lambda _: True) -> bool:
     """Every captured row equals the reference's, with the vector added at layer 1."""
-    from reference import RefOp
+    from support.reference import RefOp
 
     fed = [*done.prompt_token_ids, *done.token_ids[:-1]]
     ops = [] if vector is None else [RefOp(1, "resid_post", vector, Add(vector="v", scale=1.0).coefficients(), where)]
@@ -163,7 +163,7 @@ def nor_by_another_client(engine: SyncEngine) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "_spoilt", ())
-        patch.setattr("steerscope.engines.vllm.engine.spoil", lambda _plan: None)
+        patch.setattr("steerscope.engines.vllm.client.engine.spoil", lambda _plan: None)
         an_overflow_is_not_read_from_the_cache(engine)
 
 
@@ -187,7 +187,7 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def rows_by_arrival(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm.step import CELL, Books
+    from steerscope.engines.vllm.worker.step_index import CELL, Books
 
     real = Books.fill
 
@@ -202,7 +202,7 @@ def rows_by_arrival(patch: pytest.MonkeyPatch) -> None:
 
 
 def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm.step import Books
+    from steerscope.engines.vllm.worker.step_index import Books
 
     real = Books._steer
     patch.setattr(Books, "_steer", lambda self, asker, first, at, stop, again: real(
@@ -210,7 +210,7 @@ def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def half_the_residual(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm.tap import TappedNorm
+    from steerscope.engines.vllm.worker.tap import TappedNorm
 
     def wrong(self, x, residual):
         self.tap(x, None)
@@ -220,19 +220,20 @@ def half_the_residual(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_steering(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm import tap
+    from steerscope.engines.vllm.worker import tap
 
     patch.setattr(tap, "change", lambda h, *_: torch.zeros_like(h, dtype=torch.float32))
 
 
 def no_salt(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm import running
+    from steerscope.engines.vllm.client import running
 
     patch.setattr(running, "salt", lambda _plan: None)
 
 
 def salt_without_positions(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm import running, wire
+    from steerscope.engines.vllm import wire
+    from steerscope.engines.vllm.client import running
     from steerscope.specs.tokens import EVERYWHERE
 
     def blind(plan):
@@ -245,7 +246,7 @@ def salt_without_positions(patch: pytest.MonkeyPatch) -> None:
 
 
 def salt_by_name(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm import running
+    from steerscope.engines.vllm.client import running
 
     patch.setattr(
         running, "salt", lambda plan: str([str(a.op.vector)[:9] for a in plan.applied]) if plan.columns else None
@@ -253,7 +254,7 @@ def salt_by_name(patch: pytest.MonkeyPatch) -> None:
 
 
 def reads_the_cache(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm import running
+    from steerscope.engines.vllm.client import running
 
     patch.setattr(running, "reads_cached", lambda _plan: True)
 
@@ -270,8 +271,8 @@ def memory_reused_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def overflows_remain(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm import tap
-    from steerscope.engines.vllm.step import ASKER
+    from steerscope.engines.vllm.worker import tap
+    from steerscope.engines.vllm.worker.step_index import ASKER
 
     def wrong(lost, _delta, _residual, index, faults):
         faults[index[lost, ASKER].long()] = 1
@@ -284,7 +285,7 @@ def nobody_remembers(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(wire, "_spoilt", ())
     patch.setattr(wire.Recent, "add", lambda _self, _one: None)
-    patch.setattr("steerscope.engines.vllm.engine.spoil", lambda _plan: None)
+    patch.setattr("steerscope.engines.vllm.client.engine.spoil", lambda _plan: None)
 
 
 MUTATIONS: list[tuple[Mutation, Callable[[SyncEngine], None]]] = [
@@ -308,8 +309,8 @@ def test_without_its_guard_the_wrong_shows(
 ) -> None:
     """Some show at the start already, where the self-tests refuse to serve: they are switched off to see the check."""
     mutation(monkeypatch)
-    monkeypatch.setattr("steerscope.engines.vllm.worker.prove", lambda *_: None)
-    monkeypatch.setattr("steerscope.engines.vllm.engine.self_test", lambda _engine: None)
+    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.prove", lambda *_: None)
+    monkeypatch.setattr("steerscope.engines.vllm.client.engine.self_test", lambda _engine: None)
     engine = begin(max_num_batched_tokens=BLOCK)
     try:
         with pytest.raises((AssertionError, RequestFailed, pytest.fail.Exception)) as found:
@@ -327,6 +328,6 @@ def test_a_worker_refuses_to_serve_a_tap_that_does_not_steer(monkeypatch: pytest
 
 def test_so_does_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     no_steering(monkeypatch)
-    monkeypatch.setattr("steerscope.engines.vllm.worker.prove", lambda *_: None)
+    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.prove", lambda *_: None)
     with pytest.raises(UnsupportedModel, match="self-test of llama failed: a vector added at resid_post"):
         begin()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engines.conftest import HAS_VLLM, saved, start_vllm
-from steerscope.engines.generation import TokenPrompt
+from steerscope.engines.results import TokenPrompt
+from steerscope.engines.vllm.client.start import batched_tokens
 from steerscope.engines.vllm.settings import Settings
-from steerscope.engines.vllm.starting import batched_tokens
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling
 
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")

@@ -21,8 +21,8 @@ SMOLLM = Shape(576, (100, 49000), ("all", "0", "10-15", "29"), ("all", "3,17,28"
 
 def test_mixed_requests_on_the_embedded_model_have_exact_rows_counts_and_tokens() -> None:
     import steerscope
-    from steerscope.bench.stress.ledger import Ledger
-    from steerscope.bench.stress.oracle import Oracle
+    from support.ledger import Ledger
+    from support.oracle import Oracle
 
     for variable, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)

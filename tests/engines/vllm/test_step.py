@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steerscope.engines.vllm.askers import Watched
-from steerscope.engines.vllm.pool import Cells, least_room
-from steerscope.engines.vllm.step import (
+from steerscope.core.slot_table import Lease
+from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch, waits
+from steerscope.engines.vllm.worker.pool import Cells, least_room
+from steerscope.engines.vllm.worker.requests import Watched
+from steerscope.engines.vllm.worker.step_index import (
     ASKER,
     CELL,
     ENTRIES,
@@ -26,9 +28,7 @@ from steerscope.engines.vllm.step import (
     Filled,
     Slice,
 )
-from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch, waits
 from steerscope.lenses.compile import Compiled, CompiledRule, Term
-from steerscope.residual.table import Lease
 from steerscope.specs.tokens import END, EVERYWHERE, Positions
 
 COLUMNS, TOKENS = 2, 64

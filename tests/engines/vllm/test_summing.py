@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steerscope.capture.transport import Arena
-from steerscope.engines.vllm import tap
-from steerscope.engines.vllm.askers import Slice, Watched
-from steerscope.engines.vllm.reducing import HostReductions
-from steerscope.engines.vllm.step import CELL, GROUP, Asker, Books, Filled
-from steerscope.engines.vllm.summing import FEW, LINE, ROWS
+from steerscope.core.slot_table import Lease
+from steerscope.engines.vllm.cuda.prefill_sums import FEW, LINE, ROWS
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch
+from steerscope.engines.vllm.worker import tap
+from steerscope.engines.vllm.worker.reductions import HostReductions
+from steerscope.engines.vllm.worker.requests import Slice, Watched
+from steerscope.engines.vllm.worker.step_index import CELL, GROUP, Asker, Books, Filled
 from steerscope.lenses.compile import Compiled
-from steerscope.residual.table import Lease
 from steerscope.specs.tokens import END, EVERYWHERE, Positions
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -168,8 +168,8 @@ def test_rows_that_follow_each_other_are_told_to_the_index_where_they_are() -> N
 def test_from_the_books_to_the_result(tmp_path: Path, kinds: list[Kind], dtype: torch.dtype, padding: int) -> None:
     """Every tap of two steps through the kernel, and what it leaves into the reductions of a GPU; beside it the rows
     themselves into those of a CPU. The norm and the stream are those of a step that sums nothing, to the bit."""
-    from steerscope.engines.vllm import norming
-    from steerscope.engines.vllm.reducing_cuda import DeviceReductions
+    from steerscope.engines.vllm.cuda import fused_norm
+    from steerscope.engines.vllm.cuda.reductions import DeviceReductions
 
     hidden, taps, rng = 6, 3, torch.Generator().manual_seed(len(kinds))
     steps = Steps(kinds, 4 // dtype.itemsize)
@@ -184,7 +184,7 @@ def test_from_the_books_to_the_result(tmp_path: Path, kinds: list[Kind], dtype: 
     host = {name: HostReductions(cells).start(one.wire.capture, one.width) for name, one in askers.items()}
     bare, none = torch.zeros(0, dtype=dtype), torch.zeros(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norming, "FEW", 1)
+        patch.setattr(fused_norm, "FEW", 1)
         for number in (0, 1):
             filled, index = steps.step(number)
             tokens = int(steps.starts[-1])
@@ -199,7 +199,7 @@ def test_from_the_books_to_the_result(tmp_path: Path, kinds: list[Kind], dtype: 
                     listed = None if runs is None else torch.from_numpy(runs)
                     doing = tap.Doing(False, True, listed, filled.tokens)
                     tap.before_first(where, lambda doing=doing: doing)
-                    found.append(norming.cuda_tap_norm(
+                    found.append(fused_norm.cuda_tap_norm(
                         delta, residual, weight, 1e-6, padding == 0, none, bare, bare, bare, target, where,
                         torch.zeros(1, hidden), torch.zeros(1, 5), torch.ones(1), order[:, i].contiguous(),
                         torch.zeros(8, dtype=torch.bool), torch.zeros(8, dtype=torch.int32), True, True, i == 2,
@@ -242,13 +242,13 @@ def steps_of(kinds: list[Kind], name: str, number: int) -> int:
 
 @interpreted
 def test_a_step_that_cannot_sum_is_refused() -> None:
-    from steerscope.engines.vllm import norming
+    from steerscope.engines.vllm.cuda import fused_norm
 
     index, runs = torch.zeros(FEW + 9, 16, dtype=torch.int32), torch.zeros(1, LINE, dtype=torch.int32)
     for tokens, doing in ((FEW, tap.Doing(False, True, runs)), (FEW + 1, tap.Doing(True, True, runs))):
         tap.before_first(index, lambda doing=doing: doing)
         with pytest.raises(ValueError, match="a tap was to sum rows"):
-            norming.cuda_tap_norm(
+            fused_norm.cuda_tap_norm(
                 torch.zeros(tokens, 4), torch.zeros(tokens, 4), torch.ones(4), 1e-6, False, *[torch.zeros(0)] * 4,
                 torch.zeros(9, 4), index, *[torch.zeros(1)] * 6, True, True, False,
             )  # fmt: skip

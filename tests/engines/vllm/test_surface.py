@@ -11,20 +11,20 @@ import json
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from vllm_targets import CALLED, GIVEN, IMPORTS, READ, WRAPPED, Called, Read, Wrapped
 
+from bench import vllm_surface
+from bench.vllm_targets import CALLED, GIVEN, IMPORTS, READ, WRAPPED, Called, Read, Wrapped
 from steerscope.engines.vllm.guards import SUPPORTED
-from steerscope.engines.vllm.layers import _NORM_FOLLOWS
+from steerscope.engines.vllm.worker.model_layout import _NORM_FOLLOWS
 
 ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "src" / "steerscope"
 FOUND = json.loads((ROOT / "bench" / "results" / "vllm_surface.json").read_text())
 SURFACE: dict[str, list[dict[str, Any]]] = FOUND["surface"]
-AGAIN = "run: python bench/vllm_surface.py --out bench/results/vllm_surface.json"
+AGAIN = "run: python -m bench.vllm_surface --out bench/results/vllm_surface.json"
 
 
 def last(target: str) -> str:
@@ -223,16 +223,6 @@ def test_every_layer_whose_next_norm_is_known_is_in_the_table() -> None:
 # --- the program that reads the wheels
 
 
-@pytest.fixture(scope="module")
-def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("vllm_surface", ROOT / "bench" / "vllm_surface.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 FILES = {
     "__init__.py": 'MODULE_ATTRS = {"Lazy": ".deep.base:Base"}\n',
     "deep/__init__.py": "from .base import *\n",
@@ -245,38 +235,36 @@ FILES = {
 
 
 @pytest.fixture
-def source(program: ModuleType, tmp_path: Path) -> Any:
+def source(tmp_path: Path) -> Any:
     for name, text in FILES.items():
         file = tmp_path / "vllm" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    return program.Source(tmp_path)
+    return vllm_surface.Source(tmp_path)
 
 
 @pytest.mark.parametrize("target", ["vllm.user:Child.run", "vllm.deep:Base.run", "vllm:Lazy.run"])
-def test_a_method_is_found_through_bases_and_imports(program: ModuleType, source: Any, target: str) -> None:
-    assert program.signature(source, source.look_up(target)) == "self, n, *rest, key=..., **more"
+def test_a_method_is_found_through_bases_and_imports(source: Any, target: str) -> None:
+    assert vllm_surface.signature(source, source.look_up(target)) == "self, n, *rest, key=..., **more"
 
 
-def test_attributes_are_those_of_the_class_and_its_bases(program: ModuleType, source: Any) -> None:
+def test_attributes_are_those_of_the_class_and_its_bases(source: Any) -> None:
     assert {"x", "y", "z", "run", "go"} <= source.attributes("vllm.user:Child")
-    assert program.signature(source, source.look_up("vllm.user:Child")) == "self, a, *, b=..."
+    assert vllm_surface.signature(source, source.look_up("vllm.user:Child")) == "self, a, *, b=..."
     assert source.look_up("vllm.user:Missing") is None
     assert source.attributes("vllm.gone:Child") is None
 
 
-def test_call_sites_are_those_on_the_named_receivers(
-    program: ModuleType, source: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(program, "WRAPPED", (Wrapped("vllm.user:Child.run", "", ()),))
+def test_call_sites_are_those_on_the_named_receivers(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_surface, "WRAPPED", (Wrapped("vllm.user:Child.run", "", ()),))
     assert source.calls("run", ("child", "self"), "vllm.user") == [
         "vllm/user.py: child.run(_, *, **)", "vllm/user.py: self.run(_, key=)",
     ]  # fmt: skip
     assert source.calls("run", ("self",), "vllm.deep.base") == []
 
 
-def test_versions_that_agree_are_written_once(program: ModuleType) -> None:
-    found = program.together(
+def test_versions_that_agree_are_written_once() -> None:
+    found = vllm_surface.together(
         {"1": {"a": {"signature": "x"}}, "2": {"a": {"signature": "x"}}, "3": {"a": {"signature": ""}}}
     )
     assert found == {"a": [{"versions": ["1", "2"], "signature": "x"}, {"versions": ["3"], "signature": ""}]}

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steerscope.engines.vllm.layer_proof import prove_layers
-from steerscope.engines.vllm.layers import Layers, attach, find_layers
-from steerscope.engines.vllm.step import CELL, ENTRIES, GROUP
-from steerscope.engines.vllm.tap import Shared, Tap, TappedNorm
+from steerscope.engines.vllm.worker.layer_proof import prove_layers
+from steerscope.engines.vllm.worker.model_layout import Layers, attach, find_layers
+from steerscope.engines.vllm.worker.step_index import CELL, ENTRIES, GROUP
+from steerscope.engines.vllm.worker.tap import Shared, Tap, TappedNorm
 
 TOKENS, HIDDEN, LAYERS = 3, 16, 3
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from steerscope.bench.versions import holds, merged
+from bench.versions import holds, merged
 
 GOOD = {
     "requests": 48,

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from engines.conftest import HAS_VLLM, saved, start_vllm
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import EndEvent, Generation, TokenPrompt
-from steerscope.engines.vllm.pool import HostPool
+from steerscope.engines.results import EndEvent, Generation, TokenPrompt
+from steerscope.engines.sync import SyncEngine
+from steerscope.engines.vllm.worker.pool import HostPool
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.errors import EngineClosed, RequestFailed
-from waiting import HUNG_S
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 LONG, SHORT = Sampling(max_tokens=150, ignore_eos=True), Sampling(max_tokens=6, ignore_eos=True)
@@ -111,13 +111,13 @@ def test_a_fault_in_a_step_spares_a_request_that_waits_for_a_slot(
 
 def test_steps_that_fail_leave_no_cells_taken(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a prompt have cells before the first layer runs."""
-    from steerscope.engines.vllm import worker
+    from steerscope.engines.vllm.worker import worker
 
     def broken(*_: object) -> None:
         raise MemoryError("no room for a layer")
 
     (taps,) = (one for one in worker.HERE if one.runner.vllm_config is engine.aio._llm.vllm_config)  # type: ignore[attr-defined]
-    monkeypatch.setattr("steerscope.engines.vllm.tap._leave_rows", broken)
+    monkeypatch.setattr("steerscope.engines.vllm.worker.tap._leave_rows", broken)
     with pytest.raises(RequestFailed, match="no room for a layer"):
         engine.generate(PROMPT, SHORT, capture=Capture())
     monkeypatch.undo()
@@ -130,7 +130,7 @@ def test_steps_that_fail_leave_no_cells_taken(engine: SyncEngine, monkeypatch: p
 def test_a_fault_behind_the_forward_is_survived(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's runner refuses a step while the forward of another one waits to be sampled."""
     wanted = engine.generate(PROMPT, SHORT).token_ids
-    monkeypatch.setattr("steerscope.engines.vllm.worker.over", lambda _: True)
+    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.over", lambda _: True)
     with pytest.raises(RequestFailed, match="no tap ran in a step"):
         engine.generate(PROMPT, SHORT)
     monkeypatch.undo()

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
 from engines.conftest import HAS_VLLM, saved, start_vllm
 from engines.test_watching import LAYER, PACK, PUSH, fires_on, monitor_of, scores_of
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import Generation, TokenPrompt
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.results import Generation, TokenPrompt
+from steerscope.engines.sync import SyncEngine
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling
 from steerscope.specs.errors import RequestFailed
 from steerscope.specs.watch import Rule, Watch, flag, steer, stop, when
+from support import tiny
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 LONG = [int(i) for i in np.random.default_rng(5).integers(20, 300, 75)]
@@ -128,8 +128,8 @@ class TestOneEngine:
         assert not reads_cached(plan(Watch(pack="p", tokens="positions=[5]")))
 
     def test_a_reading_that_never_comes_ends_its_request_and_no_other(self, engine: SyncEngine, monkeypatch):
-        from steerscope.engines.vllm import running
-        from steerscope.engines.vllm.delivery import Delivery
+        from steerscope.engines.vllm.client import running
+        from steerscope.engines.vllm.worker.delivery import Delivery
 
         monkeypatch.setattr(running, "_PATIENCE", 0.2)
         with monkeypatch.context() as lost:

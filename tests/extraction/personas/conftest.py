@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-import tiny
-from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.personas.definitions import DEFAULT, Persona
 from steerscope.extraction.personas.rollouts import RolloutSettings
 from steerscope.extraction.personas.run import PersonaRun
+from support import tiny
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import torch
 from sklearn.decomposition import PCA
 
 from steerscope import Capture, Sampling, SteeringVector
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.personas.axis import (
     cap_layers,
     contrast_axis,

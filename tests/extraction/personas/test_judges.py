@@ -8,7 +8,6 @@ import time
 import pytest
 
 from extraction.personas.conftest import role
-from fake_endpoint import endpoint, says
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.personas.judges import (
     REFUSAL,
@@ -22,6 +21,7 @@ from steerscope.extraction.personas.judges import (
     prompt_for,
 )
 from steerscope.specs.errors import InvalidRequest, SteerscopeError
+from support.fake_endpoint import endpoint, says
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 

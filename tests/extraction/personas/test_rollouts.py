@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
 from engines.conftest import with_eos
 from extraction.personas.conftest import role
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import Generation
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.results import Generation
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.personas.folder import Ledger, Shards
 from steerscope.extraction.personas.rollouts import (
@@ -22,6 +21,7 @@ from steerscope.extraction.personas.rollouts import (
     text_of,
 )
 from steerscope.specs.errors import RequestFailed
+from support import tiny
 
 SETTINGS = RolloutSettings(max_tokens=7, temperature=0.9, seed=11)
 FOX = rollouts(role("fox", "A fox.", "A dog."), ["How was it?", "And then?"], "tiny")

@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
 from extraction.personas.conftest import a_run, role
 from extraction.personas.test_judges import endpoint, says
 from steerscope import Sampling, Steering, load_vector
-from steerscope.engines.facade import SyncEngine
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.personas.build import build, gather
 from steerscope.extraction.personas.definitions import Keywords, Persona
 from steerscope.extraction.personas.judges import EndpointJudge, Judged, JudgingFailed, KeywordJudge, Score
@@ -28,7 +27,8 @@ from steerscope.extraction.personas.rollouts import RolloutSettings
 from steerscope.extraction.personas.run import Folder, PersonaRun, generate
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem, RequestFailed
 from steerscope.vectors.legacy import load_capping, load_persona, read_pt
-from waiting import HUNG_S
+from support import tiny
+from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
 
@@ -415,7 +415,7 @@ _SCRIPT = """
 import os, random, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-import tiny
+from support import tiny
 from extraction.personas.conftest import a_run
 from extraction.personas.test_run import ANSWERS, Dice
 from steerscope.engines.hf import HFEngine

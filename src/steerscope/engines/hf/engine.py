@@ -19,9 +19,12 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 
 from steerscope.capture.budget import ByteBudget
-from steerscope.engines.generation import Job
+from steerscope.core.slot_table import SlotTable
+from steerscope.engines.detokenizer import Decoder
+from steerscope.engines.engine_thread import ThreadedEngine
 from steerscope.engines.hf.blocks import find_blocks
 from steerscope.engines.hf.kv import BatchCache
+from steerscope.engines.hf.lenses import MonitorStore, read
 from steerscope.engines.hf.passes import Books, Passes, deliver
 from steerscope.engines.hf.prefill import PrefillQueue, prefill_inputs
 from steerscope.engines.hf.sampler import choose, log_probabilities
@@ -29,15 +32,12 @@ from steerscope.engines.hf.selftest import can_continue, self_test
 from steerscope.engines.hf.sequence import Row, Slice
 from steerscope.engines.hf.settings import check_options, context_of, eos_ids, no_bars
 from steerscope.engines.hf.taps import Pass, Taps
-from steerscope.engines.hf.watching import MonitorStore, read
 from steerscope.engines.outbox import together
 from steerscope.engines.packs import Packs
 from steerscope.engines.plan import Facts, Plan
-from steerscope.engines.text import Decoder
-from steerscope.engines.threaded import ThreadedEngine
+from steerscope.engines.results import Job
 from steerscope.lenses.monitor import Monitor
 from steerscope.models import check_adapter
-from steerscope.residual.table import SlotTable
 from steerscope.specs.errors import (
     CapacityExceeded,
     ModelNotFound,

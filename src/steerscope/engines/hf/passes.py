@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from steerscope.core.slot_table import Key, SlotTable
+from steerscope.engines.hf.lenses import Look, looks_of
 from steerscope.engines.hf.sequence import Row, Slice
 from steerscope.engines.hf.taps import Gather, Pass
-from steerscope.engines.hf.watching import Look, looks_of
-from steerscope.residual.table import Key, SlotTable
 from steerscope.specs.errors import RequestFailed
 
 Entry = tuple[int, int, int]  # vector slot, coefficient slot, gate

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from steerscope.engines.generation import TokenLogprobs
+from steerscope.engines.results import TokenLogprobs
 from steerscope.specs.sampling import Sampling
 
 _SHORT_LIST = 1024  # the nucleus is looked for here first: sorting a whole vocabulary is slow

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from steerscope.core.slot_table import Key, Lease, PlacedOp, SlotTable, pack
 from steerscope.engines.hf.blocks import (
     PROBE_TOKENS,
     Blocks,
@@ -31,7 +32,6 @@ from steerscope.engines.hf.blocks import (
 from steerscope.engines.hf.kv import BatchCache
 from steerscope.engines.hf.settings import context_of
 from steerscope.engines.hf.taps import Gather, Pass, Taps
-from steerscope.residual.table import Key, Lease, PlacedOp, SlotTable, pack
 from steerscope.specs.errors import SteerscopeError, UnsupportedModel
 from steerscope.specs.steering import Site
 from steerscope.specs.tokens import EVERYWHERE

@@ -8,14 +8,14 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from steerscope.capture.handle import CaptureHandle
-from steerscope.engines.generation import Job
+from steerscope.core.reductions import Reducer
+from steerscope.core.rows import RowBuffer
+from steerscope.core.slot_table import Key, Lease, SlotTable
+from steerscope.engines.detokenizer import Decoder
 from steerscope.engines.hf.sampler import Chooser
+from steerscope.engines.results import Job
 from steerscope.engines.sequence import RunningText, captured
-from steerscope.engines.text import Decoder
 from steerscope.lenses.monitor import Seat
-from steerscope.residual.reduce import Reducer
-from steerscope.residual.rows import RowBuffer
-from steerscope.residual.table import Key, Lease, SlotTable
 from steerscope.specs.errors import RequestFailed
 
 if TYPE_CHECKING:

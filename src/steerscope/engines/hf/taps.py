@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from steerscope.core.equation import Operands, apply, look_up, settle
+from steerscope.core.slot_table import Key, SlotTable
 from steerscope.engines.hf.blocks import Blocks, block_input, first, with_first, with_input
-from steerscope.residual.equation import Operands, apply, look_up, settle
-from steerscope.residual.table import Key, SlotTable
 
 OutputHook = Callable[[nn.Module, tuple, Tensor | tuple], Tensor | tuple | None]
 

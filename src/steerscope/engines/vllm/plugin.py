@@ -47,14 +47,14 @@ def _create_engine_config(inner: Callable, self: Any, *args: Any, **kwargs: Any)
 
     settings = asked_for(config)
     if settings is not None:
-        from steerscope.engines.vllm import front
+        from steerscope.engines.vllm.client import stock_frontend
         from steerscope.engines.vllm.guards import check_config, check_version
 
         check_version()
         check_config(config)
         # Every process must read the same, and the compile cache must see it, wherever it was said.
         config.additional_config = {**config.additional_config, **settings.sized(config).additional_config()}
-        front.install()
+        stock_frontend.install()
     return config
 
 
@@ -96,8 +96,8 @@ def _load_model(inner: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
     settings = asked_for(self.vllm_config)
     if settings is not None:
-        from steerscope.engines.vllm.worker import WorkerTaps
-        from steerscope.engines.vllm.worker_packs import PACK_RPC
+        from steerscope.engines.vllm.worker.packs import PACK_RPC
+        from steerscope.engines.vllm.worker.worker import WorkerTaps
 
         taps = WorkerTaps(self, settings)
         for owner, names in ((taps, RPC), (taps.watching.packs, PACK_RPC)):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, field_validator
 
 from steerscope import __version__
-from steerscope.engines.placing import tap_of
-from steerscope.residual.table import Key
+from steerscope.core.slot_table import Key
+from steerscope.engines.columns import tap_of
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Sites
 from steerscope.specs.errors import InvalidRequest, Problem, not_json

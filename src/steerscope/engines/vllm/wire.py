@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from steerscope.core.slot_table import Column, Key
 from steerscope.engines.plan import Plan
 from steerscope.engines.vllm.settings import NAME
 from steerscope.lenses.compile import Compiled, CompiledRule, Term
 from steerscope.lenses.monitor import WatchPlan
-from steerscope.residual.table import Column, Key
 from steerscope.specs.steering import Coefficients
 from steerscope.specs.tokens import END, EVERYWHERE, Positions
 

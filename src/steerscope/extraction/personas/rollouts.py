@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from steerscope.engines.facade import SyncEngine
-from steerscope.engines.generation import Generation
+from steerscope.engines.results import Generation
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.personas.folder import Ledger, Record, Shards, digest
 from steerscope.specs.base import Spec

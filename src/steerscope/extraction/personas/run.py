@@ -16,7 +16,7 @@ from typing import Literal, Self
 
 from pydantic import Field
 
-from steerscope.engines.facade import SyncEngine
+from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.personas.folder import Ledger, Shards, digest, write_json
 from steerscope.extraction.personas.judges import Judge, Judged, JudgingFailed, NoScore

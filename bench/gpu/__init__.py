@@ -1,0 +1,1 @@
+"""Programs for a machine with a GPU and vLLM."""

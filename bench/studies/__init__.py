@@ -1,0 +1,1 @@
+"""The claims of the docs on real models."""

@@ -1,0 +1,1 @@
+"""Results as tables and plots of the docs."""

@@ -1,0 +1,401 @@
+"""The Engine: async first, one protocol for both engines.
+
+This class does everything that does not depend on what runs the model: prompts and chats to tokens, specs to plans,
+room for captures, n choices, and stable return types. An engine below it runs plans.
+"""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Self, Unpack, overload
+
+from steerscope.capture.budget import ByteBudget
+from steerscope.capture.handle import CaptureHandle, fetch_all
+from steerscope.capture.rows import Rows
+from steerscope.engines.options import (
+    ChatOptions,
+    Each,
+    Many,
+    ManyChat,
+    One,
+    OneChat,
+    SteerLike,
+    Stream,
+    StreamChat,
+    for_request,
+    per_prompt,
+)
+from steerscope.engines.outbox import Box, Boxes, Pause, discard, sleep, waits_here
+from steerscope.engines.plan import Plan, Planner, Prompt, within
+from steerscope.engines.prompts import all_of, rendered, tokenized
+from steerscope.engines.results import (
+    Choice,
+    EndEvent,
+    Event,
+    Generation,
+    Job,
+    PromptLike,
+    TokenPrompt,
+    assembled,
+    singles,
+)
+from steerscope.engines.scopes import Scopes, as_steering
+from steerscope.specs.capture import Capture
+from steerscope.specs.chat import Chat
+from steerscope.specs.errors import EngineClosed, InvalidRequest, Problem, RequestFailed
+from steerscope.specs.sampling import Sampling
+from steerscope.specs.steering import Ablate, Add, Cap, Steering
+from steerscope.specs.watch import Watch
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from steerscope.engines.sync import SyncEngine
+
+
+class Engine(Scopes, ABC):
+    """Runs requests on one model. Methods are coroutines; `engine.sync` is the same without await."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    capture_ttl: float
+    dtype: "torch.dtype"  # of the activations
+    device: "torch.device"  # of the model; of one that is spread over several, the first
+
+    def __init__(self, budget: ByteBudget) -> None:
+        super().__init__()
+        self.budget = budget
+        self._jobs: dict[str, list[Job]] = {}
+        self._numbers = itertools.count()
+        self._noticed = threading.Event()  # a job was cancelled
+        self._boxes = Boxes()
+        self._sync: SyncEngine | None = None
+        self.closed = False
+
+    # --- what an engine does
+
+    @abstractmethod
+    def _submit(self, jobs: Sequence[Job]) -> None:
+        """Start jobs; each reports TokenEvents (if it streams), then its Choice or an exception. Never blocks."""
+
+    @abstractmethod
+    def _row_bytes(self, plan: Plan) -> int:
+        """Host bytes that the plan's capture can take at most."""
+
+    def _check_sampling(self, sampling: Sampling) -> list[Problem]:
+        """What this engine cannot honour is refused, not ignored."""
+        del sampling
+        return []
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Counters and sizes since the start."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """Release the model; running requests end as cancelled."""
+
+    # --- requests
+
+    @overload
+    async def generate(
+        self, prompt: PromptLike, sampling: Sampling | None = None, **options: Unpack[One]
+    ) -> Generation: ...
+    @overload
+    async def generate(
+        self,
+        prompt: list[str] | list[TokenPrompt] | list[Prompt],
+        sampling: Each[Sampling] = None,
+        **options: Unpack[Many],
+    ) -> list[Generation]: ...
+    async def generate(
+        self,
+        prompt: PromptLike | list[str] | list[TokenPrompt] | list[Prompt],
+        sampling: Each[Sampling] = None,
+        **options: Unpack[Many],
+    ) -> Generation | list[Generation]:
+        """One prompt → Generation; a list → list[Generation], with one spec for all or a list of specs, one each.
+
+        Options: `steer`, `capture`, `watch`.
+        """
+        many = isinstance(prompt, list)
+        prompts = all_of(self.tokenize, prompt) if many else [self.tokenize(prompt)]
+        done = await self._generate(prompts, many, sampling, **options)
+        return done if many else done[0]
+
+    @overload
+    async def chat(
+        self, messages: Chat, sampling: Sampling | None = None, **options: Unpack[OneChat]
+    ) -> Generation: ...
+    @overload
+    async def chat(
+        self, messages: Sequence[Chat], sampling: Each[Sampling] = None, **options: Unpack[ManyChat]
+    ) -> list[Generation]: ...
+    async def chat(
+        self, messages: Chat | Sequence[Chat], sampling: Each[Sampling] = None, **options: Unpack[ManyChat]
+    ) -> Generation | list[Generation]:
+        """Answer a chat, or each of several.
+
+        Options: `steer`, `capture`, `watch`, `continue_final_message`, `template_options`.
+        """
+        many = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
+        render = functools.partial(self._render, options=options)
+        prompts = all_of(render, messages) if many else [render(messages)]  # type: ignore[arg-type]
+        done = await self._generate(prompts, many, sampling, **for_request(options))
+        return done if many else done[0]
+
+    def stream(
+        self, prompt: PromptLike, sampling: Sampling | None = None, **options: Unpack[Stream]
+    ) -> AsyncGenerator[Event]:
+        """Tokens as they are sampled, then one EndEvent. Leaving the loop early cancels the request.
+
+        Options: `steer`, `capture`, `watch`, `request_id`.
+        """
+        return self._stream(*self._plan_stream(self.tokenize(prompt), sampling, **options))
+
+    def batches(
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        pause: Pause | None = None,
+        **options: Unpack[Stream],
+    ) -> AsyncGenerator[list[Event]]:
+        """`stream`, with all events that have come since the last time in one list; `pause` says how many seconds lie
+        between two of them at least, unless the end has come."""
+        (plan,) = self._plan_stream(self.tokenize(prompt), sampling, **options)
+        return self._batches(plan, pause)
+
+    def stream_chat(
+        self, messages: Chat, sampling: Sampling | None = None, **options: Unpack[StreamChat]
+    ) -> AsyncGenerator[Event]:
+        """`stream` for a chat; its options and those of `chat`."""
+        prompt = self._render(messages, options)
+        return self._stream(*self._plan_stream(prompt, sampling, **for_request(options)))
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request between two steps; it finishes with what it has. False if it is not running."""
+        jobs = self._jobs.get(request_id, [])
+        for job in jobs:
+            job.cancel()
+        return bool(jobs)
+
+    async def fetch_all(
+        self, handles: Sequence[CaptureHandle], copy: bool = False, room: "torch.Tensor | None" = None
+    ) -> list[Rows]:
+        """The rows of many captures in one round trip; `copy` and `room` as `SyncEngine.fetch_all` has them."""
+        work = functools.partial(fetch_all, handles, copy, room)
+        return work() if waits_here() else await asyncio.to_thread(work)
+
+    # --- life
+
+    @property
+    def sync(self) -> "SyncEngine":
+        """The same engine for code without await; works inside notebooks too."""
+        from steerscope.engines.sync import SyncEngine
+
+        if self._sync is None:
+            self._sync = SyncEngine(self)
+        return self._sync
+
+    async def close(self) -> None:
+        self.budget.closed = True
+        try:
+            if waits_here():
+                self._stop()
+            else:
+                await asyncio.to_thread(self._stop)
+        except RuntimeError:  # the interpreter is ending and starts no threads any more
+            self._stop()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # --- prompts
+
+    def tokenize(self, prompt: PromptLike) -> Prompt:
+        """What `generate` and `stream` make of a prompt, and take in its place. May be called from any thread."""
+        return tokenized(self.tokenizer, prompt)  # type: ignore[arg-type]
+
+    def render(self, chat: Chat, **options: Unpack[ChatOptions]) -> Prompt:
+        """What `chat` makes of messages; `generate` and `stream` take it. May be called from any thread."""
+        return self._render(chat, options)
+
+    # --- inside
+
+    def _render(self, chat: Chat, options: ChatOptions) -> Prompt:
+        return rendered(self.tokenizer, self.facts.name, chat, options, self.facts.context)  # type: ignore[arg-type]
+
+    def _plan(
+        self,
+        prompts: Sequence[Prompt],
+        many: bool,
+        sampling: Each[Sampling],
+        steer: Each[SteerLike],
+        capture: Each[Capture],
+        watch: Each[Watch],
+        request_id: str | None = None,
+    ) -> list[Plan]:
+        """Plans of all prompts, or one error with the problems of all of them."""
+        if self.closed:
+            raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
+        problems: list[Problem] = []
+        samplings = per_prompt(sampling, (Sampling,), len(prompts), many, "sampling", problems)
+        steers = per_prompt(steer, (Steering, Add, Cap, Ablate), len(prompts), many, "steer", problems)
+        captures = per_prompt(capture, (Capture,), len(prompts), many, "capture", problems)
+        watches = per_prompt(watch, (Watch,), len(prompts), many, "watch", problems)
+        if problems:
+            raise InvalidRequest(problems)
+        around, usual = self.surrounding(), Sampling()
+        plans: list[Plan] = []
+        planned: dict[tuple[int, ...], Plan] = {}  # by the specs themselves: requests of one call ask alike
+        judged = within([prompt.token_ids for prompt in prompts], self.facts.vocab)  # else they are one by one
+        for i, prompt in enumerate(prompts):
+            name = request_id or next(n for i in self._numbers if (n := f"r{i}") not in self._jobs)
+            planner, asked = Planner(self.facts, self._vectors, self._packs, judged), samplings[i] or usual
+            specs = id(asked), id(steers[i]), id(captures[i]), id(watches[i]), len(prompt.token_ids)
+            known = planned.get(specs) if prompt.messages is None else None
+            try:
+                if known is not None:
+                    plans.append(planner.alike(name, prompt, known))
+                    continue
+                planner.problems += self._check_sampling(asked)
+                spec = around.then(as_steering(steers[i]))
+                plans.append(planner.plan(name, prompt, asked, spec, captures[i], watches[i]))
+                if prompt.messages is None:
+                    planned[specs] = plans[-1]
+            except InvalidRequest as error:
+                problems += [p.under(f"prompts[{i}]") if many else p for p in error.problems]
+        if problems:
+            raise InvalidRequest(problems)
+        return plans
+
+    async def _start(self, plans: Sequence[Plan], stream: bool, pause: Pause | None = None) -> tuple[list[Job], Box]:
+        """Reserve room, fan n out into single sequences, and submit them together."""
+        inbox, tell = self._boxes.open(pause)
+        jobs: list[Job] = []
+        try:
+            for plan in plans:
+                mine = [Job(single, lambda _: None, stream, None, noticed=self._noticed) for single in singles(plan)]
+                if self._jobs.setdefault(plan.request_id, mine) is not mine:
+                    what = f"{plan.request_id!r} is already running"
+                    raise InvalidRequest([Problem("request_id", what, "choose another")])
+                for job in mine:
+                    job.report = functools.partial(tell, job)
+                jobs += mine
+            needs = [self._row_bytes(job.plan) for job in jobs]
+            pool = await self.budget.reserve(sum(needs), "this capture", sleep) if any(needs) else None
+            for job, need in zip(jobs, needs, strict=True):
+                job.held = pool.split(need) if pool and need else None
+            self._submit(jobs)
+        except BaseException:  # closed, refused, or the caller was cancelled while it waited
+            self._finish(jobs)
+            for job in jobs:
+                if job.held:
+                    job.held.release()
+            raise
+        return jobs, inbox
+
+    def _finish(self, jobs: Sequence[Job], inbox: Box | None = None, ended: bool = False) -> None:
+        """Whatever happened: unfinished jobs (none, if they have `ended`) are cancelled, rows nobody took are given
+        back, and the names are free."""
+        for job in jobs:
+            self._jobs.pop(job.plan.request_id, None)
+            if not ended:
+                job.abandoned = True
+                job.cancel()
+        for _, outcome in inbox.rest() if inbox is not None else ():
+            discard(outcome)
+
+    async def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        many: bool,
+        sampling: Each[Sampling],
+        steer: Each[SteerLike] = None,
+        capture: Each[Capture] = None,
+        watch: Each[Watch] = None,
+    ) -> list[Generation]:
+        plans = self._plan(prompts, many, sampling, steer, capture, watch)
+        if not plans:
+            return []
+        jobs, inbox = await self._start(plans, stream=False)
+        choices: dict[str, list[Choice]] = {plan.request_id: [] for plan in plans}
+        failure: RequestFailed | None = None
+        left = len(jobs)
+        try:
+            while left:
+                for job, outcome in await inbox.take():
+                    left -= 1
+                    if isinstance(outcome, Choice):
+                        choices[job.plan.request_id].append(outcome)
+                    elif isinstance(outcome, RequestFailed):
+                        failure = failure or outcome
+        except BaseException:  # the caller was cancelled: nobody will take what has come
+            for choice in itertools.chain.from_iterable(choices.values()):
+                discard(choice)
+            raise
+        finally:
+            self._finish(jobs, inbox, ended=not left)
+        done = [assembled(p, of) if len(of := choices[p.request_id]) == p.sampling.n else None for p in plans]
+        if failure is not None:
+            failure.completed = done
+            raise failure
+        return [generation for generation in done if generation is not None]
+
+    def _plan_stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None,
+        steer: SteerLike | None = None,
+        capture: Capture | None = None,
+        watch: Watch | None = None,
+        request_id: str | None = None,
+    ) -> list[Plan]:
+        """At the call, not at the first event: the surrounding steering is the caller's, and so are the mistakes."""
+        return self._plan([prompt], False, sampling, steer, capture, watch, request_id)
+
+    async def _stream(self, plan: Plan) -> AsyncGenerator[Event]:
+        left: list[Event] = []
+        async with contextlib.aclosing(self._batches(plan, None)) as batches:
+            try:
+                async for left in batches:
+                    while left:
+                        yield left.pop(0)
+            finally:  # who leaves before the end has come does not want its rows
+                for event in left:
+                    for choice in event.generation.choices if isinstance(event, EndEvent) else ():
+                        discard(choice)
+
+    async def _batches(self, plan: Plan, pause: Pause | None) -> AsyncGenerator[list[Event]]:
+        jobs, inbox = await self._start([plan], stream=True, pause=pause)
+        choices: list[Choice] = []
+        told = False
+        try:
+            while not told:
+                events: list[Event] = []
+                failure: RequestFailed | None = None
+                for _, outcome in await inbox.take():
+                    if isinstance(outcome, Choice):
+                        choices.append(outcome)
+                    elif isinstance(outcome, RequestFailed):
+                        failure = failure or outcome
+                    elif failure is None:
+                        events.append(outcome)
+                if failure is None and len(choices) == len(jobs):
+                    events.append(EndEvent(assembled(plan, choices)))
+                    told = True
+                if events:
+                    yield events
+                if failure is not None:
+                    raise failure
+        finally:
+            self._finish(jobs, inbox, ended=told)
+            for choice in () if told else choices:
+                discard(choice)

@@ -1,0 +1,369 @@
+"""vLLM's own front ends — `LLM`, `AsyncLLM`, the OpenAI server — for requests that carry a steerscope entry.
+
+Four methods of vLLM are wrapped in the process that takes requests. What a request asks in
+`extra_args["steerscope"]` (a dict, or JSON text as `vllm_xargs` brings it) is judged when its prompt is processed, so
+that a wrong one is an error of the caller; it is sent to the workers when it is queued; and when a text ends, its rows
+hang on vLLM's own output. The engine class of this package takes the same road with its own bookkeeping.
+"""
+
+import copy
+import functools
+import json
+import logging
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from steerscope.capture.budget import ByteBudget, Reservation
+from steerscope.capture.handle import CaptureHandle
+from steerscope.capture.reserved import ReservedFile
+from steerscope.capture.rows import Rows
+from steerscope.capture.transport import MET, Arena, Regions, shared_folder
+from steerscope.core.slot_table import Key
+from steerscope.engines.plan import Plan, Planner, Prompt
+from steerscope.engines.sequence import captured
+from steerscope.engines.vllm.client.capacity import Claim, Room
+from steerscope.engines.vllm.guards import facts_of, layer_count
+from steerscope.engines.vllm.plugin import wrap
+from steerscope.engines.vllm.settings import NAME, Settings, asked_for
+from steerscope.engines.vllm.wire import OVERFLOW, reads_cached, salt, spoil
+from steerscope.specs.base import Spec
+from steerscope.specs.capture import Capture
+from steerscope.specs.errors import CapacityExceeded, InvalidRequest, NameInUse, Problem, RequestFailed
+from steerscope.specs.sampling import Sampling
+from steerscope.specs.steering import Steering, VectorData
+
+log = logging.getLogger("steerscope")
+_ARRIVE_S = 60.0
+FRONTS: "weakref.WeakSet[Front]" = weakref.WeakSet()
+_TTL_S = 600.0
+
+
+class Asked(Spec):
+    """The entry of one request."""
+
+    steer: Steering = Steering()
+    capture: Capture | None = None
+    watch: Any = None  # known by its name, so that it can be refused by it
+    save_as: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")  # under settings.captures
+
+
+@dataclass
+class Saves:
+    """What the requests of one HTTP call save, for its answer."""
+
+    files: list[ReservedFile] = field(default_factory=list)
+    refused: NameInUse | None = None
+
+
+SAVES: ContextVar[Saves | None] = ContextVar("saves", default=None)
+
+
+class Front:
+    """What one front end keeps."""
+
+    def __init__(self, config: Any, settings: Settings) -> None:
+        self.settings, self.facts = settings, facts_of(config, settings)
+        self.vectors = named(settings.vectors)
+        self.budget = ByteBudget(settings.capture_budget, 0.0)
+        size = settings.capture_budget + (settings.capture_budget >> 3) + (4 << 20)
+        self.arena = Arena(shared_folder(size) / f"steerscope-{secrets.token_hex(8)}", size, create=True)
+        self._named = True  # its file has a name until every stage has mapped it
+        stage = stages_of(config, settings)
+        self.room = Room(self.facts, config.model_config.dtype, settings, stage, Regions(self.arena))
+        self.saver = ThreadPoolExecutor(1, "steerscope-save")
+        FRONTS.add(self)
+
+    def __del__(self) -> None:
+        if hasattr(self, "arena"):  # else there was no memory for it
+            self.arena.unlink()
+
+    def ticket(self, request: Any, given: object) -> "Ticket":
+        """A request that vLLM has accepted, judged. Raises InvalidRequest."""
+        text = isinstance(given, str | bytes)  # as it comes over HTTP
+        asked = Asked.from_json(given) if text else Asked.parse(given)  # type: ignore[arg-type]
+        ids, params = request.prompt_token_ids, request.sampling_params
+        if ids is None or getattr(request, "resumable", False):
+            what = "its tokens are not all known now"
+            raise InvalidRequest([Problem("prompt", what, "send one complete prompt of text or tokens")])
+        planner = Planner(self.facts, self.vectors)
+        planner.problems += self._check(asked, text)
+        most = self.facts.context - len(ids) if self.facts.context else params.max_tokens
+        sampling = Sampling(max_tokens=max(1, min(params.max_tokens, most)))
+        with ExitStack() as undo:
+            files, taken = self._reserve(asked, params.n, undo)
+            planner.problems += taken.problems if taken else ()
+            try:
+                plan = planner.plan(request.request_id, Prompt(list(ids)), sampling, asked.steer, asked.capture)
+            except InvalidRequest as error:
+                raise taken if taken and error.problems == taken.problems else error from None
+            ticket = Ticket(self, plan, files, params.n)
+            undo.pop_all()
+            return ticket
+
+    def _reserve(self, asked: Asked, n: int, undo: ExitStack) -> tuple[list[ReservedFile], InvalidRequest | None]:
+        """Return the files of a request's texts, reserved, or what stands against it."""
+        files: list[ReservedFile] = []
+        if not (asked.save_as and asked.capture and self.settings.captures):
+            return files, None
+        try:
+            for i in range(n):
+                name = asked.save_as if n == 1 else f"{asked.save_as}-{i}"
+                files.append(ReservedFile(Path(self.settings.captures) / f"{name}.safetensors"))
+                undo.callback(files[-1].release)
+        except InvalidRequest as error:
+            return [], error
+        return files, None
+
+    def _check(self, asked: Asked, text: bool) -> list[Problem]:
+        problems = []
+        if asked.watch is not None:
+            what = "vLLM's own front ends have no way to tell what lenses read"
+            problems.append(Problem("watch", what, "use steerscope's engine"))
+        if asked.capture and asked.capture.reduce:
+            what = "vLLM's own front ends do not tell the workers where a text really ended"
+            problems.append(Problem("capture.reduce", what, "reduce the rows yourself, or use steerscope's engine"))
+        if asked.save_as and not self.settings.captures:
+            what = "the server has no folder for captures"
+            problems.append(Problem("save_as", what, "start it with the setting captures"))
+        elif asked.save_as and asked.capture is None:
+            problems.append(Problem("save_as", "there is nothing to save", "add capture"))
+        elif text and asked.capture and not asked.save_as:
+            problems.append(Problem("save_as", "over HTTP the rows of a capture need a name", "add save_as"))
+        return problems
+
+    def met(self, claim: Claim) -> None:
+        """The file needs no name once everybody has mapped it; then nothing is left behind, whoever dies first."""
+        region = claim.region
+        if self._named and region is not None and all(region.counters[MET + stage] for stage in region.stages):
+            self.arena.unlink()
+            self._named = False
+
+
+class Ticket:
+    """One request of n texts, between its acceptance and its queueing."""
+
+    def __init__(self, front: Front, plan: Plan, files: list[ReservedFile], n: int) -> None:
+        self.plan = plan
+        self.texts: list[Text] = []
+        try:
+            for i in range(n if plan.columns or plan.capture else 0):
+                self.texts.append(Text(front, plan, files[i] if files else None))
+        except CapacityExceeded as error:
+            self.texts.clear()
+            raise InvalidRequest([Problem("", str(error), "send it again when others have ended")]) from None
+
+
+class Text:
+    """One text of a request, from its queueing to its end. Its slots and memory come back when nobody holds it."""
+
+    def __init__(self, front: Front, plan: Plan, file: ReservedFile | None) -> None:
+        self.front, self.plan, self.file = front, plan, file
+        self.held: Reservation | None = None
+        self.claim = Claim(self.front.room, self.plan)
+        if size := self.front.room.row_bytes(self.plan):
+            self.held = self.front.budget.take(size)
+            if self.held is None:
+                raise CapacityExceeded(f"captures hold the whole budget of {self.front.budget.total >> 20} MiB")
+        self.claim.take()
+
+    def entry(self, name: str) -> dict[str, Any]:
+        return self.claim.wire(name, arena=(str(self.front.arena.path), self.front.arena.size)).entry()
+
+    @property
+    def failure(self) -> str | None:
+        return None if self.claim.region is None else self.claim.region.failure
+
+    def end(self, token_ids: list[int]) -> CaptureHandle | None:
+        """vLLM has finished it."""
+        self.front.met(self.claim)
+        self.claim.release()
+        if self.plan.capture is None or self.held is None:
+            return None
+        history = [*self.plan.prompt.token_ids, *token_ids]
+        count = self.plan.capture.positions.count(len(history) - 1)
+        held, self.held = self.held, None
+        load = functools.partial(self._load, history, held)
+        handle = CaptureHandle(self.plan.request_id, count, load, self.front.budget, held, _TTL_S)
+        if self.file is not None:
+            self.file.write_in(self.front.saver, handle)
+            self.file = None  # the name is free when it is written
+        return handle
+
+    def drop_file(self) -> None:
+        """Free the name of a text that did not end as it should."""
+        if self.file is not None:
+            self.file.release()
+            self.file = None
+
+    def _load(self, history: list[int], held: Reservation) -> Rows:
+        """The last rows may be on their way: the engine brings them out with its next step, or its last."""
+        assert self.plan.capture is not None
+        count = self.plan.capture.positions.count(len(history) - 1)
+        deadline = time.monotonic() + _ARRIVE_S
+        while self.claim.arrived() < count and self.failure is None and time.monotonic() < deadline:
+            drain_here(str(self.front.arena.path))
+            if self.claim.left() and self.claim.arrived() < count:
+                break
+            time.sleep(0.001)
+        if (why := self.failure) is not None:
+            raise RequestFailed(f"{self.plan.request_id} failed: {why}")
+        columns, _, size = self.claim.hand_over(len(history) - 1)
+        held.shrink(size)
+        return captured(self.plan, len(history) - 1, columns, history, self.front.facts.name)
+
+    def __del__(self) -> None:
+        self.drop_file()
+        if self.held is not None:
+            self.held.release()
+        if hasattr(self, "claim"):
+            self.claim.withdraw()
+
+
+def named(folder: str | None) -> Mapping[str, VectorData]:
+    if folder is None:
+        return {}
+    from steerscope.vectors.folder import VectorFolder  # with all readers of files
+
+    return VectorFolder(folder)
+
+
+def drain_here(arena: str) -> None:
+    """Where the workers live in this process nobody runs them any more when the last text is out."""
+    from steerscope.engines.vllm.worker.worker import HERE
+
+    for taps in list(HERE):
+        taps.settle_idle(arena)
+
+
+def stages_of(config: Any, settings: Settings) -> dict[Key, int]:
+    """The pipeline stage of each tap, as vLLM divides the layers."""
+    from vllm.distributed.utils import get_pp_indices
+
+    size, count = config.parallel_config.pipeline_parallel_size, layer_count(config)
+    parts = [range(*get_pp_indices(count, rank, size)) for rank in range(size)]
+    return {key: next(s for s, part in enumerate(parts) if key[0] in part) for key in settings.keys(count)}
+
+
+# --- vLLM's methods
+
+_lock = threading.Lock()
+
+
+def front_of(processor: Any) -> Front | None:
+    """The front of vLLM's input processor, made with its first request that asks; None where the engine has no taps."""
+    with _lock:
+        if not hasattr(processor, "steerscope"):
+            settings = asked_for(processor.vllm_config)
+            processor.steerscope = None if settings is None else Front(processor.vllm_config, settings)
+        return processor.steerscope
+
+
+def entry_of(request: Any) -> Any:
+    return None if request.sampling_params is None else (request.sampling_params.extra_args or {}).get(NAME)
+
+
+def process_inputs(inner: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    request = inner(self, *args, **kwargs)
+    params, given = request.sampling_params, entry_of(request)
+    if given is None:
+        return request
+    front = front_of(self)
+    if front is None:
+        what = "this engine was started without taps"
+        raise refusal([Problem(NAME, what, "start it with STEERSCOPE=1 or additional_config")])
+    saves = SAVES.get()
+    try:
+        ticket = front.ticket(request, given)
+    except InvalidRequest as error:
+        kind = NameInUse if isinstance(error, NameInUse) else InvalidRequest
+        refused = refusal([problem.under(NAME) for problem in error.problems], kind)
+        if saves is not None and isinstance(refused, NameInUse):
+            saves.refused = refused
+        raise refused from None
+    if saves is not None:
+        saves.files += [text.file for text in ticket.texts if text.file is not None]
+    params.extra_args = {**params.extra_args, NAME: ticket}
+    if (own := salt(ticket.plan)) is not None:
+        request.cache_salt = own if request.cache_salt is None else json.dumps([request.cache_salt, own])
+    if not reads_cached(ticket.plan):
+        params.skip_reading_prefix_cache = True
+    return request
+
+
+def refusal(problems: list[Problem], kind: type[InvalidRequest] = InvalidRequest) -> InvalidRequest:
+    """An error that vLLM takes for the caller's: newer versions have a class for these, to older ones any ValueError
+    is one."""
+    from vllm import exceptions
+
+    known = getattr(exceptions, "VLLMClientError", None)
+    return kind(problems) if known is None else type("Refusal", (kind, known), {})(problems)
+
+
+def add_request(inner: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    params, ticket = request.sampling_params, entry_of(request)
+    if not isinstance(ticket, Ticket):
+        return inner(self, request, *args, **kwargs)
+    text = ticket.texts.pop(0) if ticket.texts else None
+    request.sampling_params = copy.copy(params)  # the texts of one request share it
+    extra = {name: value for name, value in params.extra_args.items() if name != NAME}
+    request.sampling_params.extra_args = extra if text is None else {**extra, **text.entry(request.request_id)}
+    result = inner(self, request, *args, **kwargs)
+    self.request_states[request.request_id].steerscope = text
+    return result
+
+
+def process_outputs(inner: Any, self: Any, outputs: list, *args: Any, **kwargs: Any) -> Any:
+    """A text that the workers gave up ends with an error, and ends in the engine too."""
+    if not any(front.arena.failures for front in FRONTS):
+        return inner(self, outputs, *args, **kwargs)
+    from vllm.v1.engine import FinishReason
+
+    stopped = []
+    for output in outputs:
+        text = getattr(self.request_states.get(output.request_id), "steerscope", None)
+        if text is not None and (why := text.failure) is not None:
+            log.error("%s failed: %s", text.plan.request_id, why)
+            if why == OVERFLOW:
+                spoil(text.plan)
+            stopped += [] if output.finished else [output.request_id]
+            output.finish_reason, output.stop_reason = FinishReason.ERROR, why
+    result = inner(self, outputs, *args, **kwargs)
+    result.reqs_to_abort.extend(stopped)
+    return result
+
+
+def new_completion_output(inner: Any, self: Any, token_ids: list, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
+    completion = inner(self, token_ids, finish_reason, *args, **kwargs)
+    text = getattr(self, "steerscope", None)
+    if text is None or finish_reason is None:
+        return completion
+    if finish_reason.name not in ("ABORT", "ERROR") and text.failure is None:
+        completion.steerscope = text.end(list(self.detokenizer.output_token_ids))
+    else:
+        text.drop_file()
+    return completion
+
+
+def install() -> None:
+    """Wrap vLLM's methods; for engines without taps they do what they did."""
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+    for owner, name, wrapper in (
+        (InputProcessor, "process_inputs", process_inputs),
+        (OutputProcessor, "add_request", add_request),
+        (OutputProcessor, "process_outputs", process_outputs),
+        (RequestState, "_new_completion_output", new_completion_output),
+    ):
+        wrap(owner, name, wrapper)

@@ -1,0 +1,1 @@
+"""Kernels and device memory of the taps on CUDA."""

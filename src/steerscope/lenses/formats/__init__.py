@@ -1,0 +1,1 @@
+"""Lens packs as others, and we, write them."""

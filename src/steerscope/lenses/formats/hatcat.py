@@ -1,0 +1,264 @@
+"""Lens packs of HatCat, in and out.
+
+What is read, and what is taken for granted:
+
+- `pack_info.json` or `pack.json`: the model (`model`, `model_name`, `model_id`, or those in `model_info`), the pack's
+  name and version. The layer of the model (`model_layer` or `layer_idx`) is rarely there: pass `layer`. HatCat counts
+  in transformers' `hidden_states`, where entry k is our layer k − 1 at resid_post; a number in the file is read so.
+- `layerN/Concept.pt`, `layerN/Concept_classifier.pt`, `layerN/classifiers/…`: one state dict each; N is the level of
+  the hierarchy. Keys `net.0`, `net.3`, `net.6` or, with a LayerNorm of its own, `net.0` (the norm), `net.1`, `net.4`,
+  `net.7`; old files have no `net.`. Both kinds may be mixed. The norm's scale and shift are folded into the weights.
+- Rows are normalised by a LayerNorm without parameters before any lens, always.
+- The hierarchy, from the pack or from `concept_pack`: `hierarchy.json` (`child_to_parent`, `parent_to_children`, keys
+  `Name:level`), then `hierarchy/layerN.json` or `layerN.json` (records with `sumo_term`, `parent_concepts`,
+  `category_children`, `definition`). A bare name means the nearest level above that has it. Parents that have no lens,
+  or are not above their child, are left out; how many is noted in `training`.
+- `calibration.json`: `self_mean` and `cross_mean` (and `confidence`, if there is one) under `Concept_LN`. A lens that
+  never fired on other concepts has no noise level: half of `self_mean` is taken, which makes its curve a straight
+  line. A lens without an entry, or with `self_mean` not above `cross_mean`, keeps its scores.
+- `layerN/results.json`: held-out measures by concept.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from steerscope.files import reading
+from steerscope.lenses.formats.hatcat_tree import Record, Tree, read_tree
+from steerscope.lenses.pack import Architecture, Concept, Pack, PackInfo
+from steerscope.specs.errors import BadFile, InvalidRequest, Problem
+from steerscope.specs.steering import Site
+from steerscope.vectors.legacy import read_pt
+
+IDENTITY = (0.5, 1.0, 1.0)  # low, high and confidence of a curve that changes nothing
+_MEASURES = ("auroc", "f1", "precision", "recall", "accuracy")
+
+
+class _Lens(NamedTuple):
+    weights: list[Tensor]
+    biases: list[Tensor]
+    normed: bool
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.weights[0].shape[1], *(weight.shape[0] for weight in self.weights))
+
+    @property
+    def narrow(self) -> bool:
+        return not self.normed and all(tensor.dtype == torch.bfloat16 for tensor in (*self.weights, *self.biases))
+
+
+def load_hatcat(
+    path: str | Path,
+    *,
+    layer: int | None = None,
+    model: str | None = None,
+    site: Site = "resid_post",
+    concept_pack: str | Path | None = None,
+) -> Pack:
+    """Read a directory of HatCat. Every file that cannot be read is named in one error."""
+    path = Path(path)
+    problems: list[Problem] = []
+    about = _about(path, problems)
+    model = model or _model(about)
+    if model is None:
+        problems.append(Problem("model", "pack_info.json does not say it", "pass model=…"))
+    layer = layer if layer is not None else _layer(about)
+    if layer is None:
+        what = "pack_info.json does not say which layer of the model the lenses read"
+        problems.append(Problem("layer", what, "pass layer=…; hidden_states[k] of transformers is layer k − 1 here"))
+    records, lenses = _read_lenses(path, problems)
+    if problems or layer is None or model is None:
+        raise BadFile(f"{path} is not a readable lens pack of HatCat: {InvalidRequest(problems)}")
+    with reading(path, "lens pack of HatCat"):
+        tree = read_tree(path, Path(concept_pack) if concept_pack else path, records)
+        tensors = _stack(lenses)
+        notes: dict[str, object] = {"source": "hatcat", "pack_info": about, **tree.notes}
+        calibration = _calibration(path, records)
+        if calibration is not None:
+            tensors |= calibration
+        info = PackInfo(
+            name=str(about.get("lens_pack_id") or about.get("pack_id") or path.absolute().name),
+            version=str(about.get("version") or about.get("pack_version") or "1"),
+            model=model,
+            hidden=tensors["w0"].shape[2],
+            layer=layer,
+            site=site,
+            normalisation="layernorm",
+            architecture=Architecture(widths=tuple(tensors[f"w{i}"].shape[1] for i in range(_depth(tensors) - 1))),
+            training=notes,
+            calibration={"method": "hatcat"} if calibration is not None else {},
+        )
+        return Pack(info, _concepts(path, records, tree), tensors)
+
+
+def _depth(tensors: Mapping[str, Tensor]) -> int:
+    return sum(name.startswith("w") for name in tensors)
+
+
+# --- pack_info.json
+
+
+def _about(path: Path, problems: list[Problem]) -> dict[str, object]:
+    for name in ("pack_info.json", "pack.json"):
+        if (path / name).is_file():
+            try:
+                return dict(json.loads((path / name).read_bytes()))
+            except (ValueError, TypeError, OSError, RecursionError):
+                problems.append(Problem(name, "is not a JSON object", "mend it"))
+                return {}
+    if not path.is_dir():
+        problems.append(Problem("", "it is no directory", "give the directory with pack_info.json"))
+    return {}
+
+
+def _model(about: Mapping[str, object]) -> str | None:
+    inner = about.get("model_info")
+    places = [about, inner if isinstance(inner, Mapping) else {}]
+    found = (place.get(key) for place in places for key in ("model", "model_id", "model_name"))
+    return next((name for name in found if isinstance(name, str) and name), None)
+
+
+def _layer(about: Mapping[str, object]) -> int | None:
+    found = (about.get(key) for key in ("model_layer", "layer_idx"))
+    entry = next((number for number in found if isinstance(number, int) and not isinstance(number, bool)), 0)
+    return entry - 1 if entry > 0 else None
+
+
+# --- the lenses
+
+
+def _read_lenses(path: Path, problems: list[Problem]) -> tuple[list[Record], list[_Lens]]:
+    records: list[Record] = []
+    lenses: list[_Lens] = []
+    folders = [folder for folder in path.glob("layer*") if folder.is_dir() and folder.name[5:].isdigit()]
+    for folder in sorted(folders, key=lambda folder: int(folder.name[5:])):
+        for file in sorted([*folder.glob("*.pt"), *folder.glob("classifiers/*.pt")]):
+            name = file.stem.removesuffix("_classifier")
+            where = str(file.relative_to(path))
+            if "@L" in name and name.rpartition("@L")[2].isdigit():
+                what = "reads a layer of its own, and a pack reads one"
+                problems.append(Problem(where, what, "keep the lenses of one layer, and drop the @L… from their names"))
+                continue
+            try:
+                lenses.append(_lens(read_pt(file)))
+                records.append(Record(name, int(folder.name[5:])))
+            except (BadFile, ValueError) as error:
+                problems.append(Problem(where, str(error).removeprefix(f"{file} "), "train or copy this lens again"))
+    if not records and not problems:
+        problems.append(Problem("layerN/Concept.pt", "there are none", "give the directory with pack_info.json"))
+    for record, count in Counter(records).items():
+        if count > 1:
+            what = f"there are {count} files of {record.name!r}"
+            problems.append(Problem(f"layer{record.level}", what, "keep one of them"))
+    if lenses:
+        usual = Counter(lens.sizes for lens in lenses).most_common(1)[0][0]
+        for record, lens in zip(records, lenses, strict=True):
+            if lens.sizes != usual:
+                what = f"has layers of sizes {list(lens.sizes)}, most lenses have {list(usual)}"
+                problems.append(Problem(f"layer{record.level}/{record.name}", what, "keep lenses of one kind"))
+    return records, lenses
+
+
+def _lens(state: object) -> _Lens:
+    """A state dict as linear layers; a LayerNorm before them is folded in."""
+    if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise ValueError("is not a state dict of tensors")
+    plain = {str(key).removeprefix("net."): tensor for key, tensor in state.items()}
+    places = sorted({int(key.partition(".")[0]) for key in plain if key.partition(".")[0].isdigit()})
+    if not places or {f"{i}.{part}" for i in places for part in ("weight", "bias")} != set(plain):
+        raise ValueError(f"has the keys {', '.join(map(str, state))}; expected pairs such as net.0.weight, net.0.bias")
+    pairs = [(plain[f"{i}.weight"], plain[f"{i}.bias"]) for i in places]
+    norm = pairs.pop(0) if pairs[0][0].dim() == 1 else None
+    for (weight, bias), i in zip(pairs, places[norm is not None :], strict=True):
+        if weight.dim() != 2 or bias.shape != weight.shape[:1]:
+            raise ValueError(f"has at {i} shapes {list(weight.shape)} and {list(bias.shape)}; expected a linear layer")
+        if not (torch.isfinite(weight).all() and torch.isfinite(bias).all()):
+            raise ValueError(f"holds NaN or infinity at {i}")
+    fits = all(a[0].shape[0] == b[0].shape[1] for a, b in zip(pairs, pairs[1:], strict=False))
+    if not pairs or not fits or pairs[-1][0].shape[0] != 1:
+        raise ValueError("is not a chain of linear layers that ends in one number")
+    weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
+    if norm is not None:
+        if norm[0].shape != weights[0].shape[1:] or norm[1].shape != norm[0].shape:
+            raise ValueError(f"has a norm of size {len(norm[0])} before a layer of {weights[0].shape[1]} inputs")
+        scale, shift = (part.double() for part in norm)
+        first = weights[0].double()
+        biases[0] = (biases[0].double() + first @ shift).float()
+        weights[0] = (first * scale).float()
+    return _Lens(weights, biases, norm is not None)
+
+
+def _stack(lenses: list[_Lens]) -> dict[str, Tensor]:
+    """Side by side; each lens is let go as soon as it is copied."""
+    dtype = torch.bfloat16 if all(lens.narrow for lens in lenses) else torch.float32
+    tensors: dict[str, Tensor] = {}
+    count = len(lenses)
+    for i, (weight, bias) in enumerate(zip(lenses[0].weights, lenses[0].biases, strict=True)):
+        tensors[f"w{i}"] = torch.empty(count, *weight.shape, dtype=dtype)
+        tensors[f"b{i}"] = torch.empty(count, *bias.shape, dtype=dtype)
+    normed = torch.tensor([lens.normed for lens in lenses])
+    for at in reversed(range(count)):
+        lens = lenses.pop()
+        for i, (weight, bias) in enumerate(zip(lens.weights, lens.biases, strict=True)):
+            tensors[f"w{i}"][at] = weight
+            tensors[f"b{i}"][at] = bias
+    return {**tensors, "normed": normed} if normed.any() else tensors
+
+
+# --- beside the lenses
+
+
+def _calibration(path: Path, records: list[Record]) -> dict[str, Tensor] | None:
+    file = path / "calibration.json"
+    if not file.is_file():
+        return None
+    with reading(file, "calibration"):
+        data = json.loads(file.read_bytes())
+        found = data.get("calibration", data)
+        curves = [_curve(found.get(f"{record.name}_L{record.level}")) for record in records]
+    columns = torch.tensor(curves, dtype=torch.float32).T
+    return {name: column.contiguous() for name, column in zip(("low", "high", "confidence"), columns, strict=True)}
+
+
+def _curve(entry: object) -> tuple[float, float, float]:
+    if not isinstance(entry, Mapping):
+        return IDENTITY
+    own, other = float(entry["self_mean"]), float(entry.get("cross_mean") or 0.0)
+    low = other if other > 0 else own / 2
+    return (low, own, float(entry.get("confidence", 1.0))) if own > low else IDENTITY
+
+
+def _concepts(path: Path, records: list[Record], tree: Tree) -> list[Concept]:
+    results = {level: _results(path / f"layer{level}" / "results.json") for level in {r.level for r in records}}
+    return [
+        Concept(
+            id=record.id,
+            name=record.name,
+            level=record.level,
+            definition=tree.definitions.get(record, ""),
+            parents=tuple(parent.id for parent in tree.parents.get(record, ())),
+            metrics=_metrics(results[record.level].get(record.name)),
+        )
+        for record in records
+    ]
+
+
+def _results(file: Path) -> Mapping[str, object]:
+    if not file.is_file():
+        return {}
+    with reading(file, "list of results"):
+        data = json.loads(file.read_bytes())
+    return data if isinstance(data, Mapping) else {}
+
+
+def _metrics(entry: object) -> dict[str, float]:
+    if not isinstance(entry, Mapping):
+        return {}
+    found = {name: entry.get(name, entry.get(f"test_{name}")) for name in _MEASURES}
+    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}

@@ -1,0 +1,1 @@
+"""Oracles, checkers and tiny models that tests and the programs in bench/ share."""
