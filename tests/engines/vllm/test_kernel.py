@@ -434,5 +434,5 @@ def test_a_state_that_the_kernel_cannot_read_is_refused() -> None:
 
     with pytest.raises(ValueError, match="made for 6"):
         _cuda_tap(torch.ones(7, 16), None, *given_tables, True, True)
-    with pytest.raises(ValueError, match="side by side"):
+    with pytest.raises(ValueError, match="not contiguous"):
         _cuda_tap(torch.ones(16, 4).T, None, *given_tables, True, True)

@@ -48,7 +48,7 @@ def prove_layers(layers: Layers, hidden: int, sites: Sequence[Site], run: Callab
     proof = _Proof(layers, hidden, sites)
     with torch.inference_mode(), proof.listening():
         run()
-    proof.close()
+    proof.close(run)
     if proof.refused:
         kind = type(next(iter(layers.found.values())).module).__name__
         raise UnsupportedModel(
@@ -118,8 +118,9 @@ class _Proof:
             for handle in handles:
                 handle.remove()
 
-    def close(self) -> None:
-        """Judge a last layer that nothing of its owner follows as the others of its class are."""
+    def close(self, run: Callable[[], object]) -> None:
+        """Judge a last layer that nothing of its owner follows as the others of its class are. Attention runs only
+        within a forward of the model, so another dummy batch is that forward."""
         last, self._pending = self._pending, None
         if last is not None:
             parts = self._parts.get(last.kind)
@@ -128,7 +129,15 @@ class _Proof:
                     f"{last.kind.__name__} cannot be tapped: no module behind layer {last.number} shows which "
                     "of the tensors that it returns is the residual stream"
                 )
-            self._judge(last, parts)
+            first = self._layers.found[min(self._layers.found)].module
+            handles = _settle_attention(last.call.module)
+            handles.append(first.register_forward_pre_hook(lambda *_: self._judge(last, parts)))
+            try:
+                with torch.inference_mode():
+                    run()
+            finally:
+                for handle in handles:
+                    handle.remove()
         for number, layer in self._layers.found.items():
             if number not in self.places:
                 raise UnsupportedModel(f"{type(layer.module).__name__} of layer {number} did not run in a dummy batch")

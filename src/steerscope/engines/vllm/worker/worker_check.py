@@ -44,7 +44,8 @@ def dry_run(runner: Any) -> None:
     for module in compiled:
         module.do_not_compile = True
     try:
-        runner._dummy_run(_DRY_TOKENS, **options)
+        with torch.compiler.set_stance("force_eager"):  # single operators, too
+            runner._dummy_run(_DRY_TOKENS, **options)
     finally:
         for module in compiled:
             module.do_not_compile = False
