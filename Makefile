@@ -1,6 +1,6 @@
 # Everything starts from a bare clone with python3 >= 3.11, pip and make.
 #   make demo   the main job: read and steer a real model on the CPU, report in demo-report/index.html
-#   make test   the whole proof on tiny and real models
+#   make test   the proof on tiny and real models; make test-all adds what takes long
 PYTHON ?= python3
 # Options of steerscope serve for make serve, e.g. --port 9000.
 SERVE_OPTIONS ?=
@@ -25,7 +25,7 @@ BENCH_ROUNDS := 2
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup setup-vllm setup-vllm-oldest demo test test-vllm test-vllm-oldest test-fast check acceptance bench \
+.PHONY: help setup setup-vllm setup-vllm-oldest demo test test-all test-vllm test-vllm-oldest test-fast check acceptance bench \
   bench-peers bench-store serve docs audit wheel clean
 .DEFAULT_GOAL := help
 
@@ -85,15 +85,20 @@ vllm_pip = $(1)/bin/python -m pip install --disable-pip-version-check --progress
 demo: setup ## extract a vector from a real model, steer with it, write demo-report/index.html
 	@$(BIN)/steerscope demo --out demo-report
 
-test: setup ## all tests, on transformers and on vLLM
-	@$(BIN)/pytest -n 2
+MARKS := not long
+
+test: setup ## the tests, on transformers and on vLLM, without those that take half a minute or more each
+	@$(BIN)/pytest -n 2 -m "$(MARKS)"
 	@$(MAKE) --no-print-directory test-vllm
+
+test-all: ## every test
+	@$(MAKE) --no-print-directory test MARKS=
 
 # Of our own code around vLLM, without any of vLLM's: make test has run these already.
 WITHOUT_VLLM := $(foreach name,delivery graphs step surface tap versions,--ignore=tests/engines/vllm/test_$(name).py)
 
 test-vllm: setup-vllm ## the engines' and the server's tests on vLLM's CPU build
-	@$(VLLM)/bin/pytest -n 2 $(WITHOUT_VLLM) tests/engines tests/corpus tests/serving/test_openai.py \
+	@$(VLLM)/bin/pytest -n 2 -m "$(MARKS)" $(WITHOUT_VLLM) tests/engines tests/corpus tests/serving/test_openai.py \
 	  tests/serving/test_steerscope.py tests/serving/test_vllm_killed.py tests/serving/test_vllm_routes.py \
 	  tests/lenses/test_fused.py -k "vllm or test_fused"
 

@@ -327,6 +327,8 @@ def test_the_config_spells_the_rope_both_ways_and_the_model_turns_by_it(real: Pa
     assert model.model.rotary_emb.inv_freq[1].item() == pytest.approx(100_000 ** (-2 / 64), rel=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.smollm
 def test_the_weights_are_those_of_the_reader_inside_transformers(model: Any) -> None:
     import torch

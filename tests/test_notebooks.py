@@ -30,6 +30,7 @@ def test_every_notebook_is_run_here_short_and_was_executed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(QUICK))
 def test_a_notebook_runs_on_a_tiny_model(name: str, tmp_path: Path) -> None:
     tiny.model().save_pretrained(tmp_path / "model")

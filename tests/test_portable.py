@@ -99,6 +99,7 @@ with ss.load(f"{folder}/model") as model:
     assert (rows > tokens, tokens) == (True, 4)
 
 
+@pytest.mark.long
 def test_a_corpus_is_captured_by_workers(tmp_path: Path) -> None:
     tiny.model().save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")

@@ -22,6 +22,7 @@ pytest.importorskip("ray")
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_it_equals_the_local_run_row_for_row_though_a_worker_is_killed(
     tmp_path: Path, model: str, corpus: Path
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_shard_that_was_committed_before_its_actor_died_is_not_read_again(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_shard_that_always_kills_its_actor_ends_the_run(
     tmp_path: Path, model: str, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -337,7 +337,7 @@ def test_a_lock_is_held_as_long_as_a_worker_lives(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_at_twenty_random_moments_it_ends_with_the_same_checksum(
     tmp_path: Path, model: str, corpus: Path
 ) -> None:

@@ -95,6 +95,7 @@ def _random_labels(seed: int) -> Examples:
     return Examples(EXAMPLES.texts, tuple((order % 2 == 0).tolist()))
 
 
+@pytest.mark.long
 @pytest.mark.smollm
 def test_a_shipped_set_gives_the_layer_and_scale_of_the_docs() -> None:
     data = load_contrast_set("happy_sad")

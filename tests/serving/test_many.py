@@ -131,7 +131,7 @@ def at_rest(server: Live, alone: list[Generation]) -> bool:
     return server.idle(HUNG_S) and server.engine.budget.used == held and not len(server.serving.captures)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.smollm
 def test_every_client_gets_what_it_gets_alone(server: Live, alone: list[Generation]) -> None:
     async def run() -> None:
@@ -148,7 +148,7 @@ def test_every_client_gets_what_it_gets_alone(server: Live, alone: list[Generati
     assert at_rest(server, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.smollm
 def test_half_are_killed_and_the_rest_are_untouched(server: Live, alone: list[Generation]) -> None:
     before = server.engine.stats()

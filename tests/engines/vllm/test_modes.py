@@ -91,6 +91,7 @@ def layers_of(worker: Verdict) -> set[int]:
     return {layer for layer, _ in worker["taps"]}
 
 
+@pytest.mark.long
 def test_inductor_and_again_with_a_damaged_cache(mode: Mode, tmp_path: Path) -> None:
     """Every file that compiling left is cut and has wrong bytes in its middle: the second start must notice."""
     verdict = mode("--compile")
@@ -107,6 +108,7 @@ def test_inductor_and_again_with_a_damaged_cache(mode: Mode, tmp_path: Path) -> 
     assert mode("--compile")["compiled"]["graphs"] > 0
 
 
+@pytest.mark.long
 def test_two_engines_beside_each_other(mode: Mode) -> None:
     """Data parallel by several engines, each with a core process of its own: both serve the same requests under the
     same names at once, and one goes on when the other is closed. Nothing is handed to the cores but their command: the

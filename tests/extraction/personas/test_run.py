@@ -440,7 +440,7 @@ for target in [*sorted(rng.sample(range(1, ANSWERS - 3), 6)), None]:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kill_9_loses_and_repeats_nothing(whole: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _SCRIPT, str(tmp_path), str(Path(__file__).parent.parent.parent)]
     done = subprocess.run(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=HUNG_S)
