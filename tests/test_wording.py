@@ -218,11 +218,11 @@ def _probes(path: Path) -> Pack:
 
 
 def _corpus(path: Path) -> None:
-    """Documents that cannot be read are told one by one."""
+    """`preview` reports each document that it cannot read."""
     scan(path, 2)
     errors = [one.entry.error for one in preview(path, 3) if one.entry.error]
     if errors:
-        raise InvalidRequest([Problem(str(path), error, "see what is told") for error in errors])
+        raise InvalidRequest([Problem(str(path), error, "correct the document") for error in errors])
 
 
 def _up(read: Callable[[Path], object], levels: int = 1) -> Callable[[Path], object]:

@@ -1,4 +1,4 @@
-"""Names of captures: one request has one at a time, and what became of its file is told."""
+"""Names of captures: one request holds a name at a time, and `saved` reports its file or the failure."""
 
 import errno
 import multiprocessing
@@ -43,7 +43,7 @@ def contend(folder: Path, seed: int, barrier: Any, won: Any) -> None:
         barrier.wait(HUNG_S)
         found = [file for files in threads.map(lambda i: reserve_all(folder, seed + i), range(3)) for file in files]
         won.put([file.name for file in found])
-        barrier.wait(HUNG_S)  # nobody lets go before all have tried
+        barrier.wait(HUNG_S)  # no process releases before all have tried
         for file in found:
             file.write_in(threads, make())
     barrier.wait(HUNG_S)
@@ -84,7 +84,7 @@ def test_a_killed_process_frees_its_names(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_lock_that_its_holder_removed_meanwhile_excludes_nobody(
+def test_a_lock_that_its_holder_removed_meanwhile_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = ReservedFile(tmp_path / "monday.safetensors")

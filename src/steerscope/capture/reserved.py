@@ -44,7 +44,7 @@ class ReservedFile:
             os.close(handle)
 
     def _locked(self, handle: int) -> bool:
-        """Lock it. False: its holder has removed it meanwhile, so it excludes nobody."""
+        """Lock the file. Return False if its holder has removed it meanwhile: a lock on it excludes no process."""
         try:
             lock(handle, wait=False)
         except BlockingIOError:
@@ -89,7 +89,7 @@ class ReservedFile:
     def release(self, why: str = "its text did not end as it should") -> None:
         """Free the name; unless the rows were saved, `why` says what kept them from it."""
         if self._handle is not None:
-            self._lock_path.unlink(missing_ok=True)  # while it is locked: it is nobody else's yet
+            self._lock_path.unlink(missing_ok=True)  # while it is locked, so no other process has it
             os.close(self._handle)
             self._handle = None
         if not self.saved.done():  # a new error: one that was raised would keep the rows through its frames

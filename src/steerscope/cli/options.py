@@ -91,7 +91,7 @@ def judge_settings(texts: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _number(text: str) -> int | float | str:
-    """The text itself where it is no number."""
+    """Return the number that a text is, else the text."""
     for read in (int, float):
         with suppress(ValueError):
             return read(text)

@@ -76,7 +76,7 @@ def load(model: str | Path, **options: Unpack[LoadOptions]) -> SyncEngine:
     - `engine`: `"hf"` (transformers, the default) or `"vllm"`
     - `device`, `dtype`: default a GPU where there is one; float32 on a CPU, else as stored
     - `max_batch`: sequences that decode together, each choice of a request one; more wait their turn. Default 64 with
-      transformers, vLLM's own with vLLM. Memory for keys and values grows with it, and with the longest running text
+      transformers, vLLM's own with vLLM. Memory is taken by the sequences that run, each padded to the longest
     - `prefill_chunk`: with transformers, tokens of prompts that are computed between two steps of running streams
     - `max_columns`: ops that one token may have at one site
     - `capture_budget`: bytes of rows that may wait to be fetched

@@ -93,7 +93,7 @@ class _Answer:
 
 async def _about(file: ReservedFile) -> dict[str, object]:
     try:
-        if not file.writing:  # then nobody will: its text ended with an error
+        if not file.writing:  # no thread will write it: its text ended with an error
             file.release()
         await asyncio.wrap_future(file.saved)
     except SaveFailed as error:

@@ -159,7 +159,7 @@ _OTHERS = {
 }
 _UNKNOWN = ("cannot be {input}", "correct the value")
 _WIDE = 1e9
-_MOST_TOLD = 1000
+_MOST_LISTED = 1000
 
 
 def _field(location: tuple[int | str, ...]) -> str:
@@ -182,11 +182,11 @@ def _problems(detail: ErrorDetails) -> list[Problem]:
     if isinstance(inner, ValueError):
         what, semicolon, remedy = str(inner).rpartition("; ")  # "what; remedy", where what may quote a "; "
         return [Problem(field, what, remedy) if semicolon else Problem(field, remedy, "correct the value")]
-    return [Problem(field, *_told(detail))]
+    return [Problem(field, *_what_and_remedy(detail))]
 
 
-def _told(detail: ErrorDetails) -> tuple[str, str]:
-    """What is wrong and the remedy."""
+def _what_and_remedy(detail: ErrorDetails) -> tuple[str, str]:
+    """Return what is wrong, and the remedy."""
     kind, shown = detail["type"], repr(detail["input"])
     context = {name: _plain(value) for name, value in detail.get("ctx", {}).items()}
     context["input"] = shown if len(shown) <= 60 else shown[:57] + "…"
@@ -198,12 +198,12 @@ def _told(detail: ErrorDetails) -> tuple[str, str]:
 
 
 def _plain(limit: object) -> object:
-    """A limit of 1.0 is 1."""
+    """Return 1 for a limit of 1.0."""
     return int(limit) if isinstance(limit, float) and limit.is_integer() and abs(limit) < _WIDE else limit
 
 
 def not_json(error: object) -> str:
-    """Say where a text stops being JSON, from what a parser says of it."""
+    """Return where a text stops being JSON, from a parser's message."""
     place = re.search(r"line (\d+) column (\d+)", str(error))
     return f"is not JSON from line {place[1]}, column {place[2]} on" if place else "is not JSON"
 
@@ -211,13 +211,13 @@ def not_json(error: object) -> str:
 def problems_of(error: ValidationError) -> list[Problem]:
     """Translate pydantic's errors; an `InvalidRequest` raised by a nested spec is unfolded in place. Too many are only
     counted: a list of a million wrong items must not cost a million messages."""
-    if error.error_count() > _MOST_TOLD:
+    if error.error_count() > _MOST_LISTED:
         return [Problem("", f"there are {error.error_count()} problems, too many to list", "correct the whole shape")]
     return problems_in(error.errors())
 
 
 def problems_in(details: Sequence[Any]) -> list[Problem]:
-    """The same of pydantic's list. A list whose items are wrong is not told to be too short as well."""
+    """Return the problems of pydantic's list. A list that is too short is left out where its items are wrong."""
     wrong = {detail["loc"][:-1] for detail in details}
-    told = [one for one in details if not (one["type"] == "too_short" and one["loc"] in wrong)]
-    return [problem for detail in told for problem in _problems(detail)]
+    kept = [one for one in details if not (one["type"] == "too_short" and one["loc"] in wrong)]
+    return [problem for detail in kept for problem in _problems(detail)]

@@ -48,7 +48,7 @@ class Settings(Spec):
     pool_bytes: int | None = Field(default=None, ge=0)
     # For vLLM's own front ends:
     vectors: str | None = None  # a folder; its files are the named vectors
-    max_vectors: int = Field(default=1000, ge=0)  # uploads are refused when so many are in that folder
+    max_vectors: int = Field(default=1000, ge=0)  # files in that folder above which uploads are refused
     captures: str | None = None  # a folder for rows that are asked for over HTTP
     capture_budget: int = Field(default=1 << 30, ge=1 << 20)  # bytes of rows that may wait to be fetched
 
