@@ -25,7 +25,7 @@ from bench.machine import commit, machine
 from steerscope.capture.index import DocumentEntry
 from steerscope.capture.shards import StoreInfo
 from steerscope.capture.store import ActivationStore, create, finish
-from steerscope.capture.writing import Piece, write_shards
+from steerscope.capture.writing import DocumentRows, write_shards
 from steerscope.core.rows import Labels
 
 ROWS, HIDDEN = 1_000_000, 2048
@@ -48,11 +48,11 @@ def write_store(folder: Path, rows: torch.Tensor) -> None:
     create(folder, info)
     position, none = np.arange(DOCUMENT), np.zeros(DOCUMENT, bool)
 
-    def documents(shard: int) -> Iterator[list[Piece]]:
+    def documents(shard: int) -> Iterator[list[DocumentRows]]:
         for i, part in enumerate(rows.split(DOCUMENT)):
             number = shard * SHARD // DOCUMENT + i
             labels = Labels("", position, (position * 7919 + i) % 50_000, none, np.full(DOCUMENT, -1))
-            yield [Piece(DocumentEntry(number, "synthetic.jsonl", number + 1, tokens=DOCUMENT), part, labels)]
+            yield [DocumentRows(DocumentEntry(number, "synthetic.jsonl", number + 1, tokens=DOCUMENT), part, labels)]
 
     for _ in write_shards(folder, info, ((shard, documents(shard)) for shard in range(info.shards))):
         pass

@@ -12,9 +12,9 @@ from steerscope.capture.index import DocumentEntry
 from steerscope.capture.rows import Rows, load_rows
 from steerscope.capture.shards import StoreInfo
 from steerscope.capture.store import ActivationStore, create, finish
-from steerscope.capture.writing import Piece, write_shards
+from steerscope.capture.writing import DocumentRows, write_shards
 from steerscope.client.answers import Gathered, answer_of
-from steerscope.client.calls import DONE, events_of
+from steerscope.client.events import DONE, events_of
 from steerscope.client.jobs import job_event
 from steerscope.core.rows import make_labels
 from steerscope.lenses import Pack
@@ -89,8 +89,7 @@ def _stream(given: bytes) -> None:
     """As the clients do it, with what they take a stream for."""
     gathered = Gathered()
     for event in events_of(given.decode(errors="replace").split("\n")):
-        if event.data != DONE:
-            gathered.read(event.data)
+        gathered.read(event)
     gathered.answer()
 
 
@@ -144,7 +143,7 @@ def _store(folder: Path) -> None:
     info = StoreInfo(model="m", hidden=16, keys=((2, "resid_post"),), shards=1)
     create(folder, info)
     labels = make_labels("d0", np.arange(6), [9] * 6, 6, None, False)
-    piece = Piece(DocumentEntry(0, "c.jsonl", 1, "d0", 6), torch.randn(6, 1, 16), labels)
+    piece = DocumentRows(DocumentEntry(0, "c.jsonl", 1, "d0", 6), torch.randn(6, 1, 16), labels)
     list(write_shards(folder, info, [(0, iter([[piece]]))]))
     finish(folder, info)
 

@@ -11,7 +11,7 @@ with ss.load("smollm2-135m") as model:
     print(plain.rows[12].shape, plain.text, steered.text)
 ```
 
-Names are imported when they are first used, so that `import steerscope` itself is quick.
+Names are imported on first use, which keeps `import steerscope` quick.
 """
 
 import importlib
@@ -37,44 +37,25 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_WHERE = {
-    "Ablate": "specs.steering",
-    "ActivationStore": "capture.store",
-    "Add": "specs.steering",
-    "AsyncClient": "client",
-    "Cap": "specs.steering",
-    "Capture": "specs.capture",
-    "Client": "client",
-    "EndEvent": "engines.results",
-    "Firing": "lenses.readings",
-    "Generation": "engines.results",
-    "InvalidRequest": "specs.errors",
-    "Message": "specs.chat",
-    "Pack": "lenses.pack",
-    "Reading": "lenses.readings",
-    "Rows": "capture.rows",
-    "Rule": "specs.watch",
-    "RuleEvent": "engines.results",
-    "Sampling": "specs.sampling",
-    "Steering": "specs.steering",
-    "SteeringVector": "vectors.vector",
-    "SteerscopeError": "specs.errors",
-    "TokenEvent": "engines.results",
-    "TokenPrompt": "engines.results",
-    "Watch": "specs.watch",
-    "all_of": "specs.watch",
-    "any_of": "specs.watch",
-    "flag": "specs.watch",
-    "load": "engines.load",
-    "load_engine": "engines.load",
-    "load_rows": "capture.rows",
-    "load_vector": "vectors.files:load",
-    "not_": "specs.watch",
-    "save_vector": "vectors.files:save",
-    "steer": "specs.watch",
-    "stop": "specs.watch",
-    "when": "specs.watch",
+_MODULES = {
+    "capture.rows": "Rows load_rows",
+    "capture.store": "ActivationStore",
+    "client": "AsyncClient Client",
+    "engines.load": "load load_engine",
+    "engines.results": "EndEvent Generation RuleEvent TokenEvent TokenPrompt",
+    "lenses.pack": "Pack",
+    "lenses.readings": "Firing Reading",
+    "specs.capture": "Capture",
+    "specs.chat": "Message",
+    "specs.errors": "InvalidRequest SteerscopeError",
+    "specs.sampling": "Sampling",
+    "specs.steering": "Ablate Add Cap Steering",
+    "specs.watch": "Rule Watch all_of any_of flag not_ steer stop when",
+    "vectors.files": "load_vector save_vector",
+    "vectors.vector": "SteeringVector",
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+_RENAMED = {"load_vector": "load", "save_vector": "save"}  # in their module
 
 __all__ = [
     "Ablate",
@@ -117,9 +98,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _WHERE:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'steerscope' has no attribute {name!r}")
-    module, _, original = _WHERE[name].partition(":")
-    value = getattr(importlib.import_module(f"steerscope.{module}"), original or name)
-    globals()[name] = value
+    module = importlib.import_module(f"steerscope.{_MODULE_OF[name]}")
+    value = globals()[name] = getattr(module, _RENAMED.get(name, name))
     return value

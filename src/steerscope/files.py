@@ -1,8 +1,7 @@
-"""Files without surprises, for every room that reads or writes them.
+"""Atomic writes and guarded reads, for all rooms.
 
-`atomic_path` gives a temporary file beside the target and moves it into place only when everything was written, so a
-full disk or a crash leaves the old file (or none) and never half a one. `reading` turns whatever a foreign reader
-raises into one `BadFile` that names the file.
+`atomic_path` yields a temporary file beside the target and renames it only when everything was written, so a full disk
+or a crash leaves the old file or none, never a partial one. `reading` converts all errors of a reader to a `BadFile`.
 """
 
 import errno
@@ -21,9 +20,9 @@ from steerscope.specs.errors import BadFile, SteerscopeError, not_json
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Write to the yielded path; it becomes `path` when the block ends well and vanishes when it does not.
+    """Yield a temporary path that is renamed to `path` when the block ends, and removed when it fails.
 
-    Any OSError on the way becomes a BadFile. A symlink is written through; an existing file keeps its permissions.
+    Every OSError becomes a BadFile. A symlink is written through; an existing file keeps its permissions.
     """
     target = check_folder(path)
     temporary = target.with_name(f".steerscope-{secrets.token_hex(8)}{target.suffix}")
@@ -43,7 +42,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 
 def check_folder(path: str | Path) -> Path:
-    """Return where a file at this path would be written; its folder must exist."""
+    """Return the real path of a file to write; its folder must exist."""
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise BadFile(f"cannot write {path}: the folder {target.parent} does not exist; create it first")
@@ -51,13 +50,13 @@ def check_folder(path: str | Path) -> Path:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file is on the disk: some file systems report only then that the disk is full."""
+    """Wait until a file is on the disk; some file systems report a full disk only then."""
     with path.open("r+b" if os.name == "nt" else "rb") as file:  # Windows flushes only what is open for writing
         os.fsync(file.fileno())
 
 
 def lock(handle: int, *, wait: bool) -> None:
-    """Keep other processes out until the file is closed; without `wait` a file that is locked is a BlockingIOError."""
+    """Lock a file until it is closed; without `wait`, raise BlockingIOError when it is locked already."""
     try:
         import fcntl
     except ModuleNotFoundError:
@@ -67,7 +66,7 @@ def lock(handle: int, *, wait: bool) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one thread of one process at a time into the block. The file at the path is made, and stays."""
+    """Run the block in one thread of one process at a time. The file at the path is created and stays."""
     with path.open("ab") as file:
         lock(file.fileno(), wait=True)
         yield
@@ -79,7 +78,7 @@ def _lock_on_windows(handle: int, wait: bool) -> None:
     while True:
         try:
             return msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-        except OSError as error:  # it does not say why
+        except OSError as error:  # without a reason
             if not wait:
                 raise BlockingIOError(*error.args) from error
             time.sleep(0.1)
@@ -87,7 +86,7 @@ def _lock_on_windows(handle: int, wait: bool) -> None:
 
 @contextmanager
 def reading(path: str | Path, what: str) -> Iterator[None]:
-    """Everything that goes wrong inside becomes `BadFile: {path} is not a readable {what}: …`."""
+    """Convert every error of the block to `BadFile: {path} is not a readable {what}: …`."""
     try:
         yield
     except BadFile:
@@ -97,7 +96,7 @@ def reading(path: str | Path, what: str) -> Iterator[None]:
 
 
 def why_unreadable(error: Exception) -> str:
-    """Return the reason and the remedy in our words: what a library says is about its own insides."""
+    """Return the reason and the remedy; messages of libraries are about their internals."""
     match error:
         case SteerscopeError():
             return str(error)
@@ -109,7 +108,7 @@ def why_unreadable(error: Exception) -> str:
             return "it is nested too deep; make it flatter"
         case FileNotFoundError():
             return "it does not exist; check the path"
-        case OSError(strerror=str() as reason) if error.errno != errno.EINVAL:  # that is a place behind a file's end
+        case OSError(strerror=str() as reason) if error.errno != errno.EINVAL:  # EINVAL: beyond its end
             return f"{reason}; check the path and its permissions"
         case KeyError(args=(str() as name,)) if re.fullmatch(r"[\w.:-]+", name):
             return f"it has no {name!r}; add it"

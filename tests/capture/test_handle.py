@@ -204,7 +204,7 @@ async def test_rows_nobody_fetched_in_time_expire_for_those_who_wait_and_say_so(
     handle = CaptureHandle("r1", LENGTH, Loader(), budget, await budget.reserve(90, "a"), ttl_s=0.05)
     reservation = await asyncio.wait_for(budget.reserve(90, "b"), HUNG_S)
     assert budget.used == 90
-    with pytest.raises(CaptureClosed, match=r"gone: nobody fetched them for 0\.05 s \(capture_ttl\)"):
+    with pytest.raises(CaptureClosed, match=r"gone: they were not fetched for 0\.05 s \(capture_ttl\)"):
         handle.fetch()
     reservation.release()
 

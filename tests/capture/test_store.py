@@ -21,7 +21,7 @@ from capture import stores
 from steerscope.capture import writing
 from steerscope.capture.shards import StoreInfo, writing_shard
 from steerscope.capture.store import ActivationStore, committed, create, finish
-from steerscope.capture.writing import Piece, write_shards
+from steerscope.capture.writing import DocumentRows, write_shards
 from steerscope.specs.errors import BadFile, InvalidRequest
 from support.waiting import HUNG_S
 
@@ -60,7 +60,7 @@ def test_rows_of_a_token_are_found_through_the_index(store: ActivationStore) -> 
 
 def test_bad_documents_are_told_with_file_and_line_and_have_no_rows(store: ActivationStore) -> None:
     assert store.bad().to_pylist() == [{"file": "c.jsonl", "line": 6, "id": None, "error": "not JSON: no"}]
-    with pytest.raises(InvalidRequest, match=r"5 has no rows: not JSON: no; mend c\.jsonl:6"):
+    with pytest.raises(InvalidRequest, match=r"5 has no rows: not JSON: no; correct c\.jsonl:6"):
         store.document(5)
     with pytest.raises(InvalidRequest, match="99 is not in the store"):
         store.document(99)
@@ -141,7 +141,7 @@ def test_reductions_carry_how_many_tokens_they_stand_for(tmp_path: Path) -> None
     assert whole.rows is not None
     assert whole.labels is not None
     last = whole.labels.take([len(whole.labels) - 1])  # type: ignore[arg-type]
-    list(write_shards(tmp_path, info, [(0, iter([[Piece(whole.entry, whole.rows[:1], last, 13)]]))]))
+    list(write_shards(tmp_path, info, [(0, iter([[DocumentRows(whole.entry, whole.rows[:1], last, 13)]]))]))
     assert ActivationStore(tmp_path).index().to_pylist()[0]["n"] == 13
 
 
@@ -191,7 +191,7 @@ def test_a_shard_that_is_killed_anywhere_exists_whole_or_not_at_all(tmp_path: Pa
 def test_a_shard_whose_rows_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     create(tmp_path, stores.info())
 
-    def broken() -> Iterator[list[Piece]]:
+    def broken() -> Iterator[list[DocumentRows]]:
         yield [stores.piece(4)]
         raise RuntimeError("no more")
 
@@ -253,7 +253,7 @@ def test_a_disk_that_is_full_stops_the_writing_and_leaves_what_was_whole(tmp_pat
     info = stores.info()
     create(tmp_path, info)
 
-    def large() -> Iterator[list[Piece]]:
+    def large() -> Iterator[list[DocumentRows]]:
         whole = stores.piece(4)
         assert whole.rows is not None
         yield from ([whole._replace(rows=whole.rows.clone())] for _ in range(1000))

@@ -38,7 +38,7 @@ def test_run_resume_and_show(cli: Cli, model: str, data: Path, tmp_path: Path, r
     assert "rows/s" in done.stderr
 
     assert refused(*command) == [
-        f"out: {tmp_path / 'store'} already holds a capture; add --resume to go on with it, or choose another folder"
+        f"out: {tmp_path / 'store'} already holds a capture; add --resume to continue it, or choose another folder"
     ]
     again = cli(*command, "--resume")
     assert again.exit_code == 0, again.output

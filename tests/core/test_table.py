@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steerscope.core.equation import NOTHING
-from steerscope.core.slot_table import Column, Key, Lease, PlacedOp, Slots, SlotTable, pack
+from steerscope.core.slot_table import Column, Key, Lease, PlacedOp, SlotPool, SlotTable, pack
 from steerscope.specs.errors import CapacityExceeded
 from steerscope.specs.steering import Coefficients
 from steerscope.specs.tokens import EVERYWHERE, Positions
@@ -77,7 +77,7 @@ def test_ops_with_other_tokens_or_gates_go_into_other_columns():
 
 
 class Model:
-    """What Slots promises, in the plainest form: users per key, idle keys oldest first."""
+    """What SlotPool promises, in the plainest form: users per key, idle keys oldest first."""
 
     def __init__(self, capacity: int) -> None:
         self.room, self.users, self.idle = capacity - 1, {}, OrderedDict()
@@ -103,7 +103,7 @@ class Model:
 @PROPERTY
 @given(capacity=st.integers(1, 5), steps=st.lists(st.tuples(st.booleans(), st.sampled_from("abcdefg")), max_size=40))
 def test_slots_follow_their_plain_model_step_by_step(capacity: int, steps):
-    slots, model = Slots(capacity, "vector"), Model(capacity)
+    slots, model = SlotPool(capacity, "vector"), Model(capacity)
     held: list[str] = []
     numbers: dict[str, int] = {}
     for take, key in steps:
@@ -131,7 +131,7 @@ def test_slots_follow_their_plain_model_step_by_step(capacity: int, steps):
 
 
 def test_the_longest_unused_slot_goes_first_and_using_it_again_makes_it_the_last():
-    slots = Slots(4, "vector")
+    slots = SlotPool(4, "vector")
     number = {key: slots.acquire(key)[0] for key in "abc"}
     for key in "bac":
         slots.release(key)
@@ -143,7 +143,7 @@ def test_the_longest_unused_slot_goes_first_and_using_it_again_makes_it_the_last
 
 
 def test_a_slot_shared_by_two_is_kept_until_both_are_gone():
-    slots = Slots(2, "vector")
+    slots = SlotPool(2, "vector")
     slots.acquire("a")
     slots.acquire("a")
     slots.release("a")
@@ -154,7 +154,7 @@ def test_a_slot_shared_by_two_is_kept_until_both_are_gone():
 
 
 def test_full_slots_say_how_many_there_are_and_what_to_do():
-    slots = Slots(3, "vector")
+    slots = SlotPool(3, "vector")
     slots.acquire("a")
     slots.acquire("b")
     with pytest.raises(CapacityExceeded, match="all 2 vector slots are in use.*wait for some to finish.*more slots"):

@@ -13,7 +13,7 @@ import pytest
 from steerscope.capture.store import ActivationStore, committed, read_info
 from steerscope.corpus import cluster
 from steerscope.corpus.cluster import ShardActor, run_on_ray
-from steerscope.corpus.job import Job, begin
+from steerscope.corpus.job import CorpusJob, begin
 from steerscope.corpus.run import run_here
 from steerscope.specs import Capture
 from steerscope.specs.errors import RequestFailed
@@ -28,7 +28,7 @@ def test_it_equals_the_local_run_row_for_row_though_a_worker_is_killed(
 ) -> None:
     stores = tmp_path / "local", tmp_path / "ray"
     for folder in stores:
-        job = Job.parse({"model": model, "batch": 4, "shard_documents": 3})
+        job = CorpusJob.parse({"model": model, "batch": 4, "shard_documents": 3})
         begin(folder, [corpus], job, Capture(layers="1,3"), "bfloat16", False)
     assert run_here(stores[0]) is not None
     killed: list[int] = []
@@ -64,7 +64,14 @@ def test_it_equals_the_local_run_row_for_row_though_a_worker_is_killed(
 def test_a_shard_that_was_committed_before_its_actor_died_is_not_read_again(
     tmp_path: Path, model: str, corpus: Path
 ) -> None:
-    begin(tmp_path, [corpus], Job.parse({"model": model, "shard_documents": 30}), Capture(layers=1), "bfloat16", False)
+    begin(
+        tmp_path,
+        [corpus],
+        CorpusJob.parse({"model": model, "shard_documents": 30}),
+        Capture(layers=1),
+        "bfloat16",
+        False,
+    )
     run_here(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")}
     told = ShardActor(str(tmp_path))({"id": [1]})
@@ -77,7 +84,14 @@ def test_a_shard_that_was_committed_before_its_actor_died_is_not_read_again(
 def test_a_shard_that_always_kills_its_actor_ends_the_run(
     tmp_path: Path, model: str, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin(tmp_path, [corpus], Job.parse({"model": model, "shard_documents": 60}), Capture(layers=1), "bfloat16", False)
+    begin(
+        tmp_path,
+        [corpus],
+        CorpusJob.parse({"model": model, "shard_documents": 60}),
+        Capture(layers=1),
+        "bfloat16",
+        False,
+    )
 
     class Deadly(ShardActor):
         def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:

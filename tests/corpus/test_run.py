@@ -24,7 +24,7 @@ from safetensors.torch import save
 from corpus import conftest
 from steerscope.capture.store import ActivationStore, committed, read_info
 from steerscope.corpus import run
-from steerscope.corpus.job import Job, alone, begin, missing
+from steerscope.corpus.job import CorpusJob, alone, begin, missing
 from steerscope.corpus.reader import ShardReader, check_probe, open_engine, probe
 from steerscope.corpus.run import run_here, run_workers
 from steerscope.engines.hf import HFEngine
@@ -45,7 +45,7 @@ def start(
     begin(
         folder,
         [corpus],
-        Job.parse({"model": model, "batch": 4, "shard_documents": 7, **job}),
+        CorpusJob.parse({"model": model, "batch": 4, "shard_documents": 7, **job}),
         capture,
         "bfloat16",
         resume,

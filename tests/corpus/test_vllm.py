@@ -14,7 +14,7 @@ import pytest
 
 from steerscope.capture.store import ActivationStore
 from steerscope.corpus import reader
-from steerscope.corpus.job import Job, begin
+from steerscope.corpus.job import CorpusJob, begin
 from steerscope.corpus.run import run_here
 from steerscope.specs import Capture
 from support.waiting import HUNG_S
@@ -31,7 +31,9 @@ def test_vllm_gives_the_rows_that_transformers_gives(
     for engine in ("hf", "vllm"):
         if engine == "vllm":
             monkeypatch.setattr(reader, "load", eager)
-        job = Job.parse({"model": model, "engine": engine, "dtype": "float32", "batch": 16, "shard_documents": 25})
+        job = CorpusJob.parse(
+            {"model": model, "engine": engine, "dtype": "float32", "batch": 16, "shard_documents": 25}
+        )
         begin(tmp_path / engine, [corpus], job, Capture(layers="1,3"), "bfloat16", False)
         assert run_here(tmp_path / engine) is not None
     one, other = ActivationStore(tmp_path / "hf"), ActivationStore(tmp_path / "vllm")

@@ -16,6 +16,7 @@ from serving.live import Live, live, tiny_engine
 from steerscope import SteeringVector, load_vector
 from steerscope.client import Answer, AsyncClient, Client, Piece, ServerError
 from steerscope.client.answers import Gathered
+from steerscope.client.events import ServerEvent
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.sync import SyncEngine
 from steerscope.specs import Ablate, Add, Capture, InvalidRequest, Sampling, Steering, Watch
@@ -328,5 +329,5 @@ def test_chat_with_a_server_takes_files_and_refuses_what_is_the_servers(
 def test_a_chunk_whose_choices_have_no_number_or_no_text_is_one_clear_error(choice: dict[str, object]) -> None:
     stream = Gathered()
     with pytest.raises(ServerError, match="was not understood"):
-        stream.read(json.dumps({"id": "c", "model": "m", "choices": [choice]}))
+        stream.read(ServerEvent(json.dumps({"id": "c", "model": "m", "choices": [choice]})))
     assert stream.answer().choices == ()

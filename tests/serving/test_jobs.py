@@ -86,7 +86,7 @@ def test_two_listeners_hear_the_same(client: Client) -> None:
 
 def test_nobody_needs_to_listen(client: Client, server: Live) -> None:
     job = client.start_job(CHAT, Sampling(max_tokens=10, ignore_eos=True))
-    assert eventually(lambda: client._json("GET", f"/v1/jobs/{job.id}")["ended"])
+    assert eventually(lambda: client._send("GET", f"/v1/jobs/{job.id}")["ended"])
     assert server.idle()
     assert names(list(client.job_events(job))).count("token") == 10
 

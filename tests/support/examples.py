@@ -20,7 +20,7 @@ from steerscope.lenses import Architecture, Concept, Pack, PackInfo
 from steerscope.training.concepts import load_concepts
 from support import tiny
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = sorted({n for page in PAGES for n in re.findall(r"^::: (steerscope\.[\w.]+)", page.read_text("utf-8"), re.M)})
 COMMANDS: Any = typer.main.get_command(app)

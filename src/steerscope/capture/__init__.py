@@ -1,4 +1,4 @@
-"""Captured rows on their way to the user: handles, budgets, files."""
+"""Captured rows: handles, budgets and files."""
 
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.private import private_bytes

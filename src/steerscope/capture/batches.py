@@ -1,29 +1,38 @@
-"""Shuffled batches of a store, for training: every row once per pass, in an order that only the seed decides.
+"""Shuffled batches of a store, for training: every row once per pass, in an order that depends on the seed alone.
 
-Runs of neighbouring rows are visited in random order and mixed in a buffer, so that disks read runs and batches hold
-rows of many documents. Workers of a DataLoader and ranks of a training each get their own share of the runs.
+Runs of neighbouring rows are visited in random order and mixed in a buffer. So disks read runs, and batches hold rows
+of many documents. Each worker of a DataLoader and each rank of a training reads its own share of the runs.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from steerscope.capture.shards import Commit, StoreInfo
 from steerscope.specs.errors import InvalidRequest, Problem
-
-if TYPE_CHECKING:
-    from steerscope.capture.store import ActivationStore
 
 Part = Literal["all", "train", "test"]
 _RUN_BYTES = 4 << 20
 _BUFFER_BYTES = 256 << 20
 
 
+class _Store(Protocol):
+    """The members of an ActivationStore that are read here."""
+
+    info: StoreInfo
+    commits: list[Commit]
+
+    def __len__(self) -> int: ...
+    def shard(self, number: int) -> Tensor: ...
+    def row_documents(self, number: int) -> np.ndarray: ...
+
+
 def in_test(documents: np.ndarray, test: float) -> np.ndarray:
-    """Which documents are held out: by their number alone, so that it is the same in every store of a corpus."""
+    """Return which documents are held out. It depends on their numbers alone, so all stores of a corpus agree."""
     mixed = documents.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -31,16 +40,10 @@ def in_test(documents: np.ndarray, test: float) -> np.ndarray:
 
 
 class ShuffledRows(IterableDataset[Tensor]):
+    """Batches of shuffled rows; see `ActivationStore.batches` for the arguments."""
+
     def __init__(
-        self,
-        store: "ActivationStore",
-        size: int,
-        key: int | None,
-        part: Part,
-        test: float,
-        seed: int,
-        rank: int,
-        world: int,
+        self, store: _Store, size: int, key: int | None, part: Part, test: float, seed: int, rank: int, world: int
     ) -> None:
         problems = []
         if size < 1:
@@ -55,37 +58,44 @@ class ShuffledRows(IterableDataset[Tensor]):
             raise InvalidRequest(problems)
         self.store, self.size, self.key, self.part, self.test = store, size, key, part, test
         self.seed, self.rank, self.world = seed, rank, world
-        # All keys of a row lie together: the buffer counts what is kept of them, a run what is passed over.
-        bytes_kept = store.info.row_bytes // (1 if key is None else len(store.keys))
-        self.buffer = min(max(2 * size, _BUFFER_BYTES // bytes_kept), max(2 * size, len(store)))
+        # The keys of a row lie together on disk, so a run counts all of them, the buffer only those it keeps.
+        row_bytes = store.info.row_bytes // (1 if key is None else len(store.info.keys))
+        self.buffer = min(max(2 * size, _BUFFER_BYTES // row_bytes), max(2 * size, len(store)))
         self.run = max(1, _RUN_BYTES // store.info.row_bytes)
 
     def __iter__(self) -> Iterator[Tensor]:
         worker = get_worker_info()
-        me, all_of_us = (worker.id, worker.num_workers) if worker else (0, 1)
-        runs = [(c.shard, a) for c in self.store.commits for a in range(0, c.rows, self.run)]
-        order = np.random.default_rng((self.seed, 0)).permutation(len(runs))
-        mine = order[self.rank * all_of_us + me :: self.world * all_of_us]
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.rank * all_of_us + me)
-        shape = self.store.shard(runs[0][0]).shape[1:] if runs else (0,)
-        held = torch.empty(self.buffer, *(shape if self.key is None else shape[1:]), dtype=self.store.info.torch_dtype)
-        into = held.flatten(1).view(torch.uint8).numpy()  # numpy puts rows into places several times as fast as torch
+        n_workers = worker.num_workers if worker else 1
+        reader = self.rank * n_workers + (worker.id if worker else 0)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + reader)
+        held = torch.empty(self.buffer, *self._row_shape(), dtype=self.store.info.torch_dtype)
+        held_bytes = held.flatten(1).view(torch.uint8).numpy()  # numpy scatters rows several times as fast as torch
         free = torch.arange(self.buffer)
-        for i in mine:
-            rows = self._read(*runs[i])
+        for rows in self._runs(reader, self.world * n_workers):
             while len(rows):
-                now = min(len(rows), len(free))
-                into[free[:now].numpy()] = rows[:now].flatten(1).view(torch.uint8).numpy()
-                rows, free = rows[now:], free[now:]
-                if not len(free):  # half stays, to be mixed with what comes
+                count = min(len(rows), len(free))
+                held_bytes[free[:count].numpy()] = rows[:count].flatten(1).view(torch.uint8).numpy()
+                rows, free = rows[count:], free[count:]
+                if not len(free):  # one half stays, to be mixed with later rows
                     free = torch.randperm(self.buffer, generator=generator)[: self.buffer // 2 // self.size * self.size]
-                    yield from (held.index_select(0, some) for some in free.split(self.size))
+                    yield from (held.index_select(0, batch) for batch in free.split(self.size))
         full = torch.ones(self.buffer, dtype=torch.bool)
         full[free] = False
         rest = full.nonzero().squeeze(1)
         if len(rest):
             order = torch.randperm(len(rest), generator=generator)
-            yield from (held.index_select(0, rest[some]) for some in order.split(self.size))
+            yield from (held.index_select(0, rest[batch]) for batch in order.split(self.size))
+
+    def _row_shape(self) -> tuple[int, ...]:
+        hidden = self.store.info.hidden
+        return (len(self.store.info.keys), hidden) if self.key is None else (hidden,)
+
+    def _runs(self, reader: int, n_readers: int) -> Iterator[Tensor]:
+        """Yield the rows of one reader's runs."""
+        runs = [(commit.shard, a) for commit in self.store.commits for a in range(0, commit.rows, self.run)]
+        order = np.random.default_rng((self.seed, 0)).permutation(len(runs))
+        for i in order[reader::n_readers]:
+            yield self._read(*runs[i])
 
     def _read(self, shard: int, first: int) -> Tensor:
         rows = self.store.shard(shard)[first : first + self.run]

@@ -1,5 +1,5 @@
-"""A fixed number of bytes for captured rows. Room is reserved before a request is submitted; a request that finds none
-waits, and after a while is refused with who holds the room. Nothing is dropped to make room except expired handles."""
+"""A fixed number of bytes for captured rows. Bytes are reserved before a request is submitted. A request waits while
+too few are free, and is refused after a time limit. Only expired handles are dropped to free bytes."""
 
 import asyncio
 import threading
@@ -28,7 +28,7 @@ class Reservation:
         self._budget, self.size = budget, size
 
     def split(self, size: int) -> "Reservation":
-        """A part of this reservation that lives on its own."""
+        """Split off a part of this reservation."""
         with self._budget.lock:
             self.size -= size
         return Reservation(self._budget, size)
@@ -36,7 +36,7 @@ class Reservation:
     def shrink(self, size: int) -> None:
         if size >= self.size:
             return
-        with self._budget.lock:  # a handle may be closed and expire at the same moment
+        with self._budget.lock:  # a handle may be closed by a user and by expiry at the same time
             freed = max(0, self.size - size)
             self.size -= freed
             self._budget.give_back(freed)
@@ -49,11 +49,11 @@ class ByteBudget:
     def __init__(self, total: int, wait_s: float) -> None:
         self.total, self.wait_s = total, wait_s
         self.used = 0
-        self.lock = threading.RLock()  # finalisers may give back while this thread holds it
+        self.lock = threading.RLock()  # a finaliser may release while this thread holds the lock
         self.closed = False
-        self.reserved = 0  # bytes, ever
-        self.released = 0  # and those that came back
-        self._queue: deque[object] = deque()  # who waits for room, in order
+        self.reserved = 0  # bytes, in total
+        self.released = 0  # bytes, in total
+        self._queue: deque[object] = deque()  # waiting requests, in order
         self._expire: dict[int, tuple[float, Callable[[], None]]] = {}
 
     async def reserve(
@@ -69,11 +69,11 @@ class ByteBudget:
             self._queue.append(turn)
         moved, deadline = self.released, time.monotonic() + self.wait_s
         try:
-            # First come, first served: a large request must not starve behind small ones.
+            # In order: a large request must not starve behind small ones.
             while self._queue[0] is not turn or (reservation := self.take(size)) is None:
                 if self.closed:
                     raise EngineClosed("the engine was closed while a capture waited for room")
-                if moved != self.released:  # somebody finishes: waiting makes sense
+                if moved != self.released:  # other captures finish, so waiting helps
                     moved, deadline = self.released, time.monotonic() + self.wait_s
                 if time.monotonic() > deadline:
                     raise CapacityExceeded(
@@ -102,20 +102,20 @@ class ByteBudget:
 
     def stats(self) -> dict[str, float]:
         with self.lock:
-            books = {"capture_reserved": self.reserved, "capture_released": self.released}
-            return {"capture_bytes": self.used, "capture_budget": self.total, **books}
+            totals = {"capture_reserved": self.reserved, "capture_released": self.released}
+            return {"capture_bytes": self.used, "capture_budget": self.total, **totals}
 
     def sweep(self) -> None:
-        """Expire what nobody fetched in time."""
+        """Expire handles whose rows were not fetched in time."""
         now = time.monotonic()
         with self.lock:
-            waiting = list(self._expire.values())  # at once: a handle collected meanwhile takes itself off
+            waiting = list(self._expire.values())  # a copy: a handle collected meanwhile removes its entry
         due = [expire for deadline, expire in waiting if deadline <= now]
         for expire in due:
             expire()
 
     def take(self, size: int) -> Reservation | None:
-        """Room for so much, if there is any now."""
+        """Reserve bytes, or return None when too few are free."""
         self.sweep()
         with self.lock:
             if self.used + size > self.total:

@@ -1,4 +1,4 @@
-"""CaptureHandle: what a request returns in place of its rows. `fetch` is lazy and idempotent; `with` closes it."""
+"""CaptureHandle: returned by a request in place of its rows. `fetch` is lazy and idempotent; `with` closes it."""
 
 import asyncio
 import threading
@@ -19,11 +19,11 @@ from steerscope.specs.errors import CaptureClosed
 
 
 class UnfetchedRows(UserWarning):
-    """Captured rows were dropped before anybody fetched them. (A ResourceWarning would not be shown by default.)"""
+    """Captured rows were dropped unfetched. (A ResourceWarning would not be shown by default.)"""
 
 
 class CaptureHandle:
-    """Rows of one choice of one request. They stay until the handle is closed, dropped, or not fetched in time."""
+    """Rows of one choice of one request. They stay until the handle is closed, dropped or expired."""
 
     def __init__(
         self, request_id: str, count: int, load: Callable[[], Rows], budget: ByteBudget, held: Reservation, ttl_s: float
@@ -33,22 +33,22 @@ class CaptureHandle:
         self._rows: Rows | None = None
         self._gone: str | None = None
         self.saving: Future[Path] | None = None  # of a request with `save_as`
-        self._own = False  # the rows are copies that need no room
+        self._own = False  # the rows are copies outside the budget
         self._budget, self._held = budget, held
-        self._lock = threading.RLock()  # users, their threads, and the budget's sweep meet here
+        self._lock = threading.RLock()  # user threads and the budget's sweep
         me = weakref.ref(self)  # the budget must not keep a dropped handle alive
 
         def expire() -> None:
             if handle := me():
                 with handle._lock:
                     if not handle.fetched:
-                        handle.close(f"nobody fetched them for {ttl_s:g} s (capture_ttl)")
+                        handle.close(f"they were not fetched for {ttl_s:g} s (capture_ttl)")
 
         budget.expire_after(id(self), ttl_s, expire)
 
     def fetch(self, copy: bool = False) -> Rows:
-        """Bring the rows here; the same ones each time. With `copy` they are the caller's own, and the room they had is
-        free at once (`engine.fetch_all` copies those of many handles together)."""
+        """Return the rows; every call returns the same ones. With `copy` they are copied, which frees their budget at
+        once (`engine.fetch_all` copies the rows of many handles together)."""
         if copy:
             return fetch_all([self], copy=True)[0]
         with self._lock:
@@ -60,7 +60,7 @@ class CaptureHandle:
             return self._rows
 
     def keep(self, rows: Rows) -> Rows:
-        """Have these instead, which are a copy: the room is given back."""
+        """Replace the rows by this copy and release their budget."""
         with self._lock:
             if self._gone is None:
                 self._rows, self._own = rows, True
@@ -69,7 +69,7 @@ class CaptureHandle:
 
     @property
     def own(self) -> bool:
-        """The rows are a copy already."""
+        """Whether the rows are a copy already."""
         return self._own
 
     async def fetch_async(self, copy: bool = False) -> Rows:
@@ -84,19 +84,19 @@ class CaptureHandle:
         return self._rows is not None
 
     def message(self, i: int, template: bool = False) -> Rows:
-        """The rows of one chat message."""
+        """Return the rows of one chat message."""
         return self.fetch().message(i, template)
 
     def save(self, path: Path | str) -> Path:
-        """Write them to a file that `load_rows` reads."""
+        """Write the rows to a file that `load_rows` reads."""
         return self.fetch().save(path)
 
     def saved(self, timeout_s: float | None = None) -> Path | None:
-        """Wait for the file that the request named with `save_as`. A SaveFailed leaves the rows here."""
+        """Wait for the file that the request named with `save_as`. After a SaveFailed the handle still has the rows."""
         return None if self.saving is None else self.saving.result(timeout_s)
 
     def close(self, why: str = "the handle was closed") -> None:
-        """Give the room back. Rows already fetched stay valid in the caller's hands."""
+        """Release the budget. Rows that were already fetched stay valid."""
         with self._lock:
             if self._gone is None:
                 self._gone, self._load, self._rows = why, None, None
@@ -135,13 +135,13 @@ class CaptureHandle:
 
 
 def fetch_all(handles: Sequence[CaptureHandle], copy: bool = False, room: Tensor | None = None) -> list[Rows]:
-    """The rows of many handles. Copies are made by several threads, once for each handle. What is copied to `room` is
-    there until that is used again, which a handle cannot know: it is closed, and has no rows but those given here."""
+    """Return the rows of many handles, copied by several threads where asked. Rows copied to `room` last until it is
+    used again, which a handle cannot detect; so those handles are closed."""
     rows = {id(handle): handle.fetch() for handle in handles}
     if copy or room is not None:
         to_copy = {id(handle): handle for handle in handles if room is not None or not handle.own}
         copies = private([rows[name] for name in to_copy], room)
-        rows |= dict(zip(to_copy, copies, strict=True))  # what they were copied from is let go before its room is
+        rows |= dict(zip(to_copy, copies, strict=True))  # drops the originals before their budget is released
         for name, handle in to_copy.items():
             if room is None:
                 handle.keep(rows[name])

@@ -1,5 +1,5 @@
 """The labels of a store as Parquet, for pyarrow, pandas and duckdb: one line per row in `index/`, one line per document
-in `documents/`. Bad documents are lines there, too, with the reason and where they came from."""
+in `documents/`, also for documents that could not be read, with the reason, file and line."""
 
 import json
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ INDEX = pa.schema(
         ("shard", pa.int32()),
         ("row", pa.int32()),  # within the shard
         ("document", pa.int64()),
-        ("position", pa.int32()),  # of a reduction: the last token it stands for
+        ("position", pa.int32()),  # of a reduction: that of its last token
         ("token_id", pa.int32()),
-        ("n", pa.int32()),  # how many tokens the row stands for
+        ("n", pa.int32()),  # tokens that were reduced to the row
         ("message", pa.int32()),
         ("role", ROLE),
     ]
@@ -46,7 +46,7 @@ DOCUMENTS = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """What is known of a document beside its rows."""
+    """One document without its rows."""
 
     document: int
     file: str
@@ -59,7 +59,7 @@ class DocumentEntry:
 
 
 class Indexer:
-    """Gathers the lines of one shard."""
+    """Collects the lines of one shard."""
 
     def __init__(self, shard: int) -> None:
         self._shard = shard

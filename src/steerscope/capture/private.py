@@ -1,8 +1,8 @@
-"""Rows in memory of the caller's own, so that what they had of the engine's is free for the next request.
+"""Copies of rows, which free the engine's memory for the next request.
 
-One thread copies as fast as one core reads, and memory that was never used is made page by page while it is written
-to. So several threads share the rows in parts (each copies alone: torch's own copy would start a team of threads for
-each of them), and fresh memory is asked for in huge pages. `room` was used before: nothing is made then.
+One thread copies only as fast as one core reads, and the kernel maps fresh memory page by page while it is written.
+So several threads copy parts of the rows, with numpy, because torch's copy would start a team of threads in each. Fresh
+memory is mapped in huge pages. `room` is memory that was used before, which is faster still.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _HUGE = 2 << 20  # bytes of a huge page
 
 
 def private(rows: Sequence[Rows], room: Tensor | None = None, threads: int = THREADS) -> list[Rows]:
-    """Copies of all of them: each in fresh memory, or all side by side in `room` (bytes; see `private_bytes`)."""
+    """Copy all rows: each to fresh memory, or side by side to `room`, of at least `private_bytes(rows)` bytes."""
     if room is not None:
         _check(room, private_bytes(rows))
     made, parts, start = [], list[tuple[Tensor, Tensor]](), 0
@@ -38,7 +38,7 @@ def private(rows: Sequence[Rows], room: Tensor | None = None, threads: int = THR
         parts += [part for key in _once(one) for part in _parts(copies[key], one.tensors[key])]
         made.append(replace(one, tensors=copies))
         start += size
-    if (threads := min(threads, -(-sum(to.nbytes for to, _ in parts) // _PART))) > 1:  # else a start is not worth it
+    if (threads := min(threads, -(-sum(to.nbytes for to, _ in parts) // _PART))) > 1:  # one part is not worth a thread
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(_copy, parts))
     else:
@@ -48,7 +48,7 @@ def private(rows: Sequence[Rows], room: Tensor | None = None, threads: int = THR
 
 
 def private_bytes(rows: Sequence[Rows]) -> int:
-    """What their copies take."""
+    """Return the bytes of their copies."""
     return sum(_aligned(one.tensors[key].nbytes) for one in rows for key in _once(one))
 
 
@@ -66,7 +66,7 @@ def _check(room: Tensor, size: int) -> None:
 
 
 def _once(rows: Rows) -> list[Key]:
-    """Two sites of one tap are one tensor."""
+    """Return one key per tensor: two sites of one tap share a tensor."""
     found = {(tensor.data_ptr(), tensor.shape, tensor.stride()): key for key, tensor in rows.tensors.items()}
     return list(found.values())
 
@@ -86,7 +86,7 @@ def _aligned(size: int) -> int:
 
 
 def _parts(to: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """A long tensor in several parts, so that no thread has it all."""
+    """Yield a long tensor in several parts, for several threads."""
     rows = max(1, _PART * len(tensor) // max(1, tensor.nbytes)) if tensor.dim() > 1 else 0
     return zip(to.split(rows), tensor.split(rows), strict=True) if rows else iter([(to, tensor)])
 
@@ -105,4 +105,4 @@ def _fresh(size: int) -> Tensor:
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory
+    return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive

@@ -17,10 +17,10 @@ log = logging.getLogger("steerscope")
 
 
 class ReservedFile:
-    """A file that no other request may write. `saved` has its path in the end, or the SaveFailed."""
+    """A file that no other request may write. The future `saved` returns its path or raises SaveFailed."""
 
     def __init__(self, path: Path) -> None:
-        """Reserve it, or raise NameInUse; where the folder cannot be written, InvalidRequest."""
+        """Reserve the file, or raise NameInUse, or InvalidRequest when the folder cannot be written."""
         self.path, self.name = path, path.stem
         self.writing = False
         self.saved: Future[Path] = Future()
@@ -44,7 +44,7 @@ class ReservedFile:
             os.close(handle)
 
     def _locked(self, handle: int) -> bool:
-        """Lock the file. Return False if its holder has removed it meanwhile: a lock on it excludes no process."""
+        """Lock the file. False means that its holder removed it meanwhile, so that the lock excludes no process."""
         try:
             lock(handle, wait=False)
         except BlockingIOError:
@@ -86,18 +86,18 @@ class ReservedFile:
             self.saved.set_result(self.path)
             self.release()
 
-    def release(self, why: str = "its text did not end as it should") -> None:
-        """Free the name; unless the rows were saved, `why` says what kept them from it."""
+    def release(self, why: str = "its text did not end normally") -> None:
+        """Free the name. `why` is the reason where the rows were not saved."""
         if self._handle is not None:
-            self._lock_path.unlink(missing_ok=True)  # while it is locked, so no other process has it
+            self._lock_path.unlink(missing_ok=True)  # while locked: no other process owns it yet
             os.close(self._handle)
             self._handle = None
-        if not self.saved.done():  # a new error: one that was raised would keep the rows through its frames
+        if not self.saved.done():  # a new error: a raised one would keep the rows alive through its frames
             self.saved.set_exception(SaveFailed(f"the rows were not saved as {self.name!r}: {why}"))
 
 
 def _why(error: Exception) -> str:
-    """Return the reason without the names of folders, which are not the client's business."""
+    """Return the reason without names of folders, which clients must not see."""
     match error:
         case BadFile():
             return getattr(error.__cause__, "strerror", None) or "the file could not be written"

@@ -1,7 +1,7 @@
-"""The file of captured rows as bytes, made in small pieces from the tensors' own memory.
+"""The file of captured rows as bytes, made in small pieces from the tensors' memory.
 
-The format is safetensors: the length of a JSON header, the header, then the tensors one after another. Nothing is
-copied as a whole, so that a capture of gigabytes can be written or sent in a few hundred KiB.
+The format is safetensors: the length of a JSON header, the header, then the tensors. Only one piece is copied at a
+time, so writing or sending a capture of gigabytes needs a few hundred KiB.
 """
 
 import json
@@ -23,13 +23,13 @@ _TYPES = {
 
 
 class RowFile:
-    """The bytes of one safetensors file that is nowhere stored. Tensors may be views that share memory."""
+    """The bytes of one safetensors file, made on demand. Tensors may be views that share memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        # The widest numbers first, so that each tensor lies at a multiple of its number's size.
+        # The widest dtypes first, so that each tensor is aligned to its item size.
         ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         header: dict[str, object] = {"__metadata__": dict(metadata)}
-        self._parts: list[tuple[int, Tensor]] = []  # where a tensor begins in the file, and the tensor
+        self._parts: list[tuple[int, Tensor]] = []  # offset in the file, tensor
         at = 0
         for name in ordered:
             tensor = tensors[name]

@@ -1,4 +1,4 @@
-"""Rows in hand: tensors by layer and site, their labels, and their file."""
+"""Captured rows: tensors by layer and site, their labels, and their file."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ _SITE: dict[str, Site] = {site: site for site in SITES}
 class Rows(Mapping[Key, Tensor]):
     """Captured rows: `rows[12]` or `rows[12, "attn_out"]` is a tensor [rows, hidden]; row i is labelled by `labels[i]`.
 
-    With a reduction each tensor is [hidden], float32, and the labels are those of the `n` rows it stands for.
+    With a reduction each tensor is [hidden], float32, and the labels are those of the `n` reduced rows.
     """
 
     tensors: Mapping[Key, Tensor]
@@ -69,7 +69,7 @@ class Rows(Mapping[Key, Tensor]):
         return len(self.tensors)
 
     def message(self, i: int, template: bool = False) -> "Rows":
-        """The rows of one chat message; with `template` also the template's text around it."""
+        """Return the rows of one chat message; with `template` also those of the template's text around it."""
         if self.reduce:
             raise InvalidRequest([Problem("message", "rows were reduced to one", "capture without reduce")])
         if self.messages is None:
@@ -95,7 +95,8 @@ class Rows(Mapping[Key, Tensor]):
         return Rows(tensors, self.labels.take(index), self.model, None, self.messages)
 
     def file(self) -> RowFile:
-        """Return the safetensors file of these rows, `layer.{i}.{site}` and `label.*`, as bytes yet to be made."""
+        """Return the safetensors file of these rows, `layer.{i}.{site}` and `label.*`, with bytes that are made on
+        demand."""
         tensors = {f"layer.{layer}.{site}": tensor for (layer, site), tensor in self.tensors.items()}
         for name in ("position", "token_id", "generated", "message"):
             tensors[f"label.{name}"] = torch.from_numpy(np.ascontiguousarray(getattr(self.labels, name)))
@@ -111,7 +112,7 @@ class Rows(Mapping[Key, Tensor]):
         return RowFile(tensors, header)
 
     def save(self, path: Path | str) -> Path:
-        """Write that file, whole or not at all."""
+        """Write that file atomically."""
         path = Path(path)
         with atomic_path(path) as temporary, temporary.open("wb") as file:
             for piece in self.file().pieces():
@@ -120,7 +121,7 @@ class Rows(Mapping[Key, Tensor]):
 
 
 def load_rows(path: Path | str) -> Rows:
-    """Read what `Rows.save` wrote."""
+    """Read a file that `Rows.save` wrote."""
     with reading(path, "file of captured rows"):
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}

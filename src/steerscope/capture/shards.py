@@ -1,8 +1,8 @@
 """One shard of a corpus on its way to disk: rows, the index of their labels, its documents, and then its commit.
 
 A shard is a safetensors file with one tensor `rows` [rows, keys, hidden] whose header is written last, two Parquet
-files, and a small JSON file with their checksums. That JSON is the commit: it appears, whole, after everything else
-has, and a shard without it was never written.
+files, and a small JSON file with their checksums. That JSON is the commit: it appears atomically after the other files,
+and a shard without it does not count.
 """
 
 import json
@@ -24,14 +24,14 @@ from steerscope.specs.base import Spec
 from steerscope.specs.capture import Capture
 from steerscope.specs.steering import Site
 
-HEADER = 4096  # rows begin on a page
+HEADER = 4096  # bytes; rows begin on a page
 _PIECE = 4 << 20
 RowType = Literal["bfloat16", "float16", "float32"]
 _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 class StoreInfo(Spec):
-    """What every shard of a store holds."""
+    """The contents of every shard of a store."""
 
     format: Literal["steerscope-store-1"] = "steerscope-store-1"
     model: str
@@ -39,8 +39,8 @@ class StoreInfo(Spec):
     keys: tuple[tuple[int, Site], ...] = Field(min_length=1)  # in the order of a row's second dimension
     dtype: RowType = "bfloat16"
     capture: Capture = Capture()
-    shards: int = Field(ge=0)  # how many there will be
-    job: dict[str, JsonValue] = {}  # how they were made
+    shards: int = Field(ge=0)  # when the store is complete
+    job: dict[str, JsonValue] = {}  # the job that makes them
 
     @property
     def row_bytes(self) -> int:
@@ -52,7 +52,7 @@ class StoreInfo(Spec):
 
 
 class Commit(Spec):
-    """A shard that is on disk. `rows_xxh3` is that of the tensor's bytes, without the header."""
+    """A shard on disk. `rows_xxh3` is the checksum of the tensor's bytes, without the header."""
 
     shard: int
     rows: int
@@ -82,7 +82,7 @@ def commit_path(folder: Path, shard: int) -> Path:
 
 
 def digest(path: Path, skip: int = 0) -> str:
-    """XXH3 with 128 bits: it finds what disks and networks do, at a tenth of the cost of SHA-256."""
+    """Return the 128-bit XXH3 of a file. It finds faults of disks and networks at a tenth of the cost of SHA-256."""
     found, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE))
     with path.open("rb", buffering=0) as file:
         file.seek(skip)
@@ -92,7 +92,7 @@ def digest(path: Path, skip: int = 0) -> str:
 
 
 class ShardWriter:
-    """Takes documents in their order. `commit` is there once the block of `writing_shard` has ended well."""
+    """Writes documents in order. `commit` is set when the block of `writing_shard` has ended without an error."""
 
     commit: Commit
 
@@ -103,7 +103,7 @@ class ShardWriter:
         file.seek(HEADER)
 
     def add(self, entry: DocumentEntry, rows: Tensor | None = None, labels: Labels | None = None, n: int = 1) -> None:
-        """A document and its rows [rows, keys, hidden]; without them, one that could not be read."""
+        """Add a document and its rows [rows, keys, hidden]; without rows, a document that could not be read."""
         count = 0 if rows is None else len(rows)
         self.index.add(entry, self.rows, count, labels, n)
         self.rows += count
@@ -111,11 +111,11 @@ class ShardWriter:
             kept = rows.detach().to("cpu", self.info.torch_dtype).contiguous()
             data = memoryview(kept.view(torch.uint8).numpy().reshape(-1))  # pyright: ignore[reportArgumentType]
             self._hash.update(data)
-            while data:  # an unbuffered write may take only a part
+            while data:  # an unbuffered write may write only a part
                 data = data[self._file.write(data) :]
 
     def finish(self) -> str:
-        """Write the header; the checksum of the rows."""
+        """Write the header and return the checksum of the rows."""
         size, shape = self.rows * self.info.row_bytes, [self.rows, len(self.info.keys), self.info.hidden]
         tensor = {"dtype": _NAMES[self.info.dtype], "shape": shape, "data_offsets": [0, size]}
         header = {"__metadata__": {"format": "pt", "model": self.info.model}, "rows": tensor}
@@ -127,12 +127,12 @@ class ShardWriter:
 
 @contextmanager
 def writing_shard(folder: Path, info: StoreInfo, shard: int) -> Iterator[ShardWriter]:
-    """Everything of a shard, or nothing: whatever happens in the block or while writing leaves no commit."""
+    """Write one shard completely, or leave no commit when anything in the block or while writing fails."""
     with atomic_path(rows_path(folder, shard)) as temporary, temporary.open("r+b", buffering=0) as file:
         writer = ShardWriter(info, shard, file)
         yield writer
         found = writer.finish()
-        commit_path(folder, shard).unlink(missing_ok=True)  # that of a shard that is written again
+        commit_path(folder, shard).unlink(missing_ok=True)  # the shard may be written again
     writer.index.write(index_path(folder, shard), documents_path(folder, shard))
     writer.commit = Commit(
         shard=shard,
@@ -147,11 +147,11 @@ def writing_shard(folder: Path, info: StoreInfo, shard: int) -> Iterator[ShardWr
 
 
 def checksum(commits: Sequence[Commit]) -> str:
-    """One number for the whole: of the checksums of all shards in order."""
+    """Return the checksum of all shards' checksums, in order."""
     parts = [f"{c.shard} {c.rows_xxh3} {c.index_xxh3} {c.documents_xxh3}\n" for c in commits]
     return xxhash.xxh3_128("".join(parts).encode()).hexdigest()
 
 
 def stacked(rows: "dict[Key, Tensor]", keys: Sequence[Key]) -> Tensor:
-    """[rows, keys, hidden] of tensors by key; a reduction's [hidden] is one row."""
+    """Stack tensors by key to [rows, keys, hidden]; a reduction's [hidden] is one row."""
     return torch.stack([rows[key] if rows[key].dim() > 1 else rows[key].unsqueeze(0) for key in keys], dim=1)

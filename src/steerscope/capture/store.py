@@ -1,20 +1,19 @@
 """Corpora of rows on disk.
 
-    DIR/store.json                what every shard holds, and the job that makes them
-    DIR/rows/00000000.safetensors rows [rows, keys, hidden], bfloat16 unless asked otherwise
+    DIR/store.json                the contents of every shard, and the job that makes them
+    DIR/rows/00000000.safetensors rows [rows, keys, hidden], bfloat16 by default
     DIR/index/00000000.parquet    one line per row: shard, row, document, position, token_id, n, message, role
     DIR/documents/….parquet       one line per document: id, file, line, first_row, rows, error, labels
     DIR/commits/00000000.json     the shard's checksums; without it the shard does not exist
     DIR/manifest.json             all commits and one checksum, when the last shard is there
 
-`ActivationStore` maps the rows into memory: opening reads the commits, and a row is read when it is used.
+`ActivationStore` maps the rows into memory: opening reads the commits; rows are read from disk on first use.
 """
 
 import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from steerscope.capture.batches import Part, ShuffledRows
 from steerscope.capture.rows import Rows
 from steerscope.capture.shards import (
     HEADER,
@@ -40,9 +40,6 @@ from steerscope.core.slot_table import Key
 from steerscope.files import atomic_path, reading
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 
-if TYPE_CHECKING:
-    from steerscope.capture.batches import Part, ShuffledRows
-
 PARTS = ("rows", "index", "documents", "commits")
 
 
@@ -59,25 +56,25 @@ def read_info(folder: Path) -> StoreInfo:
 
 
 def present(folder: Path) -> list[int]:
-    """The shards that are there, in order."""
+    """Return the committed shards, in order."""
     return sorted(int(path.stem) for path in (folder / "commits").glob("[0-9]*.json"))
 
 
 def committed(folder: Path, known: Mapping[int, Commit] | None = None) -> list[Commit]:
-    """Their commits, of which `known` ones need not be read again."""
+    """Return the commits of all committed shards. Those in `known` are not read again."""
     found = ((known or {}).get(shard) or read_commit(folder, shard) for shard in present(folder))
     return [commit for commit in found if commit is not None]
 
 
 def read_commit(folder: Path, shard: int) -> Commit | None:
-    """That of one shard; None while it is not there."""
+    """Return the commit of one shard, or None when it has none yet."""
     path = commit_path(folder, shard)
     with reading(path, "commit of a shard"):
         return Commit.from_json(path.read_bytes()) if path.is_file() else None
 
 
 def finish(folder: Path, info: StoreInfo) -> str | None:
-    """Write the manifest if all shards are there; the checksum of the store."""
+    """Write the manifest and return the store's checksum, or None when shards are missing."""
     commits = committed(folder)
     if [c.shard for c in commits] != list(range(info.shards)):
         return None
@@ -88,7 +85,7 @@ def finish(folder: Path, info: StoreInfo) -> str | None:
 
 
 class ActivationStore:
-    """A corpus of rows, read where it lies. One that is still being written shows the shards committed so far.
+    """A corpus of rows on disk, memory-mapped. A store that is still being written shows the shards committed so far.
 
     ```python
     import steerscope as ss
@@ -119,11 +116,11 @@ class ActivationStore:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """Layer and site of each tensor of a row."""
+        """The layer and site of each tensor of a row."""
         return self.info.keys
 
     def shard(self, number: int) -> Tensor:
-        """The rows [rows, keys, hidden] of one shard, mapped."""
+        """Return the rows [rows, keys, hidden] of one shard, memory-mapped."""
         path, commit = rows_path(self.folder, number), self.commits[self._place[number]]
         with reading(path, "shard of rows"):
             with safe_open(path, framework="pt") as file:
@@ -133,19 +130,19 @@ class ActivationStore:
         return rows
 
     def index(self, where: ds.Expression | None = None, columns: list[str] | None = None) -> pa.Table:
-        """Lines of the index, e.g. `store.index(pc.field("token_id") == 13)`; `take` gives their rows."""
+        """Return lines of the index, e.g. `store.index(pc.field("token_id") == 13)`; `take` returns their rows."""
         return self._table("index", where, columns)
 
     def documents(self, where: ds.Expression | None = None, columns: list[str] | None = None) -> pa.Table:
-        """Lines of the list of documents: where each came from, its rows, its labels as JSON, its error."""
+        """Return lines of the list of documents: their file and line, rows, labels as JSON, and error."""
         return self._table("documents", where, columns)
 
     def bad(self) -> pa.Table:
-        """The documents that could not be read: file, line and error."""
+        """Return the documents that could not be read, with file, line and error."""
         return self.documents(ds.field("error").is_valid(), ["file", "line", "id", "error"])
 
     def take(self, lines: pa.Table, layer: int | None = None, site: str | None = None) -> Tensor:
-        """Rows of lines of the index, in their order: [lines, keys, hidden], or [lines, hidden] of one layer."""
+        """Return the rows of lines of the index, in order: [lines, keys, hidden], or [lines, hidden] of one layer."""
         key, shards, rows = self.column(layer, site), lines["shard"].to_numpy(), lines["row"].to_numpy()
         shape = (len(lines), len(self.keys), self.info.hidden) if key is None else (len(lines), self.info.hidden)
         out = torch.empty(shape, dtype=self.info.torch_dtype)
@@ -156,14 +153,14 @@ class ActivationStore:
         return out
 
     def document(self, number: int) -> Rows:
-        """The rows of one document, mapped, with their labels."""
+        """Return the rows of one document, memory-mapped, with their labels."""
         found = self.documents(ds.field("document") == number).to_pylist()
         if not found:
             raise InvalidRequest([Problem("document", f"{number} is not in the store", "see documents()")])
         line = found[0]
         if line["error"] is not None:
             where = f"{line['file']}:{line['line']}"
-            raise InvalidRequest([Problem("document", f"{number} has no rows: {line['error']}", f"mend {where}")])
+            raise InvalidRequest([Problem("document", f"{number} has no rows: {line['error']}", f"correct {where}")])
         with reading(self.folder, "store"):
             first, stop = line["first_row"], line["first_row"] + line["rows"]
             rows = self.shard(line["shard"])[first:stop]
@@ -178,20 +175,18 @@ class ActivationStore:
         layer: int | None = None,
         site: str | None = None,
         *,
-        part: "Part" = "all",
+        part: Part = "all",
         test: float = 0.1,
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
-    ) -> "ShuffledRows":
-        """Every row once, shuffled, as a torch IterableDataset of tensors [size, hidden] ([size, keys, hidden] for all
-        layers). `part` keeps the documents of `train` or `test` apart; `rank` of `world` gets its share."""
-        from steerscope.capture.batches import ShuffledRows
-
+    ) -> ShuffledRows:
+        """Return a torch IterableDataset of all rows, shuffled: tensors [size, hidden], or [size, keys, hidden] for all
+        layers. `part` selects documents of `train` or `test`; each `rank` of `world` reads its share."""
         return ShuffledRows(self, size, self.column(layer, site), part, test, seed, rank, world)
 
     def verify(self) -> list[str]:
-        """Read everything again; what is not as it was written, one line each."""
+        """Read all files again and return one line for each difference from what was written."""
         wrong = []
         for commit in self.commits:
             for path, skip, known in (
@@ -203,19 +198,15 @@ class ActivationStore:
                     wrong.append(f"{path} is missing")
                 elif digest(path, skip) != known:
                     wrong.append(f"{path} has changed since it was written")
-                elif skip:  # the header is not in the checksum
-                    wrong += self._header(commit.shard)
+                elif skip:  # the checksum leaves out the header
+                    try:
+                        self.shard(commit.shard)
+                    except BadFile as error:
+                        wrong.append(str(error))
         return wrong
 
-    def _header(self, number: int) -> list[str]:
-        try:
-            self.shard(number)
-        except BadFile as error:
-            return [str(error)]
-        return []
-
     def column(self, layer: int | None, site: str | None) -> int | None:
-        """Which of a row's keys; None for all of them."""
+        """Return the index of a key in a row; None means all keys."""
         if layer is None and site is None:
             return 0 if len(self.keys) == 1 else None
         found = [i for i, (at, name) in enumerate(self.keys) if layer in (at, None) and site in (name, None)]
@@ -226,7 +217,7 @@ class ActivationStore:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (a store is small and lives long)
     def row_documents(self, number: int) -> np.ndarray:
-        """The document of every row of a shard."""
+        """Return the document of every row of a shard."""
         path = documents_path(self.folder, number)
         with reading(path, "list of documents"):
             lines = ds.dataset(path).to_table(columns=["document", "rows"])

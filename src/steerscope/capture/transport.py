@@ -1,8 +1,8 @@
 """Rows from a worker to its client without a copy: one file, mapped by both.
 
-The client hands out regions and owns them; a worker writes where it is told. A tensor made from a region keeps the
-region: its bytes are not used again while any view of them lives. The file has no name once everybody has mapped it,
-so nothing is left behind whoever dies first.
+The client allocates and owns regions; a worker writes to the region of a request. A tensor over a region keeps it: its
+bytes are not reused while any view of them lives. The file is unlinked once all processes have mapped it, so no process
+can leave it behind.
 """
 
 import contextlib
@@ -26,26 +26,26 @@ from steerscope.specs.errors import CapacityExceeded
 
 ALIGN = 64
 STAGES = 7  # workers that write to one region
-# Every region begins with counters, a cache line each: rows that each stage has written; whether one of them gave up;
-# whether each stage has left the region for good; whether it has met the request at all; whose region it is; how many
-# readings of a watched request are there; and whether the client has taken the result of a reduction as it stands.
+# Every region begins with counters, a cache line each: rows written, by stage; whether a stage failed; whether the
+# stage has left the region for good; whether it has seen the request; the owner of the region; the number of readings;
+# and whether the client has taken the result of a reduction.
 ROWS, FAILED, LEFT, MET, OWNER, READ = 0, STAGES, STAGES + 1, 2 * STAGES + 1, 3 * STAGES + 1, 3 * STAGES + 2
 TAKEN = READ + 1
-WHY, WHY_SIZE = (TAKEN + 1) * ALIGN, 256  # after them, in words, why a worker gave up
+WHY, WHY_SIZE = (TAKEN + 1) * ALIGN, 256  # then, as text, the reason of a failure
 HEADER = WHY + WHY_SIZE
 _ZEROS = bytes(WHY)
 
 
 def shared_folder(size: int) -> Path:
-    """Memory where there is enough of it (containers often have little), else the disk."""
-    memory = Path("/dev/shm")  # nosec B108 # files there are made anew (O_EXCL), under names of chance
+    """Return a folder in memory, or on disk where memory is too small, as in many containers."""
+    memory = Path("/dev/shm")  # nosec B108 # files there are new (O_EXCL), with random names
     if memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > size + (size >> 3):
         return memory
     return Path(tempfile.gettempdir())
 
 
 def _allocate(handle: int, size: int) -> None:
-    """A full disk is found here, not as a signal at the first write."""
+    """Reserve the file's blocks, so that a full disk fails here and not as a signal at the first write."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(handle, 0, size)
     else:
@@ -53,7 +53,7 @@ def _allocate(handle: int, size: int) -> None:
 
 
 class Arena:
-    """A mapped file. Its first cache line says when a request failed last."""
+    """A mapped file. Its first cache line holds the time of the last failure of a request."""
 
     def __init__(self, path: Path, size: int, *, create: bool) -> None:
         self.path, self.size = path, size
@@ -77,30 +77,30 @@ class Arena:
         self.bytes = self.memory.numpy()
         self.words = self.bytes[: size // 8 * 8].view(np.int64)
         self.raw = memoryview(self._map)
-        self.ints = self.raw[: size // 8 * 8].cast("q")  # the words: to read one takes a third of the time
+        self.ints = self.raw[: size // 8 * 8].cast("q")  # the same words, three times as fast to read
 
     def at(self, offset: int, size: int) -> int:
-        """The address of so many bytes."""
+        """Return the address of `size` bytes at an offset."""
         if offset < 0 or offset + size > self.size:
             raise ValueError(f"[{offset}, {offset + size}) lies outside an arena of {self.size} bytes")
         return self.address + offset
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Shared memory as a tensor; writing to it is seen by everybody."""
+        """Return shared memory as a tensor. All processes see what is written to it."""
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         self.at(offset, size)
         return self.memory[offset : offset + size].view(dtype).view(shape)
 
     def fail(self, offset: int, why: str) -> None:
-        """Tell the owner of a region that its request failed, and why."""
+        """Record in a region that its request failed, and why."""
         text = np.frombuffer(why.encode()[:WHY_SIZE].ljust(WHY_SIZE, b"\0"), np.uint8)
         self.bytes[offset + WHY : offset + HEADER] = text
         self.words[(offset + ALIGN * FAILED) // 8] = 1
-        self.words[0] = time.monotonic_ns()  # no two failures leave the same here
+        self.words[0] = time.monotonic_ns()  # differs for every failure
 
     @property
     def failures(self) -> int:
-        """Another number than before when a request has failed since."""
+        """A number that changes when a request fails."""
         return self.ints[0]
 
     def unlink(self) -> None:
@@ -109,7 +109,7 @@ class Arena:
 
 
 class Region:
-    """A part of an arena, in use as long as this object or an array over it lives."""
+    """A part of an arena, in use while this object or an array over it lives."""
 
     def __init__(self, regions: "Regions", offset: int, size: int, stages: tuple[int, ...]) -> None:
         self._regions, self.offset, self.size, self.stages = regions, offset, size, stages
@@ -118,12 +118,12 @@ class Region:
 
     @property
     def failed(self) -> bool:
-        """A worker gave the request up."""
+        """Whether a worker failed the request."""
         return bool(self.counters[FAILED])
 
     @property
     def failure(self) -> str | None:
-        """Why one did; None when none did."""
+        """The reason of a failure, or None."""
         if not self.counters[FAILED]:
             return None
         start = self.offset + WHY
@@ -131,8 +131,8 @@ class Region:
         return text.rstrip(b"\0").decode(errors="replace")
 
     def withdraw(self) -> None:
-        """The request will not run. A stage that has not met it never writes: it would find another owner. (One that
-        meets it at this moment has said so before it looks; then it will also say when it has left.)"""
+        """Release a region whose request will not run. A stage that has not seen the request finds another owner and
+        never writes. (A stage marks MET before it reads the owner, and then also marks when it has left.)"""
         counters = self.counters
         counters[OWNER] = 0
         for stage in self.stages:
@@ -145,48 +145,48 @@ class Region:
         return {"version": 3, "shape": (self.size - HEADER,), "typestr": "|u1", "data": (where, False)}
 
     def part(self, start: int, stop: int) -> np.ndarray:
-        """A part of the data, for now: this does not keep the region."""
+        """Return a part of the data as an array that does not keep the region alive."""
         first = self.offset + HEADER
         return self._regions.arena.bytes[first + start : first + stop]
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The data as a tensor that keeps this region."""
+        """Return the data as a tensor that keeps the region alive."""
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         held = torch.from_numpy(np.asarray(self))  # its storage holds the array, the array holds the region
         return held[:size].view(dtype).view(shape)
 
     def shrink(self, data: int) -> None:
-        """Keep only the first bytes of the data."""
+        """Free all but the first `data` bytes."""
         size = Regions.bytes_for(data)
         if size < self.size:
             self._regions.free(Freed(self.offset + size, self.size - size, self.offset, self.stages))
             self.size = size
 
     def __del__(self) -> None:
-        if Freed is not None:  # else Python is ending, and nobody asks for memory any more
+        if Freed is not None:  # None while the interpreter exits
             self._regions.free(Freed(self.offset, self.size, self.offset, self.stages))
 
 
 class Freed(NamedTuple):
-    """Memory the client has no use for; the stages may still write to it until they have left its region."""
+    """Memory that the client has freed. Stages may write to it until they have left its region."""
 
     offset: int
     size: int
-    region: int  # where its counters are
+    region: int  # offset of the counters
     stages: tuple[int, ...]
 
 
 class Regions:
-    """Who has which part of an arena: first fit, neighbours merged."""
+    """The allocator of an arena: first fit, free neighbours merged."""
 
     def __init__(self, arena: Arena, when_untidy: Callable[[], None] | None = None) -> None:
-        """`when_untidy` is called, by whichever thread, when something is given back for the first time since anybody
-        looked: to `tidy` takes longer than to allocate, and the next request would have to."""
+        """`when_untidy` is called, from any thread, at the first `free` after a merge: another thread can then `tidy`,
+        which takes longer than allocating and would delay the next request."""
         self.arena, self._when_untidy = arena, when_untidy
         self._lock = threading.RLock()  # a finaliser may run inside allocate
         self._free: list[tuple[int, int]] = [(ALIGN, arena.size - ALIGN)]  # (offset, size), ascending
         self._returned: list[Freed] = []
-        self._kept = 0  # of those, how many could not be taken back when that was last tried
+        self._kept = 0  # how many of them were still written to at the last merge
         self.owners = itertools.count(secrets.randbits(62) | 1)
 
     @staticmethod
@@ -197,11 +197,11 @@ class Regions:
         return self.arena.ints[offset // 8 : (offset + WHY) // 8 : ALIGN // 8]
 
     def allocate(self, data: int, stages: Iterable[int] = ()) -> Region | None:
-        """Room for so many bytes that these stages will write, its counters at 0 but for a new owner; None when no gap
-        is large enough. What was freed is handed out again only when its writers have left it."""
+        """Return a region for `data` bytes, written by these stages, with counters at 0 and a new owner; None when no
+        gap is large enough. Freed memory is reused only when its writers have left it."""
         size = self.bytes_for(data)
         with self._lock:
-            # Memory that was used is mapped, and may be in the caches; but with many gaps merging takes long.
+            # Used memory is mapped and perhaps cached, so it is better reused; with many gaps merging takes long.
             if len(self._returned) > self._kept + len(self._free) // 8:
                 self._merge()
             offset = self._take(size)
@@ -217,7 +217,7 @@ class Regions:
 
     @property
     def untidy(self) -> bool:
-        """Something was given back since the last time anybody looked."""
+        """Whether memory was freed since the last merge."""
         return len(self._returned) > self._kept
 
     def tidy(self) -> None:
@@ -239,8 +239,8 @@ class Regions:
             self._when_untidy()
 
     def _merge(self) -> None:
-        """Take back what is free and left. All parts are judged before the first is: counters lie in them. A finaliser
-        that runs meanwhile finds another list."""
+        """Merge freed memory that all stages have left. All parts are checked before the first is merged, because they
+        hold the counters. A finaliser that runs meanwhile appends to the new list."""
         words = self.arena.words
         parts, self._returned = self._returned, []
         left = [all(words[(part.region + ALIGN * (LEFT + stage)) // 8] for stage in part.stages) for part in parts]

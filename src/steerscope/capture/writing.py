@@ -1,7 +1,7 @@
-"""Many shards, one after the other: rows are made in the caller's thread and written in others.
+"""Write many shards: rows are made in the caller's thread and written in others.
 
-A queue of one piece lies between them: an engine works while the disk does, and a disk that is slow stops the engine
-instead of filling memory. The end of a shard (index, sync, commit) goes on while the next one is written.
+A queue of one item lies between them. So engine and disk work at the same time, and a slow disk stops the engine
+instead of filling memory. The end of a shard (index, sync, commit) overlaps with the start of the next.
 """
 
 import queue
@@ -20,38 +20,38 @@ from steerscope.core.rows import Labels
 _LOOK_S = 0.2
 
 
-class Piece(NamedTuple):
+class DocumentRows(NamedTuple):
     """A document with its rows [rows, keys, hidden] and their labels; without rows, one that could not be read."""
 
     entry: DocumentEntry
     rows: Tensor | None = None
     labels: Labels | None = None
-    n: int = 1  # tokens that each row stands for
+    n: int = 1  # tokens per row: more than 1 for a reduction
 
 
 class _Shard:
-    """What goes to the thread that writes one shard. Nothing in it can be left half done by a signal that ends the main
-    thread: a `queue.Queue` can, and then both sides wait for ever."""
+    """The queue to the thread that writes one shard. A signal that ends the main thread could leave a `queue.Queue`
+    locked, and both sides would wait for ever; a SimpleQueue has no such state."""
 
     def __init__(self) -> None:
-        self.pieces: queue.SimpleQueue[list[Piece] | BaseException | None] = queue.SimpleQueue()
+        self.pieces: queue.SimpleQueue[list[DocumentRows] | BaseException | None] = queue.SimpleQueue()
         self.room: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.room.put(None)
 
-    def put(self, some: list[Piece], writing: Future[Commit]) -> None:
+    def put(self, some: list[DocumentRows], writing: Future[Commit]) -> None:
         while True:
             try:
                 self.room.get(timeout=_LOOK_S)
                 return self.pieces.put(some)
             except queue.Empty:
                 if writing.done():
-                    writing.result()  # raises what stopped it
+                    writing.result()  # raises its error
                     return None
 
     def end(self, error: BaseException | None) -> None:
         self.pieces.put(error)
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[DocumentRows]:
         while (some := self.pieces.get()) is not None:
             self.room.put(None)
             if isinstance(some, BaseException):
@@ -60,9 +60,9 @@ class _Shard:
 
 
 def write_shards(
-    folder: Path, info: StoreInfo, shards: Iterable[tuple[int, Iterator[list[Piece]]]]
+    folder: Path, info: StoreInfo, shards: Iterable[tuple[int, Iterator[list[DocumentRows]]]]
 ) -> Iterator[Commit]:
-    """Write each shard from its pieces; its commit comes when it is on disk."""
+    """Write each shard from its documents, and yield its commit when it is on disk."""
     running: deque[Future[Commit]] = deque()
     with ThreadPoolExecutor(2, "steerscope-disk") as disk:
         for number, made in shards:

@@ -40,7 +40,7 @@ def run(
 
     Example: steerscope capture run --data corpus.jsonl --layers 12,20 --out rows
     """
-    from steerscope.corpus.job import Job, alone, begin
+    from steerscope.corpus.job import CorpusJob, alone, begin
     from steerscope.corpus.run import status
     from steerscope.corpus.source import check_paths
     from steerscope.specs.errors import BadFile
@@ -50,7 +50,7 @@ def run(
     given = {"batch": batch, "max_tokens": max_tokens, "shard_documents": shard_documents, "dtype": dtype}
     capture, job, *_ = o.together(
         lambda: ss.Capture.parse(asked),
-        lambda: Job.parse({"model": model, "engine": engine_name, **given}),
+        lambda: CorpusJob.parse({"model": model, "engine": engine_name, **given}),
         lambda: _check_workers(workers, ray, device),
         lambda: check_paths(data),
     )

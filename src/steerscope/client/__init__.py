@@ -1,4 +1,4 @@
-"""A small typed client of `steerscope serve`, with and without await.
+"""A typed client of `steerscope serve`, synchronous and asynchronous.
 
     import steerscope as ss
 
@@ -12,25 +12,18 @@
         )
         print(answer.text, client.rows(answer.capture))
 
-The requests are those of the engines, and so are the names of the methods. Nothing here imports torch until rows or
-vectors are in hand.
+Requests and method names are those of the engines. torch is imported only for rows and vectors.
 """
 
-from steerscope.client.answers import (
-    Answer,
-    CaptureRef,
-    Choice,
-    Concept,
-    Firing,
-    Piece,
-    Reading,
-    ServerError,
-    Token,
-    Usage,
-)
-from steerscope.client.asynchronous import AsyncClient
+from steerscope.client.answers import CaptureRef, ServerError, Token, Usage
+from steerscope.client.answers import ServerAnswer as Answer
+from steerscope.client.answers import ServerChoice as Choice
+from steerscope.client.answers import ServerConcept as Concept
+from steerscope.client.answers import ServerFiring as Firing
+from steerscope.client.answers import ServerReading as Reading
+from steerscope.client.answers import StreamPiece as Piece
+from steerscope.client.clients import AsyncClient, Client
 from steerscope.client.jobs import JobEvent, JobRef
-from steerscope.client.synchronous import Client
 
 __all__ = [
     "Answer",

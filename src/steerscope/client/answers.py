@@ -1,18 +1,22 @@
-"""What a server answers, as values: pieces of a stream, choices, and errors."""
+"""Answers of a server as values: choices, pieces of a stream, and errors.
+
+`steerscope.client` exports them without the prefix: `Answer`, `Choice`, `Concept`, `Firing`, `Reading` and `Piece`.
+"""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from steerscope.client.events import DONE, ServerEvent
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 
-Json = dict[str, Any]  # as it came over the wire
+Json = dict[str, Any]  # an object as it came over the wire
 
 
 class ServerError(SteerscopeError):
-    """The server could not do it, or could not be reached (status 0)."""
+    """The server failed, or could not be reached (status 0)."""
 
     def __init__(self, status: int, message: str, code: str | None = None, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -21,7 +25,7 @@ class ServerError(SteerscopeError):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token; the texts of all of a choice's tokens concatenate to its text."""
+    """One generated token. The texts of a choice's tokens concatenate to its text."""
 
     index: int
     id: int
@@ -29,7 +33,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Concept:
+class ServerConcept:
     id: str
     name: str
     path: tuple[str, ...]
@@ -37,17 +41,17 @@ class Concept:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ServerReading:
     """The top concepts of one row, best first. `token_index` counts generated tokens; None: a row of the prompt."""
 
     position: int
     token_index: int | None
-    concepts: tuple[Concept, ...]
+    concepts: tuple[ServerConcept, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Firing:
-    """A rule went on, or, of a switched steering, off."""
+class ServerFiring:
+    """A rule that fired, or a switched steering that went off again."""
 
     rule: str
     action: str
@@ -57,7 +61,7 @@ class Firing:
 
 @dataclass(frozen=True, slots=True)
 class CaptureRef:
-    """Rows that the server keeps for a while: `client.rows(ref)` brings them."""
+    """Rows that the server keeps for a limited time; `client.rows(ref)` downloads them."""
 
     id: str
     rows: int
@@ -73,25 +77,25 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one chunk of a stream brought of one choice. The text is empty where a token's text is not certain yet: it
-    may end in an unfinished character, or begin a stop string."""
+class StreamPiece:
+    """A part of one choice, from one chunk of a stream. The text is empty while a token's text is not certain: it may
+    end in an unfinished character or begin a stop string."""
 
     choice: int
     text: str
     tokens: tuple[Token, ...] = ()
-    readings: tuple[Reading, ...] = ()
-    firings: tuple[Firing, ...] = ()
+    readings: tuple[ServerReading, ...] = ()
+    firings: tuple[ServerFiring, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ServerChoice:
     index: int
     text: str
     finish_reason: str | None
     tokens: tuple[Token, ...] = ()
-    readings: tuple[Reading, ...] = ()
-    firings: tuple[Firing, ...] = ()
+    readings: tuple[ServerReading, ...] = ()
+    firings: tuple[ServerFiring, ...] = ()
     capture: CaptureRef | None = None
     projections: Mapping[str, Mapping[int, list[float]]] = field(default_factory=dict)  # vector → layer → by token
 
@@ -101,12 +105,12 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to one request: `n` choices; the first is also at the top."""
+class ServerAnswer:
+    """The answer to one request: `n` choices. Attributes of the first choice are also attributes of the answer."""
 
     id: str
     model: str
-    choices: tuple[Choice, ...]
+    choices: tuple[ServerChoice, ...]
     usage: Usage | None = None
 
     @property
@@ -122,11 +126,11 @@ class Answer:
         return self.choices[0].finish_reason
 
     @property
-    def readings(self) -> tuple[Reading, ...]:
+    def readings(self) -> tuple[ServerReading, ...]:
         return self.choices[0].readings
 
     @property
-    def firings(self) -> tuple[Firing, ...]:
+    def firings(self) -> tuple[ServerFiring, ...]:
         return self.choices[0].firings
 
     @property
@@ -139,7 +143,7 @@ class Answer:
 
 @contextmanager
 def understood() -> Iterator[None]:
-    """Whatever is wrong with an answer becomes one ServerError: other servers may be at that address."""
+    """Raise a ServerError for every answer of an unknown form: another server may be at that address."""
     try:
         yield
     except SteerscopeError:
@@ -149,17 +153,24 @@ def understood() -> Iterator[None]:
         raise ServerError(0, what) from None
 
 
+def parsed(content: bytes, read: Callable[[Json], Any] | None) -> Any:
+    """Return a JSON body as `read` converts it; an empty body is an empty object."""
+    with understood():
+        found = json.loads(content) if content else {}
+        return read(found) if read else found
+
+
 def tokens_of(given: Json) -> tuple[Token, ...]:
     return tuple(Token(one["i"], one["id"], one["t"]) for one in given.get("tokens") or ())
 
 
-def reading_of(one: Json) -> Reading:
-    found = (Concept(c["id"], c["name"], tuple(c["path"]), c["score"]) for c in one["top"])
-    return Reading(one["position"], one.get("token_index"), tuple(found))
+def reading_of(one: Json) -> ServerReading:
+    found = (ServerConcept(c["id"], c["name"], tuple(c["path"]), c["score"]) for c in one["top"])
+    return ServerReading(one["position"], one.get("token_index"), tuple(found))
 
 
-def firing_of(one: Json) -> Firing:
-    return Firing(one["name"], one["action"], one["position"], one["score"])
+def firing_of(one: Json) -> ServerFiring:
+    return ServerFiring(one["name"], one["action"], one["position"], one["score"])
 
 
 def capture_of(given: Json) -> CaptureRef | None:
@@ -174,15 +185,15 @@ def projections_of(given: Json) -> dict[str, dict[int, list[float]]]:
     return {name: {int(layer): list(values) for layer, values in layers.items()} for name, layers in found.items()}
 
 
-def piece_of(choice: Json, given: Json) -> Piece:
-    """One choice of one chunk, of either route."""
+def piece_of(choice: Json, given: Json) -> StreamPiece:
+    """Read one choice of one chunk, of a completion or a chat."""
     text = choice["text"] if "text" in choice else (choice.get("delta") or {}).get("content")
     readings = tuple(map(reading_of, given.get("readings") or ()))
     firings = tuple(map(firing_of, given.get("rules") or ()))
     index, text = choice["index"], text or ""
     if type(index) is not int or not isinstance(text, str):
         raise TypeError("a choice has a number and a text")
-    return Piece(index, text, tokens_of(given), readings, firings)
+    return StreamPiece(index, text, tokens_of(given), readings, firings)
 
 
 def usage_of(given: Json) -> Usage | None:
@@ -190,8 +201,8 @@ def usage_of(given: Json) -> Usage | None:
     return Usage(found["prompt_tokens"], found["completion_tokens"]) if found else None
 
 
-def answer_of(given: Json) -> Answer:
-    """An answer that was not streamed."""
+def answer_of(given: Json) -> ServerAnswer:
+    """Read an answer that was not streamed."""
     choices = []
     with understood():
         for one in given["choices"]:
@@ -199,25 +210,27 @@ def answer_of(given: Json) -> Answer:
             text = one["text"] if "text" in one else one["message"]["content"]
             piece = piece_of({"index": one["index"], "text": text}, ours)
             kept = (piece.tokens, piece.readings, piece.firings, capture_of(ours), projections_of(ours))
-            choices.append(Choice(one["index"], piece.text, one["finish_reason"], *kept))
-        return Answer(given["id"], given["model"], tuple(choices), usage_of(given))
+            choices.append(ServerChoice(one["index"], piece.text, one["finish_reason"], *kept))
+        return ServerAnswer(given["id"], given["model"], tuple(choices), usage_of(given))
 
 
 class Gathered:
-    """The chunks of a stream on their way to an Answer."""
+    """Gathers the chunks of a stream into an answer."""
 
     def __init__(self) -> None:
         self._id = self._model = ""
         self._usage: Usage | None = None
-        self._pieces: dict[int, list[Piece]] = {}
+        self._pieces: dict[int, list[StreamPiece]] = {}
         self._ends: dict[int, tuple[str | None, CaptureRef | None, dict[str, dict[int, list[float]]]]] = {}
 
-    def read(self, data: str) -> list[Piece]:
-        """The data of one event."""
+    def read(self, event: ServerEvent) -> list[StreamPiece] | list[ServerAnswer]:
+        """Return the pieces in one event, and at the end of the stream the answer."""
+        if event.data == DONE:
+            return [self.answer()]
         with understood():
-            return self.add(json.loads(data))
+            return self.add(json.loads(event.data))
 
-    def add(self, chunk: Json) -> list[Piece]:
+    def add(self, chunk: Json) -> list[StreamPiece]:
         if "error" in chunk:
             raise error_of(int(chunk["error"].get("status") or 500), chunk)
         self._id, self._model = chunk.get("id", self._id), chunk.get("model", self._model)
@@ -235,7 +248,7 @@ class Gathered:
                 found.append(piece)
         return found
 
-    def answer(self) -> Answer:
+    def answer(self) -> ServerAnswer:
         choices = []
         for index, pieces in sorted(self._pieces.items()):
             reason, capture, projections = self._ends.get(index, (None, None, {}))
@@ -243,12 +256,12 @@ class Gathered:
             tokens = tuple(one for piece in pieces for one in piece.tokens)
             readings = tuple(one for piece in pieces for one in piece.readings)
             firings = tuple(one for piece in pieces for one in piece.firings)
-            choices.append(Choice(index, text, reason, tokens, readings, firings, capture, projections))
-        return Answer(self._id, self._model, tuple(choices), self._usage)
+            choices.append(ServerChoice(index, text, reason, tokens, readings, firings, capture, projections))
+        return ServerAnswer(self._id, self._model, tuple(choices), self._usage)
 
 
 def error_of(status: int, body: object, retry_after: str | None = None) -> SteerscopeError:
-    """Problems with a request are the same error here as they are in the library."""
+    """Return the error of a response. A refused request is an InvalidRequest, as in the library."""
     found = body.get("error") if isinstance(body, dict) else None
     if not isinstance(found, dict):
         return ServerError(status, f"the server answered {status}: {str(body)[:200]}")

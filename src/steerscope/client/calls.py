@@ -1,14 +1,17 @@
-"""What both clients share: addresses, headers, bodies, and reading a stream of events."""
+"""Addresses, headers, paths and bodies of requests, for both clients."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypedDict
 from urllib.parse import quote
 
 import httpx
 
 from steerscope.client.answers import CaptureRef, Json, ServerError, error_of
+from steerscope.client.jobs import JobRef
 from steerscope.specs.capture import Capture
 from steerscope.specs.chat import Chat, Message
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
@@ -22,17 +25,17 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class Options(TypedDict, total=False):
-    """What a request may be given beside its prompt."""
+    """Options of a request beside its prompt."""
 
     steer: SteerLike | None
     capture: Capture | None
     watch: Watch | None
-    project: Sequence[str]  # names of vectors; each token's rows are projected on them
+    project: Sequence[str]  # names of vectors on which each token's rows are projected
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Where the server is, and how it is spoken to."""
+    """The address of a server and the settings of connections to it."""
 
     url: str
     api_key: str | None
@@ -42,12 +45,12 @@ class Connection:
     def to(cls, url: str, api_key: str | None, timeout_s: float) -> "Connection":
         if not url.startswith(("http://", "https://")):
             raise InvalidRequest([Problem("url", f"{url!r} is not an address", f"write it like {DEFAULT_URL}")])
-        bare = url.rstrip("/").removesuffix("/v1")  # as OpenAI's clients are given it
+        bare = url.rstrip("/").removesuffix("/v1")  # OpenAI's clients need the /v1
         return cls(bare, api_key or os.environ.get(API_KEY) or None, timeout_s)
 
     def settings(self) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        # Nothing may come for long: prompts queue. Only a connection has to be quick.
+        # Prompts queue, so the first byte may take long. Only connecting must be quick.
         timeout = httpx.Timeout(self.timeout_s, connect=min(10.0, self.timeout_s))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
         return {"base_url": self.url, "headers": headers, "timeout": timeout, "limits": limits}
@@ -59,7 +62,7 @@ class Connection:
 
 
 def refusal(response: httpx.Response) -> SteerscopeError:
-    """The error of a response whose body has been read."""
+    """Return the error of a response whose body has been read."""
     try:
         body = response.json()
     except ValueError:
@@ -70,33 +73,35 @@ def refusal(response: httpx.Response) -> SteerscopeError:
 # --- bodies
 
 
-def body(sampling: Sampling | None, options: Options, stream: bool) -> Json:
+def _body(sampling: Sampling | None, options: Options, stream: bool) -> Json:
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
         raise InvalidRequest([Problem(name, "is no option", "remove it or correct its name") for name in unknown])
-    asked = (sampling or Sampling()).model_dump(mode="json", exclude_none=True)
-    if not asked.get("stop"):
-        asked.pop("stop", None)
+    fields = (sampling or Sampling()).model_dump(mode="json", exclude_none=True)
+    if not fields.get("stop"):
+        fields.pop("stop", None)
     ours: Json = {}
     if (steer := options.get("steer")) is not None:
-        ours["steer"] = steer if isinstance(steer, str) else as_json(steer)
+        ours["steer"] = steer_json(steer)
     for name in ("capture", "watch"):
         if (spec := options.get(name)) is not None:
             ours[name] = spec.model_dump(mode="json", exclude_none=True)
     if project := options.get("project"):
         ours["project"] = list(project)
-    found: Json = {**asked, "steerscope": ours}
+    found: Json = {**fields, "steerscope": ours}
     return {**found, "stream": True, "stream_options": {"include_usage": True}} if stream else found
 
 
-def as_json(steer: Steering | Add | Cap | Ablate) -> Json:
+def steer_json(steer: SteerLike) -> Json | str:
+    if isinstance(steer, str):
+        return steer
     whole = steer if isinstance(steer, Steering) else Steering(ops=(steer,))
     return whole.model_dump(mode="json", exclude_none=True)
 
 
 def chat_body(messages: Chat, sampling: Sampling | None, options: Options, stream: bool = False) -> Json:
     plain = [one.model_dump() if isinstance(one, Message) else dict(one) for one in messages]
-    found = body(sampling, options, stream)
+    found = _body(sampling, options, stream)
     alternatives = found.pop("logprobs", None)
     more = {} if alternatives is None else {"logprobs": True, "top_logprobs": alternatives}
     return {"messages": plain, **found, **more}
@@ -105,65 +110,24 @@ def chat_body(messages: Chat, sampling: Sampling | None, options: Options, strea
 def completion_body(
     prompt: str | Sequence[int], sampling: Sampling | None, options: Options, stream: bool = False
 ) -> Json:
-    return {"prompt": prompt if isinstance(prompt, str) else list(prompt), **body(sampling, options, stream)}
+    return {"prompt": prompt if isinstance(prompt, str) else list(prompt), **_body(sampling, options, stream)}
 
 
 def capture_path(capture: CaptureRef | str) -> str:
     return f"/v1/captures/{part(capture if isinstance(capture, str) else capture.id)}"
 
 
+def job_path(job: JobRef | str) -> str:
+    return f"/v1/jobs/{part(job if isinstance(job, str) else job.id)}"
+
+
 def part(name: str) -> str:
-    """A name as one part of a path."""
+    """Quote a name as one part of a path."""
     return quote(name, safe="")
 
 
-# --- server-sent events
-
-
-@dataclass(frozen=True, slots=True)
-class ServerEvent:
-    data: str
-    event: str | None = None
-    id: str | None = None
-
-
-class EventReader:
-    """Lines → events. A comment or an empty event is nothing."""
-
-    def __init__(self) -> None:
-        self._data: list[str] = []
-        self._fields: dict[str, str] = {}
-
-    def feed(self, line: str) -> ServerEvent | None:
-        if line:
-            name, _, value = line.partition(":")
-            value = value.removeprefix(" ")
-            if name == "data":
-                self._data.append(value)
-            elif name:
-                self._fields[name] = value
-            return None
-        data, fields = self._data, self._fields
-        self._data, self._fields = [], {}
-        return ServerEvent("\n".join(data), fields.get("event"), fields.get("id")) if data else None
-
-
-def events_of(lines: Iterable[str]) -> Iterator[ServerEvent]:
-    reader = EventReader()
-    for line in lines:
-        if (event := reader.feed(line)) is not None:
-            yield event
-
-
-DONE = "[DONE]"
-BROKEN = "the stream ended before its end was told: the server went away"
-
-
 def vector_file(vector: object, name: str | None) -> tuple[bytes, str]:
-    """The bytes of a vector file and its name, from a path or from a SteeringVector."""
-    from pathlib import Path
-    from tempfile import TemporaryDirectory
-
+    """Return the bytes of a vector file and the vector's name, from a path or a SteeringVector."""
     if isinstance(vector, str | Path):
         return Path(vector).read_bytes(), name or Path(vector).stem
     from steerscope.vectors.files import save

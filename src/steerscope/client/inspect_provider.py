@@ -1,10 +1,10 @@
 """A model provider for Inspect AI: `inspect eval task.py --model steerscope/NAME --model-base-url http://…`.
 
-Model arguments say what is asked of every request, as JSON or as Python values:
+Model arguments are options of every request, as JSON or as Python values:
 
     -M steer='[{"op": "add", "vector": "happy", "scale": 6, "layers": "10-14"}]'  -M watch='{"pack": "moods"}'
 
-Readings, firings of rules and the id of a capture are in the output's metadata under `steerscope`.
+Readings, firings of rules and the id of a capture are under `steerscope` in the output's metadata.
 """
 
 import json
@@ -27,8 +27,8 @@ from inspect_ai.model._model import RetryDecision
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 from steerscope.client import calls
-from steerscope.client.answers import Choice, ServerError, answer_of
-from steerscope.client.asynchronous import AsyncClient
+from steerscope.client.answers import ServerChoice, ServerError, answer_of
+from steerscope.client.clients import AsyncClient
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling
@@ -47,7 +47,7 @@ _REFUSED = (
     "extra_body",
 )
 _STOPS: dict[str, StopReason] = {"stop": "stop", "length": "max_tokens"}
-MOST_TOKENS = 1024  # where a task does not say
+MOST_TOKENS = 1024  # when a task sets no limit
 
 
 @modelapi(name="steerscope")
@@ -101,7 +101,7 @@ class SteerscopeAPI(ModelAPI):
         )
         return output, ModelCall.create(body, answered)
 
-    def _choice(self, choice: Choice) -> ChatCompletionChoice:
+    def _choice(self, choice: ServerChoice) -> ChatCompletionChoice:
         message = ChatMessageAssistant(content=choice.text, model=self.model_name, source="generate")
         return ChatCompletionChoice(message=message, stop_reason=_STOPS.get(choice.finish_reason or "", "unknown"))
 
@@ -123,17 +123,17 @@ class SteerscopeAPI(ModelAPI):
 
 
 def _plain(given: object) -> object:
-    """`-M` gives text where the value is not a plain number or word."""
+    """Parse JSON lists and objects, which `-M` passes as text."""
     if isinstance(given, str) and given.lstrip().startswith(("[", "{")):
         return json.loads(given)
     return given
 
 
 def _messages(given: list[ChatMessage], tools: list[ToolInfo]) -> list[dict[str, str]]:
-    problems = [Problem("tools", "the server has none", "use a solver without tools")] if tools else []
+    problems = [Problem("tools", "the server supports none", "use a solver without tools")] if tools else []
     for i, message in enumerate(given):
         if message.role == "tool" or not (isinstance(message.content, str) or _only_text(message.content)):
-            problems.append(Problem(f"messages[{i}]", "is not text", "send text alone"))
+            problems.append(Problem(f"messages[{i}]", "is not text", "send only text"))
     if problems:
         raise InvalidRequest(problems)
     return [{"role": message.role, "content": message.text} for message in given]
@@ -151,7 +151,7 @@ def _sampling(config: GenerateConfig) -> Sampling:
     return Sampling.parse({"temperature": 1.0, "max_tokens": MOST_TOKENS, **given})
 
 
-def _found(choice: Choice) -> dict[str, Any]:
+def _found(choice: ServerChoice) -> dict[str, Any]:
     return {
         "readings": [asdict(one) for one in choice.readings],
         "firings": [asdict(one) for one in choice.firings],

@@ -1,10 +1,10 @@
-"""Jobs: requests that go on at the server whoever listens, and can be listened to again from any event."""
+"""Jobs: requests that run to their end at the server. A client can read their events again from any of them."""
 
 import json
 from dataclasses import dataclass
 
 from steerscope.client.answers import Json, understood
-from steerscope.client.calls import DONE, ServerEvent
+from steerscope.client.events import DONE, ServerEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,21 +15,22 @@ class JobRef:
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """`started`, `token`, `reading`, `rule`, `metrics`, then `end` or `error`. `id` is where to go on after it."""
+    """`started`, `token`, `reading`, `rule`, `metrics`; the last is `end` or `error`. A stream resumes after `id`."""
 
     name: str
     data: Json
     id: str | None
 
 
-def job_event(event: ServerEvent) -> JobEvent | None:
-    """None: the stream is over."""
+def job_event(event: ServerEvent) -> list[JobEvent]:
+    """Return the event of a job, or nothing at the end of the stream."""
     if event.data == DONE:
-        return None
+        return []
     with understood():
-        return JobEvent(event.event or "message", json.loads(event.data), event.id)
+        return [JobEvent(event.event or "message", json.loads(event.data), event.id)]
 
 
 def resume(after: JobEvent | str | None) -> dict[str, str]:
-    given = after.id if isinstance(after, JobEvent) else after
-    return {"Last-Event-ID": given} if given is not None else {}
+    """Return the header that resumes a stream after an event."""
+    last = after.id if isinstance(after, JobEvent) else after
+    return {} if last is None else {"Last-Event-ID": last}

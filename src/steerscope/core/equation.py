@@ -3,8 +3,8 @@
     p  = ⟨h, v⟩                                        (float32)
     h' = h + gate · ( c + clip(s·p, lo, hi) − m·p ) · v
 
-`change` is the definition: every fast path is tested against it, and it against `change_float64`, which is written
-apart, row by row, so that the two cannot share a mistake.
+`change` is the definition. Every fast path is tested against it, and it is tested against `change_float64`, which is
+written separately, row by row, so that the two share no mistake.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ NOTHING: Coefficients = (0.0, 0.0, 0.0, float("-inf"), float("inf"))  # row 0 of
 
 
 class Operands(NamedTuple):
-    """What one column of entries means, looked up: v [n, hidden], the rest [n]."""
+    """The operands of one column of entries: v [n, hidden], the rest [n]."""
 
     v: Tensor
     c: Tensor
@@ -29,11 +29,11 @@ class Operands(NamedTuple):
     lo: Tensor
     hi: Tensor
     gate_id: Tensor
-    constant: Tensor | None = None  # the whole step [n, hidden], where it depends on neither h nor a gate
+    constant: Tensor | None = None  # the change [n, hidden], where it depends on neither h nor a gate
 
 
 def look_up(vectors: Tensor, coefficients: Tensor, entries: Tensor) -> list[Operands]:
-    """The operands of each column of entries."""
+    """Return the operands of each column of entries."""
     found = []
     for column in entries.unbind(1):
         vector_slot, coefficient_slot, gate_id = column.unbind(-1)
@@ -43,7 +43,7 @@ def look_up(vectors: Tensor, coefficients: Tensor, entries: Tensor) -> list[Oper
 
 
 def settle(column: Operands) -> Operands:
-    """The same, with its step worked out once if it is the same for every h: plain additions through gate 0."""
+    """Compute the change of a column in advance where it does not depend on h: plain additions through gate 0."""
     if (column.s != 0).any() or (column.m != 0).any() or (column.gate_id != 0).any():
         return column
     always_open = torch.ones(1, device=column.v.device)
@@ -60,7 +60,7 @@ def _step(h: Tensor, column: Operands, gates: Tensor) -> Tensor:
 
 
 def apply(h: Tensor, columns: Sequence[Operands], gates: Tensor) -> Tensor:
-    """What the columns, in order, add to h, in float32."""
+    """Return the sum that the columns, in order, add to h, in float32."""
     h = h.float()
     total = torch.zeros_like(h)
     for column in columns:
@@ -69,20 +69,21 @@ def apply(h: Tensor, columns: Sequence[Operands], gates: Tensor) -> Tensor:
 
 
 def change(h: Tensor, vectors: Tensor, coefficients: Tensor, entries: Tensor, gates: Tensor) -> Tensor:
-    """What steering adds to h, in float32.
+    """Return what steering adds to h, in float32.
 
     h [n, hidden] any float dtype · vectors [V, hidden] float32 · coefficients [C, 5] float32 (c, s, m, lo, hi) ·
     entries [n, K, 3] integers (vector slot, coefficient slot, gate id), applied in order k = 0 … K−1 · gates [G].
 
-    The change is summed apart from h: (h + change) − h would lose the change's small bits. An entry whose gate is 0
-    or whose c, s and m are all 0 is masked, not multiplied: a row holding inf must stay as it is. Where s and m
-    are 0 the projection has no part in it, whatever it is.
+    The change is summed separately, because (h + change) − h would lose its small bits. An entry whose gate is 0 or
+    whose c, s and m are all 0 is masked, not multiplied, so that a row holding inf stays unchanged. Where s and m are 0
+    the projection is not used, so it may be NaN.
     """
     return apply(h, look_up(vectors, coefficients, entries), gates)
 
 
 def change_float64(h: np.ndarray, ops: Sequence[tuple[np.ndarray, Coefficients, float]]) -> np.ndarray:
-    """The oracle: what one row h [hidden] gains from ops (v, coefficients, gate), in float64, in plain steps."""
+    """Return the change of one row h [hidden] by ops (v, coefficients, gate), in float64. This is the oracle of
+    tests."""
     start = np.asarray(h, dtype=np.float64)
     now = start.copy()
     for v, (c, s, m, lo, hi), gate in ops:

@@ -1,7 +1,6 @@
-"""Reductions of rows on the device: float32, every position counted once, with the number of rows they stand for.
+"""Reductions of rows on the device: float32, every position counted once, with the number of reduced rows.
 
-A position watermark makes recomputation harmless: after a preemption the engine feeds positions again, and those
-below the mark are passed over.
+After a preemption the engine computes positions again; those below the reducer's next position are skipped.
 """
 
 from bisect import bisect_left
@@ -14,7 +13,7 @@ from steerscope.specs.errors import RequestFailed
 
 
 class Reducer:
-    """One request's running `mean` or `last` over rows [n, keys, hidden] that come in ascending position order."""
+    """One request's running `mean` or `last` over rows [n, keys, hidden] in ascending order of positions."""
 
     def __init__(self, kind: Literal["mean", "last"], keys: int, hidden: int, device: torch.device) -> None:
         self.kind = kind
@@ -35,12 +34,12 @@ class Reducer:
         self.next = positions[-1] + 1
 
     def restart(self) -> None:
-        """The rows will come again from the first."""
+        """Start again from the first row."""
         self.n = self.next = 0
         self._value.zero_()
 
     def result(self) -> Tensor:
-        """[keys, hidden] float32 on the host."""
+        """Return the reduction [keys, hidden] as float32 on the host."""
         if self.n == 0:
             return torch.full_like(self._value, torch.nan).cpu()  # a zero vector would pass for a measurement
         value = self._value / self.n if self.kind == "mean" else self._value.clone()
@@ -48,10 +47,10 @@ class Reducer:
 
 
 class HeldBack:
-    """A reducer that waits with the newest rows until the end is known.
+    """A reducer that holds the newest rows back until the end of the text is known.
 
-    An engine that schedules ahead computes rows past the end of a text before it hears of the end. Those must not be
-    reduced, so the last `hold` rows are kept apart; `finish` takes those that count.
+    An engine that schedules ahead computes rows past the end of a text. Those must not be reduced, so the last `hold`
+    rows are kept apart, and `finish` reduces those before the end.
     """
 
     def __init__(self, reducer: Reducer, hold: int) -> None:
@@ -61,7 +60,7 @@ class HeldBack:
         self._next = 0
 
     def push(self, positions: range | list[int], rows: Tensor) -> None:
-        """Rows [n, keys, hidden]; positions that came before are passed over. The rows are copied."""
+        """Add rows [n, keys, hidden]. Known positions are skipped; the rows are copied."""
         known = bisect_left(positions, self._next)
         if known == len(positions):
             return
@@ -73,12 +72,12 @@ class HeldBack:
         if sure > 0:
             self.reducer.update(self._positions[:sure], together[:sure])
             self._positions, together = self._positions[sure:], together[sure:]
-        self._rows = [together.clone()]  # the rows handed in belong to the engine, which will use them again
+        self._rows = [together.clone()]  # the engine reuses the memory of its rows
 
     def finish(self, rows: int) -> Reducer:
-        """Only positions below `rows` count."""
+        """Reduce the held rows at positions below `rows`."""
         if self.reducer.next > rows:
-            raise RequestFailed(f"the engine ran {self.reducer.next - rows} rows too far before it heard of the end")
+            raise RequestFailed(f"the engine ran {self.reducer.next - rows} rows too far, past the end of the text")
         counted = [position for position in self._positions if position < rows]
         if counted:
             self.reducer.update(counted, torch.cat(self._rows)[: len(counted)])

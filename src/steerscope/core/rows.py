@@ -1,8 +1,7 @@
-"""Rows of one request, found by absolute position, and their labels.
+"""Rows of one request by absolute position, and their labels.
 
 A request with p prompt tokens and g generated ones has p+g−1 rows per site: the last sampled token is never fed back.
-`RowBuffer` is reserved for the longest possible request and cut to what was really computed; a row that is missing
-then is an error, never a silent gap.
+`RowBuffer` is allocated for the longest possible request and cut to the computed rows. A missing row is an error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ Phase = Literal["prompt", "generated"]
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What one row is: request, position, token, phase, and message and role when there was a chat."""
+    """The label of one row: request, position, token, phase, and message and role in a chat."""
 
     request: str
     position: int
@@ -34,7 +33,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Labels of rows as columns of equal length; `message` is −1 where there is none."""
+    """Labels of rows as columns of equal length; `message` is −1 outside messages."""
 
     request: str
     position: np.ndarray
@@ -61,7 +60,7 @@ class Labels:
         )
 
     def table(self) -> dict[str, list[object]]:
-        """Plain columns, e.g. for a data frame."""
+        """Return the labels as columns, e.g. for a data frame."""
         rows = list(self)
         return {name: [getattr(row, name) for row in rows] for name in Label.__dataclass_fields__}
 
@@ -95,7 +94,7 @@ def make_labels(
 
 
 def selected(positions: Positions, stop: int) -> np.ndarray:
-    """The selected positions below `stop`, ascending."""
+    """Return the selected positions below `stop`, ascending."""
     parts = [np.arange(a, b, dtype=np.int64) for a, b in positions.within(0, stop)]
     if len(parts) == 1:
         return parts[0]
@@ -103,7 +102,7 @@ def selected(positions: Positions, stop: int) -> np.ndarray:
 
 
 class RowBuffer:
-    """Host memory for the rows of one request: [rows, keys, hidden], written by position."""
+    """Host memory [rows, keys, hidden] for the rows of one request, written by position."""
 
     def __init__(self, keys: Sequence[Key], positions: Positions, most: int, hidden: int, dtype: torch.dtype) -> None:
         self.keys, self.positions, self.most = tuple(keys), positions, most
@@ -111,7 +110,7 @@ class RowBuffer:
         self._written = 0
 
     def write(self, start: int, rows: Tensor) -> None:
-        """Rows [n, keys, hidden] of the n selected positions that follow absolute position `start`."""
+        """Write rows [n, keys, hidden] of the first n selected positions from absolute position `start` on."""
         first = self.positions.count(start)
         if first != self._written:
             raise RequestFailed(f"row {self._written} is missing: position {start} would be row {first}")
@@ -119,14 +118,14 @@ class RowBuffer:
         self._written += len(rows)
 
     def restart(self) -> None:
-        """The rows will come again from the first."""
+        """Start again from the first row."""
         self._written = 0
 
     def finish(self, rows: int) -> tuple[np.ndarray, Tensor]:
-        """The positions below `rows` that were selected, and their rows."""
+        """Return the selected positions below `rows`, and their rows."""
         positions = selected(self.positions, min(rows, self.most))
         if self._written < len(positions):
             raise RequestFailed(f"{len(positions) - self._written} of {len(positions)} rows were never computed")
         kept = self._rows[: len(positions)]
-        # The unused tail would stay alive behind a view; give it back when it is worth a copy.
+        # A view would keep the unused tail alive, so the rows are copied where there is one.
         return positions, kept.clone() if len(kept) < len(self._rows) else kept

@@ -1,9 +1,9 @@
-"""Slots: where the vectors and coefficients of running requests live.
+"""Slots: places of running requests' vectors and coefficients in device tables.
 
 A request's ops are packed into columns. A column has one set of positions and holds at most one op per (layer, site),
 so a token needs one entry (vector slot, coefficient slot, gate) per column whatever the number of layers. Contents are
 interned by hash: equal columns share a slot, and the same vectors at another strength cost one coefficient row.
-A slot in use is never evicted; unused ones are kept, oldest first out, until the room is needed.
+A slot in use is never evicted. Unused slots keep their content until it is evicted, oldest first.
 """
 
 import hashlib
@@ -33,12 +33,13 @@ class PlacedOp:
     vector: np.ndarray  # float32 [hidden], unit length where the op needs it
     coefficients: Coefficients
     gate: int = 0
-    content: bytes = b""  # what the vector's numbers are, if somebody has worked that out
+    content: bytes = b""  # identity of the vector's numbers, if it is known
 
 
 @dataclass
 class Column:
-    """Its keys are worked out once, when it is complete; who was told them may set them."""
+    """Ops with the same positions and gate, at most one per (layer, site). Its keys are computed once, when it is
+    complete; code that received them may set them."""
 
     positions: Positions
     gate: int
@@ -56,7 +57,7 @@ class Column:
 
 
 def pack(ops: Sequence[PlacedOp]) -> list[Column]:
-    """Columns in which, at every (layer, site), the order of the columns is the order of the ops."""
+    """Pack ops into columns. At every (layer, site) the order of the columns is the order of the ops."""
     columns: list[Column] = []
     last: dict[Key, int] = {}
     for op in ops:
@@ -73,7 +74,7 @@ def pack(ops: Sequence[PlacedOp]) -> list[Column]:
 
 
 def digest(content: Mapping[Key, bytes]) -> bytes:
-    """The identity of what a column holds at each (layer, site)."""
+    """Return the identity of a column's contents at each (layer, site)."""
     found = hashlib.blake2b(digest_size=16)
     for (layer, site), data in sorted(content.items()):
         found.update(f"{layer}.{site}.{len(data)}:".encode())
@@ -88,9 +89,9 @@ class Slot:
     users: int = 0
 
 
-class Slots:
-    """Numbers 1 … capacity−1 handed out by content key, with reference counts; 0 means "do nothing". Keys may be long
-    tuples, whose hash is worked out each time: a key is looked up once."""
+class SlotPool:
+    """Slot numbers 1 … capacity−1 by content key, with reference counts; slot 0 means "do nothing". Keys may be long
+    tuples without a cached hash, so `hold` looks a key up once and returns its `Slot` for `drop`."""
 
     def __init__(self, capacity: int, what: str) -> None:
         self.capacity, self.what = capacity, what
@@ -99,12 +100,12 @@ class Slots:
         self._idle: OrderedDict[int, Hashable] = OrderedDict()  # by number
 
     def acquire(self, key: Hashable) -> tuple[int, bool]:
-        """The slot for this content and whether it must be written first."""
+        """Return the slot number of a content, and whether it must be written first."""
         slot, fresh = self.hold(key)
         return slot.number, fresh
 
     def hold(self, key: Hashable) -> tuple[Slot, bool]:
-        """The same, for whoever gives it back by `drop`."""
+        """Return the slot of a content, to be released by `drop`, and whether it must be written first."""
         slot, fresh = self._slots.get(key), False
         if slot is None:
             if not self._free:
@@ -143,7 +144,7 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One column's place in the table."""
+    """The slots of one column in the table."""
 
     vector_slot: int
     coefficient_slot: int
@@ -156,11 +157,11 @@ class SlotTable:
 
     def __init__(self, hidden: int, capacity: int, device: torch.device) -> None:
         self.hidden, self.capacity, self.device = hidden, capacity, device
-        self._vector_slots = Slots(capacity, "vector")
-        self._coefficient_slots = Slots(4 * capacity, "coefficient")
+        self._vector_slots = SlotPool(capacity, "vector")
+        self._coefficient_slots = SlotPool(4 * capacity, "coefficient")
         self._tensors: dict[Key, tuple[Tensor, Tensor]] = {}
-        self._block: tuple[Tensor, Tensor] | None = None  # of all keys, where these are known at the start
-        self.version = 0  # of the contents: what was looked up under an older one may be stale
+        self._block: tuple[Tensor, Tensor] | None = None  # all keys in one piece, after `reserve`
+        self.version = 0  # of the contents; operands looked up under an older version may be stale
 
     def tensors(self, key: Key) -> tuple[Tensor, Tensor]:
         if key not in self._tensors:
@@ -170,7 +171,7 @@ class SlotTable:
         return self._tensors[key]
 
     def reserve(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor]:
-        """These keys and no others, in one piece of memory: [keys, slots, …]."""
+        """Allocate the tensors of exactly these keys in one piece of memory, [keys, slots, …]."""
         vectors = torch.zeros(len(keys), self.capacity, self.hidden, dtype=torch.float32, device=self.device)
         nothing = torch.tensor(NOTHING, dtype=torch.float32, device=self.device)
         coefficients = nothing.repeat(len(keys), 4 * self.capacity, 1)
@@ -181,9 +182,9 @@ class SlotTable:
     def acquire(self, column: Column) -> Lease:
         vector_key, coefficient_key = column.vector_key, column.coefficient_key
         for key in column.vectors:
-            self.tensors(key)  # a new tap may find no memory: better before anything is taken
+            self.tensors(key)  # may run out of memory, so before any slot is taken
         vector_slot, new_vectors = self._vector_slots.acquire(vector_key)
-        if new_vectors:  # at once: a slot that is known must be written, even if the request is refused below
+        if new_vectors:  # at once: a known slot must be written, even if the request is refused below
             self._write(0, vector_slot, {k: torch.from_numpy(v.copy()) for k, v in column.vectors.items()})
         try:
             coefficient_slot, new_coefficients = self._coefficient_slots.acquire(coefficient_key)
@@ -196,7 +197,7 @@ class SlotTable:
         return Lease(vector_slot, coefficient_slot, vector_key, coefficient_key)
 
     def lease(self, vector_key: bytes, coefficient_key: bytes) -> Lease | None:
-        """A place whose contents are there already; None: some are not."""
+        """Return the slots of contents that are in the table already; None when one is not."""
         if vector_key not in self._vector_slots or coefficient_key not in self._coefficient_slots:
             return None
         vectors, _ = self._vector_slots.acquire(vector_key)
@@ -212,11 +213,11 @@ class SlotTable:
         return self._vector_slots.in_use
 
     def _write(self, which: int, slot: int, values: Mapping[Key, Tensor]) -> None:
-        """Fill a slot at every layer: what its last owner left at other layers must be gone."""
+        """Fill a slot at every layer, which also clears its old content at layers without a value."""
         self.version += 1
         nothing = torch.zeros(self.hidden) if which == 0 else torch.tensor(NOTHING, dtype=torch.float32)
         rows = [values.get(key, nothing) for key in self._tensors]
-        if self._block is not None:  # one copy instead of one for each
+        if self._block is not None:  # one copy for all keys
             self._block[which][:, slot].copy_(torch.stack(rows))
             return
         for tensors, row in zip(self._tensors.values(), rows, strict=True):

@@ -1,1 +1,1 @@
-"""Corpora: many documents through engines, their rows on disk, each exactly once."""
+"""Capture of corpora: the rows of many documents on disk, each exactly once."""

@@ -1,9 +1,9 @@
-"""A capture job on a Ray cluster: Ray Data hands shard numbers to actors, each with an engine of its own.
+"""A capture job on a Ray cluster: Ray Data sends shard numbers to actors, each with its own engine.
 
-Only numbers and commits travel through Ray; rows go from each actor straight to the folder, which all machines must
-share. An actor gets its next shard when it has written the last one, so a slow disk slows the engines and fills no
-memory. Ray Data starts an actor that dies again and has its shard read again, three times at most. A shard that was
-committed before its actor died is not read again, so every row is there exactly once.
+Only numbers and commits travel through Ray. Actors write rows to the folder, which all machines must share. An actor
+receives its next shard after it has written the last one, so a slow disk slows the engines and fills no memory. Ray
+Data restarts a dead actor and repeats its shard, three times at most. A shard that was committed before is not
+repeated, so every row is there exactly once.
 """
 
 import logging
@@ -21,7 +21,7 @@ _RETRIES = 3  # of a shard whose actor died
 
 
 class ShardActor:
-    """One engine in one process of the cluster."""
+    """One engine, in one process of the cluster."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.reader = Path(folder), None
@@ -29,18 +29,18 @@ class ShardActor:
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
         (shard,) = map(int, batch["id"])
         try:
-            commit = read_commit(self.folder, shard)  # there when an actor died after it had written it
+            commit = read_commit(self.folder, shard)  # set when an actor died after the commit
             if commit is None:
                 if self.reader is None:
                     self.reader = ShardReader(open_engine(read_info(self.folder)), self.folder)
                 (commit,) = self.reader.read([shard])
             return {"commit": [commit.to_json()], "error": [""]}
-        except SteerscopeError as error:  # a full disk, say: told to the driver, not tried again
+        except SteerscopeError as error:  # e.g. a full disk: reported to the driver, not retried
             return {"commit": [""], "error": [str(error)]}
 
 
 def run_on_ray(folder: Path, address: str, workers: int, progress: Progress | None = None) -> str | None:
-    """`address` as `ray.init` takes it: `auto`, `ray://host:10001`, or `local` for a cluster on this machine."""
+    """Run a job on Ray. `address` is that of `ray.init`: `auto`, `ray://host:10001`, or `local` for this machine."""
     try:
         import ray
         import ray.data

@@ -1,7 +1,7 @@
-"""A capture of a corpus: what it is, as data in the store's own description, and the shards that are left to do.
+"""A capture job of a corpus, as data in the store's description, and the shards that are missing.
 
-Everything that decides what comes out is fixed when the job begins and compared when it is taken up again. Where and
-on how many machines it runs is not part of it.
+All settings that change the result are fixed when the job begins and compared when it resumes. Machines and their
+number are not part of it.
 """
 
 import json
@@ -24,38 +24,40 @@ from steerscope.specs.errors import BadFile, InvalidRequest, ModelNotFound, Prob
 from steerscope.specs.steering import Site, parse_layers
 
 _SHARD_BYTES = 256 << 20
-_MOST_DOCUMENTS = 1024  # what a killed worker does again at most
-_LOOKED_AT = 64  # documents from which a shard's size is guessed
+_MOST_DOCUMENTS = 1024  # lost at most when a worker is killed
+_SAMPLE_DOCUMENTS = 64  # from which the size of shards is estimated
 
 
-class Job(Spec):
-    """How rows are made: everything that can change one bit of them."""
+class CorpusJob(Spec):
+    """All settings that can change a bit of the rows."""
 
     model: str
     engine: Literal["hf", "vllm"] = "hf"
     dtype: str | None = None  # of the weights
-    batch: int = Field(default=32, ge=1)  # documents that are read together
+    batch: int = Field(default=32, ge=1)  # documents per forward
     max_tokens: int | None = Field(default=None, ge=1)  # longer documents are cut
     shard_documents: int | None = Field(default=None, ge=1)  # lines of one shard; None: about 256 MiB of rows
     files: tuple[SourceFile, ...] = ()
 
 
-def job_of(info: StoreInfo) -> Job:
-    return Job.parse(info.job)
+def job_of(info: StoreInfo) -> CorpusJob:
+    return CorpusJob.parse(info.job)
 
 
-def corpus_of(job: Job) -> Corpus:
+def corpus_of(job: CorpusJob) -> Corpus:
     assert job.shard_documents is not None
     return Corpus(job.files, job.shard_documents)
 
 
-def begin(folder: Path, data: Sequence[Path], job: Job, capture: Capture, dtype: RowType, resume: bool) -> StoreInfo:
-    """Describe the store, or see that the one that is there is the same."""
+def begin(
+    folder: Path, data: Sequence[Path], job: CorpusJob, capture: Capture, dtype: RowType, resume: bool
+) -> StoreInfo:
+    """Create the store's description, or check that an existing one is the same."""
     check_paths(data)
     known = read_info(folder) if (folder / "store.json").is_file() else None
     if known is not None and not resume:
         what = f"{folder} already holds a capture"
-        raise InvalidRequest([Problem("out", what, "add --resume to go on with it, or choose another folder")])
+        raise InvalidRequest([Problem("out", what, "add --resume to continue it, or choose another folder")])
     if known is None and any(map(_foreign, folder.glob("*"))):
         raise InvalidRequest([Problem("out", f"{folder} is not empty", "choose another folder")])
     layers, hidden = _sizes(job.model)
@@ -70,14 +72,14 @@ def begin(folder: Path, data: Sequence[Path], job: Job, capture: Capture, dtype:
     info = StoreInfo.parse({"model": job.model, "hidden": hidden, "dtype": dtype, **described})
     if known is not None:
         _compare(known, info)
-    create(folder, info)  # again: the files may have moved
-    if missing(folder, info):  # a manifest is about a store that is whole
+    create(folder, info)  # also when it exists: the files may have moved
+    if missing(folder, info):  # a manifest describes a complete store
         (folder / "manifest.json").unlink(missing_ok=True)
     return info
 
 
 def _foreign(path: Path) -> bool:
-    """Not what a run leaves that was killed before it described its store."""
+    """Return whether a path is not a leftover of a run that was killed before it described its store."""
     return not path.name.startswith(".") and (path.name not in PARTS or not path.is_dir() or any(path.iterdir()))
 
 
@@ -88,15 +90,15 @@ def missing(folder: Path, info: StoreInfo) -> list[int]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[int]:
-    """One run at a time in a folder; what a killed one left half-written is removed.
+    """Lock a folder for one run and remove partial files of a killed one.
 
-    The lock is held until every process that has the yielded descriptor has ended."""
+    The lock is held until every process with the yielded descriptor has ended."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as held:
         try:
             lock(held.fileno(), wait=False)
         except BlockingIOError:
-            raise BadFile(f"another run is writing to {folder}: wait for it, or stop it") from None
+            raise BadFile(f"another run is writing to {folder}: wait for it or stop it") from None
         except OSError as error:
             raise BadFile(
                 f"cannot lock {folder}/.lock: {error.strerror}: choose a folder that can be locked"
@@ -107,14 +109,14 @@ def alone(folder: Path) -> Iterator[int]:
 
 
 def _clean(folder: Path) -> None:
-    if (folder / "store.json").is_file():  # in another folder they may be somebody else's
+    if (folder / "store.json").is_file():  # elsewhere the files may belong to another program
         for part in ("", *PARTS):
             for leftover in (folder / part).glob(".steerscope-*"):
                 leftover.unlink(missing_ok=True)
 
 
 def _sizes(model: str) -> tuple[int, int]:
-    """Layers and hidden size, from the model's configuration alone."""
+    """Return the number of layers and the hidden size, from the model's configuration."""
     from transformers import AutoConfig
 
     found = resolve(model)
@@ -136,15 +138,15 @@ def _keys(capture: Capture, layers: int) -> list[tuple[int, Site]]:
     return [(layer, site) for layer in wanted for site in capture.sites]  # type: ignore[misc]
 
 
-def _guess(data: Sequence[Path], job: Job, rows: int | None, row_bytes: int) -> int:
-    """Lines of a shard of the usual size, from the first documents: four signs are about one token."""
-    first = islice((one for path in data for one in preview(path, _LOOKED_AT)), _LOOKED_AT)
+def _guess(data: Sequence[Path], job: CorpusJob, rows: int | None, row_bytes: int) -> int:
+    """Estimate the lines of a shard from the first documents, at four characters per token."""
+    first = islice((one for path in data for one in preview(path, _SAMPLE_DOCUMENTS)), _SAMPLE_DOCUMENTS)
     tokens = [min(_length(one), job.max_tokens or 1 << 30) for one in first if one.content is not None]
     return shard_size((rows or max(1, sum(tokens) // max(1, len(tokens)))) * row_bytes)
 
 
 def shard_size(document_bytes: int) -> int:
-    """Documents of a shard, when each has so many bytes of rows."""
+    """Return the documents of a shard, given the bytes of rows per document."""
     return max(1, min(_MOST_DOCUMENTS, _SHARD_BYTES // document_bytes))
 
 
@@ -152,11 +154,11 @@ def _length(document: Document) -> int:
     content = document.content
     if isinstance(content, list) and isinstance(content[0], int):
         return len(content) + 1
-    return len(json.dumps(content, default=str)) // 4 + 1  # Parquet has dates and bytes, too
+    return len(json.dumps(content, default=str)) // 4 + 1  # default: Parquet also has dates and bytes
 
 
 def _compare(known: StoreInfo, now: StoreInfo) -> None:
-    """Every difference that would make one store out of two; a corpus may have moved."""
+    """Refuse to resume a job with other settings. Only the paths of the corpus may differ."""
     problems = [
         Problem(name, f"is {mine}, was {theirs}", "give it as before, or choose another folder")
         for (name, theirs), (_, mine) in zip(_facts(known), _facts(now), strict=True)

@@ -1,9 +1,9 @@
 """One engine and the shards it reads.
 
-Documents of a shard go through the engine in groups that depend on the shard alone, one group at a time, so that a
-shard that is read again, by whichever worker, has the same bits on the same kind of machine. Texts of like length go
-together within a window of documents whose rows fit in memory, and are written in the order of the corpus. A document
-that cannot be read is written down with the reason, and the others go on.
+Documents of a shard run in groups that depend on the shard alone, one group at a time. So a shard that is read again,
+by any worker, has the same bits on the same kind of machine. A group holds texts of similar length from a window of
+documents whose rows fit in memory; rows are written in the order of the corpus. A document that cannot be read is
+recorded with the reason.
 """
 
 import json
@@ -22,7 +22,7 @@ from torch import Tensor
 from steerscope.capture.rows import Rows
 from steerscope.capture.shards import Commit, StoreInfo, stacked
 from steerscope.capture.store import read_info
-from steerscope.capture.writing import Piece, write_shards
+from steerscope.capture.writing import DocumentRows, write_shards
 from steerscope.corpus.job import corpus_of, job_of
 from steerscope.corpus.source import Document
 from steerscope.engines.load import LoadOptions, load
@@ -41,14 +41,14 @@ _PROBE = "The quick brown fox jumps over the lazy dog, and then it rains."
 
 
 class _Read(NamedTuple):
-    """A document that has become a prompt."""
+    """A document and its prompt."""
 
     document: Document
     prompt: Prompt
 
 
 def open_engine(info: StoreInfo, device: str | None = None) -> SyncEngine:
-    """The engine of a job; vLLM taps only what is asked for."""
+    """Load the engine of a job. vLLM taps only the captured layers and sites."""
     job = job_of(info)
     options: LoadOptions = {"engine": job.engine, "dtype": job.dtype, "device": device, "max_batch": job.batch}
     if job.engine == "vllm":
@@ -65,15 +65,15 @@ class ShardReader:
         check_probe(engine, folder, self.info)
 
     def read(self, shards: Iterable[int]) -> Iterator[Commit]:
-        """Read shards and write them; each is told when it is on disk."""
+        """Read and write shards, and yield the commit of each when it is on disk."""
         return write_shards(self.folder, self.info, ((shard, self._read(shard)) for shard in shards))
 
-    def _read(self, shard: int) -> Iterator[list[Piece]]:
+    def _read(self, shard: int) -> Iterator[list[DocumentRows]]:
         for window in self._windows(self.corpus.documents(shard)):
             yield self._read_window(window)
 
     def _windows(self, documents: Iterator[Document]) -> Iterator[list[_Read | Document]]:
-        """Neighbouring documents whose rows fit in memory together; those that are bad have none."""
+        """Yield runs of documents whose rows fit in memory together. Bad documents have no rows."""
         window: list[_Read | Document] = []
         held = 0
         for document in documents:
@@ -93,7 +93,7 @@ class ShardReader:
             return document
         try:
             prompt = self._tokens(content)
-        except Exception as error:  # tokenizers and templates raise all sorts, and it is about this document alone
+        except Exception as error:  # tokenizers and templates raise any type; it concerns this document alone
             named = "" if isinstance(error, InvalidRequest) else f"{type(error).__name__}: "
             return document.failed(f"{named}{error}")
         whole = len(prompt.token_ids)
@@ -110,7 +110,7 @@ class ShardReader:
             return self.engine.aio.render(content, continue_final_message=ends)
         return self.engine.aio.tokenize(TokenPrompt(content))
 
-    def _read_window(self, window: Sequence[_Read | Document]) -> list[Piece]:
+    def _read_window(self, window: Sequence[_Read | Document]) -> list[DocumentRows]:
         reads = sorted((one for one in window if isinstance(one, _Read)), key=lambda one: len(one.prompt.token_ids))
         found: dict[int, Rows | str] = {}
         for start in range(0, len(reads), self.job.batch):
@@ -124,21 +124,21 @@ class ShardReader:
             if isinstance(got, Rows):
                 pieces.append(self._piece(document, got))
             else:
-                pieces.append(Piece((document.failed(got) if got else document).entry))
+                pieces.append(DocumentRows((document.failed(got) if got else document).entry))
         return pieces
 
-    def _piece(self, document: Document, rows: Rows) -> Piece:
+    def _piece(self, document: Document, rows: Rows) -> DocumentRows:
         kept = {key: tensor.to("cpu", self.info.torch_dtype) for key, tensor in rows.tensors.items()}
         tensor = stacked(kept, self.info.keys)
         if self.info.capture.reduce is None:
-            return Piece(document.entry, tensor, rows.labels)
-        return Piece(document.entry, tensor, rows.labels.take(np.array([rows.n - 1])), rows.n)
+            return DocumentRows(document.entry, tensor, rows.labels)
+        return DocumentRows(document.entry, tensor, rows.labels.take(np.array([rows.n - 1])), rows.n)
 
     def _read_group(self, prompts: list[Prompt]) -> list[Rows | str]:
-        """The rows of each prompt, or why there are none."""
+        """Return the rows of each prompt, or the reason why it has none."""
         try:
             return [done if isinstance(done, str) else _rows(done) for done in self._generate(prompts)]
-        except InvalidRequest as error:  # those that cannot be honoured are named; the others are read without them
+        except InvalidRequest as error:  # the error names the refused prompts; the others are read without them
             named = {
                 int(m[1]): m[2] for p in error.problems if (m := re.match(r"prompts\[(\d+)\]\.?(.*)", str(p), re.S))
             }
@@ -152,11 +152,11 @@ class ShardReader:
             return self.engine.generate(prompts, _READ_ONLY, capture=self.info.capture)
         except RequestFailed as error:
             if self.engine.aio.closed or (len(prompts) > 1 and not any(error.completed)):
-                raise  # not a document's fault
-            probe(self.engine, self.info)  # raises when the engine, and no document, is what fails
+                raise  # no document's fault
+            probe(self.engine, self.info)  # raises when the engine fails, and not a document
             return [done or str(error) for done in error.completed] if len(prompts) > 1 else [str(error)]
         except CapacityExceeded as error:
-            if len(prompts) > 1:  # together they are too large; alone each is judged for itself
+            if len(prompts) > 1:  # too large together, so each is tried alone
                 return [one for prompt in prompts for one in self._generate([prompt])]
             probe(self.engine, self.info)
             return [str(error)]
@@ -165,14 +165,14 @@ class ShardReader:
 def _rows(generation: Generation) -> Rows:
     rows = generation.rows
     if generation.capture is not None:
-        generation.capture.close()  # gives the room back; the rows stay valid
+        generation.capture.close()  # releases the budget; the rows stay valid
     return rows
 
 
 def probe(engine: SyncEngine, info: StoreInfo) -> tuple[Tensor, dict[str, str]]:
-    """Mean rows [keys, hidden] of a sentence every model can read, and what else decides the rows of a document.
+    """Return mean rows [keys, hidden] of a fixed sentence, and other facts that change the rows of a document.
 
-    The first token is left out: its rows are much larger than all others and alike in many models."""
+    The first token is left out: its rows are much larger than all others and similar in many models."""
     asked = {"layers": [layer for layer, _ in info.keys], "sites": info.capture.sites, "tokens": "!positions=[0]"}
     rows = _rows(engine.generate(_PROBE, _READ_ONLY, capture=Capture.parse(asked)))
     found = stacked(dict(rows.tensors), info.keys)
@@ -182,7 +182,7 @@ def probe(engine: SyncEngine, info: StoreInfo) -> tuple[Tensor, dict[str, str]]:
 
 
 def check_probe(engine: SyncEngine, folder: Path, info: StoreInfo) -> None:
-    """Another checkpoint under the same name has other rows, and one store must hold those of one model."""
+    """Compare the probe's rows with those in the store: another checkpoint may have the same name."""
     (found, facts), path = probe(engine, info), folder / "probe.safetensors"
     if not path.is_file():
         with atomic_path(path) as temporary:
@@ -195,4 +195,4 @@ def check_probe(engine: SyncEngine, folder: Path, info: StoreInfo) -> None:
             raise BadFile(f"{folder} holds rows made with {name} {before.get(name)}, this engine has {value}: {_ELSE}")
     near = known.shape == found.shape and ((known - found).norm(dim=-1) <= 0.05 * found.norm(dim=-1)).all()
     if not near:
-        raise BadFile(f"{folder} holds rows of another model that is called {info.model}, too: choose another folder")
+        raise BadFile(f"{folder} holds rows of another model with the name {info.model}: choose another folder")

@@ -1,7 +1,7 @@
 """A capture job on one machine: in this process, or in one process per GPU.
 
-Worker w of N reads shards w, w+N, …, each with an engine and files of its own; nothing but the folder is shared. A
-worker that dies is started again and goes on with the first of its shards that is not there.
+Worker w of N reads shards w, w+N, …, with its own engine and files; workers share only the folder. A dead worker is
+restarted and continues with the first of its missing shards.
 """
 
 import os
@@ -22,14 +22,14 @@ from steerscope.engines.sync import SyncEngine
 from steerscope.specs.errors import BadFile, RequestFailed
 
 _POSIX = hasattr(os, "killpg")
-_RESTARTS = 3  # of a worker that has committed nothing since it was started
+_RESTARTS = 3  # of a worker that commits nothing
 _POLL_S = 0.5
-_CLOSING_S = 30.0  # an engine's time to close
-REFUSED = 3  # a worker's exit code for what a new start would not mend
+_CLOSING_S = 30.0  # for an engine to close
+REFUSED = 3  # exit code of a worker for errors that a restart would repeat
 
 
 class Status(NamedTuple):
-    """How far a run is."""
+    """The progress of a run."""
 
     of: int
     shards: int = 0
@@ -55,7 +55,7 @@ def status(folder: Path) -> Status:
 
 
 def run_here(folder: Path, progress: Progress | None = None, device: str | None = None) -> str | None:
-    """All shards that are missing, in this process."""
+    """Read all missing shards in this process, and return the checksum of the store when it is complete."""
     info = read_info(folder)
     left = missing(folder, info)
     if left:
@@ -74,7 +74,8 @@ def read_shards(engine: SyncEngine, folder: Path, shards: list[int], progress: P
 
 
 def run_workers(folder: Path, workers: int, progress: Progress | None = None, lock: int | None = None) -> str | None:
-    """The same in several processes, one GPU each where there are GPUs; they hold the folder's lock, too."""
+    """Do the same as `run_here` in several processes, which hold the folder's `lock` too, each with its own GPU if
+    any."""
     info = read_info(folder)
     running: dict[int, subprocess.Popen[bytes]] = {}
     starts = dict.fromkeys(range(workers), 0)
@@ -110,7 +111,7 @@ def run_workers(folder: Path, workers: int, progress: Progress | None = None, lo
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """With everything that its engine has started."""
+    """End a worker and all processes that its engine started."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(_CLOSING_S)
     if _POSIX:
@@ -138,7 +139,7 @@ def _start(folder: Path, worker: int, workers: int, lock: int | None) -> "subpro
 
 
 def _judge(folder: Path, worker: int, process: "subprocess.Popen[bytes]", starts: int) -> None:
-    """Whether a worker that has ended may be started again."""
+    """Raise the error of a worker that ended and must not be restarted."""
     last = _log(folder, worker).read_text(errors="replace").strip().splitlines()[-1:]
     why = last[0] if last else f"exit code {process.returncode}"
     if process.returncode == REFUSED:

@@ -1,8 +1,8 @@
-"""Documents of a corpus, found by number: lines of JSONL files, rows of Parquet files.
+"""Documents of a corpus by number: lines of JSONL files, rows of Parquet files.
 
-A document is an object with `text`, `messages` (a chat) or `token_ids`, perhaps an `id`, and any other fields, which
-become its labels. One that is not is handed on with the reason, its file and its line. A corpus is cut into shards by
-numbers of lines alone, so that the same file always gives the same shards.
+A document is an object with `text`, `messages` (a chat) or `token_ids`, perhaps an `id`, and other fields, which become
+its labels. A bad document is recorded with the reason, file and line. Shards are cut by line numbers alone, so the same
+file always has the same shards.
 """
 
 import json
@@ -26,14 +26,14 @@ from steerscope.files import reading
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem, not_json
 
-CONTENT = {"text": (str, None), "messages": (list, dict), "token_ids": (list, int)}  # and what is in the list
+CONTENT = {"text": (str, None), "messages": (list, dict), "token_ids": (list, int)}  # types: content, list items
 _WANTED = {"text": "a text", "messages": "a list of objects", "token_ids": "a list of integers"}
 _PIECE = 1 << 24
-_ROWS = 256  # of a Parquet file that are decoded together
+_ROWS = 256  # of a Parquet file, decoded together
 
 
 class SourceFile(Spec):
-    """One file of a corpus: its content, how many lines it has, and where its shards begin."""
+    """One file of a corpus: its digest, number of lines, and the offsets of its shards."""
 
     path: str
     digest: str
@@ -44,14 +44,14 @@ class SourceFile(Spec):
 @dataclass(frozen=True, slots=True)
 class Document:
     entry: DocumentEntry
-    content: str | list[Any] | None  # text, messages or token ids; None when the entry tells an error
+    content: str | list[Any] | None  # text, messages or token ids; None when the entry has an error
 
     def failed(self, why: str) -> "Document":
         return replace(self, entry=replace(self.entry, error=_unicode(why), tokens=0, cut=0), content=None)
 
 
 def _unicode(text: str) -> str:
-    """JSON can spell lone surrogates, which no file takes."""
+    """Replace lone surrogates, which JSON can hold and files cannot."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -67,8 +67,8 @@ def check_paths(paths: Iterable[Path]) -> None:
 
 
 def scan(path: Path, shard_documents: int) -> SourceFile:
-    """Count lines, note where shards begin, and take the checksum, in one pass."""
-    place = os.path.abspath(path)  # links stay: what they lead to, in a cache say, may have no suffix
+    """Return a file's lines, offsets of shards, and checksum, in one pass."""
+    place = os.path.abspath(path)  # links stay: the target, e.g. in a cache, may have no suffix
     with reading(path, "corpus"):
         if path.suffix == ".parquet":
             lines = pq.ParquetFile(path).metadata.num_rows
@@ -91,7 +91,7 @@ def scan(path: Path, shard_documents: int) -> SourceFile:
 
 
 def preview(path: Path, count: int) -> Iterator[Document]:
-    """The first documents of a file."""
+    """Yield the first documents of a file."""
     file = SourceFile(path=str(path), digest="", lines=count, offsets=(0,))
     yield from _documents(file, _lines(file, 0, count), 0, 0)
 
@@ -110,7 +110,7 @@ class Corpus:
         return sum(-(-file.lines // self.shard_documents) for file in self.files)
 
     def documents(self, shard: int) -> Iterator[Document]:
-        """Those of one shard; empty lines are none."""
+        """Yield the documents of one shard, without empty lines."""
         before = 0
         for file in self.files:
             count = -(-file.lines // self.shard_documents)
@@ -141,7 +141,7 @@ def _lines(file: SourceFile, shard: int, size: int) -> Iterator[_Line | None]:
 
 
 def _counted(file: SourceFile, lines: Iterator[_Line | None], wanted: int) -> Iterator[_Line | None]:
-    """A file that was cut or edited since its lines were counted has others under the same numbers."""
+    """Check the number of lines: a file that was edited since the scan has other documents under the same numbers."""
     count = 0
     for line in lines:
         count += 1
@@ -172,17 +172,17 @@ def _parquet(path: str, first: int, stop: int) -> Iterator[Mapping[str, Any]]:
 
 
 class _ParquetRows:
-    """Rows by number. Going forward, as a run does, every row is decoded once, and few are held."""
+    """Rows of a Parquet file by number. Read in ascending order, every row is decoded once, and few are held."""
 
     def __init__(self, path: str) -> None:
         self.file = pq.ParquetFile(path)
         groups = (self.file.metadata.row_group(group).num_rows for group in range(self.file.num_row_groups))
-        self.begins = [*accumulate(groups, initial=0)]  # of each row group; the last is the end
-        self.at, self.held = 0, pa.table({})  # rows from `at` on
+        self.begins = [*accumulate(groups, initial=0)]  # of row groups; the last is the end
+        self.at, self.held = 0, pa.table({})  # decoded rows, from `at` on
         self.batches: Iterator[Any] = iter(())
 
     def after(self, first: int, stop: int) -> list[dict[str, Any]]:
-        """Some rows from `first` on; none at the end."""
+        """Return some rows from `first` on, or none at the end."""
         group = bisect_right(self.begins, first) - 1
         if group >= self.file.num_row_groups:
             return []
@@ -197,7 +197,7 @@ class _ParquetRows:
 
 @lru_cache(maxsize=1)
 def _opened(path: str, version: tuple[int, ...]) -> _ParquetRows:
-    del version  # a file that was replaced is opened again
+    del version  # part of the cache key: a replaced file is opened again
     return _ParquetRows(path)
 
 
@@ -205,7 +205,7 @@ def _document(line: bytes | Mapping[str, Any], entry: DocumentEntry) -> Document
     bad = Document(entry, None)
     try:
         found = json.loads(line) if isinstance(line, bytes) else _given(line)
-    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError: also bytes that are not UTF-8
         return bad.failed(not_json(error))
     if not isinstance(found, dict):
         return bad.failed(f"is {type(found).__name__}, not an object")
@@ -222,7 +222,7 @@ def _document(line: bytes | Mapping[str, Any], entry: DocumentEntry) -> Document
 
 
 def _given(value: Any) -> Any:
-    """An Arrow struct has all fields of its type; those that are null were not given."""
+    """Remove null fields: an Arrow struct has all fields of its type."""
     if isinstance(value, Mapping):
         return {key: _given(item) for key, item in value.items() if item is not None}
     return [_given(item) for item in value] if isinstance(value, list) else value

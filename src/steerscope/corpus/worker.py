@@ -27,11 +27,11 @@ def main(folder: Path, worker: int, workers: int, parent: int) -> int:
 
 
 def _follow(parent: int) -> None:
-    """Nobody waits for a worker whose parent was killed, perhaps before the worker had begun."""
+    """End this worker when its parent has died, perhaps before the worker began."""
     while os.getppid() == parent:
         time.sleep(0.5)
     if hasattr(os, "getpgrp") and os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)  # and what its engine has started
+        os.killpg(0, signal.SIGKILL)  # and the processes of its engine
     os._exit(1)
 
 

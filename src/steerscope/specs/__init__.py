@@ -1,4 +1,4 @@
-"""What a request may ask for. Pure data: nothing here imports torch."""
+"""Specs of a request. Pure data: no torch is imported here."""
 
 from steerscope.specs.capture import Capture
 from steerscope.specs.chat import Message

@@ -10,8 +10,8 @@ from steerscope.specs.errors import InvalidRequest, problems_of
 class Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_bytes="base64")
 
-    # Type checkers see pydantic's own signature. At run time a failed construction raises InvalidRequest, which is
-    # also a ValueError: a nested spec's problems therefore travel up through pydantic and are unfolded at the top.
+    # Type checkers see pydantic's own signature. A failed construction raises InvalidRequest, which is a ValueError:
+    # pydantic collects those of nested specs, and the outermost spec unfolds them.
     if not TYPE_CHECKING:
 
         def __init__(self, /, **data):

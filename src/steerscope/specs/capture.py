@@ -1,4 +1,4 @@
-"""Capture: which rows of a request to keep."""
+"""Capture: the rows of a request to keep."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, Self

@@ -9,7 +9,7 @@ from steerscope.specs.errors import InvalidRequest, Problem
 
 
 class Message(Spec):
-    """One turn of a chat; a plain dict with the same two keys does as well."""
+    """One turn of a chat; a plain dict with the same two keys is also accepted."""
 
     role: str = Field(min_length=1)
     content: str
@@ -19,7 +19,7 @@ Chat = Sequence[Message | Mapping[str, str]]
 
 
 def parse_chat(chat: Chat) -> list[Message]:
-    """Messages from Message objects or plain dicts, with all problems reported together."""
+    """Return the messages of a chat, or refuse it with all problems."""
     problems: list[Problem] = []
     messages: list[Message] = []
     if not isinstance(chat, list | tuple):

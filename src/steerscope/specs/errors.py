@@ -1,23 +1,20 @@
-"""Every error a user can meet, and how problems of one request are gathered into one message.
+"""All errors of steerscope, and the problems of one request in one message.
 
-A `Problem` names the field, what is wrong with it (with the limit), and the remedy. `InvalidRequest` carries all
-problems of a request at once; pydantic's own errors are translated into the same form.
+A `Problem` names the field, the fault with its limit, and the remedy. `InvalidRequest` holds all problems of a request;
+pydantic's own errors are translated into the same form.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-if TYPE_CHECKING:  # the result type lives above; only its name is needed here
-    from steerscope.engines.results import Generation
-
 
 class SteerscopeError(Exception):
-    """Base of everything steerscope raises on purpose; its text is meant for the user."""
+    """Base of all errors that steerscope raises on purpose. The text is written for users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +27,7 @@ class Problem:
         return f"{self.field}: {self.what}; {self.remedy}" if self.field else f"{self.what}; {self.remedy}"
 
     def under(self, prefix: str) -> "Problem":
-        """The same problem, seen from the object that holds the field."""
+        """Return the problem with the field's name put under that of its object."""
         if not prefix:
             return self
         if not self.field:
@@ -40,7 +37,7 @@ class Problem:
 
 
 class InvalidRequest(SteerscopeError, ValueError):
-    """A request that cannot be honoured, with every reason."""
+    """A request that is refused, with all reasons."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -50,38 +47,38 @@ class InvalidRequest(SteerscopeError, ValueError):
         )
 
     def __reduce__(self) -> tuple[type["InvalidRequest"], tuple[tuple[Problem, ...]]]:
-        return type(self), (self.problems,)  # an exception is copied through its arguments, here the text
+        return type(self), (self.problems,)  # an exception is copied by its arguments, which is the text here
 
 
 class NameInUse(InvalidRequest):
-    """A name that a running request or a file has already."""
+    """A name that a running request or a file already has."""
 
 
 class ModelNotFound(SteerscopeError):
-    """A model name or path that leads nowhere."""
+    """A model name or path that does not exist."""
 
 
 class UnsupportedModel(SteerscopeError):
-    """A model whose structure is not understood; the text says what was looked for."""
+    """A model whose structure is not supported; the text says what was expected."""
 
 
 class BadFile(SteerscopeError):
-    """A file that is truncated, hostile, or not what it claims to be."""
+    """A file that is truncated, hostile, or of another format than it declares."""
 
 
 class RequestFailed(SteerscopeError):
     """A valid request that failed while it ran; other requests are not affected.
 
-    `completed` holds the generations of the same call, in order, None for those that failed.
+    `completed` holds the `Generation`s of the same call, in order, with None for those that failed.
     """
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.completed: Sequence[Generation | None] = ()
+        self.completed: Sequence[Any] = ()
 
 
 class Unsteerable(RequestFailed):
-    """A request whose steering leaves the model's numbers: its own fault, found while it ran."""
+    """A request whose steering produced NaN or inf."""
 
 
 class CapacityExceeded(SteerscopeError):
@@ -89,11 +86,11 @@ class CapacityExceeded(SteerscopeError):
 
 
 class CaptureClosed(SteerscopeError):
-    """Rows that are no longer there: the handle was closed or expired."""
+    """Rows that were dropped because the handle was closed or expired."""
 
 
 class SaveFailed(SteerscopeError):
-    """Rows that could not be saved under the name that the request gave; its text is not affected."""
+    """Rows that could not be saved under the request's name; its text is not affected."""
 
 
 class EngineClosed(SteerscopeError):
@@ -101,14 +98,14 @@ class EngineClosed(SteerscopeError):
 
 
 class TimedOut(SteerscopeError, TimeoutError):
-    """An engine did not do something in time; the text says what, and what may help."""
+    """An operation of an engine timed out; the text names it and a remedy."""
 
 
 class PackNotLoaded(SteerscopeError):
-    """A lens pack that could not be brought to the device."""
+    """A lens pack that could not be loaded to the device."""
 
 
-# Kinds of pydantic's errors → what to give instead, filled from the error's context.
+# Remedy by kind of pydantic error; fields are filled from the error's context.
 _WANTED = {
     "string_type": "text",
     "string_sub_type": "text",
@@ -144,7 +141,7 @@ _WANTED = {
     "string_too_short": "text of at least {min_length} characters",
     "string_too_long": "text of at most {max_length} characters",
 }
-# The others: what is wrong, and the remedy.
+# Fault and remedy of the other kinds.
 _OTHERS = {
     "missing": ("is missing", "add it"),
     "extra_forbidden": ("is not known", "remove it or correct its name"),
@@ -172,7 +169,7 @@ def _field(location: tuple[int | str, ...]) -> str:
 
 
 def _problems(detail: ErrorDetails) -> list[Problem]:
-    # A tagged union puts the tag into the location ("ops[0].add.scale"): keep only what the user wrote.
+    # A tagged union puts its tag into the location ("ops[0].add.scale"), which the user did not write.
     parts = detail["loc"]
     tags = [i for i in range(1, len(parts)) if isinstance(parts[i - 1], int) and parts[i] in ("add", "cap", "ablate")]
     field = _field(tuple(part for i, part in enumerate(parts) if i not in tags))
@@ -182,11 +179,11 @@ def _problems(detail: ErrorDetails) -> list[Problem]:
     if isinstance(inner, ValueError):
         what, semicolon, remedy = str(inner).rpartition("; ")  # "what; remedy", where what may quote a "; "
         return [Problem(field, what, remedy) if semicolon else Problem(field, remedy, "correct the value")]
-    return [Problem(field, *_what_and_remedy(detail))]
+    return [Problem(field, *_fault(detail))]
 
 
-def _what_and_remedy(detail: ErrorDetails) -> tuple[str, str]:
-    """Return what is wrong, and the remedy."""
+def _fault(detail: ErrorDetails) -> tuple[str, str]:
+    """Return the fault and the remedy."""
     kind, shown = detail["type"], repr(detail["input"])
     context = {name: _plain(value) for name, value in detail.get("ctx", {}).items()}
     context["input"] = shown if len(shown) <= 60 else shown[:57] + "…"
@@ -198,26 +195,26 @@ def _what_and_remedy(detail: ErrorDetails) -> tuple[str, str]:
 
 
 def _plain(limit: object) -> object:
-    """Return 1 for a limit of 1.0."""
+    """Return a limit of 1.0 as 1."""
     return int(limit) if isinstance(limit, float) and limit.is_integer() and abs(limit) < _WIDE else limit
 
 
 def not_json(error: object) -> str:
-    """Return where a text stops being JSON, from a parser's message."""
+    """Return where a text stops being JSON, from a parser's error."""
     place = re.search(r"line (\d+) column (\d+)", str(error))
     return f"is not JSON from line {place[1]}, column {place[2]} on" if place else "is not JSON"
 
 
 def problems_of(error: ValidationError) -> list[Problem]:
-    """Translate pydantic's errors; an `InvalidRequest` raised by a nested spec is unfolded in place. Too many are only
-    counted: a list of a million wrong items must not cost a million messages."""
+    """Translate pydantic's errors and unfold those of nested specs. More than 1,000 are only counted, because a long
+    list of wrong items would cost as many messages."""
     if error.error_count() > _MOST_LISTED:
         return [Problem("", f"there are {error.error_count()} problems, too many to list", "correct the whole shape")]
     return problems_in(error.errors())
 
 
 def problems_in(details: Sequence[Any]) -> list[Problem]:
-    """Return the problems of pydantic's list. A list that is too short is left out where its items are wrong."""
+    """Translate a list of pydantic's errors. A list with wrong items is not also reported as too short."""
     wrong = {detail["loc"][:-1] for detail in details}
-    kept = [one for one in details if not (one["type"] == "too_short" and one["loc"] in wrong)]
-    return [problem for detail in kept for problem in _problems(detail)]
+    listed = [one for one in details if not (one["type"] == "too_short" and one["loc"] in wrong)]
+    return [problem for detail in listed for problem in _problems(detail)]

@@ -1,4 +1,4 @@
-"""Sampling: how tokens are chosen and when to stop."""
+"""Sampling: how tokens are chosen and when a text ends."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Self
@@ -20,11 +20,11 @@ else:
 
 
 class Sampling(Spec):
-    """How tokens are chosen, and when to stop.
+    """How tokens are chosen, and when a text ends.
 
     `temperature` 0 is greedy. `top_k` 0 is off. `repetition_window` counts the last tokens, prompt included; the
-    frequency and presence penalties, which are subtracted, count generated tokens only. `logprobs` tells those of each
-    token and of so many best ones.
+    frequency and presence penalties, which are subtracted, count generated tokens only. `logprobs` returns log
+    probabilities of each token and of this number of best ones.
 
     ```python
     import steerscope as ss
@@ -50,7 +50,7 @@ class Sampling(Spec):
 
     @property
     def greedy(self) -> bool:
-        """Dividing by a lower temperature would overflow float32."""
+        """Whether the most likely token is taken; dividing by a lower temperature would overflow float32."""
         return self.temperature < 1e-6
 
     @model_validator(mode="after")

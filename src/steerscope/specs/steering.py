@@ -1,7 +1,7 @@
 """Steering: an ordered list of ops, each a vector, layers, a site, tokens and a strength.
 
-Vectors are given by name (registered with the engine) or inline as float32 bytes; anything with a `to_spec()` method
-(SteeringVector), a torch tensor, a numpy array or a list of floats is taken too. No torch is imported here.
+Vectors are given by name (registered with the engine) or inline as float32 bytes, an object with a `to_spec()` method
+(SteeringVector), a torch tensor, a numpy array or a list of floats. No torch is imported here.
 """
 
 import base64
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 Site = Literal["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]
 SITES: tuple[Site, ...] = get_args(Site)
-LayersLike = int | str | Sequence[int | str]  # what users write; see parse_layers
-# Finite in float64 but infinite in the float32 of the equation would be infinity all the same.
+LayersLike = int | str | Sequence[int | str]  # as users write it; see parse_layers
+# The equation is computed in float32, so larger numbers would be infinite.
 Strength = Annotated[float, Field(ge=-3.4028234663852886e38, le=3.4028234663852886e38)]
 _MOST_NAMED = 10_000  # layers, in one text
 MOST_OPS = 512
@@ -39,7 +39,7 @@ def parse_layers(value: object) -> tuple[int, ...] | Literal["all"]:
         return "all"
     parts: Iterable[object] = value if isinstance(value, list | tuple | range | set | frozenset) else [value]
     layers: set[int] = set()
-    named = 0  # counted twice where it is named twice: a long text of wide ranges must not take hours
+    named = 0  # repeated layers count again, so that many wide ranges cannot take hours
     for part in parts:
         if isinstance(part, int) and not isinstance(part, bool):
             layers.add(part)
@@ -63,7 +63,7 @@ def parse_layers(value: object) -> tuple[int, ...] | Literal["all"]:
 
 
 def checked_layers(value: object, field: str = "layers") -> tuple[int, ...] | Literal["all"]:
-    """The same where no field of a spec says what is wrong."""
+    """Do the same as `parse_layers`, but raise InvalidRequest for a named field."""
     try:
         return parse_layers(value)
     except ValueError as error:
@@ -71,7 +71,7 @@ def checked_layers(value: object, field: str = "layers") -> tuple[int, ...] | Li
         raise InvalidRequest([Problem(field, what, remedy)]) from None
 
 
-# Fields take what users write and hold the normal form. Type checkers are shown the former.
+# Fields accept all forms and hold the normal form. Type checkers see the accepted ones.
 if TYPE_CHECKING:
     Layers = LayersLike
 else:
@@ -79,7 +79,7 @@ else:
 
 
 def _pack(value: object) -> bytes:
-    """One direction → little-endian float32 bytes."""
+    """Convert one direction to little-endian float32 bytes."""
     if isinstance(value, bytes):
         data = value
     elif isinstance(value, str):
@@ -109,7 +109,7 @@ Float32Bytes = Annotated[
 
 
 class VectorData(Spec):
-    """The numbers of a vector, float32 little-endian: `shared` by every layer it is used on, or one `per_layer`."""
+    """The numbers of a vector, float32 little-endian: one direction `shared` by all layers, or one `per_layer`."""
 
     shared: Float32Bytes | None = None
     per_layer: dict[int, Float32Bytes] = Field(default_factory=dict)
@@ -164,7 +164,7 @@ else:
 
 
 class _Op(Spec):
-    unit: ClassVar[bool]  # whether the equation takes the vector at unit length
+    unit: ClassVar[bool]  # whether the equation uses the vector at unit length
 
     vector: Vector
     layers: Layers | None = None  # None: the layers the vector has
@@ -173,7 +173,7 @@ class _Op(Spec):
 
     @property
     def source(self) -> str | VectorData:
-        """The vector in its normal form: a name or numbers."""
+        """The vector in normal form: a name or numbers."""
         assert isinstance(self.vector, str | VectorData)
         return self.vector
 
@@ -276,7 +276,7 @@ else:
 
 
 class Steering(Spec):
-    """Ops in order, for one request. `reset` drops whatever came before it when steerings are composed.
+    """Ops of one request, in order. `reset` drops all earlier steerings when steerings are composed.
 
     ```python
     import steerscope as ss
@@ -297,7 +297,7 @@ class Steering(Spec):
 
     @classmethod
     def of(cls, *ops: Add | Cap | Ablate) -> Self:
-        """These ops, in this order."""
+        """Make a steering of these ops, in this order."""
         return cls(ops=ops)
 
     @classmethod
@@ -306,7 +306,7 @@ class Steering(Spec):
         return cls(reset=True)
 
     def then(self, later: "Steering") -> "Steering":
-        """This steering followed by another; a reset in the later one drops this one."""
+        """Return this steering followed by another. A reset in the later one drops this one."""
         if later.reset or not (self.ops or self.reset):
             return later
         return Steering(ops=(*self.ops, *later.ops), reset=self.reset) if later.ops else self

@@ -1,13 +1,13 @@
-"""The `tokens` selector language: which positions of a request an op or a capture applies to.
+"""The `tokens` selector language: the positions of a request that an op or a capture applies to.
 
     all   prompt   generated   last_prompt
     positions=[0, 3, 8:12, -1]   absolute positions and half-open ranges; negative ones count from the prompt's end,
-                                 and so does the open end behind one: -4: is the prompt's last four
+                                 where a range such as -4: also ends
     role=user   role=user+template   message=2   message=2+template
     A & B   A | B   !A   (A)         intersection, union, complement: `prompt & !role=system`
 
-`resolve` turns a selector into `Positions`, disjoint half-open intervals, once the prompt's length and its message
-spans are known. Positions are absolute: the prompt is 0 … p−1, generated tokens follow.
+`resolve` converts a selector to `Positions`, disjoint half-open intervals, given the prompt's length and message spans.
+Positions are absolute: the prompt is 0 … p−1, generated tokens follow.
 """
 
 import functools
@@ -43,7 +43,7 @@ class Positions:
         return any(start <= position < stop for start, stop in self.intervals)
 
     def __and__(self, other: "Positions") -> "Positions":
-        return ~(~self | ~other)  # linear, where comparing all pairs of intervals would be quadratic
+        return ~(~self | ~other)  # linear in the number of intervals, not quadratic
 
     def __or__(self, other: "Positions") -> "Positions":
         return Positions.of((*self.intervals, *other.intervals))
@@ -53,14 +53,14 @@ class Positions:
         return Positions.of(zip(edges[::2], edges[1::2], strict=True))
 
     def within(self, start: int, stop: int) -> Iterator[Interval]:
-        """The parts of the intervals that lie in [start, stop), in order."""
+        """Yield the parts of the intervals that lie in [start, stop), in order."""
         for a, b in self.intervals:
             low, high = max(a, start), min(b, stop)
             if low < high:
                 yield low, high
 
     def count(self, stop: int) -> int:
-        """How many selected positions lie below `stop`."""
+        """Return the number of selected positions below `stop`."""
         found = 0
         for a, b in self.intervals:
             if a >= stop:
@@ -74,8 +74,8 @@ EVERYWHERE = Positions(((0, END),))
 
 @dataclass(frozen=True, slots=True)
 class MessageSpan:
-    """Where one chat message lies in the prompt. `content` is the message's own text; `whole` adds the template's
-    header and end marks, None where the template does not let them be told apart."""
+    """The place of one chat message in the prompt. `content` is the message's own text; `whole` adds the template's
+    header and end marks, and is None where these cannot be told apart."""
 
     index: int
     role: str
@@ -91,7 +91,7 @@ _TOKEN = re.compile(
     r"\s*(positions\s*=\s*\[[^\]]*\]|role\s*=\s*[\w-]+(?:\+template)?|message\s*=\s*-?\d{1,9}(?:\+template)?|\w+|[&|!()])"
 )
 _ITEM = re.compile(r"(-?\d{1,18})|(-?\d{1,18})?\s*:\s*(-?\d{1,18})?")  # a position, or a range
-_DEEPEST = 50  # brackets and ! inside each other
+_DEEPEST = 50  # nested brackets and !
 _LANGUAGE = (
     "use all, prompt, generated, last_prompt, positions=[0, 4:8, -1], role=user, message=0 "
     "(+template), and combine with & | ! ( )"
@@ -119,7 +119,7 @@ class _Context:
 
 
 class _Parser:
-    """Recursive descent over the tokens. With a context it evaluates to Positions; without, it only checks."""
+    """A recursive-descent parser. With a context it evaluates to Positions; without, it only checks."""
 
     def __init__(self, text: str, context: _Context | None) -> None:
         self.text, self.context, self.tokens, self.at = text, context, _lex(text), 0
@@ -243,7 +243,7 @@ class _Parser:
 
 
 def check_selector(text: object) -> str:
-    """Validate and normalise a selector's text (spacing only)."""
+    """Validate a selector's text and normalise its spacing."""
     if not isinstance(text, str):
         raise SelectorError(f"a selector is text, not {type(text).__name__}; {_LANGUAGE}")
     _Parser(text, None).run()
@@ -260,7 +260,7 @@ def resolve(
     open_message: bool = False,
     rows: int = END,
 ) -> Positions:
-    """The absolute positions a selector means for one request that computes at most `rows` rows."""
+    """Return the absolute positions of a selector, for one request that computes at most `rows` rows."""
     if messages is None:
         return _plain(selector, prompt_length, open_message, rows)
     return _Parser(selector, _Context(prompt_length, messages, open_message, rows)).run()
@@ -268,5 +268,5 @@ def resolve(
 
 @functools.lru_cache(maxsize=1024)
 def _plain(selector: str, prompt_length: int, open_message: bool, rows: int) -> Positions:
-    """Many requests ask the same of prompts of the same length."""
+    """Resolve a selector without messages; many requests share a selector and a prompt length."""
     return _Parser(selector, _Context(prompt_length, None, open_message, rows)).run()

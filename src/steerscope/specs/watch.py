@@ -1,7 +1,7 @@
-"""Watch: which lenses read a request's rows, how many concepts of each row are kept, and rules on them.
+"""Watch: the lenses that read a request's rows, the number of concepts kept of each row, and rules on them.
 
-A pack is named as it was registered with the engine; a Pack object is taken too. A condition speaks of single rows:
-`for_tokens` asks that it has held on so many selected rows in a row. Nothing here imports torch.
+A pack is a name registered with the engine, or a Pack object. A condition holds or not on each row; `for_tokens` is the
+number of consecutive selected rows on which it must hold. No torch is imported here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +16,15 @@ from steerscope.specs.tokens import Tokens
 
 @runtime_checkable
 class HasDigest(Protocol):
-    """A Pack, as far as it is known here."""
+    """A Pack; lenses are not imported here."""
 
     @property
     def digest(self) -> str: ...
 
 
 class InlinePack(str):
-    """The name of a pack that travels along: its digest. As JSON it is only the name, which an engine that knows a
-    pack with this digest understands."""
+    """The name, with its digest, of a pack that is sent with the request. As JSON it is only the name, which an engine
+    accepts if it has a pack with this digest."""
 
     pack: HasDigest
 
@@ -41,7 +41,7 @@ def _pack(value: object, check: ValidatorFunctionWrapHandler) -> str:
 
 
 def _one_of(kinds: "Callable[[], dict[str, type[Spec]]]", what: str) -> Callable[[object], object]:
-    """Plain data → the spec that its `kind` names, so that problems are told under the field that holds it."""
+    """Return a parser of plain data to the spec that its `kind` names. Problems are reported under its field."""
 
     def parse(value: object) -> object:
         known = kinds()
@@ -60,7 +60,7 @@ def _one_of(kinds: "Callable[[], dict[str, type[Spec]]]", what: str) -> Callable
     return parse
 
 
-# An engine may take fewer; these keep a long list from being worked through before it says so.
+# An engine may allow fewer. These limits bound the work before it can refuse a list.
 MOST_RULES = 64
 MOST_CONDITIONS = 64
 
@@ -81,7 +81,7 @@ class _Condition(Spec):
         return Not(of=self)  # type: ignore[arg-type]
 
     def leaves(self) -> Iterator[tuple[str, "When"]]:
-        """The single conditions, each with the path of its field inside this one."""
+        """Yield the single conditions, each with the path of its field inside this one."""
         raise NotImplementedError
 
 
@@ -157,7 +157,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class Flag(Spec):
-    """Only say so, each time the condition begins to hold."""
+    """Report a firing each time the condition begins to hold."""
 
     kind: Literal["flag"] = "flag"
     name: Name
@@ -171,8 +171,8 @@ class Stop(Spec):
 
 
 class Steer(Spec):
-    """Switch a steering on from the next row; off again when the condition has not held for `off_for` rows, or with
-    `off_below`, when all its concepts have stayed below that for so many. It never acts on rows of the prompt."""
+    """Switch a steering on from the next row. It goes off when the condition has not held for `off_for` rows, or, with
+    `off_below`, when all its concepts were below that value for `off_for` rows. It never acts on the prompt."""
 
     kind: Literal["steer"] = "steer"
     name: Name = "steer"
@@ -247,9 +247,9 @@ else:
 
 
 class Watch(Spec):
-    """Read the selected rows with a lens pack: the `top_k` concepts of each, of some levels of the hierarchy or of all.
+    """Read the selected rows with a lens pack: the `top_k` concepts of each row, of all or some levels.
 
-    Rows that `tokens` leaves out are not read, and rules do not see them.
+    Rows that `tokens` leaves out are not read, and rules ignore them.
 
     ```python
     import steerscope as ss
@@ -286,7 +286,7 @@ class Watch(Spec):
 
     @property
     def pack_name(self) -> str:
-        """The pack in its normal form, which is a name whatever was given."""
+        """The pack in normal form, a name."""
         assert isinstance(self.pack, str)
         return self.pack
 
@@ -295,39 +295,39 @@ class Watch(Spec):
 
 
 def when(concept: str, above: float | None = None, for_tokens: int = 1, below: float | None = None) -> When:
-    """The score of a concept, by id or name, lies above or below a value on the last `for_tokens` rows."""
+    """Make the condition that a concept's score lies above or below a value on the last `for_tokens` rows."""
     return When(concept=concept, above=above, for_tokens=for_tokens, below=below)
 
 
 def all_of(*conditions: Condition) -> AllOf:
-    """All of them hold on one row; also written with `&`."""
+    """Make the condition that all conditions hold on one row; also written with `&`."""
     return AllOf(of=conditions)
 
 
 def any_of(*conditions: Condition) -> AnyOf:
-    """One of them holds; also written with `|`."""
+    """Make the condition that at least one condition holds; also written with `|`."""
     return AnyOf(of=conditions)
 
 
 def not_(condition: Condition) -> Not:
-    """It does not hold; also written with `~`."""
+    """Make the condition that a condition does not hold; also written with `~`."""
     return Not(of=condition)
 
 
 def flag(name: str) -> Flag:
-    """Say so, each time the condition begins to hold."""
+    """Report a firing each time the condition begins to hold."""
     return Flag(name=name)
 
 
 def stop(name: str) -> Stop:
-    """End the text; its `finish_reason` is `rule`."""
+    """End the text, with `finish_reason` `rule`."""
     return Stop(name=name)
 
 
 def steer(
     steering: Steering | Add | Cap | Ablate, *, name: str = "steer", off_below: float | None = None, off_for: int = 1
 ) -> Steer:
-    """Switch a Steering, or a single op, on; and off again when the condition has not held for `off_for` rows, or with
-    `off_below`, when all its concepts have stayed below that for so many."""
+    """Switch a Steering, or a single op, on. It is switched off when the condition has not held for `off_for` rows, or,
+    with `off_below`, when all its concepts were below that value for `off_for` rows."""
     ops = steering if isinstance(steering, Steering) else Steering(ops=(steering,))
     return Steer(name=name, steering=ops, off_below=off_below, off_for=off_for)

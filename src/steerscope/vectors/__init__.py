@@ -1,4 +1,4 @@
-"""Steering vectors and the files they live in."""
+"""Steering vectors and their files."""
 
 from steerscope.vectors.files import load, save
 from steerscope.vectors.vector import SteeringVector

@@ -52,8 +52,7 @@ SUFFIXES = {".safetensors": "safetensors", ".gguf": "GGUF", ".pt": "pt", ".pth":
 
 
 def save(vector: SteeringVector, path: str | Path) -> None:
-    """Write `.safetensors` or `.gguf` (`steerscope.save_vector`). On any error the file that was there before is still
-    there, whole.
+    """Write `.safetensors` or `.gguf` (`steerscope.save_vector`). On any error an existing file stays unchanged.
 
     ```python
     import steerscope as ss
@@ -74,8 +73,8 @@ def save(vector: SteeringVector, path: str | Path) -> None:
 
 
 def check_target(path: str | Path, layers: Sequence[int] | Literal["all"] | None, site: Site) -> None:
-    """Refuse a file that cannot hold a vector of these layers (None: one for all) at this site. A command that makes a
-    vector asks before the work, `save` asks again."""
+    """Refuse a file that cannot hold a vector of these layers (None: one for all) at this site. Commands check before
+    they compute a vector; `save` checks again."""
     path, instead = Path(path), "save it as .safetensors"
     check_folder(path)
     suffix = path.suffix.lower()
@@ -110,8 +109,8 @@ def load(path: str | Path) -> SteeringVector:
 
 
 def load_upload(data: bytes, name: str, layers: int, hidden: int) -> SteeringVector:
-    """A vector that a stranger sent for a model of so many layers: safetensors or GGUF by its first bytes. No pickle is
-    opened, whatever it calls itself, and nothing that is larger than a vector of this model can be."""
+    """Read an uploaded vector for a model of `layers` layers: safetensors or GGUF, by the first bytes. Pickles, and
+    files larger than a vector of this model, are refused unread."""
     gguf, most = data.startswith(b"GGUF"), layers * hidden * 8 + _ABOUT_BYTES
     if not gguf and (data[8:9] != b"{" or data.startswith(_ZIP)):
         raise BadFile(f"{name} is neither safetensors nor GGUF: convert it first, e.g. with steerscope vectors convert")
@@ -129,7 +128,7 @@ def load_upload(data: bytes, name: str, layers: int, hidden: int) -> SteeringVec
 
 
 def _kind(path: Path) -> str | None:
-    """What the first bytes say, and the suffix where they say nothing."""
+    """Return the format by the first bytes, or by the suffix where these are ambiguous."""
     with reading(path, "file"), path.open("rb") as file:
         head = file.read(9)
     if head.startswith(b"GGUF"):
@@ -140,7 +139,7 @@ def _kind(path: Path) -> str | None:
     return "safetensors" if head[8:] == b"{" and suffix != "pt" else suffix
 
 
-# --- what both formats keep as JSON
+# --- JSON metadata of both formats
 
 
 class _Metadata(Spec):
@@ -186,7 +185,7 @@ def _save_safetensors(vector: SteeringVector, path: Path) -> None:
 
 
 def _with_sorted_header(data: bytes) -> bytes:
-    """The library writes the keys of its metadata in an order that changes with every call."""
+    """Sort the header's keys, which the library writes in an order that changes with every call."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)  # tensors begin at a multiple of 8
@@ -197,7 +196,7 @@ def _load_safetensors(path: Path) -> SteeringVector:
     with safe_open(str(path), framework="pt") as file:
         header, names = file.metadata() or {}, file.keys()
         foreign = header.get("format") != FORMAT
-        if foreign and len(names) != 1:  # perhaps a whole model: nothing of it is read
+        if foreign and len(names) != 1:  # perhaps a whole model: no tensor is read
             shown, wanted = ", ".join(sorted(names)[:8]), "give a file with one tensor, [hidden] or [layers, hidden]"
             raise BadFile(f"{path} was not written by steerscope and holds {len(names)} tensors ({shown}); {wanted}")
         if len(names) > _MOST_LAYERS:
@@ -219,8 +218,8 @@ def _load_safetensors(path: Path) -> SteeringVector:
 
 
 class _Reader(GGUFReader):
-    """gguf's reader, made strict: it slices past the end of a truncated file without a word (and loops for ever over
-    an array that is not there), and would read the whole vocabulary of a language model before we could say no."""
+    """A strict GGUF reader. gguf's own silently slices past the end of a truncated file, loops for ever over a missing
+    array, and reads the whole vocabulary of a language model before it can be refused."""
 
     def _get(self, offset: int, dtype: DTypeLike, count: int = 1, override_order=None) -> NDArray:  # type: ignore[override]
         end = int(offset) + np.dtype(dtype).itemsize * int(count)
@@ -273,6 +272,6 @@ def _load_gguf(path: Path) -> SteeringVector:
 
 
 def _narrow(direction: Tensor, name: str | None) -> Tensor:
-    """Back to the dtype it was saved from, if that loses nothing."""
+    """Convert a direction to the dtype it was saved from, if that loses nothing."""
     narrow = direction.to({"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name or "", torch.float32))
     return narrow if torch.equal(narrow.float(), direction) else direction

@@ -1,6 +1,6 @@
 """A folder of vector files as a mapping from names to vectors.
 
-A file that changes is read again, and what was read of one that is gone is let go with the next look at the folder.
+A file that changes is read again. Vectors of deleted files are dropped at the next access.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ class VectorFolder(Mapping[str, VectorData]):
 
     def _files(self) -> dict[str, Path]:
         seen = self._folder.iterdir() if self._folder.is_dir() else ()
-        # Names that begin with a dot are being written.
+        # Files whose names begin with a dot are still being written.
         found = sorted(p for p in seen if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
         for gone in self._read.keys() - set(found):
             self._read.pop(gone, None)
@@ -27,7 +27,7 @@ class VectorFolder(Mapping[str, VectorData]):
         path = self._files()[name]
         try:
             state = path.stat()
-        except FileNotFoundError:  # deleted a moment ago
+        except FileNotFoundError:  # deleted meanwhile
             raise KeyError(name) from None
         mark = (state.st_mtime_ns, state.st_size, state.st_ino)
         known = self._read.get(path)

@@ -1,8 +1,8 @@
 """Vectors in the `.pt` files of prior systems: chatspace folders, assistant-axis capping configs, persona files.
 
-A `.pt` file is a pickle and may hold a program. All of them are read with torch's weights-only reader, which knows
-tensors and plain containers; a file that needs more is refused. Layers count decoder layers from 0 in all of these,
-and the vectors belong to the residual stream after the layer (resid_post).
+A `.pt` file is a pickle and may hold a program. It is read with torch's weights-only reader, which accepts tensors and
+plain containers; other files are refused. All these formats count decoder layers from 0, and their vectors belong to
+the residual stream after the layer (resid_post).
 """
 
 import json
@@ -30,7 +30,7 @@ _VECTOR_FILE, _CONFIG_FILE, _DEFAULTS_FILE = "steering_vector.pt", "steering_con
 
 
 def load_pt(path: str | Path) -> SteeringVector:
-    """Any `.pt` vector: the shape of its content decides which prior system it comes from."""
+    """Read any `.pt` vector; the keys of its content determine the prior system."""
     path = Path(path)
     data = read_pt(path)
     if isinstance(data, Tensor):
@@ -50,7 +50,7 @@ def load_pt(path: str | Path) -> SteeringVector:
 
 
 def plain_tensor(path: Path, tensor: Tensor, about: Mapping[str, Json] | None = None) -> SteeringVector:
-    """A tensor without a description: [hidden] is shared by all layers, row i of [layers, hidden] is layer i."""
+    """Make a vector of a tensor: [hidden] is shared by all layers, row i of [layers, hidden] is layer i."""
     if tensor.dim() not in (1, 2) or not tensor.numel() or (tensor.dim() == 2 and len(tensor) == 1):
         shape = list(tensor.shape)
         raise BadFile(f"{path} holds a tensor of shape {shape}; expected [hidden], or [layers, hidden] with all layers")
@@ -62,7 +62,7 @@ def plain_tensor(path: Path, tensor: Tensor, about: Mapping[str, Json] | None = 
 
 
 def load_chatspace(directory: str | Path) -> SteeringVector:
-    """A folder with `steering_vector.pt` and `steering_config.json`.
+    """Read a folder with `steering_vector.pt` and `steering_config.json`.
 
     The trainer writes {"steering_vector": [hidden]} and `target_layer` in the config; the vLLM model writes
     {"layer_vectors": {layer: [hidden]}}. Vectors are stored at their full strength; scales in the config
@@ -104,7 +104,7 @@ def _chatspace(path: Path, data: object) -> SteeringVector:
 
 
 def load_capping(path: str | Path) -> dict[str, Steering]:
-    """`capping_config.pt` → the caps of each experiment, in order. `cap` is the most the projection may be."""
+    """Read a `capping_config.pt`: the caps of each experiment, in order. `cap` is the maximum of the projection."""
     path = Path(path)
     data = read_pt(path)
     with reading(path, "capping config"):
@@ -140,7 +140,7 @@ def _cap(path: Path, experiment: str, intervention: Mapping[str, object], vector
 
 
 def load_persona(path: str | Path, key: str | None = None, default: str | Path | None = None) -> SteeringVector:
-    """A role or trait file: a dictionary of [layers, hidden] tensors.
+    """Read a role or trait file: a dictionary of [layers, hidden] tensors.
 
     `key` is one of its keys or a difference of two, "pos_3-default_1". Without a key a trait gives `pos_neg_50` and a
     role `pos_3-default_1`, or where they are not there `pos_neg` and `pos_all-default_1`. Keys the file lacks, and all
@@ -176,7 +176,7 @@ def load_persona(path: str | Path, key: str | None = None, default: str | Path |
 
 
 def _persona_rows(path: Path, key: str, blocks: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Layer → direction: one block, or the first minus the second, at the layers that every block has."""
+    """Return layer → direction: one block, or the first minus the second, at the layers that every block has."""
     first, *rest = blocks
     for other in rest:
         if first.shape != other.shape:
@@ -198,7 +198,7 @@ def _blocks(data: object) -> dict[str, Tensor]:
 
 
 def _measured(blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The blocks that hold a number other than zero."""
+    """Return the blocks that hold a number other than zero."""
     return {name: block for name, block in blocks.items() if block.any()}
 
 
@@ -211,7 +211,7 @@ def _zeros(found: Mapping[str, Tensor], measured: Mapping[str, Tensor]) -> str:
 
 
 def read_pt(path: Path) -> object:
-    """Plain tensors and containers; whatever wants more, or lies about its size, is refused by name."""
+    """Read plain tensors and containers. Files with code, or with tensors larger than the file, are refused."""
     if not path.is_file():
         raise BadFile(f"{path} does not exist")
     with reading(path, ".pt file"):
@@ -230,7 +230,7 @@ def read_pt(path: Path) -> object:
 
 
 def _check_zip(path: Path) -> None:
-    """torch never compresses what it saves; what a stranger compressed may be a thousand times its size."""
+    """Refuse compressed files: torch never writes them, and they may expand a thousandfold."""
     if not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as file:

@@ -1,7 +1,7 @@
-"""SteeringVector: directions of one site, per layer or shared by all layers, with where they came from.
+"""SteeringVector: directions of one site, per layer or shared by all layers, with their provenance.
 
 Values are immutable: algebra returns new vectors. Scaling keeps the dtype of the directions (float32 and bfloat16
-survive files bit for bit); a sum has the wider of the two. `add`, `cap` and `ablate` make ops for a request.
+survive files bit for bit); a sum has the wider dtype. `add`, `cap` and `ablate` make ops for a request.
 """
 
 import copy
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from steerscope.specs.errors import InvalidRequest, Problem
-from steerscope.specs.steering import Ablate, Add, Cap, LayersLike, Site, VectorData, parse_layers
+from steerscope.specs.steering import Ablate, Add, Cap, LayersLike, Site, VectorData, checked_layers
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
@@ -20,9 +20,9 @@ Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
 @dataclass(frozen=True, eq=False)
 class SteeringVector:
-    """Directions to steer along: `directions` maps layer → [hidden]; one that serves all layers has the one key None.
+    """Directions to steer along: `directions` maps layer → [hidden]; a direction shared by all layers has the key None.
 
-    Vectors of one shape can be added, subtracted and scaled; `add`, `cap` and `ablate` make ops of them.
+    Vectors of the same shape can be added, subtracted and scaled; `add`, `cap` and `ablate` make ops.
 
     ```python
     import torch
@@ -63,24 +63,24 @@ class SteeringVector:
         if problems:
             raise InvalidRequest(problems)
         ordered = sorted(self.directions, key=lambda layer: -1 if layer is None else layer)
-        # Copies: the caller's tensors and dict may change later, this value may not.
+        # Copies: the caller's tensors and dict may change later.
         frozen = {layer: self.directions[layer].detach().cpu().clone().contiguous() for layer in ordered}
         object.__setattr__(self, "directions", frozen)
         object.__setattr__(self, "provenance", copy.deepcopy(self.provenance))
 
     @classmethod
     def shared(cls, direction: Tensor, model: str | None = None, site: Site = "resid_post") -> "SteeringVector":
-        """One direction for every layer it is used on."""
+        """Make a vector of one direction for all layers."""
         return cls({None: direction}, model=model, site=site)
 
     @property
     def layers(self) -> tuple[int, ...] | None:
-        """The layers it has, None when one direction serves all."""
+        """The layers with a direction; None when one is shared by all."""
         return None if None in self.directions else tuple(layer for layer in self.directions if layer is not None)
 
     @property
     def hidden(self) -> int:
-        """Size of a direction."""
+        """The size of a direction."""
         return next(iter(self.directions.values())).numel()
 
     def __getitem__(self, layer: int) -> Tensor:
@@ -92,12 +92,8 @@ class SteeringVector:
         return self.directions[key]
 
     def at(self, layers: LayersLike) -> "SteeringVector":
-        """Only these layers; a shared vector becomes per-layer."""
-        try:
-            wanted = parse_layers(layers)
-        except ValueError as error:
-            what, _, remedy = str(error).partition("; ")
-            raise InvalidRequest([Problem("layers", what, remedy)]) from None
+        """Return a vector of only these layers; a shared vector becomes per-layer."""
+        wanted = checked_layers(layers)
         if wanted == "all":
             return self
         return replace(self, directions={layer: self[layer] for layer in wanted})
@@ -148,7 +144,7 @@ class SteeringVector:
         return self._map(torch.neg, f"-{self._name()}")
 
     def normalised(self) -> "SteeringVector":
-        """Every direction at length 1; an all-zero one is refused."""
+        """Scale every direction to length 1; an all-zero direction is refused."""
         zero = [layer for layer, norm in self.norms().items() if norm == 0]
         if zero:
             raise InvalidRequest([Problem("directions", f"zero at layers {zero}", "leave those layers out")])
@@ -157,11 +153,11 @@ class SteeringVector:
     # --- measures
 
     def norms(self) -> dict[int | None, float]:
-        """Length at each layer."""
+        """Return the length at each layer."""
         return {layer: float(direction.double().norm()) for layer, direction in self.directions.items()}
 
     def cosine(self, other: "SteeringVector") -> dict[int | None, float]:
-        """Per layer; 0 where one of the two is zero."""
+        """Return the cosine similarity per layer; 0 where a direction is zero."""
         self._same_shape(other)
         result = {}
         for layer, direction in self.directions.items():
@@ -171,20 +167,15 @@ class SteeringVector:
         return result
 
     def projection(self, rows: Tensor, layer: int) -> Tensor:
-        """Component of rows [..., hidden] along the unit direction of a layer, float32."""
+        """Return the component of rows [..., hidden] along the unit direction of a layer, float32."""
         direction = self[layer].double()
         return rows.float() @ (direction / direction.norm()).float().to(rows.device)
 
     def equals(self, other: "SteeringVector") -> bool:
-        """Bit for bit, metadata included."""
-        same = (self.model, self.site, self.method, self.provenance) == (
-            other.model,
-            other.site,
-            other.method,
-            other.provenance,
-        )
+        """Return whether two vectors are equal bit for bit, metadata included."""
+        names = ("model", "site", "method", "provenance")
         return (
-            same
+            all(getattr(self, name) == getattr(other, name) for name in names)
             and self.directions.keys() == other.directions.keys()
             and all(_same_bits(direction, other.directions[layer]) for layer, direction in self.directions.items())
         )
@@ -192,7 +183,7 @@ class SteeringVector:
     # --- ops
 
     def to_spec(self) -> VectorData:
-        """Its numbers, as they travel in a request."""
+        """Return the numbers in the form of a request."""
         packed = {
             layer: direction.float().numpy().astype("<f4").tobytes() for layer, direction in self.directions.items()
         }
@@ -201,7 +192,7 @@ class SteeringVector:
         return VectorData(per_layer={layer: data for layer, data in packed.items() if layer is not None})
 
     def add(self, scale: float = 1.0, *, layers: LayersLike | None = None, tokens: str = "all") -> Add:
-        """An op that adds it `scale` times, at its layers or some of them."""
+        """Make an op that adds the vector times `scale`, at its layers or some of them."""
         return Add.parse({**self._op(layers, tokens), "scale": scale})
 
     def cap(
@@ -212,13 +203,13 @@ class SteeringVector:
         layers: LayersLike | None = None,
         tokens: str = "all",
     ) -> Cap:
-        """An op that keeps the projection on it between `min` and `max`."""
+        """Make an op that keeps the projection on the vector between `min` and `max`."""
         return Cap.parse({**self._op(layers, tokens), "min": min, "max": max})
 
     def ablate(
         self, scale: float = 0.0, *, to: float | None = None, layers: LayersLike | None = None, tokens: str = "all"
     ) -> Ablate:
-        """An op that keeps `scale` of the component along it (0: none), or sets that component `to` a value."""
+        """Make an op that keeps `scale` of the component along the vector, or sets that component `to` a value."""
         return Ablate.parse({**self._op(layers, tokens), "scale": scale, "to": to})
 
     def _op(self, layers: LayersLike | None, tokens: str) -> dict[str, object]:

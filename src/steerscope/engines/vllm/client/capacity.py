@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from steerscope.capture.transport import ALIGN, LEFT, READ, TAKEN, Region, Regions
-from steerscope.core.slot_table import Column, Key, Slot, Slots
+from steerscope.core.slot_table import Column, Key, Slot, SlotPool
 from steerscope.engines.plan import CapturePlan, Facts, Plan
 from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch
@@ -22,7 +22,7 @@ from steerscope.lenses.monitor import SeenOnHost, WatchPlan
 from steerscope.specs.errors import CapacityExceeded, RequestFailed
 
 _KEPT = 256
-Held = tuple[tuple[Slots, Slot], ...]
+Held = tuple[tuple[SlotPool, Slot], ...]
 
 
 class Room:
@@ -33,9 +33,9 @@ class Room:
         self.stage = stage  # the pipeline stage that holds each tap
         self.stages = sorted(set(stage.values()))
         self.lock = threading.RLock()  # a claim may be collected anywhere
-        self.vectors = Slots(settings.slots, "vector")
-        self._coefficients = Slots(4 * settings.slots, "coefficient")
-        self._groups = Slots(settings.groups, "capture group")
+        self.vectors = SlotPool(settings.slots, "vector")
+        self._coefficients = SlotPool(4 * settings.slots, "coefficient")
+        self._groups = SlotPool(settings.groups, "capture group")
         # A plan of a capture serves all that ask alike.
         self._capture_bytes = functools.lru_cache(maxsize=_KEPT)(self._bytes_of)
         self.wire_capture = functools.lru_cache(maxsize=_KEPT)(_wire_capture)
@@ -54,7 +54,7 @@ class Room:
                 for _, slot in held:
                     slot.users += 1
                 return held
-        found: list[tuple[Slots, Slot]] = []
+        found: list[tuple[SlotPool, Slot]] = []
         try:
             for slots, content in self._needs(plan):
                 found.append((slots, slots.hold(content)[0]))
@@ -66,8 +66,8 @@ class Room:
         self._last = None if plan.watch else (plan.columns, plan.capture, held)
         return held
 
-    def _needs(self, plan: Plan) -> list[tuple[Slots, Hashable]]:
-        found: list[tuple[Slots, Hashable]] = []
+    def _needs(self, plan: Plan) -> list[tuple[SlotPool, Hashable]]:
+        found: list[tuple[SlotPool, Hashable]] = []
         for column in plan.columns:
             found += [(self.vectors, column.vector_key), (self._coefficients, column.coefficient_key)]
         kinds = (plan.capture is not None, plan.watch is not None)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from steerscope.capture.transport import STAGES
-from steerscope.core.slot_table import Key, Slots, SlotTable
+from steerscope.core.slot_table import Key, SlotPool, SlotTable
 from steerscope.engines.vllm.cuda.graphs import Graphs, around
 from steerscope.engines.vllm.cuda.prefill_sums import FEW
 from steerscope.engines.vllm.cuda.streams import sent
@@ -75,7 +75,7 @@ class WorkerTaps:
         self.books = Books(tokens, settings.max_columns, page, tokens // 4)
         self.table = SlotTable(self.hidden, settings.slots, self.device)
         table = self.table.reserve(self.keys)
-        self.groups = Slots(settings.groups, "capture group")
+        self.groups = SlotPool(settings.groups, "capture group")
         cells = rows * len(self.keys) if settings.capture else 0
         self.pool = pool = make_pool(
             self.device, cells, 2 * requests + 2, self.hidden, self.dtype, self.books.index, settings.pool_bytes, runner
