@@ -13,14 +13,14 @@ import torch
 from sklearn.metrics import average_precision_score, precision_recall_curve, roc_auc_score
 from torch import Tensor
 
-from steerscope.lenses.fit import Examples, Relations, logits, normalise
+from steerscope.lenses.fit import LabelledRows, Relations, logits, normalise
 
 FLOOR_QUANTILE = 0.99  # one unrelated row in a hundred lies above the noise floor
 _GAP = 1e-6  # low < high must hold, also for a lens that has learnt nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class LabelledLogits:
     """Logits of some rows or texts, and what each of them is to each lens."""
 
     logits: Tensor  # [n, lenses]
@@ -42,7 +42,9 @@ class Measures:
         return {name: float(value) for name, value in found.items() if np.isfinite(value)}
 
 
-def score(weights: Mapping[str, Tensor], examples: Examples, relations: Relations, part: int) -> tuple[Scored, Scored]:
+def score(
+    weights: Mapping[str, Tensor], examples: LabelledRows, relations: Relations, part: int
+) -> tuple[LabelledLogits, LabelledLogits]:
     """Per row and per text, for the texts of one part."""
     chosen = (examples.part[examples.text] == part).nonzero().flatten()
     found = logits(weights, normalise(examples.rows[chosen])).cpu()
@@ -53,12 +55,12 @@ def score(weights: Mapping[str, Tensor], examples: Examples, relations: Relation
     return _scored(found, concept[place], relations), _scored(means, concept, relations)
 
 
-def _scored(found: Tensor, concept: Tensor, relations: Relations) -> Scored:
+def _scored(found: Tensor, concept: Tensor, relations: Relations) -> LabelledLogits:
     kinds = relations.positive, relations.negative, relations.distant
-    return Scored(found, *(kind[:, concept].T.contiguous() for kind in kinds))
+    return LabelledLogits(found, *(kind[:, concept].T.contiguous() for kind in kinds))
 
 
-def measure(scored: Scored, thresholds: np.ndarray) -> Measures:
+def measure(scored: LabelledLogits, thresholds: np.ndarray) -> Measures:
     """AUROC, average precision, and F1 where a logit at or above the threshold says yes."""
     lenses = scored.logits.shape[1]
     result = np.full((3, lenses), np.nan)
@@ -71,7 +73,7 @@ def measure(scored: Scored, thresholds: np.ndarray) -> Measures:
     return Measures(*result)
 
 
-def best_thresholds(scored: Scored) -> np.ndarray:
+def best_thresholds(scored: LabelledLogits) -> np.ndarray:
     """The logit with the best F1, per lens. Take it from validation rows and use it on test rows."""
     result = np.zeros(scored.logits.shape[1])
     for lens in range(len(result)):
@@ -83,12 +85,12 @@ def best_thresholds(scored: Scored) -> np.ndarray:
     return result
 
 
-def _both(scored: Scored, lens: int) -> tuple[np.ndarray, np.ndarray]:
+def _both(scored: LabelledLogits, lens: int) -> tuple[np.ndarray, np.ndarray]:
     used = scored.positive[:, lens] | scored.negative[:, lens]
     return scored.logits[used, lens].numpy(), scored.positive[used, lens].numpy()
 
 
-def calibrate(scored: Scored, quantile: float = FLOOR_QUANTILE) -> dict[str, Tensor]:
+def calibrate(scored: LabelledLogits, quantile: float = FLOOR_QUANTILE) -> dict[str, Tensor]:
     """`low`, `high`, `confidence` and `floor` of a pack, from validation rows."""
     scores = scored.logits.sigmoid()
     low, high = ((scores * mask).sum(0) / mask.sum(0).clamp_min(1) for mask in (scored.negative, scored.positive))
@@ -103,7 +105,7 @@ def calibrate(scored: Scored, quantile: float = FLOOR_QUANTILE) -> dict[str, Ten
     }
 
 
-def _quantile(scores: Tensor, scored: Scored, lens: int, quantile: float) -> float:
+def _quantile(scores: Tensor, scored: LabelledLogits, lens: int, quantile: float) -> float:
     """Of unrelated rows; where there are none, of all negatives."""
     unrelated = scored.unrelated[:, lens]
     values = scores[unrelated if unrelated.any() else scored.negative[:, lens]]

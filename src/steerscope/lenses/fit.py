@@ -40,7 +40,7 @@ class FitSettings(Spec):
 
 
 @dataclass(frozen=True, slots=True)
-class Examples:
+class LabelledRows:
     """Rows with their labels: `text[i]` is the text of row i, `concept[t]` and `part[t]` belong to text t."""
 
     rows: Tensor  # [rows, hidden]
@@ -143,7 +143,7 @@ def _dense(weights: Mapping[str, Tensor], rows: Tensor) -> Tensor:
 
 
 def fit(
-    examples: Examples,
+    examples: LabelledRows,
     relations: Relations,
     settings: FitSettings | None = None,
     *,
@@ -233,7 +233,7 @@ class _Adam:
 class _Sampler:
     """Draws a batch for every lens: first a concept by its share, then one of the concept's rows."""
 
-    def __init__(self, examples: Examples, relations: Relations, settings: FitSettings, which: Tensor) -> None:
+    def __init__(self, examples: LabelledRows, relations: Relations, settings: FitSettings, which: Tensor) -> None:
         rows, concept = examples.of(TRAIN)
         order = concept.argsort(stable=True)
         self._rows, device = rows[order], rows.device
@@ -262,7 +262,7 @@ class _Sampler:
 class _Judge:
     """The balanced loss of every lens on the validation rows, with the negatives weighted as in training."""
 
-    def __init__(self, examples: Examples, relations: Relations, settings: FitSettings, which: Tensor) -> None:
+    def __init__(self, examples: LabelledRows, relations: Relations, settings: FitSettings, which: Tensor) -> None:
         self._rows, self._concept = examples.of(VALIDATION)
         count = torch.bincount(self._concept.cpu(), minlength=relations.positive.shape[1])
         positive = (relations.positive * (count > 0))[which].float()

@@ -58,7 +58,7 @@ class Seat:
         return id(self.reader), self.top_k if self.reader.tiers is not None else 0
 
 
-class Seen(NamedTuple):
+class StepReadings(NamedTuple):
     """What was found in n rows: see `Read`, and which rules went on and off [n, rules] (None: nobody has any)."""
 
     values: Tensor
@@ -67,11 +67,11 @@ class Seen(NamedTuple):
     on: Tensor | None
     off: Tensor | None
 
-    def to_host(self) -> "SeenOnHost":
-        return SeenOnHost(*(None if part is None else part.cpu().numpy() for part in self))  # type: ignore[arg-type]
+    def to_host(self) -> "HostStepReadings":
+        return HostStepReadings(*(None if part is None else part.cpu().numpy() for part in self))  # type: ignore[arg-type]
 
 
-class SeenOnHost(NamedTuple):
+class HostStepReadings(NamedTuple):
     values: np.ndarray
     indices: np.ndarray
     scores: np.ndarray | None
@@ -175,7 +175,7 @@ class Monitor:
 
     def look(
         self, reader: Reader, rows: Tensor, top_k: int, slot: Tensor | None, position: Tensor, view: Tensor | None
-    ) -> Seen:
+    ) -> StepReadings:
         """Rows [n, hidden], those of a request together and ascending; per row the request's slot, the position and
         the view, all on the device. `slot` None: no request has rules; `view` None: all want all levels."""
         return self.judge(self.read(reader, rows, top_k, slot, view), slot, position)
@@ -185,12 +185,12 @@ class Monitor:
         columns = None if slot is None else self.rules.column[slot]
         return reader.read(rows, top_k, columns, view)
 
-    def judge(self, read: Read, slot: Tensor | None, position: Tensor) -> Seen:
+    def judge(self, read: Read, slot: Tensor | None, position: Tensor) -> StepReadings:
         """The second half: the rules of these rows, whose states and gates move on."""
         if slot is None:
-            return Seen(*read, None, None)
+            return StepReadings(*read, None, None)
         assert read.scores is not None
-        return Seen(*read, *self.rules.advance(read.scores, slot, position))
+        return StepReadings(*read, *self.rules.advance(read.scores, slot, position))
 
     def close(self) -> None:
         for key in list(self._readers):

@@ -13,8 +13,8 @@ from steerscope.lenses.bank import activate, calibrate
 from steerscope.lenses.expand import Groups, expand_known
 from steerscope.lenses.graph_pool import GraphPool
 from steerscope.lenses.pack import Calibration
-from steerscope.lenses.slots import Slots
-from steerscope.lenses.stack import Run, Stack
+from steerscope.lenses.slots import LensSlots
+from steerscope.lenses.stack import SlotRange, Stack
 
 MOST_ROWS = 64  # in one pass; more are better off with only the lenses they need
 _GRAPHS = 16  # kept; each holds its results, all of them one workspace
@@ -38,7 +38,7 @@ class _Graph(NamedTuple):
 class Slab:
     def __init__(self, stack: Stack, groups: Groups, normed: bool) -> None:
         self._stack, self._groups = stack, groups
-        self._runs = [Run(0, stack.slots, normed)]
+        self._runs = [SlotRange(0, stack.slots, normed)]
         per_slot = stack.tensors
         self._curve = (
             Calibration(per_slot["low"], per_slot["high"], per_slot["confidence"]) if groups.pack.calibration else None
@@ -49,7 +49,7 @@ class Slab:
         self._graphs: dict[object, _Graph] = {}
         self._pool = GraphPool()
 
-    def __call__(self, rows: Tensor, top_k: int, depth: int, slots: Slots) -> Passed:
+    def __call__(self, rows: Tensor, top_k: int, depth: int, slots: LensSlots) -> Passed:
         if self._seen != slots.changes:
             lens_of = [self._nowhere] * self._stack.slots
             for lens, slot in slots.of.items():

@@ -1,4 +1,4 @@
-"""Slots: which lenses are in the hot slab, and who makes room for whom. Only books, no weights.
+"""LensSlots: which lenses are in the hot slab, and who makes room for whom. Only books, no weights.
 
 Lenses come and go in units (the children of one concept, or a part of them). A lens that belongs to several units has
 one slot and stays while any of them is there. The unit that was used longest ago goes first; pinned lenses never go.
@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from steerscope.specs.errors import CapacityExceeded
 
 
-class Slots:
+class LensSlots:
     def __init__(self, count: int, pinned: Sequence[int]) -> None:
         """Pinned lenses take the first slots, in order."""
         if len(pinned) > count:

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from steerscope.lenses.bank import activate, calibrate, gather, normed_flags
-from steerscope.lenses.expand import Expansion, Groups, Scored, check, expand, joined
+from steerscope.lenses.expand import Expansion, Groups, LensScores, check, expand, joined
 from steerscope.lenses.pack import Calibration, Pack
 from steerscope.lenses.slab import MOST_ROWS, Slab
-from steerscope.lenses.slots import Slots
-from steerscope.lenses.stack import WORKSPACE, Run, Stack, Weights, columns_of, runs_of
+from steerscope.lenses.slots import LensSlots
+from steerscope.lenses.stack import WORKSPACE, SlotRange, Stack, Weights, columns_of, slot_ranges
 from steerscope.specs.errors import InvalidRequest, Problem
 
 Unit = tuple[int, int]  # a concept, and which part of its children
@@ -94,7 +94,7 @@ class _Plan(NamedTuple):
 
     slots: list[int]
     lenses: Tensor
-    runs: list[Run]
+    runs: list[SlotRange]
     width: int
     columns: Tensor | None
     floor: Tensor
@@ -132,8 +132,8 @@ class Tiers:
         always += [lens for lens in dict.fromkeys(self.pinned) if lens not in self.groups.base]
         count = self._slots_for(budget, budget_bytes, len(always), weights)
         self._stack = Stack(pack.info, count, self.device, weights, workspace)
-        self.slots = Slots(count, always)
-        # Slots nobody asked for are evaluated and dropped where that costs less than another round of small calls.
+        self.slots = LensSlots(count, always)
+        # LensSlots nobody asked for are evaluated and dropped where that costs less than another round of small calls.
         self._bridge = (1 << 20 if self.device.type == "cpu" else 64 << 20) // self._stack.lens_bytes
         self.stats = Stats()
         self._warm = Warm(pack, self._stack, warm_bytes, self.stats)
@@ -169,13 +169,13 @@ class Tiers:
             raise InvalidRequest([Problem("budget", what, remedy)])
         return min(count, len(self.pack))
 
-    # --- a Scorer
+    # --- a LensScorer
 
-    def base(self, rows: Tensor) -> Scored:
+    def base(self, rows: Tensor) -> LensScores:
         with self.stats.timed("base detection"):
             return self._score(rows, self._base)
 
-    def children(self, rows: Tensor, parents: Sequence[int]) -> Iterable[Scored]:
+    def children(self, rows: Tensor, parents: Sequence[int]) -> Iterable[LensScores]:
         """What is hot is scored first, while the thread loads what is not."""
         with self.stats.timed("cache management"):
             self._forget_failed()
@@ -283,7 +283,7 @@ class Tiers:
                 assert self._stream is not None
                 self._stream.wait_event(event)
             done = 0
-            for run in runs_of(slots, [False] * len(slots)):
+            for run in slot_ranges(slots, [False] * len(slots)):
                 size = run.stop - run.start
                 part = {name: tensor[done : done + size] for name, tensor in encoded.items()}
                 self._stack.write(slice(run.start, run.stop), part, non_blocking=True)
@@ -306,7 +306,7 @@ class Tiers:
                 torch.cuda.current_stream(self.device).wait_event(event)
 
     def _forget_failed(self) -> None:
-        """Slots of loads that failed hold nothing of use: the next who wants those lenses loads them again."""
+        """LensSlots of loads that failed hold nothing of use: the next who wants those lenses loads them again."""
         failed = [lens for lens, job in self._loading.items() if job.done() and job.exception() is not None]
         for unit in self.slots.holders(failed):
             self.slots.evict(unit)
@@ -317,7 +317,7 @@ class Tiers:
         """Lenses that are hot; each once, in the order of their slots. Holds while they keep their slots."""
         inside = sorted({self.slots.of[lens]: lens for lens in lenses}.items())
         slots, members = [slot for slot, _ in inside], [lens for _, lens in inside]
-        runs = runs_of(slots, [self._flags[lens] for lens in members], self._bridge)
+        runs = slot_ranges(slots, [self._flags[lens] for lens in members], self._bridge)
         width = sum(run.stop - run.start for run in runs)
         columns = torch.tensor(columns_of(slots, runs), device=self.device) if width > len(slots) else None
         at = torch.tensor(slots, dtype=torch.long, device=self.device)
@@ -337,7 +337,7 @@ class Tiers:
             self._plans[key] = self._plan(lens for unit in units for lens in self.slots.lenses(unit))
         return self._plans[key]
 
-    def _score(self, rows: Tensor, plan: _Plan) -> Scored:
+    def _score(self, rows: Tensor, plan: _Plan) -> LensScores:
         logits = torch.empty(len(rows), plan.width, device=self.device)
         self._stack.logits(rows, plan.runs, logits)
         if plan.columns is not None:
@@ -348,7 +348,7 @@ class Tiers:
             event = _event(torch.cuda.current_stream(self.device))
             for slot in plan.slots:
                 self._read_at[slot] = event
-        return Scored(plan.lenses, calibrate(found, plan.floor, plan.curve))
+        return LensScores(plan.lenses, calibrate(found, plan.floor, plan.curve))
 
     # --- the end
 
