@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from steerscope.lenses.hierarchy import as_slice
 from steerscope.lenses.pack import Calibration, Pack
 from steerscope.lenses.spec import Output
 from steerscope.lenses.stack import WORKSPACE, Stack, Weights, slot_ranges, warn_unused
@@ -91,7 +92,7 @@ class Bank:
         self._stack = Stack(pack.info, len(inside), self.device, weights, workspace)
         step = max(1, workspace // max(1, self._stack.lens_bytes) // 2)
         for start in range(0, len(inside), step):  # in parts: the pack may not fit into host memory
-            part = _as_slice(inside[start : start + step])
+            part = as_slice(inside[start : start + step])
             self._stack.write(slice(start, start + step), self._stack.encode(gather(pack, part)))
         self._index = torch.tensor(self.lenses, device=self.device)
         order = slice(None) if self._columns is None else self._columns
@@ -244,8 +245,3 @@ def _indices(pack: Pack, lenses: Lenses | None) -> list[int]:
     if problems:
         raise InvalidRequest(problems)
     return chosen
-
-
-def _as_slice(lenses: Sequence[int]) -> Lenses:
-    together = all(b - a == 1 for a, b in zip(lenses, lenses[1:], strict=False))
-    return slice(lenses[0], lenses[-1] + 1) if together else lenses

@@ -1,8 +1,8 @@
-"""What a fitted lens's scores mean: calibration from validation rows, and measures on rows nobody has trained on.
+"""Calibration of fitted lenses on validation rows, and measures on test rows.
 
-Calibration puts lenses on one scale: a score as high as on texts of other concepts becomes 1/2, one as high as on its
-own becomes 1. `confidence` says how well the lens told them apart, and `floor` is what nearly all unrelated text stays
-below. Measures are taken per row (what a reading is made of) and per text (the mean logit of its rows).
+Calibration puts lenses on one scale: the mean score on texts of other concepts becomes 1/2, that on texts of the
+lens's own concept becomes 1. `confidence` is how well the lens separates them, and nearly all unrelated rows score
+below `floor`. Measures are per row (as in readings) and per text (the mean logit of its rows).
 """
 
 from collections.abc import Mapping
@@ -15,23 +15,23 @@ from torch import Tensor
 
 from steerscope.lenses.fit import LabelledRows, Relations, logits, normalise
 
-FLOOR_QUANTILE = 0.99  # one unrelated row in a hundred lies above the noise floor
-_GAP = 1e-6  # low < high must hold, also for a lens that has learnt nothing
+FLOOR_QUANTILE = 0.99  # one unrelated row in a hundred is above the noise floor
+_GAP = 1e-6  # low < high must hold even for a lens that has learnt nothing
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledLogits:
-    """Logits of some rows or texts, and what each of them is to each lens."""
+    """Logits of rows or texts, and what each row or text is to each lens."""
 
     logits: Tensor  # [n, lenses]
     positive: Tensor  # bool [n, lenses]
-    negative: Tensor  # bool [n, lenses]; texts of ancestors and of parts of the concept are neither
-    unrelated: Tensor  # bool [n, lenses]: negatives that are no siblings or opposites
+    negative: Tensor  # bool [n, lenses]; texts of ancestors are neither
+    unrelated: Tensor  # bool [n, lenses]: negatives except siblings and opposites
 
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """One number per lens; NaN where one side is missing. F1 is at a threshold that was chosen elsewhere."""
+    """One number per lens; NaN without positives or negatives. F1 is at a given threshold."""
 
     auroc: np.ndarray
     ap: np.ndarray
@@ -45,7 +45,7 @@ class Measures:
 def score(
     weights: Mapping[str, Tensor], examples: LabelledRows, relations: Relations, part: int
 ) -> tuple[LabelledLogits, LabelledLogits]:
-    """Per row and per text, for the texts of one part."""
+    """Return the logits per row and per text (the mean of its rows), for the texts of one part."""
     chosen = (examples.part[examples.text] == part).nonzero().flatten()
     found = logits(weights, normalise(examples.rows[chosen])).cpu()
     texts, place = examples.text[chosen].cpu().unique(return_inverse=True)
@@ -61,7 +61,7 @@ def _scored(found: Tensor, concept: Tensor, relations: Relations) -> LabelledLog
 
 
 def measure(scored: LabelledLogits, thresholds: np.ndarray) -> Measures:
-    """AUROC, average precision, and F1 where a logit at or above the threshold says yes."""
+    """Return AUROC, average precision, and F1 with logits at or above the threshold as positive."""
     lenses = scored.logits.shape[1]
     result = np.full((3, lenses), np.nan)
     for lens in range(lenses):
@@ -74,7 +74,7 @@ def measure(scored: LabelledLogits, thresholds: np.ndarray) -> Measures:
 
 
 def best_thresholds(scored: LabelledLogits) -> np.ndarray:
-    """The logit with the best F1, per lens. Take it from validation rows and use it on test rows."""
+    """Return the logit with the best F1 per lens. Choose it on validation rows, use it on test rows."""
     result = np.zeros(scored.logits.shape[1])
     for lens in range(len(result)):
         value, truth = _both(scored, lens)
@@ -91,7 +91,7 @@ def _both(scored: LabelledLogits, lens: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def calibrate(scored: LabelledLogits, quantile: float = FLOOR_QUANTILE) -> dict[str, Tensor]:
-    """`low`, `high`, `confidence` and `floor` of a pack, from validation rows."""
+    """Return `low`, `high`, `confidence` and `floor` of a pack, from validation rows."""
     scores = scored.logits.sigmoid()
     low, high = ((scores * mask).sum(0) / mask.sum(0).clamp_min(1) for mask in (scored.negative, scored.positive))
     auroc = measure(scored, np.zeros(scores.shape[1])).auroc
@@ -106,7 +106,7 @@ def calibrate(scored: LabelledLogits, quantile: float = FLOOR_QUANTILE) -> dict[
 
 
 def _quantile(scores: Tensor, scored: LabelledLogits, lens: int, quantile: float) -> float:
-    """Of unrelated rows; where there are none, of all negatives."""
+    """Return the quantile of unrelated rows or, if there are none, of all negatives."""
     unrelated = scored.unrelated[:, lens]
     values = scores[unrelated if unrelated.any() else scored.negative[:, lens]]
     return float(np.quantile(values.numpy(), quantile)) if len(values) else 0.0

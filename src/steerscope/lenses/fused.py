@@ -141,11 +141,8 @@ def shape(itemsize: int, rows: int) -> Shape:
 
 def evaluates(rows: int, widths: tuple[int, ...], compute: torch.dtype) -> bool:
     """Return whether `evaluate` takes that many rows and such hidden layers; matrix units have no exact float32."""
-    fits = (
-        0 < len(widths) <= 2
-        and widths[0] <= _MAX_WIDE
-        and widths[-1] <= (_MAX_NARROW if len(widths) > 1 else _MAX_WIDE)
-    )
+    limits = (_MAX_WIDE, _MAX_NARROW)
+    fits = 0 < len(widths) <= 2 and all(width <= limit for width, limit in zip(widths, limits, strict=False))
     return 0 < rows <= ROWS[-1] and fits and compute != torch.float32
 
 
