@@ -1,4 +1,4 @@
-"""Lenses: small classifiers that read rows, kept in packs and evaluated together. No engine."""
+"""Lenses: small classifiers that read rows, kept in packs and evaluated together, without an engine."""
 
 from steerscope.lenses.bank import Bank
 from steerscope.lenses.expand import BankExpander, Expansion

@@ -21,7 +21,7 @@ _GRAPHS = 16  # cached; each holds its results, all share one workspace
 
 
 class Passed(NamedTuple):
-    """An expansion: `values`, `lenses` [n, k], `scores` [n, lenses], and `parents`, the concepts whose groups it used."""
+    """`values`, `lenses` [n, k] and `scores` [n, lenses] of an expansion, and the concepts whose groups it used."""
 
     values: Tensor
     lenses: Tensor

@@ -35,6 +35,7 @@ WORKSPACE = 256 << 20
 _STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 _MIN_CAPABILITY = (8, 0)
 _MAX_ERROR = 0.03  # relative to the largest logit: another order of rounding makes up to 0.008
+_CONVERTED = 8 << 20  # bytes of weights that are converted at a time on a CPU, so that they stay in its cache
 _MAX_ROWS = 1024  # of one tile: enough for any matrix product to be efficient
 
 
@@ -178,6 +179,9 @@ class Stack:
             most = (most + 1) // 2
         inputs, one = self.workspace_bytes(most, 0), self.workspace_bytes(most, 1)
         lenses = (self.workspace - inputs) // (one - inputs)
+        if self.device.type == "cpu" and self.weights != "fp32":
+            lens_bytes = 4 * self.info.hidden * (self.info.architecture.widths or (1,))[0]
+            lenses = min(lenses, _CONVERTED // lens_bytes)
         return Tiles(most, max(1, min(lenses, self.slots)))
 
     def inputs(self, rows: Tensor, runs: Sequence[SlotRange]) -> dict[bool, Tensor]:
