@@ -80,7 +80,7 @@ def test_a_kernel_is_used_only_if_it_says_what_the_other_way_says(
         assert stack._kernels_agree(kernels) == (not said)
         assert said in caplog.text
     assert not stack._kernels_agree(SimpleNamespace(ROWS=fused.ROWS, evaluates=fused.evaluates, evaluate=broken))  # type: ignore[arg-type]
-    assert "without kernels of their own: RuntimeError: no shared memory" in caplog.text
+    assert "lens kernels are not used: RuntimeError: no shared memory" in caplog.text
 
 
 @interpreted
