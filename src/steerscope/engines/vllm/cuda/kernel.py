@@ -1,5 +1,5 @@
 """The tap on CUDA: one Triton program per token. A token with nothing to do costs one load; another is read once, put
-through its ops in registers, and written once. The definition is `residual.equation.change`.
+through its ops in registers, and written once. The definition is `core.equation.change`.
 
 This is the kernel for a tap alone; `norming` has those that are the model's next norm too.
 """

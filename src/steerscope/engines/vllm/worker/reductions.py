@@ -1,7 +1,7 @@
 """Reductions of captured rows in a worker, of all requests of a step together.
 
 Rows past the end of a text, which an engine that schedules ahead computes before it hears of the end, must not be among
-them: the newest `hold` rows of a request are kept apart. `residual.reduce.HeldBack` is the definition, and what runs on
+them: the newest `hold` rows of a request are kept apart. `core.reductions.HeldBack` is the definition, and what runs on
 a CPU; on a GPU one kernel does a step of all requests.
 """
 

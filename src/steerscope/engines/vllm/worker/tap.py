@@ -1,7 +1,7 @@
 """The tap: steers the tokens of a forward in place and copies captured rows to the pool.
 
 It reads nothing but tensors whose addresses never change, so it can be compiled and replayed in a CUDA graph; a layer
-number never enters it, so that the compiled code of equal layers is equal. What it does is `residual.equation.change`.
+number never enters it, so that the compiled code of equal layers is equal. What it does is `core.equation.change`.
 
 It is one operator, opaque to the compiler: here in torch, on CUDA as a Triton kernel of the same definition. A launch
 costs more than what it does, so where the model's next step is an RMS norm over the same stream, one kernel does both.
