@@ -18,7 +18,7 @@ ROOMS = (
 # What Windows lacks is taken away after libraries of others are in. msvcrt's lock is played by lockf.
 PREAMBLE = """
 import importlib, mmap, os, pkgutil, select, signal, socket, subprocess, sys, time
-import fastapi, gguf, numba, plotly.graph_objects, prometheus_client, pyarrow.dataset, pyarrow.parquet, rich.console
+import fastapi, gguf, plotly.graph_objects, prometheus_client, pyarrow.dataset, pyarrow.parquet, rich.console
 import safetensors.torch, sklearn.cluster, sklearn.linear_model, torch, transformers, typer, uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 from types import ModuleType

@@ -22,7 +22,7 @@ from steerscope.bench.one import write
 from steerscope.bench.shapes import make_pack
 from steerscope.lenses import fused
 from steerscope.lenses.bank import Bank
-from steerscope.lenses.stack import Run, Weights
+from steerscope.lenses.stack import SlotRange, Weights
 
 BYTES, WARPS, STAGES = (64, 128, 256), (4, 8), (2, 3, 4)
 _OTHER, _MEMORY = "other", "memory"
@@ -30,7 +30,7 @@ _OTHER, _MEMORY = "other", "memory"
 
 def ways(bank: Bank, rows: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Each gives logits [rows, lenses], but for `memory`."""
-    stack, run = bank._stack, Run(0, len(bank), False)
+    stack, run = bank._stack, SlotRange(0, len(bank), False)
     x = stack.inputs(rows, [run])[False]
     out, words = torch.empty(len(rows), len(bank), device=rows.device), stack.tensors["w0"].view(torch.int32)
 

@@ -131,10 +131,10 @@ class TestReadings:
         rule = when(PACK.concepts[-1].id, above=0.01).then(flag("x"))
         watch = Watch(pack="tiers", top_k=4, rules=[rule])
         done = engine.generate([PROMPT, "x"], SHORT, watch=watch, capture=Capture(layers=LAYER))
-        from steerscope.lenses import Bank, Whole
+        from steerscope.lenses import Bank, BankExpander
 
         for one in done:
-            wanted = Whole(Bank(PACK), base_levels=1).expand(one.rows[LAYER], 4)
+            wanted = BankExpander(Bank(PACK), base_levels=1).expand(one.rows[LAYER], 4)
             for i, reading in enumerate(one.readings):
                 assert [c.id for c in reading.concepts] == [c.id for c, _ in wanted.row(i)]
             assert one.firings[0].score == pytest.approx(float(scores_of(one)[one.firings[0].position, -1]), abs=1e-5)

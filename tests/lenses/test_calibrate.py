@@ -6,11 +6,11 @@ import torch
 from sklearn.metrics import f1_score, roc_auc_score
 
 from steerscope.lenses import Calibration
-from steerscope.lenses.calibrate import Scored, best_thresholds, calibrate, measure, score
-from steerscope.lenses.fit import TEST, VALIDATION, Examples, Relations, logits, normalise
+from steerscope.lenses.calibrate import LabelledLogits, best_thresholds, calibrate, measure, score
+from steerscope.lenses.fit import TEST, VALIDATION, LabelledRows, Relations, logits, normalise
 
 
-def scored(gap: float = 2.0, n: int = 400, seed: int = 0) -> Scored:
+def scored(gap: float = 2.0, n: int = 400, seed: int = 0) -> LabelledLogits:
     """Three lenses; a third of the rows is positive, a third negative and distant, a sixth a sibling, the rest neither.
 
     The second lens sees nothing, the third everything the wrong way round.
@@ -22,7 +22,7 @@ def scored(gap: float = 2.0, n: int = 400, seed: int = 0) -> Scored:
     sibling = (kind == 4).unsqueeze(1).expand(n, 3)
     values = torch.randn(n, 3, generator=generator) + gap * positive * torch.tensor([1.0, 0.0, -1.0])
     values[kind == 5] = 99.0  # texts of an ancestor: whoever counts them is noticed
-    return Scored(values, positive, unrelated | sibling, unrelated)
+    return LabelledLogits(values, positive, unrelated | sibling, unrelated)
 
 
 def test_measures_are_those_of_the_textbook_and_leave_out_what_is_neither() -> None:
@@ -50,7 +50,7 @@ def test_the_threshold_is_the_best_there_is_and_is_used_on_other_rows() -> None:
 
 def test_a_lens_without_positives_has_no_measures() -> None:
     found = scored()
-    nothing = Scored(found.logits, torch.zeros_like(found.positive), found.negative, found.unrelated)
+    nothing = LabelledLogits(found.logits, torch.zeros_like(found.positive), found.negative, found.unrelated)
     measures = measure(nothing, np.zeros(3))
     assert np.isnan(measures.auroc).all()
     assert measures.of(0) == {}
@@ -93,7 +93,7 @@ def test_a_text_counts_by_the_mean_logit_of_its_rows_and_only_its_own_part_is_sc
     generator = torch.Generator().manual_seed(0)
     text = torch.tensor([3, 1, 1, 0, 3, 2, 3])
     part = torch.tensor([TEST, TEST, VALIDATION, TEST])
-    data = Examples(torch.randn(7, 8, generator=generator), text, torch.tensor([1, 2, 2, 2]), part)
+    data = LabelledRows(torch.randn(7, 8, generator=generator), text, torch.tensor([1, 2, 2, 2]), part)
     relations = Relations.of([[], [0], [0]])
     weights = {"w0": torch.randn(3, 1, 8, generator=generator), "b0": torch.randn(3, 1, generator=generator)}
     rows, texts = score(weights, data, relations, TEST)

@@ -9,7 +9,7 @@ from lenses.packs import make, rows
 from lenses.slow import slow_expand
 from steerscope.lenses import Concept
 from steerscope.lenses.bank import Bank
-from steerscope.lenses.expand import Expansion, Whole
+from steerscope.lenses.expand import BankExpander, Expansion
 from steerscope.specs.errors import InvalidRequest
 
 
@@ -43,13 +43,13 @@ def assert_as_slow(found: Expansion, scores: torch.Tensor, base_levels: int, top
 def test_the_same_concepts_are_looked_at_and_reported(base_levels, top_k, depth, calibrated, seed):
     pack = make([3, 8, 20, 30], seed=seed, calibrated=calibrated)
     bank, x = Bank(pack), rows(5, seed=seed)
-    found = Whole(bank, base_levels).expand(x, top_k, depth, keep_scores=True)
+    found = BankExpander(bank, base_levels).expand(x, top_k, depth, keep_scores=True)
     assert_as_slow(found, bank.scores(x), base_levels, top_k, depth)
 
 
 def test_many_rows_are_expanded_as_each_alone():
     pack = make([3, 8, 20], calibrated=True)
-    whole, x = Whole(Bank(pack), 1), rows(600)
+    whole, x = BankExpander(Bank(pack), 1), rows(600)
     together = whole.expand(x, 4, 3)
     assert together.scores is None
     for n in (0, 255, 256, 599):
@@ -61,12 +61,12 @@ def chain(*ids: str) -> list[Concept]:
     return [Concept(id=name, level=i, parents=(ids[i - 1],) if i else ()) for i, name in enumerate(ids)]
 
 
-def constant(concepts: list[Concept], values: dict[str, float]) -> Whole:
+def constant(concepts: list[Concept], values: dict[str, float]) -> BankExpander:
     """Lenses that say the same of every row."""
     pack = make(concepts=concepts, widths=())
     logits = torch.tensor([[values[concept.id]] for concept in pack.concepts]).logit()
     pack = pack.replace(tensors={"w0": torch.zeros_like(pack.tensors["w0"]), "b0": logits})
-    return Whole(Bank(pack), 1)
+    return BankExpander(Bank(pack), 1)
 
 
 def test_a_parent_gives_way_to_its_child_and_only_then():
@@ -85,7 +85,7 @@ def test_a_child_below_the_top_does_not_suppress_its_parent():
 
 
 def test_a_row_that_is_not_a_number_has_no_concepts_and_leaves_its_neighbours_alone():
-    whole, x = Whole(Bank(make([3, 8, 20])), 1), rows(3)
+    whole, x = BankExpander(Bank(make([3, 8, 20])), 1), rows(3)
     before = whole.expand(x, 4, 3)
     x[1] = torch.nan
     after = whole.expand(x, 4, 3)
@@ -102,10 +102,10 @@ def test_equal_scores_are_ordered_as_the_lenses_are():
 def test_what_cannot_be_expanded_is_refused():
     pack = make([3, 8])
     with pytest.raises(InvalidRequest, match="choose 1–2"):
-        Whole(Bank(pack), 3)
+        BankExpander(Bank(pack), 3)
     with pytest.raises(InvalidRequest, match="holds a part"):
-        Whole(Bank(pack, slice(0, 4)), 1)
+        BankExpander(Bank(pack, slice(0, 4)), 1)
     with pytest.raises(InvalidRequest, match=r"Bank\.top"):
-        Whole(Bank(make([4], widths=(), output="topk", k=2)), 1)
+        BankExpander(Bank(make([4], widths=(), output="topk", k=2)), 1)
     with pytest.raises(InvalidRequest, match="at least 1"):
-        Whole(Bank(pack), 1).expand(rows(1), top_k=0)
+        BankExpander(Bank(pack), 1).expand(rows(1), top_k=0)

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from steerscope.lenses import fit as module
 from steerscope.lenses.calibrate import measure, score
-from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, Examples, FitSettings, Relations, fit, logits, normalise
+from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, FitSettings, LabelledRows, Relations, fit, logits, normalise
 from steerscope.specs.errors import InvalidRequest
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
@@ -24,7 +24,7 @@ def relations() -> Relations:
     return Relations.of(PARENTS, [[8] if i == 6 else [] for i in range(len(PARENTS))])
 
 
-def examples(strength: float = 4.0, seed: int = 0, rows_per_text: int = 3, label: str = "true") -> Examples:
+def examples(strength: float = 4.0, seed: int = 0, rows_per_text: int = 3, label: str = "true") -> LabelledRows:
     """Twelve texts per leaf (6 train, 3 validation, 3 test); rows lie along directions of the leaf and its ancestors.
 
     `label`: "true", or "shuffled" over all texts.
@@ -41,10 +41,10 @@ def examples(strength: float = 4.0, seed: int = 0, rows_per_text: int = 3, label
         for each in (TRAIN, VALIDATION, TEST):
             index = (part == each).nonzero().flatten()
             concept[index] = concept[index[torch.randperm(len(index), generator=generator)]]
-    return Examples(rows, text, concept, part)
+    return LabelledRows(rows, text, concept, part)
 
 
-def aurocs(data: Examples, settings: FitSettings = QUICK) -> Tensor:
+def aurocs(data: LabelledRows, settings: FitSettings = QUICK) -> Tensor:
     done = fit(data, relations(), settings, seed=1)
     rows, _ = score(done.weights, data, relations(), TEST)
     return torch.from_numpy(measure(rows, torch.zeros(len(PARENTS)).numpy()).auroc)
@@ -65,7 +65,7 @@ def test_shuffled_labels_lead_nowhere() -> None:
 def test_labels_in_another_order_than_the_rows_are_noticed() -> None:
     """A misordered list of labels is the bug this guards against: the measures must fall, not stay high."""
     data = examples()
-    misordered = Examples(data.rows, data.text, data.concept.roll(48), data.part)  # of the other root
+    misordered = LabelledRows(data.rows, data.text, data.concept.roll(48), data.part)  # of the other root
     done = fit(misordered, relations(), QUICK, seed=1)
     rows, _ = score(done.weights, data, relations(), TEST)
     leaves = measure(rows, torch.zeros(len(PARENTS)).numpy()).auroc[list(LEAVES)]
@@ -150,7 +150,7 @@ def test_a_second_parent_makes_no_enemies_of_either_family() -> None:
 def test_a_batch_holds_only_rows_it_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row carries its concept's number: what is drawn for a lens is looked up in the relations."""
     data = examples()
-    numbered = Examples(data.concept[data.text].float().unsqueeze(1), data.text, data.concept, data.part)
+    numbered = LabelledRows(data.concept[data.text].float().unsqueeze(1), data.text, data.concept, data.part)
     monkeypatch.setattr(module, "normalise", lambda rows: rows)
     found, which = relations(), torch.arange(14)
     sampler = module._Sampler(numbered, found, QUICK, which)
@@ -207,7 +207,7 @@ def test_lenses_without_rows_are_all_named() -> None:
     kept = data.part.clone()
     kept[data.concept == 9] = TEST
     with pytest.raises(InvalidRequest) as refused:
-        fit(Examples(data.rows, data.text, data.concept, kept), relations(), QUICK)
+        fit(LabelledRows(data.rows, data.text, data.concept, kept), relations(), QUICK)
     assert [problem.field for problem in refused.value.problems] == ["lens 9"]
     assert "training" in str(refused.value)
 
@@ -215,5 +215,5 @@ def test_lenses_without_rows_are_all_named() -> None:
 def test_rows_and_labels_that_do_not_fit_are_refused() -> None:
     data = examples()
     with pytest.raises(InvalidRequest) as refused:
-        Examples(data.rows[1:], data.text, data.concept[1:], data.part)
+        LabelledRows(data.rows[1:], data.text, data.concept[1:], data.part)
     assert len(refused.value.problems) == 2

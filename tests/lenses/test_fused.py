@@ -72,15 +72,15 @@ def test_a_kernel_is_used_only_if_it_says_what_the_other_way_says(
         raise RuntimeError("no shared memory")
 
     stack = with_kernels(Bank(make(slots, hidden=72, widths=(24, 12)), weights=weights))._stack
-    assert stack._proved(fused)
+    assert stack._kernels_agree(fused)
     assert not caplog.messages
     assert not any(tensor[-1].any() for tensor in stack.tensors.values())
     for kernels, said in ((off(1.0), "off by"), (off(float("nan")), "nan"), (off(0.0), "")):
         caplog.clear()
-        assert stack._proved(kernels) == (not said)
+        assert stack._kernels_agree(kernels) == (not said)
         assert said in caplog.text
-    assert not stack._proved(SimpleNamespace(ROWS=fused.ROWS, evaluates=fused.evaluates, evaluate=broken))  # type: ignore[arg-type]
-    assert "without kernels of their own: RuntimeError: no shared memory" in caplog.text
+    assert not stack._kernels_agree(SimpleNamespace(ROWS=fused.ROWS, evaluates=fused.evaluates, evaluate=broken))  # type: ignore[arg-type]
+    assert "lens kernels are not used: RuntimeError: no shared memory" in caplog.text
 
 
 @interpreted
@@ -117,7 +117,7 @@ def test_choosing_is_used_only_if_it_finds_what_the_other_way_finds(
         assert bank._chooses == (how == "right") == (not caplog.messages), how
     bank._stack.kernels = wrong("broken")
     bank.warm_up()
-    assert "without kernels of their own: RuntimeError: no compiler" in caplog.text
+    assert "lens kernels are not used: RuntimeError: no compiler" in caplog.text
     assert bank.best(rows(3), 5, torch.ones(1, 40).bool())[1].shape == (3, 5)
 
 
@@ -157,10 +157,10 @@ def test_inputs_that_do_not_fit_the_workspace_come_in_parts() -> None:
         parts.append(len(x))
         fused.evaluate(tensors, x, *rest)
 
-    bank._stack.kernels = SimpleNamespace(evaluate=evaluate, evaluates=fused.evaluates, ALONE=fused.ALONE)  # type: ignore[assignment]
+    bank._stack.kernels = SimpleNamespace(evaluate=evaluate, evaluates=fused.evaluates)  # type: ignore[assignment]
     torch.testing.assert_close(bank.logits(some), Bank(pack).logits(some), atol=4e-2, rtol=4e-2)
     assert sum(parts) == 40
-    assert all(bank._stack._bytes(part, 0) <= 16 << 10 for part in parts)
+    assert all(bank._stack.workspace_bytes(part, 0) <= 16 << 10 for part in parts)
 
 
 @interpreted

@@ -1,4 +1,4 @@
-"""HatCat packs: all variants of its files give the scores its own modules give, and the way back."""
+"""HatCat packs: all variants of its files give the scores of its own modules."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lenses.packs import make, rows
+from lenses.packs import rows
 from steerscope.lenses import Pack
 from steerscope.lenses.bank import Bank
 from steerscope.lenses.formats.hatcat import load_hatcat
-from steerscope.lenses.formats.hatcat_export import save_hatcat
 from steerscope.specs.errors import BadFile
 
 HIDDEN = 12
@@ -201,48 +200,3 @@ def test_what_is_no_pack_is_refused(tmp_path):
         load_hatcat(tmp_path, layer=1, model="m")
     with pytest.raises(BadFile, match="no directory"):
         load_hatcat(tmp_path / "nowhere", layer=1, model="m")
-
-
-# --- and back
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("normed", [False, True])
-def test_a_pack_that_goes_out_and_comes_back_gives_the_same_scores(tmp_path: Path, dtype, normed):
-    pack = make([2, 4, 9], normed=normed, dtype=dtype)
-    tensors = {"low": torch.full((15,), 0.25), "high": torch.full((15,), 0.75), "confidence": torch.full((15,), 0.5)}
-    described = [c.model_copy(update={"definition": f"about {c.id}", "metrics": {"f1": 0.5}}) for c in pack.concepts]
-    pack = pack.replace(tensors=tensors, concepts=described)
-    save_hatcat(pack, tmp_path / "out")
-    back = load_hatcat(tmp_path / "out")
-    assert back.dtype == (torch.float32 if normed else dtype)
-    assert (back.info.model, back.info.layer, back.info.name) == ("org/model", 3, "test")
-    x = rows(5)
-    for i, concept in enumerate(pack.concepts):
-        twin = back.concepts[back.index(concept.name)]
-        assert (twin.definition, twin.metrics) == (concept.definition, concept.metrics)
-        parents = tuple(back.concepts[back.index(parent)].name for parent in twin.parents)
-        assert parents == concept.parents
-        one, other = Bank(pack, [i]).scores(x), Bank(back, [back.index(concept.name)]).scores(x)
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
-
-
-def test_lenses_written_for_hatcat_run_in_its_own_module(tmp_path: Path):
-    pack = make([2, 3], hidden=HIDDEN, widths=(8, 4), normed=True)
-    save_hatcat(pack, tmp_path / "out")
-    x = rows(4, HIDDEN)
-    for i, concept in enumerate(pack.concepts):
-        saved = torch.load(tmp_path / "out" / f"layer{concept.level}" / f"{concept.name}.pt", weights_only=True)
-        module = lens(0, affine="net.7.weight" in saved)
-        module.load_state_dict({key.removeprefix("net."): tensor for key, tensor in saved.items()})
-        torch.testing.assert_close(score(module, x), Bank(pack, [i]).scores(x).flatten(), atol=1e-5, rtol=0)
-
-
-def test_what_hatcat_cannot_say_is_refused_and_nothing_appears(tmp_path: Path):
-    pack = make([2], widths=(), output="relu", normalisation="none", site="mlp_out")
-    named = [c.model_copy(update={"name": "a/b"}) for c in pack.concepts]
-    with pytest.raises(BadFile) as caught:
-        save_hatcat(pack.replace(concepts=named, tensors={"floor": torch.zeros(2)}), tmp_path / "out")
-    for reason in ("output", "normalisation", "site", "floor", "name of a file", "another of its level"):
-        assert reason in str(caught.value)
-    assert list(tmp_path.iterdir()) == []

@@ -64,7 +64,7 @@ def scores_of(rows: int, rng: random.Random) -> list[dict[str, float]]:
     return found
 
 
-class Run:
+class SteppedRequests:
     """Requests that go through the tensors in steps, some rows of each at a time."""
 
     def __init__(self, requests: list[tuple[list[Rule], list[dict[str, float]]]]) -> None:
@@ -115,7 +115,7 @@ def test_any_rules_in_any_chunks_do_what_plain_rules_do(many, seed):
     assume(not any(compile_rules(mine, PACK)[1] for mine in many))  # some contradict themselves
     rng = random.Random(seed)
     requests = [(mine, scores_of(rng.randint(1, 30), rng)) for mine in many]
-    run = Run(requests)
+    run = SteppedRequests(requests)
     while any(done < len(rows) for done, (_, rows) in zip(run.done, requests, strict=True)):
         run.step([rng.choice([0, 1, 1, 2, 5, 12]) for _ in requests], rng.choice([0, 0, 1, 4]), rng)
     for i, (mine, rows) in enumerate(requests):
@@ -136,7 +136,7 @@ def test_the_oracle_sees_rules_fire_so_that_agreeing_with_it_means_something():
 def test_hysteresis_holds_between_the_two_thresholds():
     rule = when("c0.0", above=0.7).then(steer(PUSH, off_below=0.3, off_for=2))
     values = [0.5, 0.8, 0.5, 0.5, 0.2, 0.5, 0.2, 0.2, 0.5, 0.8]
-    run = Run([([rule], [dict.fromkeys(CONCEPTS, v) for v in values])])
+    run = SteppedRequests([([rule], [dict.fromkeys(CONCEPTS, v) for v in values])])
     run.step([len(values)], 0, random.Random(0))
     assert run.events[0] == [(1, 0, "on"), (7, 0, "off"), (9, 0, "on")]
 
@@ -159,7 +159,7 @@ def test_a_slot_that_is_used_again_remembers_nothing():
 
 @pytest.mark.parametrize("bound", ["above", "below"])
 def test_a_score_that_lies_on_a_threshold_is_on_neither_side_of_it(bound: str):
-    run = Run([([when("c0.0", **{bound: 0.5}).then(flag("x"))], [dict.fromkeys(CONCEPTS, 0.5)])])
+    run = SteppedRequests([([when("c0.0", **{bound: 0.5}).then(flag("x"))], [dict.fromkeys(CONCEPTS, 0.5)])])
     run.step([1], 0, random.Random(0))
     assert run.events[0] == []
 

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steerscope.lenses.slots import Slots
+from steerscope.lenses.slots import LensSlots
 from steerscope.specs.errors import CapacityExceeded
 
 
 def test_the_unit_used_longest_ago_makes_room():
-    slots = Slots(6, [])
+    slots = LensSlots(6, [])
     for name, lenses in (("a", (0, 1)), ("b", (2, 3)), ("c", (4, 5))):
         assert slots.place(name, lenses, ()) is not None
     slots.touch("a")
@@ -19,7 +19,7 @@ def test_the_unit_used_longest_ago_makes_room():
 
 
 def test_locked_units_stay_and_a_unit_that_finds_no_room_leaves_no_trace():
-    slots = Slots(4, [])
+    slots = LensSlots(4, [])
     slots.place("a", (0, 1), ())
     slots.place("b", (2, 3), ())
     before = dict(slots.of)
@@ -32,7 +32,7 @@ def test_locked_units_stay_and_a_unit_that_finds_no_room_leaves_no_trace():
 
 
 def test_a_lens_of_two_units_has_one_slot_and_stays_with_the_second():
-    slots = Slots(4, [])
+    slots = LensSlots(4, [])
     slots.place("a", (0, 1), ())
     assert slots.place("b", (1, 2), ()) == {2: 2}
     slots.evict("a")
@@ -40,17 +40,17 @@ def test_a_lens_of_two_units_has_one_slot_and_stays_with_the_second():
 
 
 def test_pinned_lenses_are_first_and_never_leave():
-    slots = Slots(3, [7, 8])
+    slots = LensSlots(3, [7, 8])
     assert slots.of == {7: 0, 8: 1}
     assert slots.place("a", (7, 1), ()) == {1: 2}
     slots.evict("a")
     assert slots.of == {7: 0, 8: 1}
     with pytest.raises(CapacityExceeded, match="2 slots"):
-        Slots(2, [1, 2, 3])
+        LensSlots(2, [1, 2, 3])
 
 
 def test_neighbouring_slots_are_preferred():
-    slots = Slots(8, [])
+    slots = LensSlots(8, [])
     for name, lens in zip("abcdefgh", range(8), strict=True):
         slots.place(name, (lens,), ())
     for name in "acde":
@@ -63,7 +63,7 @@ def test_neighbouring_slots_are_preferred():
 def test_books_hold_under_any_sequence_of_use(data: st.DataObject):
     count = data.draw(st.integers(4, 9))
     pinned = data.draw(st.lists(st.integers(0, 15), max_size=2, unique=True))
-    slots, order = Slots(count, pinned), []
+    slots, order = LensSlots(count, pinned), []
     units = {
         name: tuple(data.draw(st.lists(st.integers(0, 15), min_size=1, max_size=4, unique=True))) for name in "abcd"
     }

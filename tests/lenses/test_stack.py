@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steerscope.lenses.stack import columns_of, quantise, runs_of
+from steerscope.lenses.stack import columns_of, quantise, slot_ranges
 
 
 @given(
@@ -14,7 +14,7 @@ from steerscope.lenses.stack import columns_of, quantise, runs_of
 )
 def test_every_slot_is_in_one_run_of_its_kind_and_its_column_is_found(slots, bridge, data):
     flags = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
-    runs = runs_of(slots, flags, bridge)
+    runs = slot_ranges(slots, flags, bridge)
     evaluated = [(slot, run.normed) for run in runs for slot in range(run.start, run.stop)]
     assert [evaluated[column] for column in columns_of(slots, runs)] == list(zip(slots, flags, strict=True))
     assert len(evaluated) - len(slots) <= bridge * len(slots)

@@ -12,7 +12,7 @@ from lenses.packs import make, rows
 from lenses.test_expand import assert_as_slow
 from steerscope.lenses import Pack
 from steerscope.lenses.bank import Bank
-from steerscope.lenses.expand import Whole
+from steerscope.lenses.expand import BankExpander
 from steerscope.lenses.hierarchy import indices
 from steerscope.lenses.tiers import COMPONENTS, Tiers
 from steerscope.specs.errors import InvalidRequest
@@ -85,7 +85,7 @@ def test_narrow_weights_are_the_same_narrow_weights_in_a_bank(weights):
     pack, x = make(COUNTS, calibrated=True), rows(9)
     with Tiers(pack, budget=20, weights=weights) as tiers:
         found = tiers.expand(x, 5, 4, keep_scores=True)
-    full = Whole(Bank(pack, weights=weights)).expand(x, 5, 4, keep_scores=True)
+    full = BankExpander(Bank(pack, weights=weights)).expand(x, 5, 4, keep_scores=True)
     assert torch.equal(found.indices, full.indices)
     torch.testing.assert_close(found.scores, full.scores, atol=1e-5, rtol=0)
 
@@ -96,7 +96,7 @@ def test_a_pack_on_disk_is_read_as_far_as_it_is_needed(tmp_path: Path):
     with Tiers(pack, budget=30) as tiers:
         found = tiers.expand(x, 2, 1)
         loaded = tiers.stats.bytes_read / pack.lens_bytes
-    assert torch.equal(found.indices, Whole(Bank(pack)).expand(x, 2, 1).indices)
+    assert torch.equal(found.indices, BankExpander(Bank(pack)).expand(x, 2, 1).indices)
     assert 0 < loaded < 15
 
 
@@ -179,7 +179,6 @@ def test_every_component_of_the_time_is_counted():
         tiers.expand(rows(8), 4, 4)
         assert list(tiers.stats.seconds) == list(COMPONENTS)
         assert all(seconds > 0 for seconds in tiers.stats.seconds.values())
-        assert tiers.stats.expansions == 8
 
 
 def test_pinned_concepts_are_hot_from_the_start_and_scored_without_a_load():
@@ -227,7 +226,7 @@ def test_a_load_that_is_late_delays_a_result_and_changes_nothing():
         assert started.wait(HUNG_S)
         threading.Timer(0.1, gate.set).start()
         found = tiers.expand(x, 5, 3)
-    assert torch.equal(found.indices, Whole(Bank(pack)).expand(x, 5, 3).indices)
+    assert torch.equal(found.indices, BankExpander(Bank(pack)).expand(x, 5, 3).indices)
 
 
 def test_a_load_that_fails_is_reported_and_tried_again_the_next_time():
@@ -243,7 +242,7 @@ def test_a_load_that_fails_is_reported_and_tried_again_the_next_time():
             tiers.expand(x, 5, 3)
         tiers._warm.get = real  # type: ignore[method-assign]
         found = tiers.expand(x, 5, 3)
-    assert torch.equal(found.indices, Whole(Bank(pack)).expand(x, 5, 3).indices)
+    assert torch.equal(found.indices, BankExpander(Bank(pack)).expand(x, 5, 3).indices)
 
 
 def test_a_prefetch_that_failed_is_forgotten_and_loaded_when_it_is_wanted():
@@ -267,7 +266,7 @@ def test_a_prefetch_that_failed_is_forgotten_and_loaded_when_it_is_wanted():
 
 def test_threads_share_tiers_and_each_gets_its_own_results():
     pack = make(COUNTS)
-    whole = Whole(Bank(pack))
+    whole = BankExpander(Bank(pack))
     inputs = [rows(3, seed=s) for s in range(6)]
     expected = [whole.expand(x, 4, 3).indices for x in inputs]
     wrong: list[int] = []

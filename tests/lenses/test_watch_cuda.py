@@ -5,7 +5,7 @@ import torch
 
 from lenses.packs import make, rows
 from steerscope.lenses.compile import compile_rules
-from steerscope.lenses.monitor import Monitor, Seen, WatchPlan
+from steerscope.lenses.monitor import Monitor, StepReadings, WatchPlan
 from steerscope.lenses.reader import PackOptions, Registered
 from steerscope.specs import Add
 from steerscope.specs.tokens import EVERYWHERE
@@ -37,7 +37,7 @@ def test_a_captured_step_reads_and_switches_as_one_outside_a_graph():
     x = torch.zeros(ROWS, HIDDEN, device="cuda")
     slot, position = (torch.zeros(ROWS, dtype=torch.long, device="cuda") for _ in range(2))
 
-    def step() -> Seen:
+    def step() -> StepReadings:
         return monitor.look(reader, x, 5, slot, position, None)
 
     side = torch.cuda.Stream()

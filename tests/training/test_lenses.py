@@ -175,7 +175,7 @@ def test_lenses_are_fitted_where_the_model_is_unless_a_device_is_named(
         assert {tensor.device.type for tensor in tensors} == {where}
         raise Reached
 
-    monkeypatch.setattr(lenses, "Examples", begin)
+    monkeypatch.setattr(lenses, "LabelledRows", begin)
     for layers in ((1,), (1, 2)):  # of several, quick probes choose one
         settings = SETTINGS.model_copy(update={"layers": layers, "device": asked})
         with pytest.raises(Reached):
@@ -210,7 +210,7 @@ def test_weights_and_names_stay_together_when_the_pack_sorts_them(
     torch.testing.assert_close(Bank(pack).logits(data.rows)[:, order], logits(done, normalise(data.rows)))
 
 
-def kept(engine: SyncEngine, concepts: ConceptSet, folder: Path) -> tuple[lenses.Examples, dict[str, torch.Tensor]]:
+def kept(engine: SyncEngine, concepts: ConceptSet, folder: Path) -> tuple[lenses.LabelledRows, dict[str, torch.Tensor]]:
     """The data and weights of a fit, from its folder, in the order of the concepts."""
     choice = RowChoice(layers=(1,))
     found = read_texts(engine, [example.text for example in concepts.examples], folder, choice)

@@ -1,7 +1,7 @@
-"""Lenses: small classifiers that read rows, kept in packs and evaluated together. No engine."""
+"""Lenses: small classifiers that read rows, kept in packs and evaluated together, without an engine."""
 
 from steerscope.lenses.bank import Bank
-from steerscope.lenses.expand import Expansion, Whole
+from steerscope.lenses.expand import BankExpander, Expansion
 from steerscope.lenses.pack import Architecture, Calibration, Concept, Pack, PackInfo
 from steerscope.lenses.tiers import Tiers
 
@@ -14,5 +14,5 @@ __all__ = [
     "Pack",
     "PackInfo",
     "Tiers",
-    "Whole",
+    "BankExpander",
 ]

@@ -1,10 +1,10 @@
-"""Bank: lenses of a pack on a device, evaluated together.
+"""Bank: all or some lenses of a pack on a device, evaluated together.
 
     bank = Bank(pack, device="cuda", weights="bf16")
     values, indices = bank.top(rows, 10)
 
-Nothing waits for the device, and no shape depends on a value: with `out` given, or in a graph's own memory, every
-method can be captured in a CUDA graph. Memory beside weights and results has a bound, `workspace`.
+No method synchronises with the device and no shape depends on a value, so that every method can be captured in a CUDA
+graph. `workspace` bounds the memory beside weights and results.
 """
 
 import itertools
@@ -14,9 +14,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from steerscope.lenses.hierarchy import as_slice
 from steerscope.lenses.pack import Calibration, Pack
 from steerscope.lenses.spec import Output
-from steerscope.lenses.stack import WORKSPACE, Stack, Weights, runs_of, unused
+from steerscope.lenses.stack import WORKSPACE, Stack, Weights, slot_ranges, warn_unused
 from steerscope.lenses.tensors import PER_LENS
 from steerscope.specs.errors import InvalidRequest, Problem
 
@@ -24,17 +25,18 @@ Lenses = slice | Sequence[int]
 
 
 def gather(pack: Pack, lenses: Lenses) -> dict[str, Tensor]:
-    """The tensors of some lenses. A slice of a pack on disk is not read yet."""
+    """Return the tensors of some lenses. A slice of a pack on disk is not read yet."""
     chosen = lenses if isinstance(lenses, slice) else torch.tensor(list(lenses), dtype=torch.long)
     return {name: tensor[chosen] for name, tensor in pack.tensors.items() if name not in ("decoder", "normed")}
 
 
 def normed_flags(pack: Pack) -> list[bool]:
+    """Return for each lens whether it normalises its input once more."""
     return pack.tensors["normed"].tolist() if "normed" in pack.tensors else [False] * len(pack)
 
 
 def activate(logits: Tensor, output: Output, k: int | None, threshold: Tensor) -> Tensor:
-    """Logits [n, lenses] → what the lenses say, in place where that is possible."""
+    """Apply the output function to logits [n, lenses], in place where possible."""
     match output:
         case "sigmoid":
             return logits.sigmoid_()
@@ -48,14 +50,17 @@ def activate(logits: Tensor, output: Output, k: int | None, threshold: Tensor) -
 
 
 def calibrate(probabilities: Tensor, floor: Tensor, calibration: Calibration | None) -> Tensor:
-    """The noise floor, then the calibration."""
+    """Calibrate probabilities; those at or below the noise floor become 0."""
     scores = probabilities if calibration is None else calibration.apply(probabilities)
     return torch.where(probabilities > floor, scores, 0.0)
 
 
 def best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The top k. Of equal scores the earlier lens comes first: sigmoids and calibrations end in many that are just 1,
-    and `topk` alone would choose among them by chance. Positive floats are ordered as their bits are."""
+    """Return the k largest scores and their lenses, best first; of equal scores the earlier lens comes first.
+
+    Saturated sigmoids give many scores of exactly 1, which `topk` alone would order arbitrarily. The bits of positive
+    floats are ordered as the floats are, so bits and lens are combined into one key.
+    """
     bits = torch.where(scores > 0, scores, 0.0).view(torch.int32).long()
     later = torch.arange(scores.shape[1] - 1, -1, -1, device=scores.device)
     lenses = ((bits << 32) + later).topk(k, dim=-1).indices
@@ -63,7 +68,7 @@ def best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 class Bank:
-    """All lenses of a pack, or some (a slice such as `pack.level(1)`, or indices, in the order given)."""
+    """All lenses of a pack, or some: a slice such as `pack.level(1)`, or indices, whose order results keep."""
 
     def __init__(
         self,
@@ -77,17 +82,17 @@ class Bank:
         self.pack, self.device = pack, torch.device(device)
         self.lenses = _indices(pack, lenses)
         flags = normed_flags(pack)
-        # Lenses of one kind of input lie together here; `_columns` puts results back into the order asked for.
+        # Lenses with the same input are stored together; `_columns` restores the requested order.
         places = sorted(range(len(self.lenses)), key=lambda place: flags[self.lenses[place]])
         inside = [self.lenses[place] for place in places]
-        self._runs = runs_of(range(len(inside)), [flags[lens] for lens in inside])
+        self._runs = slot_ranges(range(len(inside)), [flags[lens] for lens in inside])
         self._columns = None
         if inside != self.lenses:
             self._columns = torch.tensor(places).argsort().to(self.device)
         self._stack = Stack(pack.info, len(inside), self.device, weights, workspace)
         step = max(1, workspace // max(1, self._stack.lens_bytes) // 2)
-        for start in range(0, len(inside), step):  # in parts: the whole pack may not fit into the host's memory
-            part = _as_slice(inside[start : start + step])
+        for start in range(0, len(inside), step):  # in parts: the pack may not fit into host memory
+            part = as_slice(inside[start : start + step])
             self._stack.write(slice(start, start + step), self._stack.encode(gather(pack, part)))
         self._index = torch.tensor(self.lenses, device=self.device)
         order = slice(None) if self._columns is None else self._columns
@@ -97,41 +102,42 @@ class Bank:
         if pack.calibration:
             self._calibration = Calibration(*(self._per_lens[name] for name in Calibration._fields))
         self._floored = self._calibration is not None or "floor" in pack.tensors
-        self._chooses = False  # by a kernel: `warm_up`
+        self._chooses = False  # whether a kernel finds the top k, see `warm_up`
 
     def __len__(self) -> int:
         return len(self.lenses)
 
     @property
     def nbytes(self) -> int:
-        """Weights on the device."""
+        """Return the bytes of the weights on the device."""
         return sum(tensor.nbytes for tensor in self._stack.tensors.values())
 
     def warm_up(self) -> None:
-        """What `best` needs on a GPU is compiled now, and not while somebody waits for it. It is used only if it finds
-        what the other way finds."""
-        self._chooses = self._stack.kernels is not None and self._proved(self._stack.kernels)
+        """Compile the kernel of `best` now, not during a request, and use it if it finds what sorting finds."""
+        self._chooses = self._stack.kernels is not None and self._kernel_agrees(self._stack.kernels)
 
     @torch.no_grad()
-    def _proved(self, kernels: ModuleType) -> bool:
-        chance, view = torch.Generator().manual_seed(0), torch.tensor([1, 0, 1], device=self.device)
-        logits = torch.randn(3, len(self), generator=chance).to(self.device)
-        views = torch.rand(2, len(self), generator=chance).lt(0.5).to(self.device)
+    def _kernel_agrees(self, kernels: ModuleType) -> bool:
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(3, len(self), generator=generator).to(self.device)
+        views = torch.rand(2, len(self), generator=generator).lt(0.5).to(self.device)
+        view_of_row = torch.tensor([1, 0, 1], device=self.device)
+        sizes = [min(most, len(self)) for most in kernels.CHOSEN]
         try:
-            for most, at in itertools.product(kernels.CHOSEN, (None, view)):
-                k, counts = min(most, len(self)), torch.ones_like(logits).bool() if at is None else views[at]
-                if not self._may_choose(k):
-                    continue
-                found, wanted = (find(logits.clone(), k, views, at) for find in (self._chosen, self._sorted))
-                if not _agree(found, wanted, counts):
-                    return unused("they do not find the largest")
+            for k, view in itertools.product(filter(self._may_choose, sizes), (None, view_of_row)):
+                counts = torch.ones_like(logits).bool() if view is None else views[view]
+                found, expected = (find(logits.clone(), k, views, view) for find in (self._chosen, self._sorted))
+                if not _agree(found, expected, counts):
+                    warn_unused("they do not find the largest scores")
+                    return False
         except Exception as error:
-            return unused(f"{type(error).__name__}: {error}")
+            warn_unused(f"{type(error).__name__}: {error}")
+            return False
         return True
 
     @torch.no_grad()
     def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """Rows [n, hidden] of any float dtype → [n, lenses], float32."""
+        """Return float32 logits [n, lenses] of rows [n, hidden] of any float dtype."""
         result = self._result(rows, out)
         if self._columns is None:
             self._stack.logits(rows, self._runs, result)
@@ -142,27 +148,28 @@ class Bank:
 
     @torch.no_grad()
     def probabilities(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """What each lens says alone: a probability, or the activation of a feature of a sparse autoencoder."""
-        return self._said(self.logits(rows, out))
+        """Return each lens's own output: a probability, or the activation of a sparse autoencoder's feature."""
+        return self._activated(self.logits(rows, out))
 
     @torch.no_grad()
     def scores(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """Probabilities, calibrated where the pack has a calibration; at or below the noise floor they are 0."""
+        """Return probabilities, calibrated if the pack has a calibration, and 0 at or below the noise floor."""
         return self._scored(self.logits(rows, out))
 
-    def _said(self, logits: Tensor) -> Tensor:
+    def _activated(self, logits: Tensor) -> Tensor:
         architecture = self.pack.info.architecture
         return activate(logits, architecture.output, architecture.k, self._threshold)
 
     def _scored(self, logits: Tensor) -> Tensor:
-        result = self._said(logits)
+        result = self._activated(logits)
         return result.copy_(calibrate(result, self._floor, self._calibration)) if self._floored else result
 
     @torch.no_grad()
     def best(self, rows: Tensor, k: int, views: Tensor, view: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The k largest scores of each row, or all if there are fewer, best first; which columns they are (−1: nothing
-        more to say); and all scores. `view` [n] says which line of `views` [·, lenses] has the lenses that count (None:
-        all)."""
+        """Return the k largest scores of each row (or all), best first, their columns (−1: score 0), and all scores.
+
+        `view` [n] is the line of `views` [·, lenses] that marks the lenses that count for each row (None: all).
+        """
         k = min(k, len(self))
         find = self._chosen if self._chooses and self._may_choose(k) else self._sorted
         return find(self.logits(rows), k, views, view)
@@ -172,25 +179,25 @@ class Bank:
         return kernels is not None and kernels.chooses(len(self), k, self.pack.info.architecture.output)
 
     def _chosen(self, logits: Tensor, k: int, views: Tensor, view: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """`best` of logits, which become scores: by a kernel."""
+        """Return `best` of logits by the kernel, which turns them into scores in place."""
         assert self._stack.kernels is not None
         how = self.pack.info.architecture.output, self._per_lens, self._floored, self._calibration is not None
         return *self._stack.kernels.choose(logits, k, *how, views, view), logits
 
     def _sorted(self, logits: Tensor, k: int, views: Tensor, view: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, one operation after the other."""
+        """Return `best` of logits by torch operations."""
         scores = self._scored(logits)
         values, indices = best_of(scores if view is None else torch.where(views[view], scores, 0.0), k)
-        said = values > 0
-        return torch.where(said, values, 0.0), torch.where(said, indices, -1), scores
+        positive = values > 0
+        return torch.where(positive, values, 0.0), torch.where(positive, indices, -1), scores
 
     @torch.no_grad()
     def top(self, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest scores of each row, or all if there are fewer, and which lenses of the pack they belong to."""
+        """Return the k largest scores of each row (or all) and their lenses, as indices of the pack."""
         k = min(k, len(self))
         values = torch.empty(len(rows), k, device=self.device)
         indices = torch.empty(len(rows), k, dtype=torch.long, device=self.device)
-        step = max(1, self._stack.workspace // (16 * len(self)))  # scores of so many rows are there at a time
+        step = max(1, self._stack.workspace // (16 * len(self)))  # rows whose scores fit
         for start in range(0, len(rows), step):
             here = slice(start, start + step)
             best, columns = self.scores(rows[here]).topk(k, dim=-1)
@@ -211,8 +218,10 @@ class Bank:
 
 
 def _agree(found: tuple[Tensor, Tensor, Tensor], wanted: tuple[Tensor, Tensor, Tensor], counts: Tensor) -> bool:
-    """Whether these are as large, belong to lenses that count and are as large, and to each once. Where two lenses say
-    nearly the same, another rounding may put the other one first."""
+    """Return whether values agree and belong to different lenses that count and have these scores.
+
+    The lenses may differ: of two that score nearly the same, another rounding may put the other one first.
+    """
     values, lenses, scores = found
     named = torch.where(lenses < 0, 0.0, torch.where(counts, wanted[2], 0.0).gather(1, lenses.clamp(min=0)))
     pairs = (values, wanted[0]), (scores, wanted[2]), (named, wanted[0])
@@ -236,8 +245,3 @@ def _indices(pack: Pack, lenses: Lenses | None) -> list[int]:
     if problems:
         raise InvalidRequest(problems)
     return chosen
-
-
-def _as_slice(lenses: Sequence[int]) -> Lenses:
-    together = all(b - a == 1 for a, b in zip(lenses, lenses[1:], strict=False))
-    return slice(lenses[0], lenses[-1] + 1) if together else lenses

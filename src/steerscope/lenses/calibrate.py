@@ -1,8 +1,8 @@
-"""What a fitted lens's scores mean: calibration from validation rows, and measures on rows nobody has trained on.
+"""Calibration of fitted lenses on validation rows, and measures on test rows.
 
-Calibration puts lenses on one scale: a score as high as on texts of other concepts becomes 1/2, one as high as on its
-own becomes 1. `confidence` says how well the lens told them apart, and `floor` is what nearly all unrelated text stays
-below. Measures are taken per row (what a reading is made of) and per text (the mean logit of its rows).
+Calibration puts lenses on one scale: the mean score on texts of other concepts becomes 1/2, that on texts of the
+lens's own concept becomes 1. `confidence` is how well the lens separates them, and nearly all unrelated rows score
+below `floor`. Measures are per row (as in readings) and per text (the mean logit of its rows).
 """
 
 from collections.abc import Mapping
@@ -13,25 +13,25 @@ import torch
 from sklearn.metrics import average_precision_score, precision_recall_curve, roc_auc_score
 from torch import Tensor
 
-from steerscope.lenses.fit import Examples, Relations, logits, normalise
+from steerscope.lenses.fit import LabelledRows, Relations, logits, normalise
 
-FLOOR_QUANTILE = 0.99  # one unrelated row in a hundred lies above the noise floor
-_GAP = 1e-6  # low < high must hold, also for a lens that has learnt nothing
+FLOOR_QUANTILE = 0.99  # one unrelated row in a hundred is above the noise floor
+_GAP = 1e-6  # low < high must hold even for a lens that has learnt nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """Logits of some rows or texts, and what each of them is to each lens."""
+class LabelledLogits:
+    """Logits of rows or texts, and what each row or text is to each lens."""
 
     logits: Tensor  # [n, lenses]
     positive: Tensor  # bool [n, lenses]
-    negative: Tensor  # bool [n, lenses]; texts of ancestors and of parts of the concept are neither
-    unrelated: Tensor  # bool [n, lenses]: negatives that are no siblings or opposites
+    negative: Tensor  # bool [n, lenses]; texts of ancestors are neither
+    unrelated: Tensor  # bool [n, lenses]: negatives except siblings and opposites
 
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """One number per lens; NaN where one side is missing. F1 is at a threshold that was chosen elsewhere."""
+    """One number per lens; NaN without positives or negatives. F1 is at a given threshold."""
 
     auroc: np.ndarray
     ap: np.ndarray
@@ -42,8 +42,10 @@ class Measures:
         return {name: float(value) for name, value in found.items() if np.isfinite(value)}
 
 
-def score(weights: Mapping[str, Tensor], examples: Examples, relations: Relations, part: int) -> tuple[Scored, Scored]:
-    """Per row and per text, for the texts of one part."""
+def score(
+    weights: Mapping[str, Tensor], examples: LabelledRows, relations: Relations, part: int
+) -> tuple[LabelledLogits, LabelledLogits]:
+    """Return the logits per row and per text (the mean of its rows), for the texts of one part."""
     chosen = (examples.part[examples.text] == part).nonzero().flatten()
     found = logits(weights, normalise(examples.rows[chosen])).cpu()
     texts, place = examples.text[chosen].cpu().unique(return_inverse=True)
@@ -53,13 +55,13 @@ def score(weights: Mapping[str, Tensor], examples: Examples, relations: Relation
     return _scored(found, concept[place], relations), _scored(means, concept, relations)
 
 
-def _scored(found: Tensor, concept: Tensor, relations: Relations) -> Scored:
+def _scored(found: Tensor, concept: Tensor, relations: Relations) -> LabelledLogits:
     kinds = relations.positive, relations.negative, relations.distant
-    return Scored(found, *(kind[:, concept].T.contiguous() for kind in kinds))
+    return LabelledLogits(found, *(kind[:, concept].T.contiguous() for kind in kinds))
 
 
-def measure(scored: Scored, thresholds: np.ndarray) -> Measures:
-    """AUROC, average precision, and F1 where a logit at or above the threshold says yes."""
+def measure(scored: LabelledLogits, thresholds: np.ndarray) -> Measures:
+    """Return AUROC, average precision, and F1 with logits at or above the threshold as positive."""
     lenses = scored.logits.shape[1]
     result = np.full((3, lenses), np.nan)
     for lens in range(lenses):
@@ -71,8 +73,8 @@ def measure(scored: Scored, thresholds: np.ndarray) -> Measures:
     return Measures(*result)
 
 
-def best_thresholds(scored: Scored) -> np.ndarray:
-    """The logit with the best F1, per lens. Take it from validation rows and use it on test rows."""
+def best_thresholds(scored: LabelledLogits) -> np.ndarray:
+    """Return the logit with the best F1 per lens. Choose it on validation rows, use it on test rows."""
     result = np.zeros(scored.logits.shape[1])
     for lens in range(len(result)):
         value, truth = _both(scored, lens)
@@ -83,13 +85,13 @@ def best_thresholds(scored: Scored) -> np.ndarray:
     return result
 
 
-def _both(scored: Scored, lens: int) -> tuple[np.ndarray, np.ndarray]:
+def _both(scored: LabelledLogits, lens: int) -> tuple[np.ndarray, np.ndarray]:
     used = scored.positive[:, lens] | scored.negative[:, lens]
     return scored.logits[used, lens].numpy(), scored.positive[used, lens].numpy()
 
 
-def calibrate(scored: Scored, quantile: float = FLOOR_QUANTILE) -> dict[str, Tensor]:
-    """`low`, `high`, `confidence` and `floor` of a pack, from validation rows."""
+def calibrate(scored: LabelledLogits, quantile: float = FLOOR_QUANTILE) -> dict[str, Tensor]:
+    """Return `low`, `high`, `confidence` and `floor` of a pack, from validation rows."""
     scores = scored.logits.sigmoid()
     low, high = ((scores * mask).sum(0) / mask.sum(0).clamp_min(1) for mask in (scored.negative, scored.positive))
     auroc = measure(scored, np.zeros(scores.shape[1])).auroc
@@ -103,8 +105,8 @@ def calibrate(scored: Scored, quantile: float = FLOOR_QUANTILE) -> dict[str, Ten
     }
 
 
-def _quantile(scores: Tensor, scored: Scored, lens: int, quantile: float) -> float:
-    """Of unrelated rows; where there are none, of all negatives."""
+def _quantile(scores: Tensor, scored: LabelledLogits, lens: int, quantile: float) -> float:
+    """Return the quantile of unrelated rows or, if there are none, of all negatives."""
     unrelated = scored.unrelated[:, lens]
     values = scores[unrelated if unrelated.any() else scored.negative[:, lens]]
     return float(np.quantile(values.numpy(), quantile)) if len(values) else 0.0

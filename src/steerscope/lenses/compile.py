@@ -1,8 +1,8 @@
-"""Rules as numbers: what a watch's rules become before they go to the device.
+"""Compile a watch's rules to numbers for the device.
 
-Each single condition is a term: a lens, two bounds, and on how many rows it must have held. The terms that are met on
-a row are the bits of one integer, and a combination is a list of clauses: it holds if for one of them all `positive`
-bits are set and no `negative` one is. So a rule costs a few integer operations, whatever its shape.
+Each single condition is a term: a lens, two bounds, and the number of rows for which it must have held. The terms that
+hold on a row are the bits of one integer. A combination is a list of clauses and holds if for one of them all
+`positive` bits are set and no `negative` one is. So every rule costs a few integer operations.
 """
 
 import itertools
@@ -23,7 +23,7 @@ Clause = tuple[int, int]  # positive and negative bits
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Met where `above` < score < `below` has held for `need` rows."""
+    """Holds where `above` < score < `below` has held for `need` rows."""
 
     lens: int
     above: float
@@ -36,19 +36,20 @@ class CompiledRule:
     name: str
     kind: Kind
     clauses: tuple[Clause, ...]
-    off: int | None  # bits that must all be met to switch it off; None: the clauses must fail
+    off: int | None  # bits that must all be set to switch it off; None: the clauses must fail
     off_for: int
-    lenses: tuple[int, ...]  # those the condition names, in its order
+    lenses: tuple[int, ...]  # of the condition, in its order
 
 
 @dataclass(slots=True)
 class Compiled:
-    """The rules of one watch. `terms` are shared by its rules."""
+    """The compiled rules of one watch, which share `terms`."""
 
     terms: list[Term] = field(default_factory=list)
     rules: list[CompiledRule] = field(default_factory=list)
 
     def bit(self, term: Term) -> int:
+        """Return the bit of a term, which is added if it is new."""
         if term not in self.terms:
             self.terms.append(term)
         return 1 << self.terms.index(term)
@@ -57,8 +58,7 @@ class Compiled:
 def compile_rules(
     rules: Sequence[Rule], pack: Pack, readable: Callable[[int], bool] = lambda _: True
 ) -> tuple[Compiled, list[Problem]]:
-    """Rules on the concepts of a pack, and what is wrong with them. `readable` says which lenses can be asked for
-    on every row."""
+    """Return compiled rules and their problems. `readable` tells whether a lens is scored on every row."""
     made, problems = Compiled(), []
     for i, rule in enumerate(rules):
         found = _problems(rule, pack, readable)
@@ -94,7 +94,7 @@ def _problems(rule: Rule, pack: Pack, readable: Callable[[int], bool]) -> list[P
 
 
 def _threshold_problems(leaf: When, pack: Pack, lens: int) -> list[Problem]:
-    """A bound that no score can pass would be a rule that silently never fires, or always does."""
+    """Refuse bounds that no score can pass: the rule would silently never fire, or always."""
     if pack.info.architecture.output != "sigmoid" and pack.calibration is None:
         return []  # activations have no upper end
     calibration = pack.calibration
@@ -124,7 +124,7 @@ def _rule(made: Compiled, rule: Rule, pack: Pack) -> CompiledRule:
 
 
 def _clauses(made: Compiled, condition: Condition, pack: Pack, negated: bool) -> list[Clause]:
-    """The condition, or its opposite, as alternatives of which one must hold whole."""
+    """Return the condition, or its opposite, as clauses of which one must hold."""
     if isinstance(condition, Not):
         return _clauses(made, condition.of, pack, not negated)  # type: ignore[arg-type]
     if isinstance(condition, When):

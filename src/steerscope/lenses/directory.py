@@ -1,4 +1,4 @@
-"""A directory that appears whole or not at all."""
+"""Write a directory that appears complete or not at all."""
 
 import os
 import secrets
@@ -15,9 +15,9 @@ from steerscope.specs.errors import BadFile
 
 @contextmanager
 def atomic_directory(path: Path, marker: str) -> Iterator[Path]:
-    """Fill the yielded directory; it becomes `path` when the block ends well and vanishes when it does not.
+    """Yield a directory that becomes `path` when the block succeeds and is removed when it fails.
 
-    A directory that is there is replaced if it holds the file `marker`, so that it was one of ours, or nothing.
+    An existing directory is replaced only if it is empty or holds the file `marker`.
     """
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
@@ -41,7 +41,7 @@ def atomic_directory(path: Path, marker: str) -> Iterator[Path]:
 
 
 def _put(temporary: Path, target: Path) -> None:
-    """A directory with files in it cannot be replaced in one step: the old one steps aside, and back on an error."""
+    """Replace the target. A directory that is not empty must be renamed first, and is renamed back on an error."""
     if not target.exists():
         os.rename(temporary, target)
         return

@@ -1,14 +1,14 @@
-"""Divergence: what the lenses say against what the text says.
+"""Divergence between the concepts of the lenses and those of the text.
 
-For every token the concepts of a pack are ranked twice: by the lenses, from the row, and by how similar their
-definitions are to the last few words, from the text alone. Where the two agree the row holds what the text shows.
-A concept that the lenses put first and the text last is one the model computes with and does not write about.
+For every token the concepts of a pack are ranked twice: by the lenses, and by the similarity of their definitions to
+the last few words of the text. A concept that ranks first by lenses and last by text is one that the model represents
+and does not write about.
 
     for found in divergence(generation.readings, texts):
         print(found.position, found.value, found.unsaid)
 
-The embedder is any function from texts to vectors. The default compares letters (TF-IDF of character n-grams), which
-works everywhere and knows no synonyms; `sentence_embedder()` needs sentence-transformers and knows some.
+The embedder is any function from texts to vectors. The default (TF-IDF of character n-grams) needs no model and misses
+synonyms; `sentence_embedder()` needs sentence-transformers and finds some.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ _FEATURES = 8192
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """One token's. `value` is 0 where the text supports all that the lenses say, and 1 where it supports nothing.
+    """Divergence of one token: `value` is 0 if the text supports all concepts of the reading, and 1 if none.
 
     `ranks` holds (concept id, probability, rank among the lenses, rank in the text) for the concepts of the reading;
     ranks count from 0, and equal similarities share their mean rank.
@@ -37,14 +37,14 @@ class Divergence:
 
     @property
     def unsaid(self) -> str | None:
-        """The concept whose rank in the text falls furthest behind, weighted by its probability."""
+        """Return the concept whose rank in the text is furthest behind, weighted by its probability."""
         behind = [(probability * (text - lens), concept) for concept, probability, lens, text in self.ranks]
         gap, concept = max(behind, default=(0.0, ""))
         return concept if gap > 0 else None
 
 
 def tfidf_embedder(corpus: Sequence[str]) -> Embedder:
-    """Weights learnt from a corpus, such as the definitions themselves: what all of them share counts little."""
+    """Return an embedder with weights from a corpus, such as the definitions: common n-grams count little."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     model = TfidfVectorizer(analyzer="char_wb", ngram_range=(3, 5), max_features=_FEATURES, sublinear_tf=True)
@@ -53,7 +53,7 @@ def tfidf_embedder(corpus: Sequence[str]) -> Embedder:
 
 
 def sentence_embedder(model: str = "sentence-transformers/all-MiniLM-L6-v2") -> Embedder:
-    """Sentence embeddings, where sentence-transformers is installed and the model is at hand."""
+    """Return an embedder by sentence-transformers, which must be installed."""
     try:
         from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]
     except ImportError:
@@ -66,8 +66,8 @@ def sentence_embedder(model: str = "sentence-transformers/all-MiniLM-L6-v2") -> 
 def divergence(
     readings: Readings, texts: Sequence[str], embedder: Embedder | None = None, window: int = 12
 ) -> list[Divergence]:
-    """Of every reading. `texts` are the texts of all tokens by position, prompt and generated; the context of a token
-    is itself and the `window` − 1 before it."""
+    """Return the divergence of every reading. `texts` are the texts of all tokens, prompt and generated; the context of
+    a token is itself and the `window` − 1 tokens before it."""
     concepts = readings.pack.concepts
     if window < 1 or (len(readings) and len(texts) <= int(readings.positions[-1])):
         what = f"{len(texts)} texts and a window of {window} do not cover the rows"

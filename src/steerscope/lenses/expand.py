@@ -1,11 +1,11 @@
 """Expansion: find the concepts of a row without scoring every lens.
 
-Score the base levels; take the top k of what is scored; score the children of those; take the top k of all that is
-scored by then; and so on, `depth` times or until nothing new is among them. In the end a concept is left out if one of
-its children is in the top k beside it: the child says the same, and more. Places that become free stay empty.
+Score the base levels, take the top k, score their children, take the top k of all scores so far, and so on, `depth`
+times or until the top k has no new concept. A concept is then left out if one of its children is in the top k too,
+because the child is more specific. Places that become free stay empty.
 
 A score of 0 is noise (see calibration): it is neither followed nor reported. Equal scores are ordered as the lenses
-are. Whether the weights are all there (`Whole`) or come and go (`Tiers`, a `Scorer`) must not change a result.
+are. Results are the same whether all weights are on the device (`BankExpander`) or not (`Tiers`, a `LensScorer`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,31 +21,33 @@ from steerscope.lenses.pack import Pack
 from steerscope.lenses.spec import Concept
 from steerscope.specs.errors import InvalidRequest, Problem
 
-_ROWS = 256  # expanded together; their scores over all lenses are in memory
+_ROWS = 256  # expanded together: their scores of all lenses are in memory
 
 
-class Scored(NamedTuple):
-    """Scores [n, m] of the m lenses `lenses`."""
+class LensScores(NamedTuple):
+    """Scores [n, m] and the m lenses that they belong to."""
 
     lenses: Tensor
     scores: Tensor
 
 
-class Scorer(Protocol):
+class LensScorer(Protocol):
+    """Scores the groups of lenses that an expansion needs."""
+
     @property
     def groups(self) -> "Groups": ...
 
-    def base(self, rows: Tensor) -> Scored:
-        """The lenses of the base levels."""
+    def base(self, rows: Tensor) -> LensScores:
+        """Return scores of the base levels."""
         ...
 
-    def children(self, rows: Tensor, parents: Sequence[int]) -> Iterable[Scored]:
-        """The groups of these parents, in any order, each lens at least once."""
+    def children(self, rows: Tensor, parents: Sequence[int]) -> Iterable[LensScores]:
+        """Return scores of the groups of these parents, in any order, each lens at least once."""
         ...
 
 
 class Groups:
-    """Who is scored when: the base levels at once, and the group of a concept, its children beyond the base."""
+    """The base levels of a pack, and the group of each concept: its children below the base levels."""
 
     def __init__(self, pack: Pack, base_levels: int, device: torch.device) -> None:
         if not 1 <= base_levels <= pack.levels:
@@ -56,7 +58,7 @@ class Groups:
             raise InvalidRequest([Problem("pack", what, "use Bank.top, which scores them all")])
         self.pack = pack
         self.base = range(pack.level(base_levels - 1).stop)
-        self.steps = pack.levels - base_levels  # what a step scores lies below what the last one did
+        self.steps = pack.levels - base_levels  # each step scores a deeper level
         self._members = [
             tuple(i for i in indices(pack.children(parent)) if i not in self.base) for parent in range(len(pack))
         ]
@@ -71,9 +73,9 @@ class Groups:
 
 @dataclass(frozen=True)
 class Expansion:
-    """`values` and `indices` [n, k], best first; places that are empty hold 0 and −1.
+    """Top concepts of n rows: `values` and `indices` [n, k], best first; empty places hold 0 and −1.
 
-    `scores` [n, lenses], if they were asked for, holds every score that was computed, and −inf elsewhere.
+    `scores` [n, lenses], with `keep_scores`, holds every score that was computed, and −inf elsewhere.
     """
 
     pack: Pack
@@ -82,13 +84,14 @@ class Expansion:
     scores: Tensor | None = None
 
     def row(self, i: int) -> list[tuple[Concept, float]]:
+        """Return the concepts of row i with their scores, best first."""
         found = zip(self.indices[i].tolist(), self.values[i].tolist(), strict=True)
         return [(self.pack.concepts[lens], value) for lens, value in found if lens >= 0]
 
 
 @torch.no_grad()
-def expand(scorer: Scorer, rows: Tensor, top_k: int = 10, depth: int = 5, keep_scores: bool = False) -> Expansion:
-    """Rows [n, hidden] → the top concepts of each. The host looks at the top k after every step down."""
+def expand(scorer: LensScorer, rows: Tensor, top_k: int = 10, depth: int = 5, keep_scores: bool = False) -> Expansion:
+    """Return the top concepts of rows [n, hidden]. After every step down the host reads the top k."""
     check(top_k, depth)
     parts = [_expand(scorer, part, top_k, depth) for part in rows.split(_ROWS)]
     return joined(scorer.groups, parts, keep_scores)
@@ -100,12 +103,12 @@ def check(top_k: int, depth: int) -> None:
 
 
 def joined(groups: Groups, parts: Sequence[tuple[Tensor, ...]], keep_scores: bool) -> Expansion:
-    """Parts of rows, each with values, lenses and scores."""
+    """Join parts of rows, each (values, lenses, scores), to one expansion."""
     values, found, scores = (torch.cat(column) for column in zip(*parts, strict=True))
     return Expansion(groups.pack, values, found, scores if keep_scores else None)
 
 
-def _expand(scorer: Scorer, rows: Tensor, top_k: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+def _expand(scorer: LensScorer, rows: Tensor, top_k: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
     groups = scorer.groups
     first = scorer.base(rows)
     scores = torch.full((len(rows), len(groups.pack)), -torch.inf, device=first.scores.device)
@@ -125,8 +128,10 @@ def _expand(scorer: Scorer, rows: Tensor, top_k: int, depth: int) -> tuple[Tenso
 
 
 def expand_known(groups: Groups, known: Tensor, top_k: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same where the scores `known` [n, lenses] of all lenses that may be asked for are there already: the host
-    has nothing to decide, and a graph can hold it. → values, lenses, scores, and whose groups [n, lenses] were used."""
+    """Expand on scores `known` [n, lenses] that are already there, without the host, so that a CUDA graph can hold it.
+
+    Returns values, lenses, scores, and the concepts [n, lenses] whose groups were used.
+    """
     scores = known.clone()
     scores[:, groups.base.stop :] = -torch.inf
     k = min(top_k, scores.shape[1])
@@ -139,18 +144,19 @@ def expand_known(groups: Groups, known: Tensor, top_k: int, depth: int) -> tuple
 
 
 def _wanted(groups: Groups, scores: Tensor, k: int, expanded: Tensor) -> Tensor:
-    """Of the top k those [n, lenses] whose groups come next."""
+    """Mark [n, lenses] the concepts of the top k whose groups come next."""
     best, lenses = best_of(scores, k)
     return torch.zeros_like(expanded).scatter_(1, lenses, best > 0) & groups.has_group & ~expanded
 
 
 def _any_over(flags: Tensor, source: Tensor, target: Tensor) -> Tensor:
-    """Flags [n, lenses] carried along edges from `source` to `target`."""
+    """Carry flags [n, lenses] along edges from `source` to `target`."""
     counts = torch.zeros(flags.shape, device=flags.device)
     return counts.index_add_(1, target, flags[:, source].float()) > 0
 
 
 def _suppress(groups: Groups, values: Tensor, lenses: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Remove concepts with score 0 or a child beside them, and move the others to the front."""
     inside = torch.zeros_like(like).scatter_(1, lenses, values > 0)
     covered = _any_over(inside, groups.child, groups.parent).gather(1, lenses)
     kept = (values > 0) & ~covered
@@ -159,8 +165,8 @@ def _suppress(groups: Groups, values: Tensor, lenses: Tensor, like: Tensor) -> t
     return values.gather(1, first), lenses.gather(1, first)
 
 
-class Whole:
-    """Expansion with all weights on the device: everything is scored at once, then expanded."""
+class BankExpander:
+    """Expansion with all weights on the device: all lenses are scored, then expanded."""
 
     def __init__(self, bank: Bank, base_levels: int = 2) -> None:
         if len(bank) != len(bank.pack) or list(bank.lenses) != list(range(len(bank.pack))):

@@ -1,10 +1,10 @@
-"""Fit all lenses of a pack together: rows and labels in, stacked weights out. No engine and no files.
+"""Fit all lenses of a pack together: rows and labels in, stacked weights out. Needs no engine and no files.
 
-Every text was written for one concept, and its rows carry that label. A lens is shown rows of its concept and of what
-lies below it against sampled rows of siblings, opposites and distant concepts; what lies above or below it never counts
-as wrong. Half of each batch is positive, so no lens can win by saying no. All lenses take a step at once on stacked
-weights [lenses, …]. After each epoch a lens is judged on texts of forms it was not trained on: its best weights are
-kept, and a lens that has not improved for a while leaves the stack and changes no more.
+Every text was written for one concept, and its rows carry that label. Positives of a lens are rows of its concept and
+of concepts below it; negatives are sampled rows of siblings, opposites and distant concepts, never of ancestors. Half
+of each batch is positive, so that a constant answer does not win. All lenses take a step at once on stacked weights
+[lenses, …]. After each epoch a lens is validated on texts of forms it was not trained on: its best weights are kept,
+and a lens that has not improved for `patience` epochs leaves the stack.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +20,12 @@ from steerscope.specs.base import Spec
 from steerscope.specs.errors import InvalidRequest, Problem
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
-_WORKSPACE = 1 << 24  # numbers of a hidden layer that are held at once
+_WORKSPACE = 1 << 24  # values of a hidden layer in memory at once
 Weights = dict[str, Tensor]
 
 
 class FitSettings(Spec):
-    """How lenses are trained. `widths` () is a linear probe. A step shows every lens `batch` rows."""
+    """Settings of training. `widths` () is a linear probe; every step uses `batch` rows of each lens."""
 
     widths: tuple[int, ...] = (128, 64)
     epochs: int = Field(default=40, ge=1)
@@ -35,13 +35,13 @@ class FitSettings(Spec):
     weight_decay: float = Field(default=3.0, ge=0)
     dropout: float = Field(default=0.5, ge=0, lt=1)
     patience: int = Field(default=4, ge=1)  # epochs without improvement
-    siblings: float = Field(default=0.2, ge=0, le=1)  # shares of the negatives; the rest is distant
+    siblings: float = Field(default=0.2, ge=0, le=1)  # share of the negatives; the rest is distant
     opposites: float = Field(default=0.05, ge=0, le=1)
 
 
 @dataclass(frozen=True, slots=True)
-class Examples:
-    """Rows with their labels: `text[i]` is the text of row i, `concept[t]` and `part[t]` belong to text t."""
+class LabelledRows:
+    """Rows with labels: `text[i]` is the text of row i, `concept[t]` and `part[t]` belong to text t."""
 
     rows: Tensor  # [rows, hidden]
     text: Tensor  # [rows]
@@ -58,23 +58,23 @@ class Examples:
             raise InvalidRequest(problems)
 
     def of(self, part: int) -> tuple[Tensor, Tensor]:
-        """Rows of one part, normalised as lenses take them, and the concept each was written for."""
+        """Return the rows of one part, normalised as for lenses, and the concept of each."""
         chosen = (self.part[self.text] == part).nonzero().flatten()
         return normalise(self.rows[chosen]), self.concept[self.text[chosen]]
 
 
 @dataclass(frozen=True, slots=True)
 class Relations:
-    """What texts of each concept mean to each lens: bool [lenses, concepts]; what is nowhere true is never shown."""
+    """What texts of each concept are to each lens, bool [lenses, concepts]; others are never used."""
 
-    positive: Tensor  # the concept itself and all below it
+    positive: Tensor  # the concept itself and its descendants
     siblings: Tensor
     opposites: Tensor
     distant: Tensor
 
     @classmethod
     def of(cls, parents: Sequence[Sequence[int]], opposites: Sequence[Sequence[int]] | None = None) -> "Relations":
-        """From each concept's parents and opposites, as indices. An opposite counts both ways."""
+        """Derive relations from each concept's parents and opposites, as indices. Opposites are symmetric."""
         n = len(parents)
         parent, against = torch.zeros(n, n, dtype=torch.bool), torch.zeros(n, n, dtype=torch.bool)
         for i, above in enumerate(parents):
@@ -95,9 +95,9 @@ class Relations:
         return self.siblings | self.opposites | self.distant
 
     def shares(self, settings: FitSettings, present: Tensor) -> Tensor:
-        """How large a part of a lens's negatives comes from each concept [lenses, concepts]; rows sum to 1.
+        """Return each concept's share of a lens's negatives [lenses, concepts]; rows sum to 1.
 
-        `present` tells which concepts have texts. Where a kind is missing, the others take its share.
+        `present` marks concepts that have texts. The share of a missing kind goes to the others.
         """
         rest = max(0.0, 1 - settings.siblings - settings.opposites)
         kinds = (self.siblings, settings.siblings), (self.opposites, settings.opposites), (self.distant, rest)
@@ -111,12 +111,13 @@ class Relations:
 
 
 def _reach(first: Tensor, then: Tensor) -> Tensor:
+    """Compose two relations."""
     return (first.float() @ then.float()) > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Stacked weights as a pack has them, and for each lens its best validation loss and the epoch it came from."""
+    """Stacked weights as in a pack, and each lens's best validation loss and its epoch."""
 
     weights: Weights
     loss: Tensor
@@ -124,12 +125,12 @@ class Fit:
 
 
 def normalise(rows: Tensor) -> Tensor:
-    """The LayerNorm without parameters that every row passes before a lens."""
+    """Apply the LayerNorm without parameters that precedes every lens."""
     return functional.layer_norm(rows.float(), rows.shape[-1:], eps=EPSILON)
 
 
 def logits(weights: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-    """[rows, lenses] from normalised rows, in tiles."""
+    """Return logits [rows, lenses] of normalised rows, computed in tiles."""
     lenses, width = weights["b0"].shape
     tile = max(1, _WORKSPACE // (lenses * width))
     return torch.cat([_dense(weights, part) for part in rows.split(tile)] or [rows.new_zeros(0, lenses)])
@@ -143,7 +144,7 @@ def _dense(weights: Mapping[str, Tensor], rows: Tensor) -> Tensor:
 
 
 def fit(
-    examples: Examples,
+    examples: LabelledRows,
     relations: Relations,
     settings: FitSettings | None = None,
     *,
@@ -151,7 +152,7 @@ def fit(
     lenses: range | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Fit:
-    """Train the lenses (or some of them) until each has stopped improving; `progress(epoch, still_training)`.
+    """Train the lenses (or some) until none improves. Calls `progress(epoch, lenses still training)`.
 
     The same seed gives the same weights, bit for bit on one machine.
     """
@@ -183,7 +184,7 @@ def fit(
 
 
 def _initial(lenses: int, hidden: int, widths: Sequence[int], generator: torch.Generator) -> Weights:
-    """As torch starts a Linear."""
+    """Draw weights as torch initialises a Linear."""
     weights: Weights = {}
     sizes = [hidden, *widths, 1]
     for i, (into, out) in enumerate(zip(sizes, sizes[1:], strict=False)):
@@ -194,7 +195,7 @@ def _initial(lenses: int, hidden: int, widths: Sequence[int], generator: torch.G
 
 
 def _gradients(weights: Weights, rows: Tensor, truth: Tensor, dropout: float, generator: torch.Generator) -> Weights:
-    """Of the summed loss: lenses do not share a weight, so each gets the gradient of its own mean loss."""
+    """Return gradients of the summed loss. Lenses share no weight, so each gets the gradient of its own mean loss."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in weights.items()}
     hidden, last = rows, len(weights) // 2 - 1
     for i in range(last + 1):
@@ -207,7 +208,7 @@ def _gradients(weights: Weights, rows: Tensor, truth: Tensor, dropout: float, ge
 
 
 class _Adam:
-    """AdamW on stacked weights, from which lenses can be taken out."""
+    """AdamW on stacked weights, from which lenses can be removed."""
 
     def __init__(self, weights: Weights, settings: FitSettings) -> None:
         self._first = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
@@ -231,9 +232,9 @@ class _Adam:
 
 
 class _Sampler:
-    """Draws a batch for every lens: first a concept by its share, then one of the concept's rows."""
+    """Draws a batch for every lens: a concept by its share, then one of the concept's rows."""
 
-    def __init__(self, examples: Examples, relations: Relations, settings: FitSettings, which: Tensor) -> None:
+    def __init__(self, examples: LabelledRows, relations: Relations, settings: FitSettings, which: Tensor) -> None:
         rows, concept = examples.of(TRAIN)
         order = concept.argsort(stable=True)
         self._rows, device = rows[order], rows.device
@@ -247,12 +248,12 @@ class _Sampler:
         self._sizes = (half, settings.batch - half)
 
     def draw(self, active: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rows [active, batch, hidden], positives first, and their truth [active, batch]."""
+        """Return rows [active, batch, hidden], positives first, and their truth [active, batch]."""
         picked = []
         for table, size in zip(self._tables, self._sizes, strict=True):
             dice = torch.rand(2, len(active), size, generator=generator, device=generator.device, dtype=torch.double)
             share = table[active]
-            # Rounding may leave the last sum a hair below 1: the dice are thrown within what there is.
+            # Rounding may leave the last sum slightly below 1, so the draw is scaled to it.
             concept = torch.searchsorted(share, dice[0] * share[:, -1:], right=True)
             picked.append(self._start[concept] + (dice[1] * self._count[concept]).long())
         truth = torch.cat([torch.ones(picked[0].shape), torch.zeros(picked[1].shape)], 1)
@@ -260,9 +261,9 @@ class _Sampler:
 
 
 class _Judge:
-    """The balanced loss of every lens on the validation rows, with the negatives weighted as in training."""
+    """Computes the balanced validation loss of every lens, with negatives weighted as in training."""
 
-    def __init__(self, examples: Examples, relations: Relations, settings: FitSettings, which: Tensor) -> None:
+    def __init__(self, examples: LabelledRows, relations: Relations, settings: FitSettings, which: Tensor) -> None:
         self._rows, self._concept = examples.of(VALIDATION)
         count = torch.bincount(self._concept.cpu(), minlength=relations.positive.shape[1])
         positive = (relations.positive * (count > 0))[which].float()

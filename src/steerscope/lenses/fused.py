@@ -1,9 +1,9 @@
-"""The lenses of a stack in one kernel, and what they say in another: for the few rows of a decoding step, on a GPU.
+"""Triton kernels for the few rows of a decoding step: one evaluates the lenses of a stack, one finds the top scores.
 
-There all time goes into reading weights once. A program evaluates one lens for all rows, layer after layer, and keeps
-what is between them to itself; weights are widened as they come, so that int8 ones are half the bytes of bfloat16. Then
-a program a row makes scores of logits and finds the largest, where one operation after the other would be many launches
-beside a model that is being run.
+Time goes into reading the weights once. In `_evaluate` one program evaluates one lens for all rows and keeps hidden
+states in registers; weights are converted after they are loaded, so that int8 weights are half the bytes of bfloat16.
+In `_choose` one program turns the logits of one row into scores and finds the largest, which in torch would be many
+launches beside a running model.
 """
 
 from collections.abc import Mapping
@@ -16,26 +16,28 @@ from torch import Tensor
 
 from steerscope.lenses.spec import Output
 
-ROWS, CHOSEN = (16, 32, 64), (16, 32, 64)  # at most: for each of these a kernel is compiled
-ALONE = True  # it needs no memory beside weights and result
-MOST_LENSES = 8192  # of which the largest are found here
-_LEAST = 16  # of any side of a matrix product
-_WIDEST, _NARROWEST = 256, 128  # of the two hidden layers: a program keeps them in its registers
-_LINE = 128  # bytes of a row of weights that are read together
-_MOST_INPUTS = 4096  # numbers of rows that are read with them, if there are to be three parts
+ROWS = (16, 32, 64)  # largest numbers of rows; one kernel is compiled for each
+CHOSEN = (16, 32, 64)  # likewise for k
+MOST_LENSES = 8192  # that one program of `_choose` holds
+_LEAST = 16  # smallest side of a matrix product
+_MAX_WIDE, _MAX_NARROW = 256, 128  # widths of the two hidden layers, which stay in registers
+_LINE = 128  # bytes of a row of weights that are loaded together
+_MAX_INPUTS = 4096  # input values loaded with them, up to which three pipeline stages fit
 _OUTPUTS = {"sigmoid": 0, "relu": 1, "jumprelu": 2}
 _TINY = float(torch.finfo(torch.float32).tiny)
 
 
-# Of what changes from call to call nothing is known when it is compiled, or it would be again for some values.
+# Arguments that change from call to call are not specialised: each special value would compile the kernel again.
 @triton.jit(do_not_specialize=["out", "first", "rows", "out_row", "out_column"])
 def _evaluate(
     x, w0, s0, b0, w1, s1, b1, w2, b2, out, first, rows, hidden, wide, narrow, out_row, out_column,
     DEEP: tl.constexpr, SCALED: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
     NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Logits of one lens: out[:, program]. `x` is [rows, hidden]; a lens has `wide` hidden units, and `narrow` in a
-    second layer where it is DEEP."""
+    """Write the logits of one lens to out[:, program].
+
+    `x` is [rows, hidden]. A lens has `wide` hidden units, and `narrow` units in a second hidden layer if DEEP.
+    """
     lens = (first + tl.program_id(0)).to(tl.int64)
     row, unit, column = tl.arange(0, N), tl.arange(0, WIDE), tl.arange(0, K)
     there = row < rows
@@ -51,7 +53,7 @@ def _evaluate(
     if SCALED:
         state *= tl.load(s0 + lens * wide + unit, mask=known, other=0.0).to(tl.float32)[:, None]
     state += tl.load(b0 + lens * wide + unit, mask=known, other=0.0).to(tl.float32)[:, None]
-    state = tl.where(state < 0, 0.0, state)  # what is no number stays so, which a maximum here would not see to
+    state = tl.where(state < 0, 0.0, state)  # keeps NaN, unlike tl.maximum
     if DEEP:
         second = tl.arange(0, NARROW)
         known = second < narrow
@@ -78,8 +80,10 @@ def _choose(
     L: tl.constexpr, K: tl.constexpr, OUTPUT: tl.constexpr, FLOORED: tl.constexpr, CALIBRATED: tl.constexpr,
     VIEWED: tl.constexpr,
 ):  # fmt: skip
-    """One row: logits become scores where they are, and the k largest leave. Of equal ones the earlier lens is first:
-    positive floats are ordered as their bits are, and behind those stands how far a lens is from the end."""
+    """Turn the logits of one row into scores in place, and write the k largest, the earlier lens first if equal.
+
+    A key holds the bits of a score, which order positive floats, above the lens's distance from the end.
+    """
     row, at = tl.program_id(0), tl.arange(0, L)
     there = at < lenses
     mine = scores + row.to(tl.int64) * lenses + at
@@ -122,7 +126,7 @@ def _kind(count: int, kinds: tuple[int, ...]) -> int:
 
 
 class Shape(NamedTuple):
-    """How a program reads: numbers of a row of weights at a time, its warps, and how many parts are under way."""
+    """How a program loads: weights of a row at a time, its warps, and its pipeline stages."""
 
     line: int
     warps: int
@@ -130,30 +134,28 @@ class Shape(NamedTuple):
 
 
 def shape(itemsize: int, rows: int) -> Shape:
-    """For weights of so many bytes: three programs fit a core, with the rows that belong to the parts under way."""
+    """Return the shape for weights of that size, with which three programs fit a multiprocessor."""
     line = _LINE // itemsize
-    return Shape(line, 4, 2 if line * _kind(rows, ROWS) > _MOST_INPUTS else 3)
+    return Shape(line, 4, 2 if line * _kind(rows, ROWS) > _MAX_INPUTS else 3)
 
 
-def evaluates(rows: int, widths: tuple[int, ...], compute: torch.dtype, kept: torch.dtype) -> bool:
-    """Whether so many rows and lenses of such hidden layers are for `evaluate`. Exact float32 is not what the device's
-    matrix units do."""
-    del kept
-    fits = 0 < len(widths) <= 2 and widths[0] <= _WIDEST and widths[-1] <= (_NARROWEST if len(widths) > 1 else _WIDEST)
+def evaluates(rows: int, widths: tuple[int, ...], compute: torch.dtype) -> bool:
+    """Return whether `evaluate` takes that many rows and such hidden layers; matrix units have no exact float32."""
+    limits = (_MAX_WIDE, _MAX_NARROW)
+    fits = 0 < len(widths) <= 2 and all(width <= limit for width, limit in zip(widths, limits, strict=False))
     return 0 < rows <= ROWS[-1] and fits and compute != torch.float32
 
 
 def evaluate(
     tensors: Mapping[str, Tensor], x: Tensor, start: int, stop: int, out: Tensor, how: Shape | None = None
 ) -> None:
-    """Logits of the lenses [start, stop) of a stack for rows [n, hidden] of the type it computes with → out
-    [n, lenses]."""
+    """Write logits of the lenses [start, stop) for rows [n, hidden], of the type of the arithmetic, to out."""
     w0, deep = tensors["w0"], "w2" in tensors
     names = ("w1", "s1", "b1", "w2", "b2") if deep else ("w0", "s0", "b0", "w1", "b1")
-    later = [tensors.get(name, w0) for name in names]  # those that are not there are not read
+    later = [tensors.get(name, w0) for name in names]  # absent ones are not read
     wide, narrow = w0.shape[1], tensors["w1"].shape[1]
     x, how = x.contiguous(), how or shape(w0.element_size(), len(x))
-    with torch.cuda.device_of(x):  # Triton launches where the process is, whatever it is given
+    with torch.cuda.device_of(x):  # Triton launches on the current device
         _evaluate[(stop - start,)](  # type: ignore[index]
             x, w0, tensors.get("s0", w0), tensors["b0"], *later, out, start, len(x), x.shape[1], wide, narrow,
             *out.stride(), DEEP=deep, SCALED="s0" in tensors, N=_kind(len(x), ROWS), K=how.line,
@@ -163,6 +165,7 @@ def evaluate(
 
 
 def chooses(lenses: int, k: int, output: Output) -> bool:
+    """Return whether `choose` takes that many lenses, that k and that output."""
     return lenses <= MOST_LENSES and k <= CHOSEN[-1] and output in _OUTPUTS
 
 
@@ -176,8 +179,10 @@ def choose(
     views: Tensor,
     view: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Logits [n, lenses] become scores; the k largest of each row, and which lenses they are (−1: nothing more to say).
-    `view` [n] says which line of `views` has the lenses that count."""
+    """Turn logits [n, lenses] into scores in place; return the k largest of each row and their lenses (−1: score 0).
+
+    `view` [n] is the line of `views` that marks the lenses that count for each row (None: all).
+    """
     n, lenses = logits.shape
     values, indices = logits.new_empty(n, k), torch.empty(n, k, dtype=torch.long, device=logits.device)
     size = triton.next_power_of_2(lenses)

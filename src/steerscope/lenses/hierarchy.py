@@ -1,12 +1,12 @@
-"""The tree of concepts as index arithmetic.
+"""The tree of concepts as indices.
 
 Lenses are ordered by level, then by the place of their first parent, then as given. So a level is a slice, and so are
-the children of a concept, unless some of them have it only as a second parent or lie on different levels: then they
-are a list of indices.
+the children of a concept, unless they lie on different levels or some have it only as a second parent.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from steerscope.lenses.spec import Concept, HierarchySummary
 from steerscope.specs.errors import Problem
@@ -15,7 +15,7 @@ Children = slice | tuple[int, ...]
 
 
 def problems_of(concepts: Sequence[Concept]) -> list[Problem]:
-    """Ids that are not unique, parents that do not exist, lie too deep, or are reached from themselves."""
+    """Return problems of ids that are not unique and of parents that are missing, too deep, or their own ancestors."""
     found: list[Problem] = []
     if not concepts:
         found.append(Problem("concepts", "there are none", "give at least one"))
@@ -43,36 +43,22 @@ def problems_of(concepts: Sequence[Concept]) -> list[Problem]:
 
 
 def _cycles(by_id: dict[str, Concept]) -> list[list[str]]:
-    """Each cycle of parents once. Without recursion: a chain may be as long as the pack."""
+    """Return cycles, each from child to parent, that share no concept."""
+    parents = {identity: [p for p in concept.parents if p in by_id] for identity, concept in by_id.items()}
     cycles: list[list[str]] = []
-    done: set[str] = set()
-    for start in by_id:
-        trail: list[str] = []
-        place: dict[str, int] = {}
-        stack: list[tuple[str, int]] = [(start, 0)]
-        while stack:
-            here, turn = stack.pop()
-            if turn == 0:
-                if here in place:
-                    cycles.append(trail[place[here] :])
-                    continue
-                if here in done:
-                    continue
-                place[here] = len(trail)
-                trail.append(here)
-            parents = [parent for parent in by_id[here].parents if parent in by_id]
-            if turn < len(parents):
-                stack.append((here, turn + 1))
-                stack.append((parents[turn], 0))
-            else:
-                done.add(here)
-                trail.pop()
-                del place[here]
-    return cycles
+    while True:
+        try:
+            TopologicalSorter(parents).prepare()
+        except CycleError as error:
+            cycles.append(error.args[1][:0:-1])
+            for identity in cycles[-1]:
+                del parents[identity]
+        else:
+            return cycles
 
 
 def order(concepts: Sequence[Concept]) -> list[int]:
-    """Where the lens at each place of a pack comes from. Concepts in that order already stay as they are."""
+    """Return for each place of a pack the index of its concept. Concepts in that order stay as they are."""
     by_level: dict[int, list[int]] = {}
     for i, concept in enumerate(concepts):
         by_level.setdefault(concept.level, []).append(i)
@@ -89,7 +75,7 @@ def order(concepts: Sequence[Concept]) -> list[int]:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Of concepts that are valid and in order."""
+    """Levels, parents and children of valid, ordered concepts, as indices."""
 
     levels: tuple[slice, ...]
     parents: tuple[tuple[int, ...], ...]
@@ -107,7 +93,7 @@ class Hierarchy:
                 members[parent].append(i)
         ends = [sum(counts[: level + 1]) for level in range(len(counts))]
         levels = tuple(slice(end - count, end) for end, count in zip(ends, counts, strict=True))
-        return cls(levels, parents, tuple(_as_slice(each) for each in members))
+        return cls(levels, parents, tuple(as_slice(each) for each in members))
 
     def summary(self) -> HierarchySummary:
         return HierarchySummary(
@@ -117,7 +103,7 @@ class Hierarchy:
         )
 
     def path(self, i: int) -> tuple[int, ...]:
-        """From the root to the concept, by first parents."""
+        """Return the concepts from the root to this one, by first parents."""
         trail = [i]
         while self.parents[trail[-1]]:
             trail.append(self.parents[trail[-1]][0])
@@ -125,11 +111,13 @@ class Hierarchy:
 
 
 def indices(children: Children) -> tuple[int, ...]:
+    """Return children as indices."""
     return tuple(range(children.start, children.stop)) if isinstance(children, slice) else children
 
 
-def _as_slice(members: list[int]) -> Children:
-    if not members:
+def as_slice(indices: Sequence[int]) -> Children:
+    """Return indices as a slice if they are consecutive and ascending."""
+    if not indices:
         return slice(0, 0)
-    together = members[-1] - members[0] + 1 == len(members)
-    return slice(members[0], members[-1] + 1) if together else tuple(members)
+    found = range(indices[0], indices[0] + len(indices))
+    return slice(found.start, found.stop) if list(indices) == list(found) else tuple(indices)

@@ -1,8 +1,8 @@
 """Monitor: the lenses of all watched requests on an engine's device, and their rules.
 
-An engine gives every watched request a seat, and after each forward the rows of a layer that were computed, with the
-request and position each belongs to. It gets tensors back: the top concepts of every row, and which rules changed.
-Gates are switched by then, in `monitor.rules.gates`. What the tensors mean to each request is noted on the host.
+An engine takes a seat for every watched request. After each forward it passes the computed rows of a layer, with the
+seat and position of each, and gets tensors: the top concepts of every row, and which rules changed. Gates in
+`monitor.rules.gates` are switched by then. `HostStepReadings.note` adds the results to each request's notes.
 """
 
 from collections import OrderedDict
@@ -22,12 +22,12 @@ from steerscope.lenses.rules import Rules, Sizes
 from steerscope.specs.tokens import Positions
 from steerscope.specs.watch import Watch
 
-_IDLE = 2  # packs nobody registered that stay on the device when nobody uses them
+_MAX_IDLE = 2  # packs that stay on the device although they are neither registered nor in use
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)  # the same one serves all that ask alike
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)  # shared by equal requests
 class WatchPlan:
-    """A watch that was found good for one request: where it reads, which rows, and its rules as numbers."""
+    """A validated watch: the pack, layer and site it reads, which positions, and its compiled rules."""
 
     registered: Registered
     key: Key
@@ -45,7 +45,7 @@ class WatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A watched request's place: its reader, its slot among the rules (0: it has none) and its view."""
+    """A watched request's reader, its slot in the rule tables (0: no rules), and its view."""
 
     reader: Reader
     slot: int
@@ -54,12 +54,12 @@ class Seat:
 
     @property
     def group(self) -> tuple[int, int]:
-        """Rows of seats of one group can be read together. What tiers find depends on how many are looked for."""
+        """Return the key of seats whose rows can be read together. Results of tiers depend on `top_k`."""
         return id(self.reader), self.top_k if self.reader.tiers is not None else 0
 
 
-class Seen(NamedTuple):
-    """What was found in n rows: see `Read`, and which rules went on and off [n, rules] (None: nobody has any)."""
+class StepReadings(NamedTuple):
+    """Results of n rows: those of `Read`, and which rules went on and off [n, rules] (None: no rules)."""
 
     values: Tensor
     indices: Tensor
@@ -67,11 +67,13 @@ class Seen(NamedTuple):
     on: Tensor | None
     off: Tensor | None
 
-    def to_host(self) -> "SeenOnHost":
-        return SeenOnHost(*(None if part is None else part.cpu().numpy() for part in self))  # type: ignore[arg-type]
+    def to_host(self) -> "HostStepReadings":
+        return HostStepReadings(*(None if part is None else part.cpu().numpy() for part in self))  # type: ignore[arg-type]
 
 
-class SeenOnHost(NamedTuple):
+class HostStepReadings(NamedTuple):
+    """`StepReadings` as numpy arrays."""
+
     values: np.ndarray
     indices: np.ndarray
     scores: np.ndarray | None
@@ -79,7 +81,7 @@ class SeenOnHost(NamedTuple):
     off: np.ndarray | None
 
     def note(self, notes: Notes, start: int, positions: Sequence[int] | np.ndarray) -> None:
-        """Rows from `start` on are these positions of one request."""
+        """Add the rows from `start` on, which are these positions of one request, to its notes."""
         stop = start + len(positions)
         notes.add(positions, self.values[start:stop], self.indices[start:stop])
         if self.on is None or self.off is None or self.scores is None:
@@ -92,21 +94,21 @@ class SeenOnHost(NamedTuple):
 
 
 class Monitor:
-    """Belongs to the thread, or on a GPU the stream, that runs the model."""
+    """Readers of all packs in use, and the rules. Used only by the thread (and stream) that runs the model."""
 
     def __init__(self, device: str | torch.device = "cpu", slots: int = 64) -> None:
         self.device = torch.device(device)
         self.rules = Rules(self.device, Sizes(slots=slots))
         self._readers: OrderedDict[object, Reader] = OrderedDict()
-        self._kept: set[object] = set()  # packs that stay until they are dropped
-        self._dropped: set[object] = set()  # since then, while requests are being watched
+        self._kept: set[object] = set()  # registered packs
+        self._dropped: set[object] = set()  # unregistered packs that watched requests still use
         self._seats: dict[object, int] = {}
-        self.closing: Callable[[Reader], None] | None = None  # told before a pack leaves the device
+        self.closing: Callable[[Reader], None] | None = None  # called before a pack leaves the device
 
     # --- packs
 
     def keep(self, reader: Reader) -> None:
-        """Take over a pack, which stays until it is dropped."""
+        """Register a pack: it stays on the device until it is dropped."""
         key = reader.registered.key
         if key in self._readers:
             reader.close()
@@ -116,7 +118,7 @@ class Monitor:
         self._dropped.discard(key)
 
     def drop(self, registered: Registered) -> None:
-        """Requests that are being watched keep it until they end."""
+        """Unregister a pack. Requests that use it keep it until they end."""
         self._kept.discard(registered.key)
         if self._seats.get(registered.key):
             self._dropped.add(registered.key)
@@ -133,25 +135,26 @@ class Monitor:
 
     def _make_room(self) -> None:
         idle = [key for key in self._readers if key not in self._kept and not self._seats.get(key)]
-        for key in idle[: max(0, len(idle) - _IDLE + 1)]:
+        for key in idle[: max(0, len(idle) - _MAX_IDLE + 1)]:
             self._close(key)
 
     def _close(self, key: object) -> None:
         reader = self._readers.pop(key)
         self._dropped.discard(key)
-        if self.device.type == "cuda":  # its memory may belong to another stream than those that read it
+        if self.device.type == "cuda":  # streams other than the memory's own may still read it
             torch.cuda.synchronize(self.device)
         if self.closing is not None:
             self.closing(reader)
         reader.close()
 
     def __len__(self) -> int:
-        """How many packs are on the device."""
+        """Return the number of packs on the device."""
         return len(self._readers)
 
     # --- requests
 
     def admit(self, plan: WatchPlan) -> Seat:
+        """Return a seat for a request."""
         reader, compiled = self._reader(plan.registered), plan.compiled
         slot = 0
         if compiled.rules:
@@ -168,29 +171,32 @@ class Monitor:
             self._close(key)
 
     def gate(self, seat: Seat, number: int) -> int:
-        """The gate id of a planned column's gate: 0 is always open, n belongs to rule n − 1."""
+        """Return the gate id of a planned column's gate: 0 is always open, n belongs to rule n − 1."""
         return self.rules.gate(seat.slot, number - 1) if number else 0
 
     # --- the rows of a step
 
     def look(
         self, reader: Reader, rows: Tensor, top_k: int, slot: Tensor | None, position: Tensor, view: Tensor | None
-    ) -> Seen:
-        """Rows [n, hidden], those of a request together and ascending; per row the request's slot, the position and
-        the view, all on the device. `slot` None: no request has rules; `view` None: all want all levels."""
+    ) -> StepReadings:
+        """Read rows [n, hidden] and advance their rules.
+
+        Rows of a request are consecutive and ascending. `slot`, `position` and `view` [n] are on the device; `slot`
+        None: no request has rules; `view` None: all levels count.
+        """
         return self.judge(self.read(reader, rows, top_k, slot, view), slot, position)
 
     def read(self, reader: Reader, rows: Tensor, top_k: int, slot: Tensor | None, view: Tensor | None) -> Read:
-        """The first half of `look`: scores, which change nothing and may be worked out again."""
+        """Compute the scores of `look`. Changes no state, so it can be repeated."""
         columns = None if slot is None else self.rules.column[slot]
         return reader.read(rows, top_k, columns, view)
 
-    def judge(self, read: Read, slot: Tensor | None, position: Tensor) -> Seen:
-        """The second half: the rules of these rows, whose states and gates move on."""
+    def judge(self, read: Read, slot: Tensor | None, position: Tensor) -> StepReadings:
+        """Advance the rules of these rows, their states and gates."""
         if slot is None:
-            return Seen(*read, None, None)
+            return StepReadings(*read, None, None)
         assert read.scores is not None
-        return Seen(*read, *self.rules.advance(read.scores, slot, position))
+        return StepReadings(*read, *self.rules.advance(read.scores, slot, position))
 
     def close(self) -> None:
         for key in list(self._readers):

@@ -1,8 +1,7 @@
 """Pack: lenses of one model, layer and site, with their hierarchy, held-out measures and calibration.
 
-A pack is made of arrays, `Pack(info, concepts, tensors)`, or read from a directory with `Pack.load`, whose tensors stay
-in the file until they are used. Lenses are put in the order of the hierarchy (see hierarchy.py); `pack.concepts` and
-`pack.tensors` are both in that order, whatever the order they were given in.
+A pack is made of tensors, `Pack(info, concepts, tensors)`, or read from a directory with `Pack.load`, whose tensors are
+mapped. `pack.concepts` and `pack.tensors` are in the order of the hierarchy (see hierarchy.py), not in the given order.
 """
 
 import difflib
@@ -33,15 +32,14 @@ class Calibration(NamedTuple):
     confidence: Tensor
 
     def apply(self, scores: Tensor) -> Tensor:
-        """Scores [n, lenses] → calibrated."""
+        """Calibrate scores [n, lenses]."""
         below = scores / self.low.clamp_min(torch.finfo(torch.float32).tiny)
         above = 1 + ((scores - self.low) / (self.high - self.low)).clamp(max=1)
         return torch.where(scores < self.low, below, above) * (self.confidence / 2)
 
 
 class Pack:
-    """Lenses with their hierarchy, calibration and measures. Valid by construction: every problem of the parts is in
-    the one error that is raised otherwise.
+    """Lenses with their hierarchy, calibration and measures. Invalid parts raise one error that names all problems.
 
     ```python
     import steerscope as ss
@@ -76,7 +74,7 @@ class Pack:
     ) -> None:
         self.info, self.concepts, self.tensors = info, concepts, tensors
         self.hierarchy = Hierarchy.of(concepts)
-        self.folder = folder  # it was read from, which may hold another pack by now
+        self.folder = folder  # source of the pack; may hold another one by now
         self._known_entries = entries
 
     # --- files
@@ -85,8 +83,7 @@ class Pack:
     def load(cls, path: str | Path, verify: bool = True) -> "Pack":
         """Read a directory that `save` wrote. Names, sizes and shapes are always checked.
 
-        With `verify` the whole file is read once more, for its checksums and for numbers that are not finite; without,
-        a pack of gigabytes opens at once.
+        With `verify` the whole file is read for its checksums and finite numbers; without, only headers are read.
         """
         manifest, concepts, tensors = own.read(Path(path), verify)
         pack = cls.__new__(cls)
@@ -94,22 +91,22 @@ class Pack:
         return pack
 
     def save(self, path: str | Path) -> None:
-        """Write the directory. It appears whole or not at all; a pack that was there before is replaced."""
+        """Write the directory, which appears complete or not at all, and replaces an older pack."""
         own.write(Path(path), self.info, self.hierarchy.summary(), self.concepts, self.tensors, self.entries)
 
     def release_tensors(self) -> None:
-        """Let go of the tensors, and of the file that they are mapped from. Names, hierarchy and digest stay."""
+        """Free the tensors and the file that they are mapped from. Names, hierarchy and digest stay."""
         self._known_entries = self.entries
         self.tensors = {}
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        """Shape, dtype and checksum of every tensor."""
+        """Return shape, dtype and checksum of every tensor."""
         return self._known_entries or arrays.entries(self.tensors)
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all the pack is: equal packs have equal digests, wherever they lie."""
+        """Return a hash of the pack's content: equal packs have equal digests."""
         return own.digest(self.info, self.concepts, self.entries)
 
     # --- the hierarchy
@@ -122,21 +119,21 @@ class Pack:
         return len(self.hierarchy.levels)
 
     def level(self, n: int) -> slice:
-        """The lenses of one level."""
+        """Return the lenses of one level."""
         if not 0 <= n < self.levels:
             raise InvalidRequest([Problem("level", f"{n} does not exist", f"this pack has levels 0–{self.levels - 1}")])
         return self.hierarchy.levels[n]
 
     def children(self, i: int) -> Children:
-        """A slice, or indices where the children do not lie together (some have another first parent)."""
+        """Return the children as a slice, or as indices if they are not consecutive."""
         return self.hierarchy.children[i]
 
     def path(self, i: int) -> tuple[str, ...]:
-        """Names from the root to the concept, by first parents."""
+        """Return the names from the root to the concept, by first parents."""
         return tuple(self.concepts[j].name for j in self.hierarchy.path(i))
 
     def index(self, name: str) -> int:
-        """The lens with this id, or the only one with this name."""
+        """Return the lens with this id, or the only one with this name."""
         if name in self._by_id:
             return self._by_id[name]
         named = self._by_name.get(name, [])
@@ -164,12 +161,12 @@ class Pack:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Return the dtype of the weights."""
         return self.tensors["w0"].dtype
 
     @property
     def lens_bytes(self) -> int:
-        """What the weights of one lens take, as they are stored."""
+        """Return the bytes of the weights of one lens, as stored."""
         return sum(self.tensors[name][0].nbytes for name in arrays.layout(self.info, len(self)))
 
     @property
@@ -184,13 +181,13 @@ class Pack:
         concepts: Sequence[Concept] | None = None,
         tensors: Mapping[str, Tensor | None] | None = None,
     ) -> "Pack":
-        """A new pack with other parts. `tensors`, in the order of `pack.concepts`, are added to those there are or
-        take their place; None takes one away."""
+        """Return a new pack with other parts. `tensors`, in the order of `pack.concepts`, are added or replace the
+        pack's tensors; None removes one."""
         changed = {**self.tensors, **(tensors or {})}
         kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
         return Pack(info or self.info, concepts or self.concepts, kept)
 
-    # --- where it fits
+    # --- compatibility
 
     def check(
         self,
@@ -202,10 +199,10 @@ class Pack:
         model: str | None = None,
         any_model: bool = False,
     ) -> list[Problem]:
-        """Why these lenses cannot read a model of this hidden size and number of layers; empty when they can.
+        """Return why these lenses cannot read a model of this hidden size and number of layers; empty if they can.
 
-        `layer` and `site`, where given, are those somebody wants to read at. `any_model` lets another model's name
-        pass (a fine-tune, a local copy), and nothing else.
+        `layer` and `site`, if given, must be those of the pack. `any_model` accepts another model's name (a fine-tune,
+        a local copy) and nothing else.
         """
         info, found = self.info, []
         if info.hidden != hidden:
@@ -231,7 +228,7 @@ class Pack:
 
 
 def _same_model(one: str, other: str) -> bool:
-    """`org/name` differs from `other/name`, but a bare name or a directory is compared by its last part."""
+    """Compare model names: `org/name` in full, a bare name or a directory by its last part."""
     owners = [len(name.split("/")) == 2 and not name.startswith(("/", ".", "~")) for name in (one, other)]
     if all(owners):
         return one.lower() == other.lower()

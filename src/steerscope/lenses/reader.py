@@ -1,7 +1,7 @@
-"""Reader: one pack on a device, reading rows: their top concepts, and the scores that rules ask for.
+"""Reader: one pack on a device that reads rows: their top concepts, and the scores that rules need.
 
-A pack that the device holds is a bank: every lens is evaluated, and nothing waits for the device. With a budget it is
-tiers: concepts are found by expansion, and rules may only name concepts that are always there (base levels, pinned).
+Without a budget the pack is a bank: every lens is evaluated, without synchronising. With a budget it is tiers: concepts
+are found by expansion, and rules may only name concepts that are always on the device (base levels, pinned).
 """
 
 import functools
@@ -22,8 +22,11 @@ from steerscope.specs.errors import InvalidRequest, Problem
 
 @dataclass(frozen=True, slots=True)
 class PackOptions:
-    """How a registered pack is kept. `budget` (lenses) or `budget_bytes` make it tiers, `pinned` are concepts that
-    rules will name; `any_model` lets a pack of another model's name pass."""
+    """How a registered pack is kept on the device.
+
+    `budget` (lenses) or `budget_bytes` make it tiers, `pinned` are concepts of rules, `any_model` accepts a pack of
+    another model's name.
+    """
 
     weights: Weights = "fp32"
     budget: int | None = None
@@ -40,7 +43,7 @@ class PackOptions:
 
 @dataclass(frozen=True)
 class Registered:
-    """A pack as an engine knows it."""
+    """A pack with the options it was registered with."""
 
     pack: Pack
     options: PackOptions = field(default_factory=PackOptions)
@@ -51,12 +54,12 @@ class Registered:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the pack and its options."""
+        """Return a hash of the pack and its options."""
         return hashlib.blake2b(repr(self.key).encode(), digest_size=16).hexdigest()
 
     @cached_property
     def always(self) -> dict[int, int] | None:
-        """Where the score of each lens that is always there is found; None: all are, by their index."""
+        """Return the score column of each lens that is always on the device; None: all, at their index."""
         if not self.options.tiered:
             return None
         pack, levels = self.pack, min(self.options.base_levels, self.pack.levels)
@@ -71,7 +74,7 @@ class Registered:
         return lens if self.always is None else self.always[lens]
 
     def problems(self) -> list[Problem]:
-        """What can be told without a device."""
+        """Return the problems that show without a device."""
         found: list[Problem] = []
         for name in self.options.pinned:
             try:
@@ -85,8 +88,8 @@ class Registered:
 
 
 class Read(NamedTuple):
-    """Of n rows: `values` and `indices` [n, k] of the top concepts, best first (index −1: nothing more to say), and
-    the scores [n, terms] that were asked for."""
+    """`values` and `indices` [n, k] of the top concepts of n rows, best first (index −1: empty), and the requested
+    scores [n, terms]."""
 
     values: Tensor
     indices: Tensor
@@ -94,33 +97,37 @@ class Read(NamedTuple):
 
 
 class Reader:
+    """A registered pack on a device, as a bank or as tiers."""
+
     def __init__(self, registered: Registered, device: str | torch.device = "cpu") -> None:
         self.registered, self.pack = registered, registered.pack
         self.device = torch.device(device)
-        o = registered.options
+        options = registered.options
         self.bank: Bank | None = None
         self.tiers: Tiers | None = None
-        if o.tiered:
+        if options.tiered:
             assert registered.always is not None
             self.tiers = Tiers(
                 self.pack,
-                budget=o.budget,
-                budget_bytes=o.budget_bytes,
-                base_levels=min(o.base_levels, self.pack.levels),
+                budget=options.budget,
+                budget_bytes=options.budget_bytes,
+                base_levels=min(options.base_levels, self.pack.levels),
                 pinned=list(registered.always),
                 device=self.device,
-                weights=o.weights,
-                workspace=o.workspace,
+                weights=options.weights,
+                workspace=options.workspace,
             )
         else:
-            self.bank = Bank(self.pack, device=self.device, weights=o.weights, workspace=o.workspace)
+            self.bank = Bank(self.pack, device=self.device, weights=options.weights, workspace=options.workspace)
         self._views: dict[tuple[int, ...] | None, int] = {None: 0}
-        self.views = torch.ones(1, len(self.pack), dtype=torch.bool, device=self.device)  # which lenses count
+        self.views = torch.ones(
+            1, len(self.pack), dtype=torch.bool, device=self.device
+        )  # lenses that count, one line per view
         if self.bank is not None:
             self.bank.warm_up()
 
     def view(self, levels: tuple[int, ...] | None) -> int:
-        """The number of a choice of levels; 0 is all of them."""
+        """Return the number of the view of these levels; 0 is all levels."""
         if levels not in self._views:
             mask = torch.zeros(1, len(self.pack), dtype=torch.bool, device=self.device)
             for level in levels or ():
@@ -131,14 +138,14 @@ class Reader:
 
     @torch.no_grad()
     def read(self, rows: Tensor, top_k: int, columns: Tensor | None = None, view: Tensor | None = None) -> Read:
-        """Rows [n, hidden]. `columns` [n, terms] says which scores of each row are wanted, `view` [n] which lenses
-        compete (None: all)."""
+        """Read rows [n, hidden]. `columns` [n, terms] are the requested scores of each row, `view` [n] the view of each
+        row (None: all lenses)."""
         if self.tiers is not None:
             found = self.tiers.expand(rows, top_k)
             scores = None if columns is None else self.tiers.pinned_scores(rows).gather(1, columns)
             return Read(found.values, found.indices, scores)
         assert self.bank is not None
-        step = max(1, self.registered.options.workspace // (40 * len(self.pack)))  # scores, their order, a view
+        step = max(1, self.registered.options.workspace // (40 * len(self.pack)))  # bytes of scores, keys and views
         parts = [
             self._part(rows[at : at + step], top_k, _cut(columns, at, step), _cut(view, at, step))
             for at in range(0, max(1, len(rows)), step)
@@ -160,12 +167,12 @@ class Reader:
 
 @functools.cache
 def _loading_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all, so that the memory of a pack that has left serves the next."""
+    """Return the one stream of all loads, so that a new pack reuses the memory of a dropped one."""
     return torch.cuda.Stream(device)
 
 
 def load_reader(registered: Registered, device: torch.device) -> Reader:
-    """Make a reader beside what the device does for other threads; all its weights are there on return."""
+    """Make a reader beside other work of the device. Its weights are complete on return."""
     if device.type != "cuda":
         return Reader(registered, device)
     torch.cuda.set_device(device)

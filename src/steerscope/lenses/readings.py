@@ -1,6 +1,6 @@
-"""What watching a request has found, on the host: readings of rows and firings of rules.
+"""Results of watching a request, on the host: readings of rows and firings of rules.
 
-Numbers stay in arrays, as they came from the device; a `Reading` with names is made when somebody looks at it.
+Numbers stay in arrays, as they came from the device; a `Reading` with names is made when it is accessed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ Action = Literal["flag", "stop", "steer", "steer_off"]
 
 
 class ConceptScore(NamedTuple):
-    """One concept of a reading. The probability is the lens's calibrated score."""
+    """One concept of a reading. `probability` is the lens's calibrated score."""
 
     id: str
     name: str
@@ -26,8 +26,10 @@ class ConceptScore(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The top concepts of one row, best first. `position` is the row's, `token_id` the token it was computed from;
-    the token that was sampled from it comes next. Concepts whose score is 0 are left out."""
+    """The top concepts of the row at `position`, best first, without those whose score is 0.
+
+    `token_id` is the token that the row was computed from; the token sampled from it comes next.
+    """
 
     position: int
     token_id: int
@@ -36,10 +38,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Firing:
-    """A rule went on, or, of a switched steering, off.
+    """A rule that went on or, if it switches steering, off.
 
-    It was seen on row `position` and came with generated token number `token`; the first row it can change is
-    `acts_from`. `scores` are those of the concepts that the condition names.
+    It fired on the row at `position`, with generated token number `token`; `acts_from` is the first row it can change.
+    `scores` are those of the concepts that the condition names.
     """
 
     rule: str
@@ -55,7 +57,7 @@ class Firing:
 
 
 class Readings(Sequence[Reading]):
-    """Readings by row, in order: `values` and `indices` [n, k], with index −1 where there was nothing to say."""
+    """Readings of n rows, in order: `values` and `indices` [n, k], with index −1 for empty places."""
 
     def __init__(
         self, pack: Pack, positions: np.ndarray, tokens: Sequence[int] | np.ndarray, values: np.ndarray,
@@ -66,8 +68,8 @@ class Readings(Sequence[Reading]):
 
     @property
     def token_ids(self) -> np.ndarray:
-        """From which each row was computed."""
-        if not isinstance(self._tokens, np.ndarray):  # a list takes long to convert, and few look at it
+        """Return the token that each row was computed from."""
+        if not isinstance(self._tokens, np.ndarray):  # converted on first access: slow, and rarely needed
             self._tokens = np.array(self._tokens, np.int64)
         return self._tokens
 
@@ -99,19 +101,19 @@ class Readings(Sequence[Reading]):
         return f"Readings({len(self)} rows, pack {self.pack.info.name!r})"
 
     def of(self, concept: str) -> np.ndarray:
-        """One concept's probability on every row; 0 where it was not among the top."""
+        """Return one concept's probability on every row; 0 if it was not in the top k."""
         found = np.where(self.indices == self.pack.index(concept), self.values, 0.0)
         return found.max(axis=1) if found.shape[1] else np.zeros(len(self))
 
     def table(self) -> dict[str, list[object]]:
-        """One line per row and concept, as plain columns, e.g. for a data frame."""
+        """Return columns with one line per row and concept, e.g. for a data frame."""
         lines = [(r.position, r.token_id, rank, *c) for r in self for rank, c in enumerate(r.concepts)]
         names = ("position", "token_id", "rank", "id", "name", "path", "probability")
         return {name: [line[i] for line in lines] for i, name in enumerate(names)}
 
 
 class Notes:
-    """All that was seen of one request, in the order of its rows. An engine adds the rows of each step."""
+    """Readings and firings of one request so far. An engine adds the rows of each step, in order."""
 
     def __init__(self, pack: Pack, compiled: Compiled, top_k: int, prompt_length: int) -> None:
         self.pack, self.compiled, self.top_k, self.prompt_length = pack, compiled, top_k, prompt_length
@@ -122,16 +124,16 @@ class Notes:
 
     @property
     def kept(self) -> int | None:
-        """How many generated tokens remain once a rule has stopped the text; None: none has."""
+        """Return how many generated tokens a stop rule keeps; None: no rule has stopped the text."""
         return None if self.stopped is None else self.stopped.token + 1
 
     def restart(self) -> None:
-        """Its rows will come again from the first."""
+        """Forget everything: the request is computed again from its first row."""
         self.stopped, self._firings, self._parts = None, [], []
         self._next = self._told = self._fired = 0
 
     def add(self, positions: Sequence[int] | np.ndarray, values: np.ndarray, indices: np.ndarray) -> None:
-        """Readings [n, k] of ascending positions; those that were there before are passed over."""
+        """Add readings [n, k] of ascending positions; positions that were added before are skipped."""
         at = np.asarray(positions)
         fresh = int(np.searchsorted(at, self._next)) if len(at) and at[0] < self._next else 0
         if fresh < len(at):
@@ -140,13 +142,13 @@ class Notes:
             self._next = int(at[-1]) + 1
 
     def fire(self, position: int, on: Iterable[int], off: Iterable[int], scores: np.ndarray) -> None:
-        """Rules that changed with one row, given the scores [terms] of its terms."""
+        """Add the rules that changed on one row, given the scores [terms] of its terms."""
         lens_scores = {term.lens: float(scores[i]) for i, term in enumerate(self.compiled.terms)}
         for rules, going_on in ((on, True), (off, False)):
             for r in rules:
                 rule = self.compiled.rules[r]
                 if not going_on and rule.kind != "steer":
-                    continue  # only a switched steering has an end worth telling
+                    continue  # only steering has an end to report
                 token = max(position + 1 - self.prompt_length, 0)
                 named = tuple((self.pack.concepts[lens].id, lens_scores[lens]) for lens in rule.lenses)
                 action: Action = rule.kind if going_on else "steer_off"
@@ -156,13 +158,13 @@ class Notes:
                     self.stopped = firing
 
     def news(self, history: list[int]) -> tuple[Readings, list[Firing]]:
-        """What has come since the last call."""
+        """Return readings and firings since the last call."""
         parts, self._told = self._parts[self._told :], len(self._parts)
         firings, self._fired = self._firings[self._fired :], len(self._firings)
         return self._readings(parts, history), firings
 
     def finish(self, rows: int, history: list[int]) -> tuple[Readings, tuple[Firing, ...]]:
-        """All of it, without what was seen of rows that do not belong to the text any more."""
+        """Return all readings and firings of the first `rows` rows; later ones no longer belong to the text."""
         found = self._readings(self._parts, history, rows)
         return found, tuple(firing for firing in self._firings if firing.position < rows)
 

@@ -1,12 +1,12 @@
-"""Rules on the device: for every watched request, which of its rules hold, row after row.
+"""Rules on the device: which rules of each watched request hold, row after row.
 
-All of it is tensors of fixed shapes. `advance` takes the rows of one step, of any number of requests, and nothing in
-it waits for the device or depends on a value, so that it can be captured in a CUDA graph. Rows of a request come in
-ascending order and together; how they are cut into steps makes no difference to any result.
+All tables are tensors of fixed shapes. `advance` takes the rows of one step, of any number of requests; it never
+synchronises and no shape depends on a value, so that it can be captured in a CUDA graph. Rows of a request are
+consecutive and ascending; how they are cut into steps does not change any result.
 
 A rule is a latch. It goes on with the row on which its condition holds, and off when its off-condition has held for
-so many rows. Going on and going off are what is reported; `gates` hold the state after the last row, and the entries
-of a gated column read them in the next step: so a steering acts from the row after the one its rule fired on.
+`off_for` rows; both changes are reported. `gates` hold the state after the last row, and gated columns read them in the
+next step, so steering acts from the row after the one on which its rule fired.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from torch import Tensor
 from steerscope.lenses.compile import MOST_CLAUSES, MOST_RULES, MOST_TERMS, Compiled
 from steerscope.specs.errors import CapacityExceeded
 
-_NEVER = 1 << 62  # a bit that is never set
+_NEVER = 1 << 62  # a bit that no row sets
 
 
 class Changes(NamedTuple):
-    """[n, rules]: which rules of a row's request went on with this row, and which went off."""
+    """Rules [n, rules] of each row's request that went on with this row, and that went off."""
 
     on: Tensor
     off: Tensor
@@ -30,7 +30,7 @@ class Changes(NamedTuple):
 
 @dataclass(slots=True)
 class Sizes:
-    """Of every table. `slots` requests can have rules at once."""
+    """Sizes of the tables. `slots` is the number of requests that can have rules at a time."""
 
     slots: int = 64
     terms: int = MOST_TERMS
@@ -39,18 +39,18 @@ class Sizes:
 
 
 class Rules:
-    """Tables and states by slot. Slot 0 belongs to nobody: rows of requests without rules, and padding."""
+    """Tables and states by slot. Slot 0 is for rows without rules, and padding."""
 
     def __init__(self, device: str | torch.device = "cpu", sizes: Sizes | None = None) -> None:
         self.sizes = sizes or Sizes()
         self.device = torch.device(device)
         s, t, r, c = self.sizes.slots + 2, self.sizes.terms, self.sizes.rules, self.sizes.clauses
-        self._trash = s - 1  # where states are written that nobody wants
+        self._trash = s - 1  # slot whose states are never read
 
         def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=self.device)
 
-        self.column = full((s, t), 0, torch.long)  # where a term's score is found
+        self.column = full((s, t), 0, torch.long)  # of a term's score
         self.above = full((s, t), torch.inf, torch.float32)
         self.below = full((s, t), torch.inf, torch.float32)
         self.need = full((s, t), 1, torch.int32)
@@ -59,8 +59,8 @@ class Rules:
         self.off_bits = full((s, r), _NEVER, torch.long)
         self.off_by_failing = full((s, r), 1, torch.bool)
         self.off_need = full((s, r), 1, torch.int32)
-        self.run = full((s, t), 0, torch.int32)  # on how many rows a term has held until now
-        self.quiet = full((s, r), 0, torch.int32)  # the same for the off-conditions
+        self.run = full((s, t), 0, torch.int32)  # number of rows on which a term has held until now
+        self.quiet = full((s, r), 0, torch.int32)  # likewise for off-conditions
         self.on = full((s, r), 0, torch.bool)
         self.next = full((s,), 0, torch.long)  # positions below this have been seen
         self.gates = full((s * r,), 0, torch.float32)  # gate 0 is the constant 1
@@ -68,14 +68,14 @@ class Rules:
         self._weights = 1 << torch.arange(t, device=self.device)
         self._free = list(range(self.sizes.slots, 0, -1))
 
-    # --- who is watched
+    # --- slots
 
     def admit(self, compiled: Compiled, columns: list[int]) -> int:
-        """A slot for these rules; `columns` says where the score of each term will be found."""
+        """Return a slot for these rules; `columns` are the columns of the terms' scores."""
         if not self._free:
             what = f"all {self.sizes.slots} places for requests with rules are taken"
             raise CapacityExceeded(f"{what}: wait for some to finish, or start the engine with a larger batch")
-        slot = self._free.pop()  # it was cleared when it was given back
+        slot = self._free.pop()  # cleared when it was released
         self._write(slot, compiled, columns)
         return slot
 
@@ -84,12 +84,12 @@ class Rules:
         self._free.append(slot)
 
     def restart(self, slot: int) -> None:
-        """Forget the rows that were seen; the rules stay."""
+        """Forget the rows so far; the rules stay."""
         for state in (self.run, self.quiet, self.on, self.next, self._gates()):
             state[slot] = 0
 
     def gate(self, slot: int, rule: int) -> int:
-        """The gate id of a rule, for the entries of its columns."""
+        """Return the gate id of a rule."""
         return slot * self.sizes.rules + rule
 
     def _gates(self) -> Tensor:
@@ -120,9 +120,9 @@ class Rules:
 
     @torch.no_grad()
     def advance(self, scores: Tensor, slot: Tensor, position: Tensor) -> Changes:
-        """Scores [n, terms] of each row's own terms, the slot of the row's request [n], its position in the text [n].
+        """Advance rules by one step: scores [n, terms] of each row's terms, its slot [n] and its position [n].
 
-        Rows of slot 0 are nobody's. Positions that a request has had before (computed again) are passed over.
+        Rows of slot 0, and positions that were computed before, change nothing.
         """
         n = len(slot)
         if n == 0:
@@ -132,7 +132,7 @@ class Rules:
         slot = torch.where(fresh, slot, 0)
         here = torch.arange(n, device=self.device)
         begins = torch.cat([fresh.new_ones(1), slot[1:] != slot[:-1]])
-        first = torch.where(begins, here, 0).cummax(0).values  # where the rows of the same request begin
+        first = torch.where(begins, here, 0).cummax(0).values  # first row of the same request
         held = (scores > self.above[slot]) & (scores < self.below[slot])
         run = _runs(held, here, first, self.run[slot])
         met = ((run >= self.need[slot]) * self._weights).sum(-1)[:, None]
@@ -148,7 +148,7 @@ class Rules:
         return Changes(state & ~before & fresh[:, None], ~state & before & fresh[:, None])
 
     def _keep(self, slot: Tensor, position: Tensor, run: Tensor, quiet: Tensor, state: Tensor) -> None:
-        """The last row of each request says how it stands."""
+        """Store the states after the last row of each request."""
         last = torch.cat([slot[1:] != slot[:-1], slot.new_ones(1, dtype=torch.bool)])
         target = torch.where(last & (slot > 0), slot, self._trash)
         self.run[target] = run
@@ -159,8 +159,7 @@ class Rules:
 
 
 def _runs(flags: Tensor, here: Tensor, first: Tensor, before: Tensor) -> Tensor:
-    """For how many rows each flag [n, m] has been set without a break; `before` is how it stood when a request's
-    rows begin."""
+    """Return for how many rows each flag [n, m] has been set in a row; `before` is that number before the step."""
     broken = torch.where(flags, -1, here[:, None]).cummax(0).values
     inside = here[:, None] - broken
     whole = here[:, None] - first[:, None] + 1 + before
@@ -168,7 +167,7 @@ def _runs(flags: Tensor, here: Tensor, first: Tensor, before: Tensor) -> Tensor:
 
 
 def _latch(up: Tensor, down: Tensor, here: Tensor, first: Tensor, before: Tensor) -> Tensor:
-    """On since the last `up` unless a `down` came after it; as `before` while there was neither."""
+    """Return latch states: on since the last `up` unless a later `down`, `before` if there was neither."""
     risen = torch.where(up, here[:, None], -1).cummax(0).values
     fallen = torch.where(down, here[:, None], -1).cummax(0).values
     known = torch.maximum(risen, fallen) >= first[:, None]

@@ -1,7 +1,7 @@
-"""Slab: all hot lenses in one pass, and the expansion over what they say, with nothing for the host to decide.
+"""Slab: score all hot lenses and expand over their scores in one pass, without the host.
 
-On a GPU the pass is one CUDA graph per number of rows: a text whose concepts are hot costs one launch and one look at
-which groups it needed. Whether those were all there is for the caller to say: if not, the result is void.
+On a GPU the pass is one CUDA graph per number of rows. Rows whose groups are all hot cost one launch, and one copy to
+the host of which groups were used. If one of these is not hot, the caller must discard the result.
 """
 
 from typing import NamedTuple
@@ -13,15 +13,15 @@ from steerscope.lenses.bank import activate, calibrate
 from steerscope.lenses.expand import Groups, expand_known
 from steerscope.lenses.graph_pool import GraphPool
 from steerscope.lenses.pack import Calibration
-from steerscope.lenses.slots import Slots
-from steerscope.lenses.stack import Run, Stack
+from steerscope.lenses.slots import LensSlots
+from steerscope.lenses.stack import SlotRange, Stack
 
-MOST_ROWS = 64  # in one pass; more are better off with only the lenses they need
-_GRAPHS = 16  # kept; each holds its results, all of them one workspace
+MOST_ROWS = 64  # of one pass; for more rows it is faster to score only the needed lenses
+_GRAPHS = 16  # cached; each holds its results, all share one workspace
 
 
 class Passed(NamedTuple):
-    """`values`, `lenses` [n, k] and `scores` [n, lenses] of an expansion; `parents`, whose groups it used."""
+    """`values`, `lenses` [n, k] and `scores` [n, lenses] of an expansion, and the concepts whose groups it used."""
 
     values: Tensor
     lenses: Tensor
@@ -36,26 +36,28 @@ class _Graph(NamedTuple):
 
 
 class Slab:
+    """The pass over one stack, and its CUDA graphs."""
+
     def __init__(self, stack: Stack, groups: Groups, normed: bool) -> None:
         self._stack, self._groups = stack, groups
-        self._runs = [Run(0, stack.slots, normed)]
+        self._runs = [SlotRange(0, stack.slots, normed)]
         per_slot = stack.tensors
         self._curve = (
             Calibration(per_slot["low"], per_slot["high"], per_slot["confidence"]) if groups.pack.calibration else None
         )
-        self._nowhere = len(groups.pack)  # the column of slots that hold nothing
+        self._nowhere = len(groups.pack)  # column of empty slots
         self._lens_of = torch.full((stack.slots,), self._nowhere, device=stack.device)
-        self._seen: int | None = None
+        self._changes: int | None = None
         self._graphs: dict[object, _Graph] = {}
         self._pool = GraphPool()
 
-    def __call__(self, rows: Tensor, top_k: int, depth: int, slots: Slots) -> Passed:
-        if self._seen != slots.changes:
+    def __call__(self, rows: Tensor, top_k: int, depth: int, slots: LensSlots) -> Passed:
+        if self._changes != slots.changes:
             lens_of = [self._nowhere] * self._stack.slots
             for lens, slot in slots.of.items():
                 lens_of[slot] = lens
             self._lens_of.copy_(torch.tensor(lens_of))
-            self._seen = slots.changes
+            self._changes = slots.changes
         if rows.device.type != "cuda":
             values, lenses, scores, expanded = self._pass(rows, top_k, depth)
         else:
@@ -89,10 +91,10 @@ class Slab:
         side = torch.cuda.Stream(rows.device)
         side.wait_stream(here)
         with torch.cuda.stream(side):
-            self._pass(static, top_k, depth)  # what libraries make on first use cannot be made in a graph
+            self._pass(static, top_k, depth)  # libraries initialise here, which a capture cannot
         here.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # The loading thread goes on meanwhile.
+        # thread_local: the loading thread may use the device meanwhile.
         with torch.cuda.graph(graph, self._pool.handle(), capture_error_mode="thread_local"):
             results = self._pass(static, top_k, depth)
         self._pool.add(graph)

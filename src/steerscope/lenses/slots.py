@@ -1,7 +1,7 @@
-"""Slots: which lenses are in the hot slab, and who makes room for whom. Only books, no weights.
+"""LensSlots: which lens is in which slot of the hot slab, and which are evicted. Holds no weights.
 
-Lenses come and go in units (the children of one concept, or a part of them). A lens that belongs to several units has
-one slot and stays while any of them is there. The unit that was used longest ago goes first; pinned lenses never go.
+Lenses are placed and evicted in units (the children of one concept, or a part of them). A lens of several units has one
+slot and stays until the last of them is evicted. The least recently used unit goes first; pinned lenses stay.
 """
 
 from collections import OrderedDict
@@ -10,9 +10,9 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from steerscope.specs.errors import CapacityExceeded
 
 
-class Slots:
+class LensSlots:
     def __init__(self, count: int, pinned: Sequence[int]) -> None:
-        """Pinned lenses take the first slots, in order."""
+        """Give pinned lenses the first slots, in order."""
         if len(pinned) > count:
             raise CapacityExceeded(f"{len(pinned)} pinned lenses do not fit into {count} slots; raise the budget")
         self.of: dict[int, int] = {lens: slot for slot, lens in enumerate(pinned)}
@@ -21,13 +21,13 @@ class Slots:
         self._units: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
         self._uses: dict[int, int] = {}
         self.room = count - len(pinned)
-        self.changes = 0  # how often a lens got or lost a slot
+        self.changes = 0  # number of placements and evictions
 
     def __contains__(self, unit: Hashable) -> bool:
         return unit in self._units
 
     def __iter__(self) -> Iterator[Hashable]:
-        """Units, the one that goes first first."""
+        """Iterate units, the least recently used first."""
         return iter(self._units)
 
     def lenses(self, unit: Hashable) -> tuple[int, ...]:
@@ -37,9 +37,9 @@ class Slots:
         self._units.move_to_end(unit)
 
     def place(self, unit: Hashable, lenses: tuple[int, ...], locked: Collection[Hashable]) -> dict[int, int] | None:
-        """Make room. Returns slots for the lenses that must be loaded; None if only locked units could make room."""
+        """Place a unit. Return slots of lenses to be loaded, or None if only locked units could be evicted."""
         moving = [lens for lens in lenses if lens not in self._pinned]
-        for lens in moving:  # first, so that no lens of this unit goes while others make room
+        for lens in moving:  # first, so that evicting other units keeps lenses of this one
             self._uses[lens] = self._uses.get(lens, 0) + 1
         self._units[unit] = lenses
         self.changes += 1
@@ -67,12 +67,12 @@ class Slots:
                     self._free.add(self.of.pop(lens))
 
     def holders(self, lenses: Iterable[int]) -> list[Hashable]:
-        """The units that any of these lenses belongs to."""
+        """Return the units that contain any of these lenses."""
         wanted = set(lenses)
         return [unit for unit, members in self._units.items() if wanted.intersection(members)]
 
     def _take(self, count: int) -> list[int]:
-        """Neighbours where there are enough of them, so that a group is evaluated in one piece."""
+        """Take free slots, consecutive ones if possible, so that a group is evaluated in one piece."""
         run: list[int] = []
         free = sorted(self._free)
         for slot in free:

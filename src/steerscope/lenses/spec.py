@@ -1,4 +1,4 @@
-"""What a pack says about itself and its lenses, as plain data. No torch is imported here."""
+"""Descriptions of packs and lenses as plain data, without torch."""
 
 from typing import Literal, Self
 
@@ -10,14 +10,14 @@ from steerscope.specs.steering import Site
 FORMAT, VERSION = "steerscope-pack", 1
 Output = Literal["sigmoid", "relu", "jumprelu", "topk"]
 Normalisation = Literal["layernorm", "none"]
-EPSILON = 1e-5  # of every LayerNorm here, as torch has it by default
+EPSILON = 1e-5  # of every LayerNorm here, torch's default
 
 
 class Architecture(Spec):
     """Linear layers with ReLU between them, from `hidden` over `widths` to one number; no widths: a linear probe.
 
-    `output` makes a score of that number: a probability, or an activation of a sparse autoencoder. `topk` keeps the
-    `k` largest of all lenses in a row, so such a pack can only be evaluated whole.
+    `output` turns that number into a probability or an activation of a sparse autoencoder. `topk` keeps the `k` largest
+    of all lenses in a row, so such a pack can only be evaluated as a whole.
     """
 
     widths: tuple[int, ...] = ()
@@ -34,10 +34,10 @@ class Architecture(Spec):
 
 
 class PackInfo(Spec):
-    """Where the lenses belong (`model`, `layer`, `site`) and how a row becomes a score.
+    """The `model`, `layer` and `site` that the lenses read, and how a row becomes a score.
 
-    `normalisation` is done to every row first: a LayerNorm without parameters, or nothing. `training` and
-    `calibration` are notes of how the weights and the calibration were made: any plain JSON.
+    `normalisation` of every row is a LayerNorm without parameters, or none. `training` and `calibration` are notes, as
+    plain JSON, on how weights and calibration were made.
     """
 
     name: str = Field(min_length=1)
@@ -53,7 +53,7 @@ class PackInfo(Spec):
 
 
 class Concept(Spec):
-    """What one lens looks for. `parents` are ids, the first of them the main one; roots have none.
+    """The concept that one lens detects. `parents` are ids, the main one first; roots have none.
 
     `metrics` are held-out measures of this lens by name (auroc, f1, …).
     """

@@ -1,4 +1,4 @@
-"""The tensors of a pack: their names and shapes, what can be wrong with them, and their checksums.
+"""The tensors of a pack: names, shapes, checks and checksums.
 
 For widths [a, b]: `w0 [lenses, a, hidden]`, `b0 [lenses, a]`, `w1 [lenses, b, a]`, `b1 [lenses, b]`,
 `w2 [lenses, 1, b]`, `b2 [lenses, 1]`, all float32 or all bfloat16. Optional, one value per lens:
@@ -24,11 +24,11 @@ from steerscope.specs.errors import Problem
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 CALIBRATION = ("low", "high", "confidence")
 PER_LENS = (*CALIBRATION, "floor", "threshold")
-_CHUNK = 1 << 24  # elements looked at together: a mapped file must not come into memory at once
+_CHUNK = 1 << 24  # elements checked at a time: a mapped file must not be in memory at once
 
 
 def layout(info: PackInfo, lenses: int) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every weight, in order."""
+    """Return name and shape of every weight, in order."""
     sizes = [info.hidden, *info.architecture.widths, 1]
     shapes: dict[str, tuple[int, ...]] = {}
     for i, (into, out) in enumerate(zip(sizes, sizes[1:], strict=False)):
@@ -38,7 +38,7 @@ def layout(info: PackInfo, lenses: int) -> dict[str, tuple[int, ...]]:
 
 
 def shape_problems(info: PackInfo, lenses: int, tensors: Mapping[str, TensorEntry]) -> list[Problem]:
-    """Names, shapes and dtypes, as the file's header tells them; no number is read."""
+    """Return problems of names, shapes and dtypes, which a file's header holds."""
     weights = layout(info, lenses)
     optional = {"normed": (lenses,), "decoder": (lenses, info.hidden), **dict.fromkeys(PER_LENS, (lenses,))}
     needed = [*weights, *(["threshold"] if info.architecture.output == "jumprelu" else [])]
@@ -72,7 +72,7 @@ def _dtypes(name: str, weights: Mapping[str, tuple[int, ...]]) -> tuple[str, ...
 
 
 def value_problems(concepts: Sequence[Concept], tensors: Mapping[str, Tensor]) -> list[Problem]:
-    """Numbers that are not finite, and calibrations that turn scores around. Shapes are right by now."""
+    """Return problems of values: not finite, or a calibration that is not ascending. Shapes must be right."""
     found: list[Problem] = []
     for name, tensor in tensors.items():
         bad = _lenses_where(~_finite(tensor), concepts) if tensor.is_floating_point() else ""
@@ -88,7 +88,7 @@ def value_problems(concepts: Sequence[Concept], tensors: Mapping[str, Tensor]) -
 
 
 def _finite(tensor: Tensor) -> Tensor:
-    """Per lens. Sums of a mapped tensor's pieces: one bool per lens is all that stays."""
+    """Return per lens whether its values are finite, piece by piece."""
     step = max(1, _CHUNK // max(1, tensor[0].numel()))
     pieces = [
         torch.isfinite(part).flatten(1).all(1) if part.dim() > 1 else torch.isfinite(part)
@@ -104,7 +104,7 @@ def _lenses_where(bad: Tensor, concepts: Sequence[Concept]) -> str:
 
 
 def entries(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
-    """Shape, dtype and checksum of the bytes of every tensor, in the order of their names."""
+    """Return shape, dtype and checksum of every tensor, sorted by name."""
     return {name: entry(tensors[name], checksum(tensors[name])) for name in sorted(tensors)}
 
 

@@ -21,7 +21,7 @@ from steerscope.engines.sync import SyncEngine
 from steerscope.files import atomic_path, reading
 from steerscope.lenses import Architecture, Pack, PackInfo
 from steerscope.lenses.calibrate import FLOOR_QUANTILE, Measures, best_thresholds, calibrate, measure, score
-from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, Examples, Fit, FitSettings, Relations, fit
+from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, Fit, FitSettings, LabelledRows, Relations, fit
 from steerscope.lenses.tensors import checksum
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import InvalidRequest, Problem
@@ -113,13 +113,13 @@ def fit_pack(
     return LensFit(pack, by_row, by_text, control, layers)
 
 
-def shuffled_labels(data: Examples, examples: Sequence[Example], seed: int) -> Examples:
+def shuffled_labels(data: LabelledRows, examples: Sequence[Example], seed: int) -> LabelledRows:
     """The same texts, with the concepts of each form's texts dealt out anew: every concept keeps as many texts."""
     generator, concept = torch.Generator().manual_seed(seed + 1), data.concept.clone()
     for form in sorted({example.form for example in examples}):
         index = torch.tensor([i for i, example in enumerate(examples) if example.form == form])
         concept[index] = data.concept[index[torch.randperm(len(index), generator=generator)]]
-    return Examples(data.rows, data.text, concept, data.part)
+    return LabelledRows(data.rows, data.text, concept, data.part)
 
 
 def _refuse_layers(engine: SyncEngine, settings: LensSettings) -> None:
@@ -135,11 +135,11 @@ def _refuse_layers(engine: SyncEngine, settings: LensSettings) -> None:
 
 def _data(
     rows: TextRows, layer: int, examples: Sequence[Example], parts: dict[str, int], device: str | None = None
-) -> Examples:
+) -> LabelledRows:
     found, text = rows.at(layer)
     concept = torch.tensor([example.concept for example in examples])
     part = torch.tensor([parts.get(example.form, TRAIN) for example in examples])  # generated ones are in no part
-    return Examples(found.float().to(device), text.to(device), concept.to(device), part.to(device))
+    return LabelledRows(found.float().to(device), text.to(device), concept.to(device), part.to(device))
 
 
 def _try_layers(
@@ -162,7 +162,7 @@ def _try_layers(
 
 
 def _fit_groups(
-    data: Examples,
+    data: LabelledRows,
     relations: Relations,
     settings: LensSettings,
     folder: Path,
@@ -189,7 +189,7 @@ def _fit_groups(
     return Fit({name: t for name, t in joined.items() if name[0] in "wb"}, joined["loss"], joined["epoch"])
 
 
-def _key(data: Examples, relations: Relations, settings: LensSettings, group: range) -> str:
+def _key(data: LabelledRows, relations: Relations, settings: LensSettings, group: range) -> str:
     """A hash of all that the weights of a group depend on."""
     chosen = [settings.fit.model_dump(), settings.seed, str(data.rows.device), group.start, group.stop]
     tensors: list[Tensor] = [data.rows, data.text, data.concept, data.part]
@@ -204,7 +204,7 @@ def _save(done: Fit, path: Path) -> None:
         save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
 
 
-def _measured(done: Fit, data: Examples, relations: Relations) -> tuple[Measures, Measures]:
+def _measured(done: Fit, data: LabelledRows, relations: Relations) -> tuple[Measures, Measures]:
     """On test texts, per row and per text; thresholds come from validation texts."""
     validation, tested = (score(done.weights, data, relations, part) for part in (VALIDATION, TEST))
     return tuple(measure(test, best_thresholds(judged)) for judged, test in zip(validation, tested, strict=True))  # type: ignore[return-value]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from steerscope.lenses.monitor import Seen
+from steerscope.lenses.monitor import StepReadings
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_kernel.py starts")
@@ -35,7 +35,7 @@ def test_every_line_writes_its_reading_and_the_last_of_a_request_how_many_there_
     n = len(lines)
     for turn in range(2):  # the second time the one-row requests have gone on by themselves
         on, off = (torch.from_numpy(rng.integers(0, 2, (n, rules)).astype(bool)) for _ in range(2))
-        found = Seen(
+        found = StepReadings(
             torch.from_numpy(rng.random((n, k), dtype=np.float32)),
             torch.from_numpy(rng.integers(0, 99, (n, k))),
             torch.from_numpy(rng.random((n, terms), dtype=np.float32)) if ruled else None,

@@ -1,21 +1,21 @@
-"""Lens packs of HatCat, in and out.
+"""Read lens packs of HatCat.
 
-What is read, and what is taken for granted:
+Files, and what is assumed of them:
 
 - `pack_info.json` or `pack.json`: the model (`model`, `model_name`, `model_id`, or those in `model_info`), the pack's
-  name and version. The layer of the model (`model_layer` or `layer_idx`) is rarely there: pass `layer`. HatCat counts
-  in transformers' `hidden_states`, where entry k is our layer k − 1 at resid_post; a number in the file is read so.
+  name and version. The layer of the model (`model_layer` or `layer_idx`) is usually missing: pass `layer`. A number in
+  the file is an index of transformers' `hidden_states`, where entry k is our layer k − 1 at resid_post.
 - `layerN/Concept.pt`, `layerN/Concept_classifier.pt`, `layerN/classifiers/…`: one state dict each; N is the level of
   the hierarchy. Keys `net.0`, `net.3`, `net.6` or, with a LayerNorm of its own, `net.0` (the norm), `net.1`, `net.4`,
-  `net.7`; old files have no `net.`. Both kinds may be mixed. The norm's scale and shift are folded into the weights.
+  `net.7`; old files have no `net.`. All kinds may be mixed. The norm's scale and shift are folded into the weights.
 - Rows are normalised by a LayerNorm without parameters before any lens, always.
 - The hierarchy, from the pack or from `concept_pack`: `hierarchy.json` (`child_to_parent`, `parent_to_children`, keys
   `Name:level`), then `hierarchy/layerN.json` or `layerN.json` (records with `sumo_term`, `parent_concepts`,
-  `category_children`, `definition`). A bare name means the nearest level above that has it. Parents that have no lens,
-  or are not above their child, are left out; how many is noted in `training`.
-- `calibration.json`: `self_mean` and `cross_mean` (and `confidence`, if there is one) under `Concept_LN`. A lens that
-  never fired on other concepts has no noise level: half of `self_mean` is taken, which makes its curve a straight
-  line. A lens without an entry, or with `self_mean` not above `cross_mean`, keeps its scores.
+  `category_children`, `definition`). A bare name means the nearest level above that has it. Parents without a lens, or
+  not above their child, are left out; their number is in `training`.
+- `calibration.json`: `self_mean`, `cross_mean` and optionally `confidence` under `Concept_LN`. If `cross_mean` is
+  missing or 0, half of `self_mean` takes its place, which makes the curve a straight line. A lens without an entry, or
+  with `self_mean` not above `cross_mean`, keeps its scores.
 - `layerN/results.json`: held-out measures by concept.
 """
 
@@ -49,7 +49,7 @@ class _Lens(NamedTuple):
         return (self.weights[0].shape[1], *(weight.shape[0] for weight in self.weights))
 
     @property
-    def narrow(self) -> bool:
+    def is_bfloat16(self) -> bool:
         return not self.normed and all(tensor.dtype == torch.bfloat16 for tensor in (*self.weights, *self.biases))
 
 
@@ -61,7 +61,7 @@ def load_hatcat(
     site: Site = "resid_post",
     concept_pack: str | Path | None = None,
 ) -> Pack:
-    """Read a directory of HatCat. Every file that cannot be read is named in one error."""
+    """Read a directory of HatCat. One error names all files that cannot be read."""
     path = Path(path)
     problems: list[Problem] = []
     about = _about(path, problems)
@@ -166,7 +166,7 @@ def _read_lenses(path: Path, problems: list[Problem]) -> tuple[list[Record], lis
 
 
 def _lens(state: object) -> _Lens:
-    """A state dict as linear layers; a LayerNorm before them is folded in."""
+    """Return the linear layers of a state dict, with a LayerNorm before them folded in."""
     if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise ValueError("is not a state dict of tensors")
     plain = {str(key).removeprefix("net."): tensor for key, tensor in state.items()}
@@ -195,8 +195,8 @@ def _lens(state: object) -> _Lens:
 
 
 def _stack(lenses: list[_Lens]) -> dict[str, Tensor]:
-    """Side by side; each lens is let go as soon as it is copied."""
-    dtype = torch.bfloat16 if all(lens.narrow for lens in lenses) else torch.float32
+    """Stack the lenses. Each one is freed as soon as it is copied."""
+    dtype = torch.bfloat16 if all(lens.is_bfloat16 for lens in lenses) else torch.float32
     tensors: dict[str, Tensor] = {}
     count = len(lenses)
     for i, (weight, bias) in enumerate(zip(lenses[0].weights, lenses[0].biases, strict=True)):
@@ -211,7 +211,7 @@ def _stack(lenses: list[_Lens]) -> dict[str, Tensor]:
     return {**tensors, "normed": normed} if normed.any() else tensors
 
 
-# --- beside the lenses
+# --- calibration and concepts
 
 
 def _calibration(path: Path, records: list[Record]) -> dict[str, Tensor] | None:

@@ -1,4 +1,4 @@
-"""The hierarchy of a HatCat pack, from whichever of its files say something about it. See hatcat.py."""
+"""Read the hierarchy of a HatCat pack from those of its files that exist. See hatcat.py."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from steerscope.files import reading
 
 
 class Record(NamedTuple):
-    """A concept: `level` is what HatCat calls its layer."""
+    """A concept. HatCat calls its `level` a layer."""
 
     name: str
     level: int
@@ -28,7 +28,7 @@ class Tree:
 
 
 def read_tree(pack: Path, concept_pack: Path, records: Sequence[Record]) -> Tree:
-    """Of the lenses there are. What the files say beyond that is left out and counted."""
+    """Return the hierarchy of these records. Links to other concepts are left out and counted."""
     known, tree = set(records), Tree()
     by_name: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda record: record.level):
@@ -36,7 +36,7 @@ def read_tree(pack: Path, concept_pack: Path, records: Sequence[Record]) -> Tree
     left_out: set[tuple[str, str]] = set()
 
     def find(name: str, above: int | None = None, below: int | None = None) -> Record | None:
-        """`Name:level`, or the nearest of that name above or below a level."""
+        """Find `Name:level`, or the nearest of that name above or below a level."""
         bare, _, level = name.rpartition(":")
         if bare and level.isdigit():
             return Record(bare, int(level)) if Record(bare, int(level)) in known else None
@@ -67,7 +67,7 @@ def _level(name: str) -> int | None:
 
 
 def _links(pack: Path, concept_pack: Path) -> Iterable[tuple[str, str]]:
-    """(child, parent) as the files name them; the first parent of a child is its main one."""
+    """Yield (child, parent) as in the files; the first parent of a child is its main one."""
     for data in _files(pack, concept_pack, ("hierarchy.json", "hierarchy/hierarchy.json")):
         if isinstance(data, Mapping):
             for child, parents in data.get("child_to_parent", {}).items():
@@ -101,7 +101,7 @@ def _records(pack: Path, concept_pack: Path) -> Iterable[tuple[str, int, Mapping
 
 
 def _files(pack: Path, concept_pack: Path, names: Sequence[str]) -> Iterable[object]:
-    """The first of these files that is there, in the concept pack or else in the pack."""
+    """Yield the content of the first of these files that exists, in the concept pack or else in the pack."""
     for file in (folder / name for folder in dict.fromkeys((concept_pack, pack)) for name in names):
         if file.is_file():
             with reading(file, "hierarchy"):

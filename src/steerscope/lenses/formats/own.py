@@ -1,8 +1,8 @@
 """A pack on disk: a directory with `pack.json`, `concepts.json` and `lenses.safetensors`.
 
-`pack.json` holds the size of both other files and a checksum of the concepts and of every tensor. The directory is
-written under another name and moved into place, so it is there whole or not at all. Reading gathers everything that
-is wrong before it refuses.
+`pack.json` holds the sizes of both other files and checksums of the concepts and of every tensor. The directory is
+written under another name and moved into place, so it appears complete or not at all. Reading reports all problems in
+one error.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ MANIFEST, CONCEPTS, TENSORS = "pack.json", "concepts.json", "lenses.safetensors"
 
 
 def digest(info: PackInfo, concepts: Sequence[Concept], entries: Mapping[str, TensorEntry]) -> str:
-    """A hash of all a pack is. The tensors enter by their checksums, so that it costs nothing to compare."""
+    """Return a hash of a pack's content; tensors enter by their checksums."""
     parts = [info, *concepts, *(entry for _, entry in sorted(entries.items()))]
     text = json.dumps([sorted(entries), [part.model_dump(mode="json") for part in parts]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -69,7 +69,7 @@ def _must_survive(path: Path, info: PackInfo) -> None:
 
 
 def _shares(tensor: Tensor) -> bool:
-    """Whether it is a part of something larger, which safetensors refuses to write."""
+    """Return whether a tensor is a view of a larger one, which safetensors does not write."""
     return not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes
 
 
@@ -103,7 +103,7 @@ def read(path: Path, verify: bool) -> tuple[Manifest, tuple[Concept, ...], dict[
 
 
 def digest_in(path: Path) -> str | None:
-    """The digest of the pack in a folder, if there is one."""
+    """Return the digest of the pack in a folder, or None."""
     try:
         return Manifest.from_json((path / MANIFEST).read_bytes()).digest
     except (InvalidRequest, OSError, RecursionError):
@@ -145,7 +145,7 @@ def _read_concepts(path: Path, manifest: Manifest) -> tuple[list[Problem], tuple
 
 
 def _open_tensors(path: Path, manifest: Manifest) -> tuple[list[Problem], dict[str, Tensor]]:
-    """The tensors stay in the file: each page is read when it is first looked at."""
+    """Map the tensors: each page is read when it is first used."""
     problems = _file(path, manifest.tensors, TENSORS)
     if problems:
         return problems, {}

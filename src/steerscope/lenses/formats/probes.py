@@ -1,8 +1,8 @@
-"""Linear probes as packs: scikit-learn's fitted classifiers, or their numbers in a file.
+"""Make packs of linear probes: scikit-learn's fitted classifiers, or their weights in a file.
 
 A probe is w·x + b, then a sigmoid. A StandardScaler before it in a pipeline is folded into w and b; any other step is
-refused by name. Rows are read as they are, unless `normalisation="layernorm"` says that the probes were fitted on rows
-normalised by a LayerNorm without parameters.
+refused by name. Pass `normalisation="layernorm"` for probes that were fitted on rows normalised by a LayerNorm without
+parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ def from_probes(
     normalisation: Normalisation = "none",
     concepts: Sequence[Concept] | None = None,
 ) -> Pack:
-    """Fitted probes by concept: estimators with `coef_` and `intercept_`, or pipelines that end in one.
+    """Make a pack of fitted probes by concept: estimators with `coef_` and `intercept_`, or pipelines that end in one.
 
     A probe of several classes becomes one lens per class, `concept=class`: each class's own w·x + b through a sigmoid,
     not the softmax over classes. `concepts`, if given, describe the lenses; their ids are those names.
@@ -86,7 +86,7 @@ def load_probes(
     names: Sequence[str] | None = None,
     concepts: Sequence[Concept] | None = None,
 ) -> Pack:
-    """A `.npz` or `.safetensors` with `coef_ [lenses, hidden]` and `intercept_ [lenses]` (or without the underscores).
+    """Read `coef_ [lenses, hidden]` and `intercept_ [lenses]` (or without underscores) of a `.npz` or `.safetensors`.
 
     Names come from `names`, or from an array `names` in the `.npz`; otherwise lenses are numbered.
     """
@@ -172,11 +172,11 @@ def _lenses(concept: str, probe: object) -> dict[str, tuple[np.ndarray, float]]:
 
 
 def _fold(step: object, w: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """w·((x − mean) / scale) + b as another w·x + b."""
+    """Return w and b of w·((x − mean) / scale) + b as a function of x."""
     if not isinstance(step, _Scaler) or type(step).__name__ != "StandardScaler":
         raise ValueError(f"has a step {type(step).__name__} before it; only a fitted StandardScaler can be folded in")
     if step.scale_ is not None:
         w = w / step.scale_
-    if step.with_mean and step.mean_ is not None:  # the mean is there even where it is not used
+    if step.with_mean and step.mean_ is not None:  # the mean exists even if it is not used
         b = b - w @ step.mean_
     return w, b

@@ -1,9 +1,9 @@
-"""Sparse autoencoders as packs: encoder rows become linear lenses, decoder rows steering vectors.
+"""Read sparse autoencoders as packs: encoder rows become linear lenses, decoder rows steering vectors.
 
-Read is the format of SAELens: a directory with `cfg.json` and `sae_weights.safetensors` (`W_enc [d, f]`, `b_enc`,
+The format is that of SAELens: a directory with `cfg.json` and `sae_weights.safetensors` (`W_enc [d, f]`, `b_enc`,
 `W_dec [f, d]`, `b_dec`, and `threshold` or `log_threshold`). Architectures: `standard` (ReLU), `jumprelu` (a threshold
-per feature; below 0 it counts as 0), `topk`. A bias that is subtracted from the input (`apply_b_dec_to_input`, which
-SAELens assumes where a config is silent) is folded into the encoder's, decoder norms that a topk rescales by into
+per feature; below 0 it counts as 0), `topk`. A bias that is subtracted from the input (`apply_b_dec_to_input`, on by
+default as in SAELens) is folded into the encoder's, and the decoder norms of `rescale_acts_by_decoder_norm` into both
 encoder and decoder. Other architectures, activations and normalisations of the input are refused by name.
 """
 
@@ -34,7 +34,7 @@ _SITES: dict[str, Site] = {
 
 
 def load_sae(path: str | Path, *, model: str | None = None, layer: int | None = None, site: Site | None = None) -> Pack:
-    """Read a directory of SAELens. Model, layer and site come from its config unless they are given."""
+    """Read a directory of SAELens. Model, layer and site are those of its config unless given."""
     path = Path(path)
     with reading(path / "cfg.json", "config of an SAE"):
         config = dict(json.loads((path / "cfg.json").read_bytes()))
@@ -60,7 +60,7 @@ def load_sae(path: str | Path, *, model: str | None = None, layer: int | None = 
 
 
 def _architecture(config: Mapping) -> str:
-    """Old configs call a standard SAE with a topk activation "standard"."""
+    """Return the architecture. Old configs call an SAE with a topk activation "standard"."""
     name = str(config.get("architecture", "standard"))
     activation = str(config.get("activation_fn") or config.get("activation_fn_str") or "relu")
     return "topk" if activation == "topk" else name
@@ -136,7 +136,7 @@ def _pack(path: Path, config: Mapping, weights: Mapping[str, Tensor], model: str
 
 
 def feature(pack: Pack, i: int | str) -> SteeringVector:
-    """What a feature writes: its row of the decoder, at the layer and site the lenses read."""
+    """Return a feature's row of the decoder, at the layer and site that the lenses read."""
     if "decoder" not in pack.tensors:
         raise InvalidRequest([Problem("pack", "has no decoder", "only packs made of an SAE can steer")])
     place = pack.index(i) if isinstance(i, str) else i

@@ -18,7 +18,7 @@ from steerscope.engines.plan import CapturePlan, Facts, Plan
 from steerscope.engines.vllm.settings import Settings
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch
 from steerscope.lenses.compile import MOST_RULES
-from steerscope.lenses.monitor import SeenOnHost, WatchPlan
+from steerscope.lenses.monitor import HostStepReadings, WatchPlan
 from steerscope.specs.errors import CapacityExceeded, RequestFailed
 
 _KEPT = 256
@@ -158,7 +158,7 @@ class Claim:
         """Readings that are there."""
         return 0 if self.region is None else self.region.counters[READ]
 
-    def readings(self, start: int, stop: int) -> SeenOnHost:
+    def readings(self, start: int, stop: int) -> HostStepReadings:
         """Those numbers, in memory of their own."""
         watch, region = self.watch, self.region
         assert watch is not None
@@ -168,9 +168,9 @@ class Claim:
         words = words.reshape(-1, watch.words).copy()
         values, indices = words[:, :k].view(np.float32), words[:, k : 2 * k].astype(np.int64)
         if not watch.compiled.rules:
-            return SeenOnHost(values, indices, None, None, None)
+            return HostStepReadings(values, indices, None, None, None)
         on, off = ((words[:, 2 * k + i, None] >> np.arange(MOST_RULES) & 1).astype(bool) for i in range(2))
-        return SeenOnHost(values, indices, words[:, 2 * k + 2 :].view(np.float32), on, off)
+        return HostStepReadings(values, indices, words[:, 2 * k + 2 :].view(np.float32), on, off)
 
     def arrived(self) -> int:
         """Rows that every stage of the capture has written."""

@@ -19,7 +19,7 @@ from steerscope.engines.vllm.cuda.streams import Here, aside
 from steerscope.engines.vllm.worker.delivery import Delivery
 from steerscope.engines.vllm.worker.requests import Asker
 from steerscope.lenses.graph_pool import GraphPool
-from steerscope.lenses.monitor import Monitor, Seen
+from steerscope.lenses.monitor import Monitor, StepReadings
 from steerscope.lenses.reader import Reader
 
 # Columns of a sheet. BASE and COUNTER are addresses in the client's memory, 0 where nothing is written; TERMS is −1
@@ -76,7 +76,7 @@ def _count(
     tl.store(mine + POSITION, tl.load(mine + POSITION) + 1)
 
 
-def tell(sheet: Tensor, seen: Seen) -> None:
+def tell(sheet: Tensor, seen: StepReadings) -> None:
     """Write the readings of all lines, then (kernels write in their order) how many there are."""
     ruled = seen.scores is not None and seen.on is not None and seen.off is not None
     scores = seen.scores if seen.scores is not None else seen.values
@@ -244,7 +244,7 @@ class Readout:
         pool.add(graph)
         lane.graph = graph
 
-    def _look(self, kind: Kind, rows: Tensor, lines: Tensor) -> Seen:
+    def _look(self, kind: Kind, rows: Tensor, lines: Tensor) -> StepReadings:
         slot = lines[:, SLOT] if kind.ruled else None
         view = lines[:, VIEW] if kind.viewed else None
         return self.monitor.look(kind.reader, rows, kind.top_k, slot, lines[:, POSITION], view)

@@ -20,7 +20,7 @@ from steerscope.engines.vllm.wire import Wire, WireCapture
 from steerscope.engines.vllm.worker.pool import Pool
 from steerscope.engines.vllm.worker.reductions import make_reductions
 from steerscope.engines.vllm.worker.requests import Asker, Slice
-from steerscope.lenses.monitor import SeenOnHost
+from steerscope.lenses.monitor import HostStepReadings
 
 log = logging.getLogger("steerscope")
 
@@ -185,7 +185,7 @@ class Delivery:
 
     # --- readings
 
-    def tell(self, asker: Asker, seen: SeenOnHost, start: int, first: int, count: int) -> None:
+    def tell(self, asker: Asker, seen: HostStepReadings, start: int, first: int, count: int) -> None:
         """Readings of a request, from position `first` on. Those of rows that came again are there already, and rows
         beyond the longest text are nobody's."""
         watch, watched = asker.wire.watch, asker.watched

@@ -23,7 +23,7 @@ from steerscope.engines.vllm.worker.delivery import Delivery
 from steerscope.engines.vllm.worker.packs import WorkerPacks
 from steerscope.engines.vllm.worker.requests import Asker, Looks, Watched
 from steerscope.engines.vllm.worker.tap import WATCHED
-from steerscope.lenses.monitor import Monitor, SeenOnHost, WatchPlan
+from steerscope.lenses.monitor import HostStepReadings, Monitor, WatchPlan
 from steerscope.lenses.reader import Reader
 from steerscope.specs.errors import RequestFailed
 from steerscope.specs.watch import Watch
@@ -186,7 +186,9 @@ class Watching:
             start += count
 
 
-def _remember(watched: Watched, watch: WireWatch | None, seen: SeenOnHost, start: int, first: int, count: int) -> None:
+def _remember(
+    watched: Watched, watch: WireWatch | None, seen: HostStepReadings, start: int, first: int, count: int
+) -> None:
     """Record on which rows gates were switched: rows that are computed again must be steered as they were."""
     assert watch is not None
     if seen.on is None or seen.off is None:
