@@ -42,15 +42,19 @@ def mlp(result: Result) -> Mapping[str, str]:
     }
 
 
+def given(drawn: str) -> str:
+    """Return what a plot of z against vectors that were given says."""
+    return (
+        "<p>The same z, not against random directions but against vectors that were given and their opposites. Where "
+        "those were made of similar data, they have the spread of activations, and what still stands out is more than "
+        f"that.</p>{drawn}"
+    )
+
+
 def _given(result: Result, heading: str, figure: Callable[[Result, str], go.Figure], z: str) -> Mapping[str, str]:
     if not result.about.get("against"):
         return {}
-    said = (
-        "<p>The same z, not against random directions but against vectors that were given and their opposites. Where "
-        "those were made of similar data, they know how activations are spread, and what still stands out is more than "
-        "that.</p>"
-    )
-    return {f"{heading}, against the vectors given": said + div(figure(result, z), f"plot-{result.kind}-against")}
+    return {f"{heading}, against the vectors given": given(div(figure(result, z), f"plot-{result.kind}-against"))}
 
 
 def attention(result: Result) -> Mapping[str, str]:

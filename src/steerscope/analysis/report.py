@@ -6,7 +6,7 @@ from operator import itemgetter
 from typing import cast
 
 from steerscope.analysis import plots
-from steerscope.analysis.layer_report import attention, mlp
+from steerscope.analysis.layer_report import attention, given, mlp
 from steerscope.analysis.results import Result
 from steerscope.report.page import div, page, table
 
@@ -65,7 +65,7 @@ def projections(result: Result) -> Sections:
 def susceptibility(result: Result) -> Sections:
     best = strongest(result)
     against = "against_z" in best[0]
-    given = [("z, given vectors", "+.1f")] if against else []
+    more = [("z, given vectors", "+.1f")] if against else []
     head = ("direction", "layer", "matrix", "", ("alignment", ".3f"), ("× chance", ".1f"), ("z", "+.1f"), ("p", ".3f"))
     place = itemgetter("direction", "layer", "matrix", "side")
     rows = [
@@ -88,17 +88,14 @@ def susceptibility(result: Result) -> Sections:
         "How much each matrix changed": "<p>Length of the change over the length of the weights. The embedding stands "
         f"at the first layer, the head at the last.</p>{div(plots.change_figure(result), 'plot-change')}",
         "Along which directions": said
-        + table((*sides_head, *(("median z, given vectors", form) for _, form in given)), sides)
-        + f"{table((*head, *given), rows)}{div(plots.susceptibility_figure(result), 'plot-cells')}",
+        + table((*sides_head, *(("median z, given vectors", form) for _, form in more)), sides)
+        + f"{table((*head, *more), rows)}{div(plots.susceptibility_figure(result), 'plot-cells')}",
         "Over layers": "<p>All matrices of a layer together. Grey: |z| below 3. Large dots: peaks.</p>"
         + div(plots.profile_figure(result), "plot-profile"),
     }
     if against:
-        found["Against the vectors given for that"] = (
-            "<p>The same z, not against random directions but against vectors that were given. Where those were made "
-            "of similar data, they know how activations are spread, and what still stands out is more than that.</p>"
-            + div(plots.susceptibility_figure(result, "against_z"), "plot-against")
-        )
+        drawn = div(plots.susceptibility_figure(result, "against_z"), "plot-against")
+        found["Against the vectors given for that"] = given(drawn)
     return found
 
 

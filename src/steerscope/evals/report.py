@@ -55,11 +55,13 @@ def _dataset_sections(
         "as it is, and told to be so.</p>"
     )
     found = {f"{dataset}: {main}": about + div(curve_figure(of[main], main, run), f"{key}-main")}
-    others = [name for name in names if name != main]
-    if others:
-        varied = [name for name in others if len({one["mean"] for one in of[name]}) > 1]
+    varied = [name for name in of if name != main and len({one["mean"] for one in of[name]}) > 1]
+    if varied:
         plots = (div(curve_figure(of[name], name, run, 300), f"{key}-{i}") for i, name in enumerate(varied))
-        found[f"{dataset}: other scores"] = f'<div class="grid">{"".join(plots)}</div>'
+        # The first plot is drawn before the others are there: its column must have its width by then.
+        columns = "auto-fill" if len(varied) > 1 else "auto-fit"
+        grid = f"grid-template-columns: repeat({columns}, minmax(420px, 1fr))"
+        found[f"{dataset}: other scores"] = f'<div class="grid" style="{grid}">{"".join(plots)}</div>'
     if "perplexity" in names and main != "perplexity":
         said = "<p>What a score costs: upwards is more of it, to the right is stranger text to the unsteered model.</p>"
         costs = div(frontier_figure(of[main], of["perplexity"], main), f"{key}-frontier")
@@ -121,7 +123,8 @@ def _add_series(figure: go.Figure, points: Sequence[Entry], name: str, colour: s
     hover = f"{label(name)} %{{x:g}}<br>%{{y:.3g}} (%{{customdata}})"
     intervals = [interval_of(one) for one in points]
     at, means = [one["at"] for one in points], [one["mean"] for one in points]
-    add_line(figure, at, means, name, colour, hover=hover, customdata=intervals)
+    marker = {"size": 8, "color": colour}
+    add_line(figure, at, means, name, colour, hover=hover, customdata=intervals, marker=marker)
 
 
 def interval_of(one: Entry) -> str:
