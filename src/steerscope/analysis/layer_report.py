@@ -42,19 +42,19 @@ def mlp(result: Result) -> Mapping[str, str]:
     }
 
 
-def given(drawn: str) -> str:
-    """Return what a plot of z against vectors that were given says."""
+def given(vectors: str, drawn: str) -> str:
+    """Return a plot of z against vectors that were given, and what it says."""
     return (
-        "<p>The same z, not against random directions but against vectors that were given and their opposites. Where "
-        "those were made of similar data, they have the spread of activations, and what still stands out is more than "
-        f"that.</p>{drawn}"
+        f"<p>The same z, not against random directions but against {vectors}. Where those were made of similar data, "
+        f"they share the spread of activations, and what still stands out is more than that.</p>{drawn}"
     )
 
 
 def _given(result: Result, heading: str, figure: Callable[[Result, str], go.Figure], z: str) -> Mapping[str, str]:
     if not result.about.get("against"):
         return {}
-    return {f"{heading}, against the vectors given": given(div(figure(result, z), f"plot-{result.kind}-against"))}
+    drawn = div(figure(result, z), f"plot-{result.kind}-against")
+    return {f"{heading}, against the vectors given": given("vectors that were given and their opposites", drawn)}
 
 
 def attention(result: Result) -> Mapping[str, str]:

@@ -95,7 +95,7 @@ def susceptibility(result: Result) -> Sections:
     }
     if against:
         drawn = div(plots.susceptibility_figure(result, "against_z"), "plot-against")
-        found["Against the vectors given for that"] = given(drawn)
+        found["Against the vectors given for that"] = given("vectors that were given", drawn)
     return found
 
 
