@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bench.gpu.paired import CELLS, GOALS
-from steerscope.analysis.svg import HEIGHT, NEUTRAL, POSITIVE, WIDTH, Axes, drawing
 from steerscope.bench.workload import steers
+from steerscope.report.colours import NEUTRAL, POSITIVE
+from steerscope.report.svg import HEIGHT, WIDTH, Axes, drawing
 
 _MAIN = "speed-qwen2.5-3b.json"  # the run that has goals
 _AGAIN = "speed-qwen2.5-3b-again-32x512-128.json"  # some of its lines by a later version, which proves that ops act

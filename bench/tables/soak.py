@@ -6,7 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from steerscope.analysis.svg import HEIGHT, INK, NEUTRAL, POSITIVE, WIDTH, Axes, drawing, text
+from steerscope.report.colours import INK, NEUTRAL, POSITIVE
+from steerscope.report.svg import HEIGHT, WIDTH, Axes, drawing, text
 
 _NAMES = {
     "memory_mib": "memory, MiB",

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from steerscope.analysis.svg import HEIGHT, INK, NEUTRAL, POSITIVE, WIDTH, Axes, drawing, text
+from steerscope.report.colours import INK, NEUTRAL, POSITIVE
+from steerscope.report.svg import HEIGHT, WIDTH, Axes, drawing, text
 
 
 def study(results: Path) -> str:

@@ -6,8 +6,10 @@ import numpy as np
 import plotly.graph_objects as go
 
 from steerscope.analysis.compare import TOGETHER, Comparison
-from steerscope.analysis.plots import heat_figure, lines_figure
-from steerscope.lenses.report import div, page, styled, table
+from steerscope.analysis.plots import layer_name
+from steerscope.report.colours import Colours
+from steerscope.report.page import div, page, table
+from steerscope.report.plots import heat_figure, lines_figure
 from steerscope.vectors.files import SUFFIXES
 
 
@@ -30,7 +32,7 @@ def comparison_page(found: Comparison) -> str:
 
 
 def _short(names: tuple[str, ...]) -> list[str]:
-    """Names without the folder that all share and without suffixes, as long as they stay apart."""
+    """Return names without the folder that all share and without suffixes, where they stay distinct."""
     paths = [Path(name) for name in names]
     parts = [(path.with_suffix("") if path.suffix.lower() in SUFFIXES else path).parts for path in paths]
     common = 0
@@ -50,23 +52,17 @@ def cosine_figure(found: Comparison, names: list[str]) -> go.Figure:
         views |= {f"layer {layer}": view for layer, view in zip(found.layers, found.cosine, strict=True)}
     grids = {title: view[order][:, order] for title, view in views.items()}
     labels = [names[i] for i in order]
-    figure = heat_figure(grids, labels, labels, across="with", hover="%{z:+.4f}", limit=1.0)
-    figure.update_traces(texttemplate="%{z:.2f}" if size <= 14 else None)
-    room = 30 + 7 * max(map(len, labels))
-    styled(figure, max(320, 120 + room + 30 * size), margin={"l": room, "r": 8, "t": 60, "b": room})
-    return figure.update_xaxes(tickangle=-45)
+    colours, hover = Colours(1.0), "%{z:+.4f}"
+    figure = heat_figure(grids, labels, labels, across="with", hover=hover, colours=colours, slant=-45)
+    return figure.update_traces(texttemplate="%{z:.2f}" if size <= 14 else None)
 
 
 def norm_figure(found: Comparison, names: list[str]) -> go.Figure:
     lines = {}
     for i, name in enumerate(names):
         there = np.flatnonzero(~np.isnan(found.norms[:, i]))
-        lines[name] = [_layer(found.layers[k]) for k in there], found.norms[there, i]
+        lines[name] = [layer_name(found.layers[k]) for k in there], found.norms[there, i]
     return lines_figure(lines, across="layer", up="norm").update_yaxes(type="log", dtick=1)
-
-
-def _layer(layer: int | None) -> int | str:
-    return "shared" if layer is None else layer
 
 
 def _clusters(found: Comparison, names: list[str]) -> str:
@@ -74,7 +70,7 @@ def _clusters(found: Comparison, names: list[str]) -> str:
     for i in found.order:
         groups.setdefault(found.clusters[i], []).append(names[i])
     said = f"<p>Vectors whose mean cosine is at least {TOGETHER:g} on average are put together.</p>"
-    return said + table(("cluster", "vectors"), [(str(number), ", ".join(group)) for number, group in groups.items()])
+    return said + table(("cluster", "vectors"), [(number, ", ".join(group)) for number, group in groups.items()])
 
 
 def _agree(found: Comparison, names: list[str]) -> str:
@@ -82,14 +78,8 @@ def _agree(found: Comparison, names: list[str]) -> str:
         return "<p>No learned vector has an averaged one of the same name beside it.</p>"
     short = dict(zip(found.names, names, strict=True))
     rows = [
-        (
-            short[one.learned],
-            short[one.averaged],
-            str(_layer(one.layer)),
-            f"{one.cosine:+.4f}",
-            f"{one.rank} of {one.of}",
-        )
+        (short[one.learned], short[one.averaged], layer_name(one.layer), one.cosine, f"{one.rank} of {one.of}")
         for one in found.agreement
     ]
     said = "<p>Rank 1: of all averaged vectors none is nearer to the learned one than that of the same name.</p>"
-    return said + table(("learned", "averaged", "layer", "cosine", "rank"), rows)
+    return said + table(("learned", "averaged", "layer", ("cosine", "+.4f"), "rank"), rows)

@@ -8,9 +8,9 @@ import pyarrow as pa
 
 from steerscope.analysis.attention_tables import ALL
 from steerscope.analysis.layerwise import grid, where
-from steerscope.analysis.plots import column, heat_figure, lines_figure, pivot
+from steerscope.analysis.plots import column, pivot
 from steerscope.analysis.results import Result
-from steerscope.lenses.report import styled
+from steerscope.report.plots import heat_figure, lines_figure
 
 MOST_SHOWN = 24  # directions in a heat map: those that are most extreme somewhere
 
@@ -41,7 +41,7 @@ def profile_figure(result: Result, measure: str) -> go.Figure:
 
 def pairs_figure(result: Result, z: str, most: int | None = None) -> go.Figure:
     """z of every pair, all heads together, one layer at a time: the one with the most extreme pair first, then the
-    others in turn; with `most`, so many layers, the most extreme ones first."""
+    others in turn. With `most`, only that number of layers, the most extreme ones first."""
     table = result.tables["pairs"]
     layers = list(dict.fromkeys(column(table, "layer").tolist()))
     names, _, _ = pivot(where(table, "layer", layers[0]), "query", "key", z)
@@ -51,10 +51,7 @@ def pairs_figure(result: Result, z: str, most: int | None = None) -> go.Figure:
     order = extreme[:most] if most else [extreme[0], *sorted(extreme[1:])]
     grids = {f"layer {layers[i]}": cube[i][np.ix_(kept, kept)] for i in order}
     labels = [names[i] for i in kept]
-    figure = heat_figure(grids, labels, labels, across="looked at", hover="z %{z:+.1f}")
-    room = 24 + 7 * max(map(len, labels))
-    styled(figure, 130 + room + 24 * len(labels), margin={"l": room, "r": 8, "t": 56, "b": 20 + room})
-    return figure.update_xaxes(tickangle=-45)
+    return heat_figure(grids, labels, labels, across="looked at", hover="z %{z:+.1f}", slant=-45)
 
 
 def heads_figure(result: Result) -> go.Figure:

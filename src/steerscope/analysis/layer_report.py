@@ -1,6 +1,7 @@
 """Sections of the page about MLPs and attention."""
 
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import cast
 
 import numpy as np
@@ -9,7 +10,7 @@ import plotly.graph_objects as go
 from steerscope.analysis import layer_plots as plots
 from steerscope.analysis.layerwise import where
 from steerscope.analysis.results import Result
-from steerscope.lenses.report import div, table
+from steerscope.report.page import div, table
 
 _SHOWN = 10
 _LEVEL = 0.05  # of p
@@ -41,15 +42,19 @@ def mlp(result: Result) -> Mapping[str, str]:
     }
 
 
+def given(vectors: str, drawn: str) -> str:
+    """Return a plot of z against vectors that were given, and what it says."""
+    return (
+        f"<p>The same z, not against random directions but against {vectors}. Where those were made of similar data, "
+        f"they share the spread of activations, and what still stands out is more than that.</p>{drawn}"
+    )
+
+
 def _given(result: Result, heading: str, figure: Callable[[Result, str], go.Figure], z: str) -> Mapping[str, str]:
     if not result.about.get("against"):
         return {}
-    said = (
-        "<p>The same z, not against random directions but against vectors that were given and their opposites. Where "
-        "those were made of similar data, they know how activations are spread, and what still stands out is more than "
-        "that.</p>"
-    )
-    return {f"{heading}, against the vectors given": said + div(figure(result, z), f"plot-{result.kind}-against")}
+    drawn = div(figure(result, z), f"plot-{result.kind}-against")
+    return {f"{heading}, against the vectors given": given("vectors that were given and their opposites", drawn)}
 
 
 def attention(result: Result) -> Mapping[str, str]:
@@ -88,12 +93,9 @@ def _passed(result: Result, what: str) -> Mapping[str, str]:
     ranked = result.tables["ranking"]
     measure = ranked["measure"][0].as_py()
     rows = where(ranked, "measure", measure).slice(0, _SHOWN).to_pylist()
-    listed = [
-        (str(r["rank"]), r["name"], r["group"], *(f"{r[k]:.3g}" for k in ("mean", "std", "max")), str(r["max_layer"]))
-        for r in rows
-    ]
     ranks = f"<p>By the mean over layers of: {_MEASURES[measure]}.</p>"
-    ranks += table(("rank", "direction", "group", "mean", "std", "max", "at layer"), listed)
+    head = ("rank", "direction", "group", ("mean", ".3g"), ("std", ".3g"), ("max", ".3g"), "at layer")
+    ranks += table(head, map(itemgetter("rank", "name", "group", "mean", "std", "max", "max_layer"), rows))
     sections = {
         f"{what[:1].upper()}{what[1:]} over layers{' between the checkpoints' if tuned else ''}": said + drawn,
         f"Directions by what {what} do": ranks + _groups(result),
@@ -134,10 +136,8 @@ def self_significance(result: Result) -> str:
 def _top(result: Result, by: str) -> str:
     value = "affinity" if by == "z" else "change"
     rows = where(result.tables["top"], "by", by).slice(0, _SHOWN).to_pylist()
-    listed = [
-        (str(r["layer"]), str(r["head"]), r["query"], r["key"], f"{r[value]:+.2f}", f"{r[by]:+.1f}") for r in rows
-    ]
-    return table(("layer", "head", "looks", "at", value, "z"), listed)
+    head = ("layer", "head", "looks", "at", (value, "+.2f"), ("z", "+.1f"))
+    return table(head, map(itemgetter("layer", "head", "query", "key", value, by), rows))
 
 
 def _groups(result: Result) -> str:
@@ -148,19 +148,10 @@ def _groups(result: Result) -> str:
         f"<p>Groups compared by the means of their directions, the smallest p of {len(tests)} tests first (Welch's "
         "t-test, p corrected by Holm for all of them):</p>"
     )
-    listed = [
-        (
-            _MEASURES[t["measure"]],
-            t["a"],
-            f"{t['mean_a']:.3g}",
-            t["b"],
-            f"{t['mean_b']:.3g}",
-            f"{t['t']:+.2f}",
-            f"{t['p']:.3g}",
-        )
-        for t in sorted(tests, key=lambda test: test["p"])[:_SHOWN]
-    ]
-    return said + table(("measure", "group", "mean", "group", "mean", "t", "p"), listed)
+    smallest = sorted(tests, key=itemgetter("p"))[:_SHOWN]
+    head = ("measure", "group", ("mean", ".3g"), "group", ("mean", ".3g"), ("t", "+.2f"), ("p", ".3g"))
+    values = map(itemgetter("a", "mean_a", "b", "mean_b", "t", "p"), smallest)
+    return said + table(head, [(_MEASURES[t["measure"]], *row) for t, row in zip(smallest, values, strict=True)])
 
 
 def _components(result: Result) -> str:

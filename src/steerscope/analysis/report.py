@@ -2,12 +2,13 @@
 
 import statistics
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import cast
 
 from steerscope.analysis import plots
-from steerscope.analysis.layer_report import attention, mlp
+from steerscope.analysis.layer_report import attention, given, mlp
 from steerscope.analysis.results import Result
-from steerscope.lenses.report import div, page, table
+from steerscope.report.page import div, page, table
 
 Sections = Mapping[str, str]
 _SHOWN, _LEVEL = 3, 0.05  # cells of a direction; of p
@@ -26,19 +27,15 @@ def analysis_page(results: Mapping[str, Result]) -> str:
 def directions(result: Result) -> Sections:
     rows = extremes(result)
     layer = rows[0]["layer"] if rows else None
-    listed = [
-        (str(row["component"]), f"{row['variance']:.1%}", f"{row['chance_high']:.1%}", row["lowest"], row["highest"])
-        for row in rows
-    ]
+    head = ("component", ("share", ".1%"), ("chance", ".1%"), "lowest", "highest")
+    listed = map(itemgetter("component", "variance", "chance_high", "lowest", "highest"), rows)
     where = "" if layer is None else f" at layer {layer}"
     return {
         "Components": "<p>How much of the spread of the vectors each principal component holds. Dotted: what the first "
         "component of random sets of the same lengths reaches (95 % of them stay below). A component near that line "
         f"means nothing.</p>{div(plots.variance_figure(result), 'plot-variance')}",
         f"Who lies at the ends{where}": "<p>The vectors with the lowest and the highest scores, the outermost first. "
-        "Signs agree from layer to layer.</p>"
-        + table(("component", "share", "chance", "lowest", "highest"), listed)
-        + div(plots.plane_figure(result), "plot-plane"),
+        "Signs agree from layer to layer.</p>" + table(head, listed) + div(plots.plane_figure(result), "plot-plane"),
     }
 
 
@@ -68,42 +65,18 @@ def projections(result: Result) -> Sections:
 def susceptibility(result: Result) -> Sections:
     best = strongest(result)
     against = "against_z" in best[0]
-    head = (
-        "direction",
-        "layer",
-        "matrix",
-        "",
-        "alignment",
-        "× chance",
-        "z",
-        "p",
-        *(["z, given vectors"] if against else []),
-    )
+    more = [("z, given vectors", "+.1f")] if against else []
+    head = ("direction", "layer", "matrix", "", ("alignment", ".3f"), ("× chance", ".1f"), ("z", "+.1f"), ("p", ".3f"))
+    place = itemgetter("direction", "layer", "matrix", "side")
     rows = [
-        (
-            row["direction"],
-            str(row["layer"]),
-            row["matrix"],
-            row["side"],
-            f"{row['alignment']:.3f}",
-            f"{row['alignment'] / row['chance']:.1f}",
-            f"{row['z']:+.1f}",
-            f"{row['p']:.3f}",
-            *([f"{row['against_z']:+.1f}"] if against else []),
-        )
+        (*place(row), row["alignment"], row["alignment"] / row["chance"], row["z"], row["p"], row.get("against_z"))
         for row in best
     ]
+    sides_head = ("direction", "", "p ≤ 0.05", ("median z", "+.1f"))
     sides = [
-        (
-            row["direction"],
-            row["side"],
-            f"{row['significant']} of {row['matrices']}",
-            f"{row['z']:+.1f}",
-            *([f"{row['against_z']:+.1f}"] if against else []),
-        )
+        (row["direction"], row["side"], f"{row['significant']} of {row['matrices']}", row["z"], row.get("against_z"))
         for row in by_side(result)
     ]
-    sides_head = ("direction", "", "p ≤ 0.05", "median z", *(["median z, given vectors"] if against else []))
     said = (
         "<p>Alignment is the part of a matrix's change that lies along a direction (1: all of it), z says how far that "
         "is from what random directions give, in their standard deviations. p is the chance that a random direction "
@@ -115,17 +88,14 @@ def susceptibility(result: Result) -> Sections:
         "How much each matrix changed": "<p>Length of the change over the length of the weights. The embedding stands "
         f"at the first layer, the head at the last.</p>{div(plots.change_figure(result), 'plot-change')}",
         "Along which directions": said
-        + table(sides_head, sides)
-        + f"<br>{table(head, rows)}{div(plots.susceptibility_figure(result), 'plot-cells')}",
+        + table((*sides_head, *(("median z, given vectors", form) for _, form in more)), sides)
+        + f"{table((*head, *more), rows)}{div(plots.susceptibility_figure(result), 'plot-cells')}",
         "Over layers": "<p>All matrices of a layer together. Grey: |z| below 3. Large dots: peaks.</p>"
         + div(plots.profile_figure(result), "plot-profile"),
     }
     if against:
-        found["Against the vectors given for that"] = (
-            "<p>The same z, not against random directions but against vectors that were given. Where those were made "
-            "of similar data, they know how activations are spread, and what still stands out is more than that.</p>"
-            + div(plots.susceptibility_figure(result, "against_z"), "plot-against")
-        )
+        drawn = div(plots.susceptibility_figure(result, "against_z"), "plot-against")
+        found["Against the vectors given for that"] = given("vectors that were given", drawn)
     return found
 
 

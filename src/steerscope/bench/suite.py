@@ -134,32 +134,43 @@ def ladder(cells: dict[str, Any]) -> list[str]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """One table per engine: what each cell costs against the baseline."""
-    work, layers = result["workload"], result["workload"]["layers"]
+    """Return one table per engine: what each cell costs against the baseline."""
     blocks = []
-    for engine, found in result["engines"].items():
-        name = "bare `model.generate`" if engine == "hf" else "stock vLLM, no plugin"
-        lines = [f"| {engine}, fresh process per cell | median s | × {name} | drift | fetch GB/s |"]
-        lines.append("|---|---|---|---|---|")
-        for cell, one in found["cells"].items():
-            told = one["fetch_gb_per_s"] and one["verified"]["bytes"] >= _MUCH
-            fetch = f"{one['fetch_gb_per_s']:.2f}" if told else ""
-            ratio = f"{one['ratio']:.3f}" if one["ratio"] else ""
-            title = f"capture {one['captured_layers']} of {layers} layers" if one["captured_layers"] else cell
-            lines.append(f"| {title} | {one['median']:.3f} | {ratio} | {100 * one['drift']:+.1f} % | {fetch} |")
-        if "fit" in found and found["cells"]["zero-layer"]["median"]:
-            slope, zero = found["fit"]["s_per_layer"], found["cells"]["zero-layer"]["median"]
-            lines += ["", f"A captured layer costs {1e3 * slope:.2f} ms of a round, {100 * slope / zero:+.2f} %."]
-        if STREAM in found:
-            first, speed = found[STREAM]["first_token_s"]["median"], found[STREAM]["tokens_per_s"]["median"]
-            lines += [f"As streams: first token after {1e3 * first:.0f} ms, {speed:.0f} tokens/s in all."]
-        blocks.append("\n".join(lines))
-    blocks.append(
-        f"{work['model']} shape {layers}×{work['hidden']}, batch {work['batch']}, {work['prefill']} + {_made(work)} "
-        f"tokens{', eager' if work['eager'] else ''}; {work['repeats']} repeats of {work['iterations']} rounds; "
-        + _where(result)
-    )
-    return "\n\n".join(blocks)
+    for engine in result["engines"]:
+        head, rows, notes = engine_table(result, engine)
+        lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
+        lines.insert(1, "|---" * len(head) + "|")
+        blocks.append("\n".join([*lines, "", *notes] if notes else lines))
+    return "\n\n".join([*blocks, workload(result)])
+
+
+def engine_table(result: dict[str, Any], engine: str) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
+    """Return the head and the rows of an engine's table, and sentences below it."""
+    found, layers = result["engines"][engine], result["workload"]["layers"]
+    name = "bare `model.generate`" if engine == "hf" else "stock vLLM, no plugin"
+    head = (f"{engine}, fresh process per cell", "median s", f"× {name}", "drift", "fetch GB/s")
+    rows, notes = [], []
+    for cell, one in found["cells"].items():
+        enough = one["fetch_gb_per_s"] and one["verified"]["bytes"] >= _MUCH
+        fetch = f"{one['fetch_gb_per_s']:.2f}" if enough else ""
+        ratio = f"{one['ratio']:.3f}" if one["ratio"] else ""
+        title = f"capture {one['captured_layers']} of {layers} layers" if one["captured_layers"] else cell
+        rows.append((title, f"{one['median']:.3f}", ratio, f"{100 * one['drift']:+.1f} %", fetch))
+    if "fit" in found and found["cells"]["zero-layer"]["median"]:
+        slope, zero = found["fit"]["s_per_layer"], found["cells"]["zero-layer"]["median"]
+        notes += [f"A captured layer costs {1e3 * slope:.2f} ms of a round, {100 * slope / zero:+.2f} %."]
+    if STREAM in found:
+        first, speed = found[STREAM]["first_token_s"]["median"], found[STREAM]["tokens_per_s"]["median"]
+        notes += [f"As streams: first token after {1e3 * first:.0f} ms, {speed:.0f} tokens/s in all."]
+    return head, rows, notes
+
+
+def workload(result: dict[str, Any]) -> str:
+    """Return a sentence about model, batch and machine."""
+    work = result["workload"]
+    shape = f"{work['model']} shape {work['layers']}×{work['hidden']}, batch {work['batch']}"
+    tokens = f"{work['prefill']} + {_made(work)} tokens{', eager' if work['eager'] else ''}"
+    return f"{shape}, {tokens}; {work['repeats']} repeats of {work['iterations']} rounds; {_where(result)}"
 
 
 def _made(work: dict[str, Any]) -> str:

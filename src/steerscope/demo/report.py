@@ -1,23 +1,24 @@
 """Results → one self-contained HTML page. Everything that a model or a user wrote is escaped on its way in."""
 
-from html import escape
+from collections.abc import Sequence
 from importlib import resources
-from string import Template
-
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
 from steerscope.demo import plots
 from steerscope.demo.results import Answer, Results
-from steerscope.lenses.report import DIVERGING
+from steerscope.report.colours import DIVERGING
+from steerscope.report.page import Html, div, document, fill
 
-_CONFIG: dict[str, object] = {"displayModeBar": False, "responsive": True, "scrollZoom": False}
+_CARD = """<article class="card" style="border-top-color:{colour}">
+<header><b style="color:{colour}">{name}</b><code>{op}</code></header><p>{text}</p>
+<footer><span>projection<b>{answer.projection:+.3f}</b></span><span>perplexity<b>{answer.perplexity:.1f}</b></span></footer>
+</article>"""
 
 
 def html_report(results: Results) -> str:
-    """The whole page, plotly.js included once."""
+    """Return the whole page, plotly.js included once."""
     template = (resources.files("steerscope.demo") / "report.html").read_text(encoding="utf-8")
-    return Template(template).substitute(_texts(results), **_plots(results), plotlyjs=get_plotlyjs())
+    title = f"steerscope demo: {results.positive} and {results.negative} in {results.model}"
+    return document(title, fill(template, **_values(results), **_plots(results)))
 
 
 def telling_lines(results: Results) -> list[str]:
@@ -35,32 +36,32 @@ def telling_lines(results: Results) -> list[str]:
     ]
 
 
-def _plots(results: Results) -> dict[str, str]:
-    heats = "".join(
-        f'<h3 style="color:{plots.colour(results, heat.condition)}">{escape(_title(heat.condition))}</h3>'
-        f'<div class="wide"><div style="min-width:{max(720, 19 * len(heat.tokens))}px">'
-        f"{_div(plots.heat_figure(results, heat), f'plot-heat-{i}')}</div></div>"
+def _plots(results: Results) -> dict[str, Html]:
+    heats = [
+        _titled(results, heat.condition, div(plots.heat_figure(results, heat), f"plot-heat-{i}", _width(heat.tokens)))
         for i, heat in enumerate(results.heat)
-    )
-    lenses = "".join(
-        f'<h3 style="color:{plots.colour(results, found.condition)}">{escape(_title(found.condition))}</h3>'
-        f'<div class="wide"><div style="min-width:{max(720, 120 + 19 * len(found.tokens))}px">'
-        f"{_div(plots.lens_figure(found), f'plot-lens-{i}')}</div></div>"
-        for i, found in enumerate(results.lenses.maps)
-    )
+    ]
+    lenses = [
+        _titled(results, one.condition, div(plots.lens_figure(one), f"plot-lens-{i}", 120 + _width(one.tokens)))
+        for i, one in enumerate(results.lenses.maps)
+    ]
     return {
-        "heat_plots": heats,
-        "lens_plots": lenses,
-        "dose_plot": _div(plots.dose_figure(results), "plot-dose"),
-        "control_plot": _div(plots.control_figure(results), "plot-control"),
-        "layers_plot": _div(plots.layers_figure(results), "plot-layers"),
-        "plane_plot": _div(plots.plane_figure(results), "plot-pca"),
+        "heat_plots": Html("".join(heats)),
+        "lens_plots": Html("".join(lenses)),
+        "dose_plot": div(plots.dose_figure(results), "plot-dose"),
+        "control_plot": div(plots.control_figure(results), "plot-control"),
+        "layers_plot": div(plots.layers_figure(results), "plot-layers"),
+        "plane_plot": div(plots.plane_figure(results), "plot-pca"),
     }
 
 
-def _div(figure: go.Figure, name: str) -> str:
-    plot = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=_CONFIG)
-    return f'<div class="plot">{plot}</div>'
+def _titled(results: Results, condition: str, plot: Html) -> str:
+    colour = plots.colour(results, condition)
+    return fill('<h3 style="color:{}">{}</h3>{}', colour, _title(condition), plot)
+
+
+def _width(tokens: Sequence[str]) -> int:
+    return max(720, 19 * len(tokens))
 
 
 def _title(condition: str) -> str:
@@ -68,7 +69,7 @@ def _title(condition: str) -> str:
 
 
 def _ops(results: Results) -> dict[str, tuple[str, str]]:
-    """Condition → what was asked for, and in words."""
+    """Return condition → its op, and what that means."""
     scale, cap = results.scale, results.cap_at
     layers = f"{results.steered_layers[0]}–{results.steered_layers[-1]}"
     return {
@@ -83,111 +84,62 @@ def _ops(results: Results) -> dict[str, tuple[str, str]]:
     }
 
 
-def _cards(results: Results) -> str:
-    prompts = list(dict.fromkeys(answer.prompt for answer in results.answers))
+def _cards(results: Results) -> Html:
     blocks = []
-    for prompt in prompts:
+    for prompt in dict.fromkeys(answer.prompt for answer in results.answers):
         cards = "".join(_card(results, answer) for answer in results.answers if answer.prompt == prompt)
-        blocks.append(f'<h3 class="prompt">“{escape(prompt)}”</h3><div class="cards">{cards}</div>')
-    return "".join(blocks)
+        blocks.append(fill('<h3 class="prompt">“{}”</h3><div class="cards">{}</div>', prompt, Html(cards)))
+    return Html("".join(blocks))
 
 
 def _card(results: Results, answer: Answer) -> str:
     op, _ = _ops(results).get(answer.condition, ("", ""))
-    ink = plots.colour(results, answer.condition)
-    return (
-        f'<article class="card" style="border-top-color:{ink}">'
-        f'<header><b style="color:{ink}">{escape(_name(answer.condition))}</b><code>{escape(op)}</code></header>'
-        f"<p>{escape(answer.text.strip())}{'' if answer.finished else ' …'}</p>"
-        f"<footer><span>projection<b>{_signed(answer.projection, 3)}</b></span>"
-        f"<span>perplexity<b>{answer.perplexity:.1f}</b></span></footer></article>"
-    )
+    name, colour = _name(answer.condition), plots.colour(results, answer.condition)
+    text = answer.text.strip() + ("" if answer.finished else " …")
+    return fill(_CARD, name=name, colour=colour, op=op, text=text, answer=answer)
 
 
 def _name(condition: str) -> str:
     return condition[:1].upper() + condition[1:]
 
 
-def _signed(value: float, digits: int) -> str:
-    return f"{value:+.{digits}f}".replace("-", "−")
-
-
-def _texts(results: Results) -> dict[str, str]:
-    control, plane = results.control, results.plane
-    up, down, plain = (results.dose(sign * results.scale) for sign in (1, -1, 0))
+def _values(results: Results) -> dict[str, object]:
+    """Return what the template names: parts of the results, and what follows from them."""
+    control, layers = results.control, results.steered_layers
     most, least = results.doses[-1], results.doses[0]
-    token, token_layer, token_length = results.heat[0].longest
-    lenses = results.lenses
-    words = {
-        "lens_prompt": lenses.maps[0].prompt,
-        "lens_for": lenses.maps[0].concepts[0],
-        "lens_against": lenses.maps[0].concepts[1],
-        "model": results.model,
-        "positive": results.positive,
-        "negative": results.negative,
+    up, down, plain = (results.dose(sign * results.scale) for sign in (1, -1, 0))
+    conditions = {"last_plain": "unsteered", "last_up": results.positive, "last_down": results.negative}
+    ops = (
+        fill('<li><b style="color:{}">{}</b><span>{}</span></li>', plots.colour(results, name), _name(name), meaning)
+        for name, (_, meaning) in _ops(results).items()
+    )
+    return {
+        **{"r": results, "up": up, "down": down, "plain": plain, "most": most, "least": least},
+        **{name: results.last_layer_mean(condition) for name, condition in conditions.items()},
+        "first": layers[0],
+        "last": layers[-1],
+        "last_layer": results.layers - 1,
+        "n_steered": len(layers),
+        "share": results.scale / len(layers),
+        "distances": results.scale / results.class_distance,
+        "n_random": len(control.random_gaps),
+        "random_largest": max(map(abs, control.random_gaps)),
+        "n_tests": len(control.prompts),
+        "gap_far": most.log_odds - least.log_odds,
+        "heat": results.heat[0],
+        "longest": results.heat[0].longest,
+        "longest_token": results.heat[0].longest[0].strip(),
+        "lens": results.lenses.maps[0],
+        "lens_means": "; ".join(
+            f"{_title(one.condition)} {one.mean(0):.2f} and {one.mean(1):.2f}" for one in results.lenses.maps
+        ),
+        "plain_cosines": " and ".join(f"{cosine:.2f}" for cosine in results.plane.plain_cosines),
+        "heat_limit": plots.heat_limit(results),
+        "gradient": ", ".join(f"{ink} {stop:.0%}" for stop, ink in DIVERGING),
         "test_prompts": " · ".join(f"{prompt} …" for prompt in control.prompts),
         "sweep_prompts": " · ".join(results.sweep_prompts),
         "positive_words": ", ".join(control.positive_words),
         "negative_words": ", ".join(control.negative_words),
-        "heat_prompt": results.heat[0].prompt,
-        "longest_token": token.strip(),
-        "version": results.version,
-        "dtype": results.dtype,
+        "ops": Html("".join(ops)),
+        "cards": _cards(results),
     }
-    numbers = {
-        "layers": str(results.layers),
-        "last_layer": str(results.layers - 1),
-        "hidden": str(results.hidden),
-        "pairs": str(results.pairs),
-        "heldout": str(results.heldout_pairs),
-        "steered_layers": f"{results.steered_layers[0]}–{results.steered_layers[-1]}",
-        "steered_range": f"{results.steered_layers[0]}-{results.steered_layers[-1]}",
-        "steered_count": str(len(results.steered_layers)),
-        "share": f"{results.scale / len(results.steered_layers):.2g}",
-        "read_layer": str(results.read_layer),
-        "scale": f"{results.scale:g}",
-        "class_distance": f"{results.class_distance:.2f}",
-        "scale_in_distances": f"{results.scale / results.class_distance:.1f}",
-        "cap": _signed(results.cap_at, 3),
-        "auroc": f"{results.heldout_auroc:.2f}",
-        "gap": f"{control.gap:.1f}",
-        "z": f"{control.z:.1f}",
-        "random": str(len(control.random_gaps)),
-        "random_largest": f"{max(map(abs, control.random_gaps)):.1f}",
-        "test_count": str(len(control.prompts)),
-        "odds_plain": _signed(plain.log_odds, 1),
-        "odds_up": _signed(up.log_odds, 1),
-        "odds_down": _signed(down.log_odds, 1),
-        "gap_far": f"{most.log_odds - least.log_odds:.1f}",
-        "ppl_far_up": f"{most.perplexity:.0f}",
-        "ppl_far_down": f"{least.perplexity:.0f}",
-        "far": f"{most.scale:g}",
-        "last_plain": _signed(results.last_layer_mean("unsteered"), 2),
-        "last_up": _signed(results.last_layer_mean(results.positive), 2),
-        "last_down": _signed(results.last_layer_mean(results.negative), 2),
-        "longest_layer": str(token_layer),
-        "longest_length": f"{token_length:.1f}",
-        "ppl_plain": f"{plain.perplexity:.1f}",
-        "ppl_up": f"{up.perplexity:.1f}",
-        "ppl_down": f"{down.perplexity:.1f}",
-        "cosine": f"{plane.cosine:.2f}",
-        "plain_cosines": " and ".join(f"{cosine:.2f}" for cosine in plane.plain_cosines),
-        "readback": f"{plane.readback_auroc:.2f}",
-        "lens_count": str(lenses.count),
-        "lens_layer": str(lenses.layer),
-        "lens_text": f"{lenses.text_auroc:.2f}",
-        "lens_token": f"{lenses.token_auroc:.2f}",
-        "lens_means": "; ".join(
-            f"{escape(_title(one.condition))} {one.mean(0):.2f} and {one.mean(1):.2f}" for one in lenses.maps
-        ),
-        "seconds": f"{results.seconds:.0f}",
-        "heat_limit": f"{plots.heat_limit(results):.2f}",
-        "gradient": ", ".join(f"{ink} {stop:.0%}" for stop, ink in DIVERGING),
-    }
-    ops = "".join(
-        f'<li><b style="color:{plots.colour(results, name)}">{escape(_name(name))}</b>'
-        f"<span>{escape(meaning)}</span></li>"
-        for name, (_, meaning) in _ops(results).items()
-    )
-    escaped = {key: escape(value) for key, value in words.items()}
-    return {**escaped, **numbers, "ops": ops, "cards": _cards(results)}

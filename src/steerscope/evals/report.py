@@ -1,7 +1,6 @@
 """A run as one page: score over scale, what it costs, how sure it is, and answers side by side."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ from steerscope.evals.run import OPPOSITE, PROMPTED, UNSTEERED, EvalRun, answers
 from steerscope.evals.scoring import UNFIT
 from steerscope.evals.summary import out_of_reach, summarise
 from steerscope.files import atomic_path
-from steerscope.lenses.report import GRID, INK, div, page, styled
+from steerscope.report.colours import AXIS, GRID, INK, NEUTRAL, PALETTE
+from steerscope.report.page import Html, div, fill, page, table
+from steerscope.report.plots import add_band, add_line, framed, label
 from steerscope.specs.steering import Add
 
 Entry = Mapping[str, Any]
-_COLOURS = ("#c2560c", "#17497c", "#2f7d4f", "#7a3e9d", "#a3741c", "#b3244c")
-_LINES = {UNSTEERED: ("#6b7280", "dash"), PROMPTED: (INK, "dot"), OPPOSITE: ("#9aa1ad", "dot")}
+_LINES = {UNSTEERED: (NEUTRAL, "dash"), PROMPTED: (INK, "dot"), OPPOSITE: (AXIS, "dot")}
 _QUESTIONS_SHOWN, _MOST_COLUMNS = 6, 6
 
 
@@ -48,43 +48,39 @@ def report_page(out: Path, run: EvalRun, summary: Mapping[str, Any]) -> str:
 def _dataset_sections(
     dataset: str, entries: Sequence[Entry], names: Sequence[str], main: str, run: EvalRun
 ) -> dict[str, str]:
-    def of(name: str) -> list[Entry]:
-        return [one for one in entries if one["score"] == name]
-
+    of = {name: [one for one in entries if one["score"] == name] for name in (main, *names)}
+    key = f"plot-{dataset}"
     about = (
         "<p>Mean over questions; bands and bars: 95 % intervals from the means of questions. Lines across: the model "
         "as it is, and told to be so.</p>"
     )
-    key = f"plot-{escape(dataset)}"
-    found = {f"{dataset}: {main}": about + div(curve_figure(of(main), main, run), f"{key}-main")}
-    others = [name for name in names if name != main]
-    if others:
-        varied = [name for name in others if len({one["mean"] for one in of(name)}) > 1]
-        figures = [div(curve_figure(of(name), name, run, 300), f"{key}-{i}") for i, name in enumerate(varied)]
-        plots = "".join(f'<div style="min-width:0">{figure}</div>' for figure in figures)
+    found = {f"{dataset}: {main}": about + div(curve_figure(of[main], main, run), f"{key}-main")}
+    varied = [name for name in of if name != main and len({one["mean"] for one in of[name]}) > 1]
+    if varied:
+        plots = (div(curve_figure(of[name], name, run, 300), f"{key}-{i}") for i, name in enumerate(varied))
         # The first plot is drawn before the others are there: its column must have its width by then.
-        columns = "auto-fill" if len(figures) > 1 else "auto-fit"
-        grid = f"display:grid;grid-template-columns:repeat({columns},minmax(420px,1fr));gap:12px"
-        found[f"{dataset}: other scores"] = f'<div style="{grid}">{plots}</div>'
+        columns = "auto-fill" if len(varied) > 1 else "auto-fit"
+        grid = f"grid-template-columns: repeat({columns}, minmax(420px, 1fr))"
+        found[f"{dataset}: other scores"] = f'<div class="grid" style="{grid}">{"".join(plots)}</div>'
     if "perplexity" in names and main != "perplexity":
-        told = "<p>What a score costs: upwards is more of it, to the right is stranger text to the unsteered model.</p>"
-        found[f"{dataset}: {main} against perplexity"] = told + div(
-            frontier_figure(of(main), of("perplexity"), main), f"{key}-frontier"
-        )
-    tables = [
-        _table(of(main), main),
-        *(f"<details><summary>{escape(n)}</summary>{_table(of(n), n)}</details>" for n in others),
-    ]
+        said = "<p>What a score costs: upwards is more of it, to the right is stranger text to the unsteered model.</p>"
+        costs = div(frontier_figure(of[main], of["perplexity"], main), f"{key}-frontier")
+        found[f"{dataset}: {main} against perplexity"] = said + costs
+    return {**found, f"{dataset}: how sure": _significance(of)}
+
+
+def _significance(of: Mapping[str, Sequence[Entry]]) -> str:
+    """Tables of the scores, the main one first and the others folded."""
     said = (
         "<p>Against the unsteered model, paired by question; p from exchanging conditions within questions, corrected "
-        "for all comparisons of the score (Holm). Bold: below 0.05. Least: the smallest corrected p that so many "
-        "questions can give, however large the difference is.</p>"
+        "for all comparisons of the score (Holm). Bold: below 0.05. Least: the smallest corrected p that this number "
+        "of questions can give, however large the difference is.</p>"
     )
-    told = "".join(
-        f"<p><b>{escape(name)}</b>: {beyond}</p>" for name in (main, *others) if (beyond := out_of_reach(of(name)))
-    )
-    found[f"{dataset}: how sure"] = said + told + "".join(tables)
-    return found
+    beyond = {name: out_of_reach(own) for name, own in of.items()}
+    said += "".join(fill("<p><b>{}</b>: {}</p>", name, why) for name, why in beyond.items() if why)
+    (main, first), *others = of.items()
+    folded = (fill("<details><summary>{}</summary>{}</details>", name, _table(own, name)) for name, own in others)
+    return said + _table(first, main) + "".join(folded)
 
 
 def _series(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
@@ -102,69 +98,33 @@ def _adds(run: EvalRun) -> bool:
 
 def curve_figure(entries: Sequence[Entry], name: str, run: EvalRun, height: int = 460) -> go.Figure:
     """A line for each series, across which the conditions without a place are drawn."""
-    figure, plain = go.Figure(), [one for one in entries if one["condition"] == UNSTEERED]
-    adds = _adds(run)
-    for (series, own), colour in zip(_series(entries).items(), _COLOURS * len(entries), strict=False):
+    figure, plain, adds = go.Figure(), [one for one in entries if one["condition"] == UNSTEERED], _adds(run)
+    for i, (series, own) in enumerate(_series(entries).items()):
         points = sorted([*own, *({**one, "at": 0.0} for one in plain if adds)], key=lambda one: one["at"])
-        _band(figure, points, colour)
-        _line(figure, points, escape(series), colour)
-    ends = [one["at"] for one in entries if one["at"] is not None] or [0.0, 1.0]
+        _add_series(figure, points, series, PALETTE[i % len(PALETTE)])
+    places = [one["at"] for one in entries if one["at"] is not None] or [0.0, 1.0]
+    ends = [min(places), max(places)]
     for one in entries:
         if one["series"] is None:
-            colour, dash = _LINES.get(one["condition"], ("#6b7280", "longdash"))
-            figure.add_trace(
-                go.Scatter(
-                    x=[min(ends), max(ends)],
-                    y=[one["mean"]] * 2,
-                    mode="lines",
-                    name=escape(one["condition"]),
-                    line={"color": colour, "dash": dash, "width": 1.5},
-                    hovertemplate=f"{escape(one['condition'])}<br>%{{y:.3g}}<extra></extra>",
-                )
-            )
+            colour, dash = _LINES.get(one["condition"], (NEUTRAL, "longdash"))
+            hover = f"{label(one['condition'])}<br>%{{y:.3g}}<extra></extra>"
+            add_line(figure, ends, [one["mean"]] * 2, one["condition"], colour, dash=dash, hover=hover, mode="lines")
     for meaning, at in run.marks.items():
-        figure.add_vline(
-            x=at, line={"color": GRID, "width": 2}, annotation_text=escape(meaning), annotation_font_size=11
-        )
-    large = height > 400
-    styled(figure, height, margin={"l": 64, "r": 16, "t": 28, "b": 48}, showlegend=large)
-    figure.update_xaxes(title={"text": "scale" if adds else "percentile"}, gridcolor=GRID, zeroline=False)
-    kind = "log" if name == "perplexity" else "linear"
-    figure.update_yaxes(title={"text": escape(name)}, gridcolor=GRID, zeroline=False, type=kind)
-    return figure
+        line = {"color": GRID, "width": 2}
+        figure.add_vline(x=at, line=line, annotation_text=label(meaning), annotation_font_size=11)
+    framed(figure, "scale" if adds else "percentile", name, height, showlegend=height > 400, legend={})
+    return figure.update_yaxes(zeroline=False, type="log" if name == "perplexity" else "linear")
 
 
-def _band(figure: go.Figure, points: Sequence[Entry], colour: str) -> None:
-    points = [one for one in points if one["low"] is not None]
-    across = [one["at"] for one in points]
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    figure.add_trace(
-        go.Scatter(
-            x=across + across[::-1],
-            y=[one["high"] for one in points] + [one["low"] for one in points][::-1],
-            fill="toself",
-            fillcolor=f"rgba({red},{green},{blue},0.14)",
-            line={"width": 0},
-            hoverinfo="skip",
-            showlegend=False,
-            mode="lines",
-        )
-    )
-
-
-def _line(figure: go.Figure, points: Sequence[Entry], name: str, colour: str) -> None:
-    figure.add_trace(
-        go.Scatter(
-            x=[one["at"] for one in points],
-            y=[one["mean"] for one in points],
-            customdata=[interval_of(one) for one in points],
-            mode="lines+markers",
-            name=name,
-            line={"color": colour, "width": 2.5},
-            marker={"size": 8},
-            hovertemplate=f"{name} %{{x:g}}<br>%{{y:.3g}} (%{{customdata}})",
-        )
-    )
+def _add_series(figure: go.Figure, points: Sequence[Entry], name: str, colour: str) -> None:
+    known = [one for one in points if one["low"] is not None]
+    at, low, high = ([one[key] for one in known] for key in ("at", "low", "high"))
+    add_band(figure, at, low, high, colour)
+    hover = f"{label(name)} %{{x:g}}<br>%{{y:.3g}} (%{{customdata}})"
+    intervals = [interval_of(one) for one in points]
+    at, means = [one["at"] for one in points], [one["mean"] for one in points]
+    marker = {"size": 8, "color": colour}
+    add_line(figure, at, means, name, colour, hover=hover, customdata=intervals, marker=marker)
 
 
 def interval_of(one: Entry) -> str:
@@ -173,70 +133,71 @@ def interval_of(one: Entry) -> str:
 
 def frontier_figure(scores: Sequence[Entry], costs: Sequence[Entry], name: str) -> go.Figure:
     """Every condition as a point: perplexity across, the score upwards."""
-    figure, cost = go.Figure(), {one["condition"]: one for one in costs}
-    groups = {escape(series): own for series, own in _series(scores).items()}
-    groups |= {escape(one["condition"]): [one] for one in scores if one["series"] is None}
-    for number, (label, own) in enumerate(groups.items()):
+    figure, cost = go.Figure(), {one["condition"]: one["mean"] for one in costs}
+    groups = {**_series(scores), **{one["condition"]: [one] for one in scores if one["series"] is None}}
+    for i, (title, own) in enumerate(groups.items()):
         points = [one for one in own if one["condition"] in cost]
-        alone = own[0]["series"] is None
-        colour = _LINES.get(own[0]["condition"], (_COLOURS[number % len(_COLOURS)], ""))[0]
-        figure.add_trace(
-            go.Scatter(
-                x=[cost[one["condition"]]["mean"] for one in points],
-                y=[one["mean"] for one in points],
-                error_y={
-                    "type": "data",
-                    "array": [None if one["low"] is None else one["high"] - one["mean"] for one in points],
-                    "arrayminus": [None if one["low"] is None else one["mean"] - one["low"] for one in points],
-                    "thickness": 1,
-                    "width": 3,
-                },
-                text=[label if alone else f"{one['at']:g}" for one in points],
-                textposition="top right",
-                mode="markers+text" if alone else "lines+markers+text",
-                marker={"size": 10, "symbol": "diamond" if alone else "circle"},
-                line={"color": colour, "width": 1, "dash": "dot"},
-                marker_color=colour,
-                name=label,
-                hovertemplate=f"{label} %{{text}}<br>perplexity %{{x:.3g}}<br>{escape(name)} %{{y:.3g}}<extra></extra>",
-            )
+        means, alone = [one["mean"] for one in points], own[0]["series"] is None
+        colour, _ = _LINES.get(own[0]["condition"], (PALETTE[i % len(PALETTE)], ""))
+        add_line(
+            figure,
+            [cost[one["condition"]] for one in points],
+            means,
+            title,
+            colour,
+            hover=f"{label(title)} %{{text}}<br>perplexity %{{x:.3g}}<br>{label(name)} %{{y:.3g}}<extra></extra>",
+            mode="markers+text" if alone else "lines+markers+text",
+            text=[label(title) if alone else f"{one['at']:g}" for one in points],
+            textposition="top right",
+            error_y=_error_bars(points),
+            marker={"size": 10, "symbol": "diamond" if alone else "circle", "color": colour},
+            line={"color": colour, "width": 1, "dash": "dot"},
         )
-    styled(figure, 480, margin={"l": 64, "r": 16, "t": 12, "b": 48}, showlegend=True)
-    figure.update_xaxes(title={"text": "perplexity"}, type="log", gridcolor=GRID, zeroline=False)
-    figure.update_yaxes(title={"text": escape(name)}, gridcolor=GRID, zeroline=False)
-    return figure
+    framed(figure, "perplexity", name, 480, legend={})
+    figure.update_xaxes(type="log")
+    return figure.update_yaxes(zeroline=False)
 
 
-def _table(entries: Sequence[Entry], name: str) -> str:
+def _error_bars(points: Sequence[Entry]) -> dict[str, object]:
+    above = [None if one["low"] is None else one["high"] - one["mean"] for one in points]
+    below = [None if one["low"] is None else one["mean"] - one["low"] for one in points]
+    return {"type": "data", "array": above, "arrayminus": below, "thickness": 1, "width": 3}
+
+
+def _table(entries: Sequence[Entry], name: str) -> Html:
     change = "ratio, as a logarithm" if name == "perplexity" else "difference"
-    head = ("condition", "mean", "95 %", "questions", "answers", change, "95 %", "p", "corrected", "least")
-    lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
+    head = (
+        *("condition", ("mean", ".3g"), "95 %", "questions", "answers"),
+        *((change, "+.3g"), "95 %", ("p", ".2g"), ("corrected", ".2g"), ("least", ".2g")),
+    )
+    rows = []
     for one in entries:
-        cells = [escape(one["condition"]), f"{one['mean']:.3g}", interval_of(one)]
-        cells += [str(one["questions"]), str(one["answers"])]
+        cells = [one["condition"], one["mean"], interval_of(one), one["questions"], one["answers"]]
         if "p" in one:
-            sure = f"{one['p_corrected']:.2g}"
             low, high = one["difference_low"], one["difference_high"]
-            cells += [f"{one['difference']:+.3g}", "unknown" if low is None else f"{low:+.3g} – {high:+.3g}"]
-            cells += [f"{one['p']:.2g}", f"<b>{sure}</b>" if one["p_corrected"] < 0.05 else sure]
-            cells.append(f"{one['least_p_corrected']:.2g}")
-        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+            cells += [one["difference"], "unknown" if low is None else f"{low:+.3g} – {high:+.3g}", one["p"]]
+            cells += [_bold(one["p_corrected"], one["p_corrected"] < 0.05, ".2g"), one["least_p_corrected"]]
+        rows.append(cells)
+    return table(head, rows)
+
+
+def _bold(value: object, wanted: bool, form: str = "") -> object:
+    return Html(f"<b>{format(value, form)}</b>") if wanted else value
 
 
 def _counts(summary: Mapping[str, Any]) -> str:
     """What the means are made of, in bold where something is missing."""
     name, missing = summary["score"], summary["missing"]
-    lines = [f"<tr><th>questions</th><th>condition</th><th>expected</th><th>present</th><th>with {escape(name)}</th>"]
-    lines[0] += "<th>without</th></tr>"
-    for one in summary["counts"]:
-        present = str(one["present"])
-        cells = [escape(one["dataset"]), escape(one["condition"]), str(one["expected"])]
-        cells.append(present if one["present"] == one["expected"] else f"<b>{present}</b>")
-        cells += [str(one["judged"][name]), escape(unjudged_of(one))]
-        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    told = f"<p><b>{escape(missing)}.</b></p>" if missing else "<p>Nothing is missing.</p>"
-    return f'{told}<div class="wide"><table>{"".join(lines)}</table></div>'
+    rows = [
+        (
+            *(one["dataset"], one["condition"], one["expected"]),
+            _bold(one["present"], one["present"] != one["expected"]),
+            *(one["judged"][name], unjudged_of(one)),
+        )
+        for one in summary["counts"]
+    ]
+    said = fill("<p><b>{}.</b></p>", missing) if missing else "<p>Nothing is missing.</p>"
+    return said + table(("questions", "condition", "expected", "present", f"with {name}", "without"), rows)
 
 
 def unjudged_of(one: Mapping[str, Any]) -> str:
@@ -262,21 +223,17 @@ def _samples(out: Path, run: EvalRun, entries: Sequence[Entry], main: str) -> st
         if "logprobs" not in one
     }
     questions = list(dict.fromkeys(question for question, _ in texts))[::-1][:_QUESTIONS_SHOWN]
-    head = "<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in shown) + "</tr>"
-    style = ' style="vertical-align:top;min-width:190px;padding-bottom:10px;font-size:14px"'
-    lines = [
-        f"<tr><td{style}><b>{escape(question)}</b></td>"
-        + "".join(f"<td{style}>{escape(texts.get((question, name), ''))}</td>" for name in shown)
-        + "</tr>"
-        for question in questions
+    rows = [
+        (fill("<b>{}</b>", question), *(texts.get((question, name), "") for name in shown)) for question in questions
     ]
-    return f'<div class="wide"><table>{head}{"".join(lines)}</table></div>'
+    return table(("", *shown), rows, "texts")
 
 
 def _scorers(facts: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = ["<tr><th>scorer</th><th>answers</th><th>about it</th></tr>"]
+    rows = []
     for name, one in facts.items():
         about = {key: value for key, value in one["about"].items() if key != "spent"} | one["about"].get("spent", {})
-        told = ("; ".join(f"{what}: {value}" for what, value in part.items()) for part in (one["counts"], about))
-        lines.append(f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{escape(part)}</td>" for part in told) + "</tr>")
-    return f"<table>{''.join(lines)}</table>"
+        rows.append(
+            (name, *("; ".join(f"{key}: {value}" for key, value in part.items()) for part in (one["counts"], about)))
+        )
+    return table(("scorer", "answers", "about it"), rows)

@@ -6,9 +6,8 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from steerscope.analysis.plots import heat_figure
-from steerscope.lenses.colours import Colours
-from steerscope.lenses.report import DIVERGING
+from steerscope.report.colours import DIVERGING, Colours
+from steerscope.report.plots import heat_figure
 
 
 def colours_of(figure: go.Figure) -> np.ndarray:

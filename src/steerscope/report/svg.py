@@ -1,14 +1,17 @@
 """Small plots as SVG text, for files that must stay small and for pages that show pictures."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-POSITIVE, NEUTRAL, INK, GRID = "#c2560c", "#6b7280", "#1f2430", "#e6e8ec"
+from steerscope.report.colours import GRID, INK
+
 WIDTH, HEIGHT = 320, 250  # of one panel
 _LEFT, _TOP = 46, 34  # room for its words
 
 
 def drawing(content: str, width: int, height: int) -> str:
+    """Return a file of SVG on white."""
     style = f'font-family="system-ui, sans-serif" font-size="12" fill="{INK}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
@@ -17,15 +20,22 @@ def drawing(content: str, width: int, height: int) -> str:
 
 
 class Axes:
-    """Numbers to places in a panel."""
+    """Map numbers to places in a panel, where wanted by their logarithms."""
 
-    def __init__(self, x: tuple[float, float], y: tuple[float, float], right: float = WIDTH - 14) -> None:
+    def __init__(
+        self,
+        x: tuple[float, float],
+        y: tuple[float, float],
+        right: float = WIDTH - 14,
+        log_x: bool = False,
+        log_y: bool = False,
+    ) -> None:
         self.x, self.y = x, y
+        self.log_x, self.log_y = log_x, log_y
         self.right, self.bottom = right, HEIGHT - 42
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        across = (x - self.x[0]) / (self.x[1] - self.x[0])
-        up = (y - self.y[0]) / (self.y[1] - self.y[0])
+        across, up = _part(x, self.x, self.log_x), _part(y, self.y, self.log_y)
         return _LEFT + across * (self.right - _LEFT), self.bottom - up * (self.bottom - _TOP)
 
     def frame(
@@ -35,12 +45,12 @@ class Axes:
         xs: Sequence[float] | Mapping[float, str],
         ys: Sequence[float] | Mapping[float, str],
     ) -> str:
-        """Ticks are numbers, or places with what is written there."""
+        """Draw title, grid and ticks; ticks are numbers, or numbers with their labels."""
         parts = [text(_LEFT, _TOP - 14, title, "start"), text((_LEFT + self.right) / 2, self.bottom + 34, below)]
         for y, label in _ticks(ys):
             _, place = self.at(self.x[0], y)
             parts += [line(_LEFT, place, self.right, place, GRID), text(_LEFT - 6, place + 4, label, "end")]
-        parts += [text(self.at(x, 0)[0], self.bottom + 16, label) for x, label in _ticks(xs)]
+        parts += [text(self.at(x, self.y[0])[0], self.bottom + 16, label) for x, label in _ticks(xs)]
         return "".join(parts)
 
     def curve(self, points: Sequence[tuple[float, float]], colour: str, dashes: str = "none") -> str:
@@ -55,6 +65,11 @@ class Axes:
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}" fill-opacity="{opacity}"/>'
             for x, y in places
         )
+
+
+def _part(value: float, ends: tuple[float, float], log: bool) -> float:
+    low, high, value = (math.log10(number) if log else number for number in (*ends, value))
+    return (value - low) / (high - low)
 
 
 def _ticks(ticks: Sequence[float] | Mapping[float, str]) -> Iterable[tuple[float, str]]:
