@@ -6,7 +6,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from steerscope.analysis.compare import TOGETHER, Comparison
-from steerscope.analysis.plots import layer_name
+from steerscope.analysis.figures import layer_name
 from steerscope.report.colours import Colours
 from steerscope.report.page import div, page, table
 from steerscope.report.plots import heat_figure, lines_figure

@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 
 from steerscope.analysis.compare import load_found, unlike, vector_files
-from steerscope.analysis.results import Result
+from steerscope.analysis.results import AnalysisResult
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 from steerscope.specs.steering import Site
 from steerscope.vectors.vector import SteeringVector
@@ -152,7 +152,7 @@ class Components:
             )
         return found
 
-    def result(self) -> Result:
+    def result(self) -> AnalysisResult:
         source, (layers, count) = self.source, self.variance.shape
         k, flat = np.arange(1, count + 1), np.repeat(np.arange(layers), count)
         numbers = [source.layers[i] for i in flat]
@@ -173,7 +173,7 @@ class Components:
         }
         summary = f"{size} directions at {layers} layers; random sets of the same lengths: {self.draws}."
         about = {"summary": summary, "vectors": size, "site": source.site, "draws": self.draws}
-        return Result("directions", about, {"components": pa.table(components), "scores": pa.table(scores)})
+        return AnalysisResult("directions", about, {"components": pa.table(components), "scores": pa.table(scores)})
 
 
 def components(

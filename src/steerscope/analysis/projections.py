@@ -9,12 +9,12 @@ import pyarrow as pa
 from scipy import stats
 
 from steerscope.analysis.directions import Directions
-from steerscope.analysis.results import Result
+from steerscope.analysis.results import AnalysisResult
 from steerscope.analysis.statistics import benjamini_hochberg
 from steerscope.specs.errors import InvalidRequest, Problem
 
 
-def project(vectors: Directions, onto: Directions) -> Result:
+def project(vectors: Directions, onto: Directions) -> AnalysisResult:
     """At every layer both have: `cosines` with each named vector (p is corrected over the table), and `spans`."""
     layers = _common(vectors, onto)
     cosines, spans = [], []
@@ -42,7 +42,7 @@ def project(vectors: Directions, onto: Directions) -> Result:
         "chance": chance.ravel(),
     }
     summary = f"{n} vectors projected on {m} named ones at {depth} layers."
-    return Result("projections", {"summary": summary}, {"cosines": pa.table(table), "spans": pa.table(span)})
+    return AnalysisResult("projections", {"summary": summary}, {"cosines": pa.table(table), "spans": pa.table(span)})
 
 
 def _common(vectors: Directions, onto: Directions) -> tuple[int | None, ...]:

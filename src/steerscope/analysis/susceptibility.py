@@ -23,7 +23,7 @@ from steerscope.analysis.changes import Tally, layer_changes
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
 from steerscope.analysis.layerwise import Progress, checked_layers
-from steerscope.analysis.results import Result
+from steerscope.analysis.results import AnalysisResult
 from steerscope.analysis.statistics import z_scores
 from steerscope.specs.errors import InvalidRequest, Problem
 
@@ -42,7 +42,7 @@ def susceptibility(
     seed: int = 0,
     device: str = "cpu",
     progress: Progress | None = None,
-) -> Result:
+) -> AnalysisResult:
     """Tables `cells` (layer, matrix, direction), `changes` (layer, matrix), `profile` (layer, direction), `peaks`.
 
     Weights of layer i meet the directions of layer i, or those of `layer` everywhere. `against` are directions to
@@ -71,7 +71,7 @@ def susceptibility(
         "summary": f"{tuned.name} against {base.name}: {len(directions.names)} directions, {len(measured)} matrices of "
         f"{len(layers)} layers, {random} random directions.",
     }
-    return Result("susceptibility", about, _tables(measured, directions.names, random))
+    return AnalysisResult("susceptibility", about, _tables(measured, directions.names, random))
 
 
 def _units(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from steerscope import __version__
-from steerscope.bench.drivers import Ours, Run, make_driver
+from steerscope.bench.drivers import Ours, TimedRound, make_driver
 from steerscope.bench.stats import summary
 from steerscope.bench.workload import (
     NotMeasured,
@@ -86,7 +86,7 @@ def measure(setup: Setup, cell: str, iterations: int, warmups: int = 1) -> dict[
     return result | _figures(setup, runs)
 
 
-def _figures(setup: Setup, runs: list[Run]) -> dict[str, Any]:
+def _figures(setup: Setup, runs: list[TimedRound]) -> dict[str, Any]:
     made = sum(setup.decodes())
     rows = [
         {
@@ -167,7 +167,7 @@ def stream_round(driver: Ours, setup: Setup, cell: str, prompts: list[list[int]]
 
 def top_costs(setup: Setup, cell: str) -> dict[str, Any]:
     """What a fetch spends its time on: functions by their own time, with one thread, since a profile sees no other."""
-    from steerscope.bench.profiled import top_functions
+    from steerscope.bench.profiled import profiled, top_functions
 
     if not capture_of(check_cell(cell), 4):
         raise InvalidRequest([Problem("profile", f"{cell} captures nothing", "profile a mode that captures")])
@@ -177,7 +177,7 @@ def top_costs(setup: Setup, cell: str) -> dict[str, Any]:
             prompts = setup.prompts(0)
             driver.run(prompts, cell, fetch=True)
             handles = [one.capture for one in driver.asking(prompts, cell)() if one.capture is not None]
-            costs = top_functions(lambda: private([handle.fetch() for handle in handles], threads=1))
+            costs = top_functions(profiled(lambda: private([handle.fetch() for handle in handles], threads=1)))
             return about(setup, cell=cell) | {"engine": driver.describe(), "top_costs": costs}
         finally:
             driver.close()

@@ -7,13 +7,11 @@ Cells:
     generated, last, mean       capture of all layers: generated tokens only, the last prompt token, the mean
     add, cap, ablate            steer all layers, another vector for every request; with `:one` only the middle layer,
                                 with `:same` one vector for all
-    watch                       267 lenses in bf16 read every generated token at the middle layer; `:int8` in int8
 """
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,19 +19,16 @@ import torch
 
 from steerscope.bench.shapes import model_config
 from steerscope.engines.options import SteerLike
-from steerscope.lenses.stack import Weights
 from steerscope.specs import Ablate, Add, Cap, Capture
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 
 OPS = ("add", "cap", "ablate")
-WATCHES: dict[str, Weights] = {"watch": "bf16", "watch:int8": "int8"}  # the weights of the lenses
 CAPTURES = {
     "all-layers": Capture(),
     "generated": Capture(tokens="generated"),
     "last": Capture(tokens="last_prompt"),
     "mean": Capture(reduce="mean"),
 }
-_LOAD = re.compile(r"(\d+)x(\d+)\+(?:(\d+):)?(\d+)")
 # Steps beyond those of one batch: an asynchronous engine prepares ahead and hears of ends late.
 _SLACK = {"vllm": 2, "hf": 1}
 
@@ -92,24 +87,6 @@ class Setup:
         return np.random.default_rng(seed).integers(2, vocab, (self.batch, self.prefill)).tolist()
 
 
-def load_of(setup: Setup, text: str) -> Setup:
-    """Another load: `64x512+128` is 64 requests of 512 + 128 tokens; with `+32:128` their texts end one after the
-    other, the shortest with 32 tokens."""
-    found = _LOAD.fullmatch(text)
-    if found is None or 0 in (sizes := [int(one) for one in found.group(1, 2, 4)]):
-        remedy = "say BATCHxPREFILL+DECODE, or BATCHxPREFILL+SHORTEST:LONGEST"
-        raise InvalidRequest([Problem("loads", f"{text!r} is not a load", remedy)])
-    batch, prefill, decode = sizes
-    shortest = int(found.group(3) or decode)
-    return replace(setup, batch=batch, prefill=prefill, decode=decode, stagger=decode - shortest)
-
-
-def widest(loads: Sequence[Setup]) -> Setup:
-    """What engines are made for that are to take all of these."""
-    sizes = {name: max(getattr(one, name) for one in loads) for name in ("batch", "prefill", "decode")}
-    return replace(loads[0], **sizes, stagger=0)
-
-
 def steers(cell: str) -> bool:
     return cell.partition(":")[0] in OPS
 
@@ -139,9 +116,9 @@ def steering_of(cell: str, layers: int, hidden: int, batch: int) -> SteerLike | 
 def check_cell(cell: str) -> str:
     _, *flags = cell.split(":")
     steered = steers(cell) and set(flags) <= {"one", "same"}
-    plain = cell in ("baseline", "zero-layer", "one-layer", *WATCHES, *CAPTURES) or cell.startswith("layers=")
+    plain = cell in ("baseline", "zero-layer", "one-layer", *CAPTURES) or cell.startswith("layers=")
     if not steered and not plain:
-        known = ", ".join(["baseline", "zero-layer", "one-layer", "layers=…", *WATCHES, *CAPTURES, *OPS])
+        known = ", ".join(["baseline", "zero-layer", "one-layer", "layers=…", *CAPTURES, *OPS])
         raise InvalidRequest([Problem("cell", f"{cell!r} is unknown", f"choose from {known} (:one, :same)")])
     return cell
 

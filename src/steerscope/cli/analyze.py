@@ -11,7 +11,7 @@ from steerscope.cli import options as o
 from steerscope.cli.progress import Steps
 
 if TYPE_CHECKING:
-    from steerscope.analysis.results import Result
+    from steerscope.analysis.results import AnalysisResult
 
 app = typer.Typer(
     no_args_is_help=True, help="See how directions meet weights: components, susceptibility, MLPs, attention."
@@ -26,7 +26,9 @@ Seed = Annotated[int, typer.Option(help="Seed of the random directions.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 
 
-def finish(results: "Iterable[Result]", out: Path, as_json: bool, rows: list[dict], shown: Mapping[str, str]) -> None:
+def finish(
+    results: "Iterable[AnalysisResult]", out: Path, as_json: bool, rows: list[dict], shown: Mapping[str, str]
+) -> None:
     """What every command ends with: files, and its main rows as a table (`shown`: column → how it is written)."""
     written = [path for result in results for path in result.save(out)]
     o.note(f"written: {', '.join(map(str, written))}; for a page: steerscope analyze report {out}")

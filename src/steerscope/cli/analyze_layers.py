@@ -62,7 +62,7 @@ def attention(
 ) -> None:
     """See which directions look at which in every layer and head; with --tuned, how that changed."""
     from steerscope.analysis.attention import attention_pass
-    from steerscope.analysis.layer_report import self_significance
+    from steerscope.analysis.report import self_significance
 
     first, second, named, others = _opened(base, tuned, vectors, against, device)
     with Steps() as steps:
