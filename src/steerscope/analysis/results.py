@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -61,6 +62,18 @@ def save_table(table: pa.Table, path: Path) -> Path:
     with atomic_path(path) as temporary:
         pq.write_table(table, temporary)
     return path
+
+
+def long_table(axes: Sequence[Mapping[str, Any]], values: Mapping[str, np.ndarray]) -> pa.Table:
+    """Return a row for each combination of the axes.
+
+    An axis is columns of labels that go together; values are arrays over the axes."""
+    sizes = [len(next(iter(axis.values()))) for axis in axes]
+    places = np.indices(sizes).reshape(len(sizes), -1)
+    found = {}
+    for axis, place in zip(axes, places, strict=True):
+        found |= {name: pa.array(labels).take(place) for name, labels in axis.items()}
+    return pa.table(found | {name: grid.ravel() for name, grid in values.items()})
 
 
 def joined(parts: Sequence[Columns]) -> Columns:

@@ -10,20 +10,18 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from steerscope.bench.drivers import Ours
-from steerscope.bench.one import about, stream_round
+from steerscope.bench.one import about, budget_of, driver_of, stream_round
 from steerscope.bench.profiled import profiled, top_functions
 from steerscope.bench.shapes import SHAPES, NoTokenizer
 from steerscope.bench.stats import paired, summary
-from steerscope.bench.workload import NotMeasured, Setup, check_cell, check_setup, check_streams, steering_of
+from steerscope.bench.workload import NotMeasured, Setup, check_streams, steering_of
 from steerscope.engines.detokenizer import Decoder
 from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
@@ -42,17 +40,14 @@ class Words(NoTokenizer):
 
 def served(setup: Setup, iterations: int, cell: str = "zero-layer", warmups: int = 1) -> dict[str, Any]:
     """Measure rounds of streams both ways, and profile the server's thread in one more round."""
-    check_cell(cell)
-    check_setup(setup)
-    with tempfile.TemporaryDirectory() as scratch:
-        driver = Ours(setup, Path(scratch), 0)
+    budget_of(setup, cell)
+    with driver_of("ours", setup, 0) as driver:
         _speak(driver, setup)
         with _running(driver) as (server, thread), _clients() as clients:
             measure = _Measure(driver, setup, cell, server, clients)
             rounds = [measure.both(i) for i in range(warmups + iterations)][warmups:]
             profile = measure.profiled(warmups + iterations, thread)
             result = about(setup, cell=cell, iterations=iterations, warmups=warmups) | {"engine": driver.describe()}
-        driver.close()
     alone, through = ([one[kind] for one in rounds] for kind in ("engine", "server"))
     figures: dict[str, Any] = {
         "engine": summary([one["total_s"] for one in alone]),

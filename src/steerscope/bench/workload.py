@@ -34,7 +34,7 @@ _SLACK = {"vllm": 2, "hf": 1}
 
 
 class NotMeasured(SteerscopeError):
-    """The run was not what it claims to be, so its times mean nothing."""
+    """The run did not do what its cell says, so its times mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Setup:
     batch: int = 32
     prefill: int = 512
     decode: int = 128
-    stagger: int = 0  # so many tokens before the longest text the shortest ends, the others evenly between
+    stagger: int = 0  # difference in tokens between the longest and the shortest text; lengths are spread evenly
     dtype: str = "auto"
     eager: bool = False
     tokens: int = 16384  # max_num_batched_tokens; vLLM's own default for batch work on large GPUs
@@ -67,22 +67,22 @@ class Setup:
         )
 
     def row_bytes(self) -> int:
-        """All layers of all tokens of a round: 2 · layers · hidden per token in bf16."""
+        """Return the bytes of all layers' rows of a round."""
         config = model_config(self.model)
         count = self.batch * (self.prefill + self.decode)
         return count * config.num_hidden_layers * config.hidden_size * self.torch_dtype.itemsize
 
     def decodes(self) -> list[int]:
-        """Tokens that each request makes."""
+        """Return the number of tokens that each request generates."""
         return [self.decode - self.stagger * i // max(1, self.batch - 1) for i in range(self.batch)]
 
     def prompt_steps(self) -> int:
-        """In how many steps vLLM reads the prompts, with those decoding that were read before."""
+        """Return the number of steps in which vLLM computes the prompts, while earlier requests decode."""
         room = max(self.tokens - self.batch, 1) if self.batch * self.prefill > self.tokens else self.tokens
         return math.ceil(self.batch * self.prefill / room)
 
     def prompts(self, seed: int) -> list[list[int]]:
-        """Other prompts in every round, so that nothing can be reused."""
+        """Return the prompts of a round: random ones, so that no cache is hit."""
         vocab = model_config(self.model).vocab_size
         return np.random.default_rng(seed).integers(2, vocab, (self.batch, self.prefill)).tolist()
 
@@ -124,20 +124,21 @@ def check_cell(cell: str) -> str:
 
 
 def most_steps(setup: Setup) -> int:
-    """That an engine takes for a batch which runs together."""
+    """Return the most steps that a batch takes whose requests run together."""
     return (setup.prompt_steps() if setup.engine == "vllm" else 0) + setup.decode - 1 + _SLACK[setup.engine]
 
 
 def least_of_halves(setup: Setup) -> int:
-    """Steps of two halves, one after the other, of which the first has the longest texts."""
+    """Return the fewest steps of two halves that run one after the other; the first has the longest texts."""
     half, lengths = setup.batch // 2, setup.decodes()
     reading = [math.ceil(count * setup.prefill / setup.tokens) for count in (half, setup.batch - half)]
     return (sum(reading) if setup.engine == "vllm" else 0) + lengths[0] + lengths[half] - 2
 
 
 def check_setup(setup: Setup) -> None:
-    """Refuse what could not be told from two halves one after the other, before anything starts. (Where texts end
-    apart, a few that begin when others have ended are not told: both engines are made with room for all of them.)"""
+    """Refuse a setup whose batch could not be distinguished from two halves one after the other.
+
+    Of staggered texts, a few that start late go unnoticed; the engines are created with room for all of them."""
     problems = []
     if not 0 <= setup.stagger < setup.decode:
         what = f"{setup.stagger} of {setup.decode} tokens"
@@ -164,7 +165,7 @@ def check_batched(setup: Setup, tokens: Sequence[Sequence[int]], steps: int | No
 
 
 def check_streams(setup: Setup, tokens: Sequence[int], last_first: float, first_end: float) -> None:
-    """The same of streams: each had begun before any of them ended."""
+    """Refuse streams with missing tokens, or that did not all begin before the first one ended."""
     wanted = setup.decodes()
     if sorted(tokens) != sorted(wanted):
         raise NotMeasured(f"not measured: streams of {sorted(set(tokens))} tokens instead of {_counts(wanted)}")
@@ -177,7 +178,7 @@ def _counts(wanted: Sequence[int]) -> str:
 
 
 def wanted_rows(setup: Setup, cell: str, layers: int) -> int:
-    """Rows the client must have when the last token is there."""
+    """Return the number of rows that must have arrived with the last token."""
     capture = capture_of(cell, layers)
     if capture is None:
         return 0
