@@ -21,9 +21,9 @@ _WRITERS = ("o_proj", "out_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj
 
 
 def facing(weights: Mapping[str, Tensor], hidden: int) -> Iterator[tuple[str, Side, Tensor]]:
-    """The matrices that face the stream, each as vectors in it [n, hidden]; experts of one kind share a name.
+    """Yield the matrices that face the stream as vectors in it [n, hidden]; experts of one kind share a name.
 
-    Shapes tell who reads and who writes; names only where a matrix is square.
+    Shapes tell whether a matrix reads or writes; for square ones the name decides.
     """
     of_gpt2 = [w for name, w in weights.items() if name.endswith(".c_fc.weight") and w.shape[0] == hidden]
     stored_by_input = any(w.shape[1] != hidden for w in of_gpt2)  # Conv1D keeps [in, out], Linear [out, in]
@@ -39,7 +39,7 @@ def facing(weights: Mapping[str, Tensor], hidden: int) -> Iterator[tuple[str, Si
 
 @dataclass(slots=True)
 class ChangeSums:
-    """Sums over the vectors of one matrix; `along` and `cosines` have an entry per direction."""
+    """Sums over the change of one matrix's vectors; `along` and `cosines` have an entry per direction."""
 
     side: Side
     change: float = 0.0
@@ -52,7 +52,7 @@ class ChangeSums:
     where: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
 
     def add(self, before: Tensor, after: Tensor, units: Tensor) -> None:
-        """Some more vectors, [n, hidden] each, of both checkpoints."""
+        """Add vectors [n, hidden] of both checkpoints."""
         before = before.to(units.device, torch.float32)
         delta = after.to(units.device, torch.float32) - before
         along = delta @ units.T
@@ -73,7 +73,7 @@ class ChangeSums:
 
 
 def layer_changes(base: Checkpoint, tuned: Checkpoint, number: int, units: Tensor) -> dict[str, ChangeSums]:
-    """The embedding counts with the first layer, the head with the last."""
+    """Return the sums of every matrix; the embedding counts with the first layer, the head with the last."""
     before, after = base.layer(number), tuned.layer(number)
     other = {name for name in before.keys() | after.keys() if not _same(before.get(name), after.get(name))}
     if other:
@@ -83,18 +83,20 @@ def layer_changes(base: Checkpoint, tuned: Checkpoint, number: int, units: Tenso
         facing(before, base.hidden), facing({name: after[name] for name in before}, base.hidden), strict=True
     ):
         found.setdefault(kind, ChangeSums(side)).add(a, b, units)
-    ends: list[tuple[str, Side, bool]] = [
-        ("embedding", "writes", number == 0),
-        ("head", "reads", number == base.layers - 1),
-    ]
-    for kind, side, wanted in ends:
-        if wanted:
-            found[kind] = ChangeSums(side)
-            names = getattr(base, kind), getattr(tuned, kind)
-            for a, b in zip(base.rows(names[0]), tuned.rows(names[1]), strict=False):
-                rows = min(len(a), len(b))  # a vocabulary may have grown: new tokens have nothing to change from
-                found[kind].add(a[:rows], b[:rows], units)
+    if number == 0:
+        found["embedding"] = _vocabulary("writes", base.rows(base.embedding), tuned.rows(tuned.embedding), units)
+    if number == base.layers - 1:
+        found["head"] = _vocabulary("reads", base.rows(base.head), tuned.rows(tuned.head), units)
     return found
+
+
+def _vocabulary(side: Side, before: Iterator[Tensor], after: Iterator[Tensor], units: Tensor) -> ChangeSums:
+    """Return the sums over the tokens that both vocabularies have; one may have grown."""
+    sums = ChangeSums(side)
+    for a, b in zip(before, after, strict=False):
+        rows = min(len(a), len(b))
+        sums.add(a[:rows], b[:rows], units)
+    return sums
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -27,16 +27,17 @@ _EMBEDDINGS, _HEADS = ("embed_tokens.weight", "wte.weight", "embed_in.weight"), 
 
 
 class Checkpoint:
-    """`layers` decoder layers of `hidden` numbers; `layer(i)` gives the tensors of one, by their names within it."""
+    """A checkpoint of `layers` decoder layers and `hidden` numbers per row."""
 
     def __init__(self, model: str | Path) -> None:
         self.name = str(model)
         self.path = _directory(self.name)
-        with reading(self.path / "config.json", "model config"):
-            kind = dict(json.loads((self.path / "config.json").read_bytes())).get("model_type")
+        config = self.path / "config.json"
+        with reading(config, "model config"):
+            kind = dict(json.loads(config.read_bytes())).get("model_type")
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
             raise UnsupportedModel(f"{model}: the installed transformers knows no model type {kind!r}; update it")
-        with reading(self.path / "config.json", "model config"):
+        with reading(config, "model config"):
             whole = AutoConfig.from_pretrained(self.path, local_files_only=True)
         if getattr(whole, "quantization_config", None):
             raise UnsupportedModel(f"{model} is quantised: give a checkpoint in bfloat16, float16 or float32")
@@ -50,7 +51,7 @@ class Checkpoint:
         return f"Checkpoint({self.name}, {self.layers} layers, hidden {self.hidden})"
 
     def layer(self, number: int) -> dict[str, Tensor]:
-        """Every tensor of a layer, named as in the layer's module (`self_attn.q_proj.weight`), in the file's dtype."""
+        """Return the tensors of a layer, named as in its module (`self_attn.q_proj.weight`), in the file's dtype."""
         if not 0 <= number < self.layers:
             what = f"layer {number} is out of range"
             raise InvalidRequest([Problem("layer", what, f"{self.name} has layers 0-{self.layers - 1}")])
@@ -58,7 +59,7 @@ class Checkpoint:
         return {name.removeprefix(start): tensor for name, tensor in self.tensors(self._layers[number])}
 
     def tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors by their whole names, files in turn; each is the caller's own."""
+        """Yield copies of tensors by their whole names, one file after the other."""
         for file in sorted({self._files[name] for name in names}):
             with reading(file, "safetensors file"), safe_open(str(file), framework="pt") as opened:
                 for name in names:
@@ -66,7 +67,7 @@ class Checkpoint:
                         yield name, _checked(opened.get_tensor(name).clone(), name, file)
 
     def rows(self, name: str, step: int = 8192) -> Iterator[Tensor]:
-        """A large tensor, so many rows at a time."""
+        """Yield a large tensor in parts of `step` rows."""
         file = self._files[name]
         with reading(file, "safetensors file"):
             with safe_open(str(file), framework="pt") as opened:
@@ -77,12 +78,12 @@ class Checkpoint:
 
     @cached_property
     def embedding(self) -> str:
-        """The name of the tensor that turns tokens into rows."""
+        """Return the name of the tensor that turns tokens into rows."""
         return self._outer(_EMBEDDINGS)
 
     @cached_property
     def head(self) -> str:
-        """The name of the tensor that turns rows into logits: the embedding's where the two are tied."""
+        """Return the name of the tensor that turns rows into logits; with tied weights, the embedding's."""
         return self.embedding if self.config.tie_word_embeddings else self._outer(_HEADS)
 
     def _outer(self, endings: tuple[str, ...]) -> str:
@@ -104,7 +105,7 @@ class Checkpoint:
         return found
 
     def _find_prefix(self) -> str:
-        """What stands before the number of a decoder layer in names of tensors."""
+        """Return the part of tensor names before the number of a decoder layer."""
         seen: dict[str, set[int]] = {}
         for match in filter(None, map(_NUMBERED.fullmatch, self._files)):
             if "att" in match["name"]:
@@ -138,7 +139,7 @@ def _directory(model: str) -> Path:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Name of tensor → its file; every file is there and holds what the index says."""
+    """Return name of tensor → its file, after checking that each file exists and holds what the index says."""
     if (folder / _ADAPTER).is_file():
         raise UnsupportedModel(f"{folder} holds an adapter: merge it into its model and give the merged checkpoint")
     if (folder / _INDEX).is_file():

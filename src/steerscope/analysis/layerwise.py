@@ -43,7 +43,7 @@ class Inputs:
     def of(
         cls, directions: Directions, layer: int, random: int, seed: int, against: Directions | None = None
     ) -> "Inputs":
-        """Directions of one layer; the random ones are the same for all layers."""
+        """Return the inputs of one layer; the random directions are the same for all layers."""
         named = torch.from_numpy(directions.at(layer))
         drawn = torch.randn(random, named.shape[1], generator=torch.Generator().manual_seed(seed))
         given = torch.from_numpy(against.at(layer)) if against else named[:0]
@@ -77,7 +77,7 @@ class Inputs:
 
     @property
     def baselines(self) -> dict[str, slice]:
-        """What columns of z begin with, and the part of `others` that z is against."""
+        """Return the prefix of columns of z → the part of `others` that serves as baseline."""
         found = {"": slice(0, self.drawn), "against_": slice(self.drawn, None)}
         return found if len(self.others) > self.drawn else {"": found[""]}
 
@@ -91,7 +91,7 @@ def checked_layers(
     against: Directions | None = None,
     fewest: int = FEWEST_RANDOM,
 ) -> list[int]:
-    """The layers to go through: those all directions have, or all where directions of one `layer` go everywhere."""
+    """Return the layers of a pass: those all directions have, or all if directions of one `layer` go through all."""
     problems = []
     if tuned and (tuned.layers, tuned.hidden) != (base.layers, base.hidden):
         what = f"has {tuned.layers} layers of {tuned.hidden} against {base.layers} of {base.hidden} in {base.name}"
@@ -188,7 +188,7 @@ class LayerPass:
 
 
 def z_by_rank(values: Tensor, baseline: Tensor) -> Tensor:
-    """Normal scores of values [..., m] among a baseline [..., r]; beyond its ends, standard deviations are added.
+    """Return normal scores of values [..., m] among a baseline [..., r]; beyond its ends, in standard deviations.
 
     Forms such as ⟨v, Mv⟩ have heavy tails where few dimensions dominate: (x − mean) / std calls 2-3 % of random
     directions extreme (|z| > 3) in some layers of real models, ranks call 0.3 % so whatever the shape is.
@@ -207,15 +207,16 @@ def z_by_rank(values: Tensor, baseline: Tensor) -> Tensor:
 
 
 def p_by_rank(values: Tensor, baseline: Tensor) -> Tensor:
-    """Two-sided p of values [m] among a baseline [r], by counting: never below 2 / (r + 1), whatever the tails are."""
+    """Return two-sided p of values [m] among a baseline [r], by counting; it is 2 / (r + 1) or more for any tails."""
     above, below = ((order(baseline, values[:, None])).sum(1) for order in (torch.ge, torch.le))
     return (2 * (1 + torch.minimum(above, below)) / (1 + len(baseline))).clamp_max(1)
 
 
 def least_p(tests: int, random: int, level: float = 0.05) -> dict[str, Json]:
-    """How small `p_by_rank` can be against `random` directions: of one test, and of one among `tests` after correction
-    (Benjamini and Hochberg); how many tests must reach the former together to be below `level`, and how many random
-    directions let a single one be."""
+    """Return how small `p_by_rank` can be against `random` directions, for one test and after correction for `tests`.
+
+    Also: how many tests must have the least p `together` to be below `level` after correction (Benjamini and
+    Hochberg), and the number of random directions with which a single one can be."""
     least = 2 / (random + 1)
     return {
         "tests": tests,
@@ -227,7 +228,7 @@ def least_p(tests: int, random: int, level: float = 0.05) -> dict[str, Json]:
 
 
 def along(units: Tensor, out: Tensor, tuned: Tensor | None = None) -> dict[str, Tensor]:
-    """What is written for each unit direction: its length and its parts along and across the direction.
+    """Return what is written for each unit direction: its length and its parts along and across the direction.
 
     With the output of a tuned checkpoint: `change` is the length of the difference, `turn` 1 − cosine of the two."""
     parallel = (out * units).sum(-1)
@@ -246,7 +247,7 @@ def along(units: Tensor, out: Tensor, tuned: Tensor | None = None) -> dict[str, 
 
 
 def written(inputs: Inputs, layer: int, outs: Sequence[Tensor]) -> Columns:
-    """Rows of a table: `along` of every named direction and its opposite (sign −1), with z-scores."""
+    """Return the columns `along` of every named direction and its opposite (sign −1), with z-scores."""
     n = len(inputs)
     measures = along(inputs.units.to(outs[0].device), outs[0], outs[1] if len(outs) > 1 else None)
     columns: Columns = {

@@ -53,7 +53,7 @@ class _Skipped(nn.Module):
 
 
 class _PassedBy(nn.Module):
-    """In place of embeddings, which get numbers of tokens or positions, and of the final norm."""
+    """Stand-in for embeddings, whose inputs are numbers of tokens or positions, and for the final norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if x.is_floating_point() else torch.zeros((), device=x.device)
@@ -62,7 +62,7 @@ class _PassedBy(nn.Module):
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **options: object
 ) -> tuple[Tensor, None]:
-    """In place of transformers' own functions: queries are [1, heads, rows, dim], the answer [1, rows, heads, dim]."""
+    """Stand-in for transformers' attention: queries are [1, heads, rows, dim], the answer [1, rows, heads, dim]."""
     answer: Callable[[Heads], Tensor] = module.steerscope_answer  # type: ignore[assignment]
     scaling, softcap = options.get("scaling"), options.get("softcap")
     heads = Heads(
@@ -79,7 +79,7 @@ AttentionInterface.register(_ATTENTION, _attend)
 
 
 class OneLayer:
-    """`at(layer)` gives the layer its weights until the block ends."""
+    """A decoder whose layers have weights only within `at(layer)`."""
 
     def __init__(self, checkpoint: Checkpoint, device: str | torch.device = "cpu") -> None:
         self.checkpoint, self.device = checkpoint, torch.device(device)
@@ -123,7 +123,7 @@ class OneLayer:
             module.to("meta")
 
     def mlp(self, rows: Tensor) -> Tensor:
-        """What the MLP adds to the stream where the stream is `rows` [n, hidden] and the attention adds nothing."""
+        """Return what the MLP adds to a stream of `rows` [n, hidden] while the attention adds nothing."""
         block = self._loaded()
         parts = [
             self._run(part, torch.zeros(len(part)), block.mlp_addend, block.attn_addend, _nothing)
@@ -132,7 +132,7 @@ class OneLayer:
         return torch.cat(parts)
 
     def heads(self, rows: Tensor, positions: Tensor) -> Heads:
-        """Queries, keys and values of rows that stand at `positions`: behind q/k norms and RoPE."""
+        """Return queries, keys and values of rows at `positions`, behind q/k norms and RoPE."""
         seen: list[Heads] = []
 
         def keep(heads: Heads) -> Tensor:
@@ -144,7 +144,7 @@ class OneLayer:
         return seen[0]
 
     def attention(self, rows: Tensor) -> Tensor:
-        """What the attention adds to the stream of a token all of whose heads look at a token with `rows`."""
+        """Return what the attention adds to the stream of a token all of whose heads look at a token with `rows`."""
         block = self._loaded()
 
         def copy(heads: Heads) -> Tensor:
@@ -153,7 +153,7 @@ class OneLayer:
         return self._run(rows, torch.zeros(len(rows)), block.attn_addend, block.mlp_addend, copy)
 
     def writing(self) -> Writing:
-        """The output projection, read by pushing unit vectors of every head through it (before a post-norm)."""
+        """Return the output projection (before a post-norm), read by sending unit vectors of every head through it."""
         block = self._loaded()
         shape = self.heads(torch.ones(1, self.hidden), torch.zeros(1)).queries.shape[1:]
         size = shape.numel()
@@ -184,7 +184,7 @@ class OneLayer:
         silenced: nn.Module | None,
         answer: Callable[[Heads], Tensor],
     ) -> Tensor:
-        """One pass of the decoder; what `kept` adds to the stream, which must be all that is added."""
+        """Run the decoder once; return what `kept` adds to the stream, which must be all that is added."""
         block = self._loaded()
         assert kept is not None
         assert silenced is not None

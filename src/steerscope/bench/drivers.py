@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,16 +37,6 @@ class TimedRound:
     bytes: int = 0
     checksum: float | None = None  # sum of absolute values, if the rows were verified
     extra: dict[str, Any] = field(default_factory=dict)
-
-
-class Driver(Protocol):
-    setup: Setup
-
-    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> TimedRound: ...
-
-    def describe(self) -> dict[str, Any]: ...
-
-    def close(self) -> None: ...
 
 
 class BareHF:
@@ -309,6 +299,9 @@ def _verified(rows: Sequence[Rows]) -> float:
     if not bool(sums.isfinite().all()):
         raise NotMeasured("not measured: a row is not finite")
     return float(sums.double().sum())
+
+
+Driver = BareHF | BareVLLM | Ours
 
 
 def make_driver(kind: str, setup: Setup, scratch: Path, budget: int = 0) -> Driver:

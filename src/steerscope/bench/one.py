@@ -7,17 +7,17 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from steerscope import __version__
-from steerscope.bench.drivers import Ours, TimedRound, make_driver
+from steerscope.bench.drivers import Driver, Ours, TimedRound, make_driver
 from steerscope.bench.profiled import profiled, top_functions
 from steerscope.bench.stats import summary
 from steerscope.bench.workload import (
@@ -34,6 +34,8 @@ from steerscope.engines.results import EndEvent, TokenPrompt
 from steerscope.files import atomic_path
 from steerscope.specs import Sampling
 from steerscope.specs.errors import InvalidRequest, Problem
+
+AnyDriver = TypeVar("AnyDriver", bound=Driver)
 
 
 def source() -> str:
@@ -71,10 +73,10 @@ def write(output: Path, result: dict[str, Any]) -> None:
 
 
 @contextmanager
-def driver_of(kind: str, setup: Setup, budget: int) -> Iterator[Any]:
-    """Start a driver, and close it at the end of the block."""
+def opened(make: Callable[[Path], AnyDriver]) -> Iterator[AnyDriver]:
+    """Make a driver, which may write to a temporary folder, and close it at the end of the block."""
     with tempfile.TemporaryDirectory() as scratch:
-        driver = make_driver(kind, setup, Path(scratch), budget)
+        driver = make(Path(scratch))
         try:
             yield driver
         finally:
@@ -93,7 +95,8 @@ def measure(setup: Setup, cell: str, iterations: int, warmups: int = 1) -> dict[
     budget = budget_of(setup, cell)
     if budget > setup.most_bytes:
         raise NotMeasured(f"not measured: the rows take {budget >> 20} MiB, most_bytes is {setup.most_bytes >> 20} MiB")
-    with driver_of("baseline" if cell == "baseline" else "ours", setup, budget) as driver:
+    kind = "baseline" if cell == "baseline" else "ours"
+    with opened(lambda scratch: make_driver(kind, setup, scratch, budget)) as driver:
         for i in range(warmups):
             driver.run(setup.prompts(-1 - i & 0xFFFF), cell, fetch=True)
         runs = [driver.run(setup.prompts(i), cell, i == iterations - 1, True) for i in range(iterations)]
@@ -127,7 +130,8 @@ def _figures(setup: Setup, runs: list[TimedRound]) -> dict[str, Any]:
 
 def stream(setup: Setup, iterations: int, cell: str = "zero-layer", warmups: int = 1) -> dict[str, Any]:
     """Time all requests as streams at once: to the first token, and tokens per second."""
-    with driver_of("ours", setup, budget_of(setup, cell)) as driver:
+    budget = budget_of(setup, cell)
+    with opened(lambda scratch: Ours(setup, scratch, budget)) as driver:
         rounds = [stream_round(driver, setup, cell, setup.prompts(i)) for i in range(warmups + iterations)][warmups:]
         result = about(setup, cell=cell, iterations=iterations, warmups=warmups) | {"engine": driver.describe()}
     figures = {name: summary([one[name] for one in rounds]) for name in ("first_token_s", "total_s")}
@@ -176,7 +180,7 @@ def top_costs(setup: Setup, cell: str) -> dict[str, Any]:
     """Return the functions in which a fetch spends its time. It runs in one thread, since a profile sees no other."""
     if not capture_of(check_cell(cell), 4):
         raise InvalidRequest([Problem("profile", f"{cell} captures nothing", "profile a mode that captures")])
-    with driver_of("ours", setup, setup.row_bytes()) as driver:
+    with opened(lambda scratch: Ours(setup, scratch, setup.row_bytes())) as driver:
         prompts = setup.prompts(0)
         driver.run(prompts, cell, fetch=True)
         handles = [one.capture for one in driver.asking(prompts, cell)() if one.capture is not None]

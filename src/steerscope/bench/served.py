@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from steerscope.bench.drivers import Ours
-from steerscope.bench.one import about, budget_of, driver_of, stream_round
+from steerscope.bench.one import about, budget_of, opened, stream_round
 from steerscope.bench.profiled import profiled, top_functions
 from steerscope.bench.shapes import SHAPES, NoTokenizer
 from steerscope.bench.stats import paired, summary
@@ -41,7 +41,7 @@ class Words(NoTokenizer):
 def served(setup: Setup, iterations: int, cell: str = "zero-layer", warmups: int = 1) -> dict[str, Any]:
     """Measure rounds of streams both ways, and profile the server's thread in one more round."""
     budget_of(setup, cell)
-    with driver_of("ours", setup, 0) as driver:
+    with opened(lambda scratch: Ours(setup, scratch, 0)) as driver:
         _speak(driver, setup)
         with _running(driver) as (server, thread), _clients() as clients:
             measure = _Measure(driver, setup, cell, server, clients)
@@ -105,7 +105,11 @@ def _clients() -> Iterator["subprocess.Popen[str]"]:
 
 class _Measure:
     def __init__(self, driver: Ours, setup: Setup, cell: str, server: Server, clients: "subprocess.Popen[str]") -> None:
-        self.driver, self.setup, self.cell, self.server, self.clients = driver, setup, cell, server, clients
+        self.driver = driver
+        self.setup = setup
+        self.cell = cell
+        self.server = server
+        self.clients = clients
         self.loop = server.servers[0].get_loop()
         facts = driver.facts
         steer = steering_of(cell, facts.layers, facts.hidden, setup.batch)
