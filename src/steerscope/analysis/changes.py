@@ -74,7 +74,8 @@ class ChangeSums:
 
 def layer_changes(base: Checkpoint, tuned: Checkpoint, number: int, units: Tensor) -> dict[str, ChangeSums]:
     """Return the sums of every matrix; the embedding counts with the first layer, the head with the last."""
-    before, after = base.layer(number), tuned.layer(number)
+    before = base.layer(number)
+    after = tuned.layer(number)
     other = {name for name in before.keys() | after.keys() if not _same(before.get(name), after.get(name))}
     if other:
         raise BadFile(f"layer {number} of {tuned.name} differs in the shape of {', '.join(sorted(other)[:4])}")

@@ -51,7 +51,8 @@ def group_tests(ranked: pa.Table) -> list[Json]:
     found: list[dict[str, Json]] = []
     for measure in dict.fromkeys(ranked["measure"].to_pylist()):
         mine = where(ranked, "measure", measure)
-        means, groups = mine["mean"].to_numpy(), mine["group"].to_pylist()
+        means = mine["mean"].to_numpy()
+        groups = mine["group"].to_pylist()
         of = {group: means[[one == group for one in groups]] for group in sorted(set(groups))}
         for a, b in combinations([group for group, values in of.items() if len(values) > 1], 2):
             if not (np.ptp(of[a]) or np.ptp(of[b])):

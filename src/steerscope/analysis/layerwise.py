@@ -92,30 +92,43 @@ def checked_layers(
     fewest: int = FEWEST_RANDOM,
 ) -> list[int]:
     """Return the layers of a pass: those all directions have, or all if directions of one `layer` go through all."""
-    problems = []
-    if tuned and (tuned.layers, tuned.hidden) != (base.layers, base.hidden):
-        what = f"has {tuned.layers} layers of {tuned.hidden} against {base.layers} of {base.hidden} in {base.name}"
-        problems.append(Problem("tuned", f"{tuned.name} {what}", "give two checkpoints of one model"))
-    if tuned and tuned.path == base.path:
-        problems.append(Problem("tuned", f"{tuned.name} is the base itself", "give the checkpoint after training"))
-    every = {"directions": directions} if against is None else {"directions": directions, "against": against}
-    for name, found in every.items():
-        if found.hidden != base.hidden:
-            what = f"have {found.hidden} numbers, {base.name} has {base.hidden}"
-            problems.append(Problem(name, what, "make them with this model"))
-        if layer is not None and not found.has(layer):
-            problems.append(Problem(name, f"have no layer {layer}", f"they have {', '.join(map(str, found.layers))}"))
+    sets = {"directions": directions}
+    if against is not None:
+        sets["against"] = against
+    problems = _differences(base, tuned) if tuned else []
+    for name, found in sets.items():
+        problems += _unfit(base, name, found, layer)
     if random < fewest:
         problems.append(Problem("random", f"{random} are too few for a baseline", f"take {fewest} or more"))
     if against is not None and len(against.names) < FEWEST_GIVEN:
         what = f"{len(against.names)} are too few for a baseline"
         problems.append(Problem("against", what, f"give {FEWEST_GIVEN} or more"))
-    layers = [i for i in range(base.layers) if layer is not None or all(one.has(i) for one in every.values())]
+    layers = [i for i in range(base.layers) if layer is not None or all(one.has(i) for one in sets.values())]
     if not layers:
         problems.append(Problem("directions", f"have no layer of {base.name}", f"it has 0-{base.layers - 1}"))
     if problems:
         raise InvalidRequest(problems)
     return layers
+
+
+def _differences(base: Checkpoint, tuned: Checkpoint) -> list[Problem]:
+    problems = []
+    if (tuned.layers, tuned.hidden) != (base.layers, base.hidden):
+        what = f"has {tuned.layers} layers of {tuned.hidden} against {base.layers} of {base.hidden} in {base.name}"
+        problems.append(Problem("tuned", f"{tuned.name} {what}", "give two checkpoints of one model"))
+    if tuned.path == base.path:
+        problems.append(Problem("tuned", f"{tuned.name} is the base itself", "give the checkpoint after training"))
+    return problems
+
+
+def _unfit(base: Checkpoint, name: str, found: Directions, layer: int | None) -> list[Problem]:
+    problems = []
+    if found.hidden != base.hidden:
+        what = f"have {found.hidden} numbers, {base.name} has {base.hidden}"
+        problems.append(Problem(name, what, "make them with this model"))
+    if layer is not None and not found.has(layer):
+        problems.append(Problem(name, f"have no layer {layer}", f"they have {', '.join(map(str, found.layers))}"))
+    return problems
 
 
 class PassOptions(TypedDict, total=False):
@@ -197,7 +210,8 @@ def z_by_rank(values: Tensor, baseline: Tensor) -> Tensor:
     scores = torch.as_tensor(ndtri((np.arange(count) + 0.5) / count), dtype=torch.float32, device=values.device)
     null = baseline.sort(-1).values.contiguous()
     right = torch.searchsorted(null, values.contiguous()).clamp(1, count - 1)
-    low, high = null.gather(-1, right - 1), null.gather(-1, right)
+    low = null.gather(-1, right - 1)
+    high = null.gather(-1, right)
     share = ((values - low) / (high - low).clamp_min(torch.finfo(null.dtype).tiny)).clamp(0, 1)
     inside = scores[right - 1] + (scores[right] - scores[right - 1]) * share
     spread = null.std(-1, keepdim=True)

@@ -64,7 +64,8 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Stand-in for transformers' attention: queries are [1, heads, rows, dim], the answer [1, rows, heads, dim]."""
     answer: Callable[[Heads], Tensor] = module.steerscope_answer  # type: ignore[assignment]
-    scaling, softcap = options.get("scaling"), options.get("softcap")
+    scaling = options.get("scaling")
+    softcap = options.get("softcap")
     heads = Heads(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -82,7 +83,8 @@ class OneLayer:
     """A decoder whose layers have weights only within `at(layer)`."""
 
     def __init__(self, checkpoint: Checkpoint, device: str | torch.device = "cpu") -> None:
-        self.checkpoint, self.device = checkpoint, torch.device(device)
+        self.checkpoint = checkpoint
+        self.device = torch.device(device)
         config = checkpoint.config
         with torch.device("meta"):
             self._model = AutoModel.from_config(config, dtype=torch.float32, attn_implementation=_ATTENTION).eval()

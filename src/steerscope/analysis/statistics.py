@@ -27,7 +27,8 @@ def mean_interval(values: ArrayLike, *, groups: Sequence[object] | None = None, 
     interval covers the mean in 50 to 82 % of all samples, of 15 in 92 %."""
     data = _checked(values)
     parts = _parts(data, groups) if groups is not None else data[:, None]
-    mean, n = float(data.mean()), len(parts)
+    mean = float(data.mean())
+    n = len(parts)
     if n < 2:
         return Interval(mean, -np.inf, np.inf)
     sums = np.array([np.sum(part - mean) for part in parts])  # groups differ in size: their sums add up to 0
@@ -79,7 +80,8 @@ def permutation(a: ArrayLike, b: ArrayLike, *, paired: bool = False, draws: int 
     """Return the two-sided p of a difference of means; exact where there are at most `draws` ways to exchange labels.
 
     With `paired`, a[i] and b[i] belong together."""
-    first, second = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    first = np.asarray(a, dtype=np.float64)
+    second = np.asarray(b, dtype=np.float64)
     result = stats.permutation_test(
         (first, second),
         lambda x, y, axis: np.mean(x, axis=axis) - np.mean(y, axis=axis),

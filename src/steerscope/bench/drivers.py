@@ -184,7 +184,8 @@ class Ours:
             from steerscope.engines.vllm.client.engine import VLLMEngine
             from steerscope.engines.vllm.settings import Settings
 
-            slots, room = max(64, 2 * setup.batch), setup.pool_bytes or None
+            slots = max(64, 2 * setup.batch)
+            room = setup.pool_bytes or None
             settings = Settings(max_columns=setup.columns, slots=slots, pool_bytes=room)
             self.engine = VLLMEngine(
                 tokenizer=NoTokenizer(), settings=settings, capture_budget=budget, **vllm_arguments(setup, scratch)
@@ -246,7 +247,8 @@ class Ours:
 
         A cap may leave single tokens alone, so one changed token of the last eight is enough."""
         where = Capture(layers=self.facts.layers // 2 if ":one" in cell else 0, tokens="positions=[-8:]")
-        texts, one = [TokenPrompt(ids) for ids in prompts], self._sampling(1)
+        texts = [TokenPrompt(ids) for ids in prompts]
+        one = self._sampling(1)
         plain = self.engine.generate(texts, one, capture=where)
         steered = self.engine.generate(texts, one, capture=where, steer=self._steering(prompts, cell))
         rows = [[torch.cat([*one.rows.values()]) for one in done] for done in (plain, steered)]

@@ -146,10 +146,12 @@ def stream_round(driver: Ours, setup: Setup, cell: str, prompts: list[list[int]]
     spans: list[tuple[float, float]] = []  # of each stream, first to last token by the engine's clock
 
     async def one(ids: list[int], tokens: int, op: Any) -> int:
-        count, sampling = 0, Sampling(max_tokens=tokens, ignore_eos=True)
+        count = 0
+        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
         async for event in driver.engine.aio.stream(TokenPrompt(ids), sampling, steer=op, capture=capture):
             if isinstance(event, EndEvent):
-                timings, now = event.generation.timings, time.perf_counter()
+                timings = event.generation.timings
+                now = time.perf_counter()
                 spans.append((now - timings.total + timings.first_token, now))
                 if event.generation.capture is not None:
                     event.generation.capture.close()

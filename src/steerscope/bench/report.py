@@ -41,7 +41,8 @@ def _layers(engines: Engines) -> go.Figure:
     for colour, (engine, found) in zip(PALETTE, engines.items(), strict=False):
         if "fit" not in found or "baseline" not in found["cells"]:
             continue
-        cells, base = [found["cells"][cell] for cell in ladder(found["cells"])], found["cells"]["baseline"]["median"]
+        cells = [found["cells"][cell] for cell in ladder(found["cells"])]
+        base = found["cells"]["baseline"]["median"]
         x = [one["captured_layers"] for one in cells]
         over = [100 * (one["median"] / base - 1) for one in cells]
         add_line(figure, x, over, engine, colour, mode="markers", marker={"color": colour, "size": 9})

@@ -47,7 +47,8 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
 class NoTokenizer:
     """Tokenizer of random weights: prompts are ids, and texts stay empty."""
 
-    eos_token_id, chat_template = 1, None
+    eos_token_id = 1
+    chat_template = None
 
     def decode(self, _ids: list[int], **_options: bool) -> str:
         return ""

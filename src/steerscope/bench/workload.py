@@ -130,7 +130,8 @@ def most_steps(setup: Setup) -> int:
 
 def least_of_halves(setup: Setup) -> int:
     """Return the fewest steps of two halves that run one after the other; the first has the longest texts."""
-    half, lengths = setup.batch // 2, setup.decodes()
+    half = setup.batch // 2
+    lengths = setup.decodes()
     reading = [math.ceil(count * setup.prefill / setup.tokens) for count in (half, setup.batch - half)]
     return (sum(reading) if setup.engine == "vllm" else 0) + lengths[0] + lengths[half] - 2
 

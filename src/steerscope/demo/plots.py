@@ -26,8 +26,10 @@ def heat_limit(results: Results) -> float:
 
 def heat_figure(results: Results, heat: HeatMap) -> go.Figure:
     """Tokens from left to right, layers from bottom to top."""
-    layers, colours = [f"layer {layer}" for layer in range(results.layers)], Colours(heat_limit(results))
-    hover, start = "%{z:+.3f} mean row norms", heat.answer_start
+    layers = [f"layer {layer}" for layer in range(results.layers)]
+    colours = Colours(heat_limit(results))
+    hover = "%{z:+.3f} mean row norms"
+    start = heat.answer_start
     figure = token_figure(heat.values, layers, heat.tokens, colours=colours, hover=hover, answer_start=start)
     figure.update_layout(height=238 + figure.layout.margin.b, margin={"l": 46, "t": 8})  # type: ignore[union-attr]
     ticks = _layer_ticks(results)
@@ -57,7 +59,8 @@ def _steered(results: Results) -> tuple[float, float]:
 
 def dose_figure(results: Results) -> go.Figure:
     """Effect, cost and collapse over the scale, one below the other."""
-    scales, doses = [dose.scale for dose in results.doses], results.doses
+    scales = [dose.scale for dose in results.doses]
+    doses = results.doses
     rows = (
         (f"Effect: log-odds of {results.positive} words (nats)", [dose.log_odds for dose in doses], "%{y:+.1f} nats"),
         ("Cost: perplexity, unsteered model", [dose.perplexity for dose in doses], "%{y:.1f}"),
@@ -83,8 +86,10 @@ def dose_figure(results: Results) -> go.Figure:
 
 def control_figure(results: Results) -> go.Figure:
     """The ± gap of the vector beside the ± gaps of random directions."""
-    control, figure = results.control, go.Figure()
-    spread, count = control.gap / control.z, len(control.random_gaps)
+    control = results.control
+    figure = go.Figure()
+    spread = control.gap / control.z
+    count = len(control.random_gaps)
     figure.add_vrect(x0=-spread, x1=spread, fillcolor=BAND, line_width=0)
     beside = "right" if control.gap > 0 else "left"
     for values, name, ink, size, (at, text, anchor) in (
@@ -109,7 +114,8 @@ def control_figure(results: Results) -> go.Figure:
 
 def layers_figure(results: Results) -> go.Figure:
     """Held-out AUROC at every layer."""
-    lines, up = {"": (range(results.layers), results.auroc)}, "held-out AUROC"
+    lines = {"": (range(results.layers), results.auroc)}
+    up = "held-out AUROC"
     figure = lines_figure(lines, across="layer", up=up, marks={"": [results.read_layer]}, colours=[INK])
     first, last = _steered(results)
     figure.add_vrect(x0=first, x1=last, fillcolor=BAND, line_width=0)
@@ -121,13 +127,15 @@ def layers_figure(results: Results) -> go.Figure:
 
 def plane_figure(results: Results) -> go.Figure:
     """Sentences and answers on the first two principal components."""
-    figure, plane = go.Figure(), results.plane
+    figure = go.Figure()
+    plane = results.plane
     for part, symbol in _SYMBOLS.items():
         for side in (results.positive, results.negative, "unsteered"):
             points = [point for point in plane.points if point.group == f"{side} {part}"]
             if not points:
                 continue
-            ink, answer = colour(results, side), part == "answer"
+            ink = colour(results, side)
+            answer = part == "answer"
             edge = {"color": INK if answer else ink, "width": 1.2 if answer else 1.6}
             figure.add_scatter(
                 x=[point.x for point in points],

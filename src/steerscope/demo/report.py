@@ -106,8 +106,10 @@ def _name(condition: str) -> str:
 
 def _values(results: Results) -> dict[str, object]:
     """Return what the template names: parts of the results, and what follows from them."""
-    control, layers = results.control, results.steered_layers
-    most, least = results.doses[-1], results.doses[0]
+    control = results.control
+    layers = results.steered_layers
+    most = results.doses[-1]
+    least = results.doses[0]
     up, down, plain = (results.dose(sign * results.scale) for sign in (1, -1, 0))
     conditions = {"last_plain": "unsteered", "last_up": results.positive, "last_down": results.negative}
     ops = (

@@ -98,10 +98,12 @@ def plane(subject: Subject, texts: Mapping[str, Sequence[str]]) -> Plane:
     sentences: as plain text up to their last full stop, without steering. `texts` maps condition → answers, in the
     order unsteered, positive, negative and with the same prompts in each.
     """
-    layer, data = subject.read_layer, subject.data
+    layer = subject.read_layer
+    data = subject.data
     read_texts = [_finished(text) for group in texts.values() for text in group]
     read = sentence_rows(subject.engine, read_texts, layers=layer)[:, 0]
-    extraction, heldout = subject.extraction[:, layer], subject.heldout[:, layer]
+    extraction = subject.extraction[:, layer]
+    heldout = subject.heldout[:, layer]
     direction = subject.unit[layer]
     components, explained = _principal(_centred(extraction, 2), direction)
     plain, _ = _principal(extraction, direction)

@@ -37,7 +37,8 @@ class Colours:
         sizes = sizes[np.isfinite(sizes) & (sizes > 0)]
         if not sizes.size:
             return cls(least or 1.0, None, signed)
-        limit, bend = max(least, float(sizes.max())), max(least, float(np.quantile(sizes, 0.9, method="lower")))
+        limit = max(least, float(sizes.max()))
+        bend = max(least, float(np.quantile(sizes, 0.9, method="lower")))
         return cls(limit, bend if limit > _FAR * bend else None, signed)
 
     @property
@@ -87,7 +88,8 @@ class Colours:
         along = (places + 1) / 2 if self.signed else places
         stops = [(self._value(float(place)) - lowest) / (self.limit - lowest) for place in places]
         colours = [list(pair) for pair in zip(stops, sample_colorscale(self.scale, along.tolist()), strict=True)]
-        colours[0][0], colours[-1][0] = 0.0, 1.0
+        colours[0][0] = 0.0
+        colours[-1][0] = 1.0
         return {"colorscale": colours, "zmin": lowest, "zmax": self.limit, "showscale": False}
 
 

@@ -85,7 +85,8 @@ def heat_figure(
     are turned by `slant` degrees."""
     colours = colours or Colours.of(np.concatenate([grid.ravel() for grid in grids.values()]), signed=signed)
     shown = {name: [[_rounded(value) for value in row] for row in grid] for name, grid in grids.items()}
-    labels, names = [label(row) for row in rows], [label(column) for column in columns]
+    labels = [label(row) for row in rows]
+    names = [label(column) for column in columns]
     figure = go.Figure(
         go.Heatmap(
             z=next(iter(shown.values())),
@@ -97,7 +98,8 @@ def heat_figure(
             **colours.keywords(),
         )
     )
-    top, bottom = 56 if len(grids) > 1 else 12, _room(names) + 20 if slant else 52
+    top = 56 if len(grids) > 1 else 12
+    bottom = _room(names) + 20 if slant else 52
     styled(figure, 22 + top + bottom + 24 * len(labels), margin={"l": _room(labels), "r": 8, "t": top, "b": bottom})
     _explain(figure, colours)
     figure.update_xaxes(title=_title(across), type="category", tickangle=slant, showgrid=False, zeroline=False)
@@ -117,7 +119,8 @@ def token_figure(
 ) -> go.Figure:
     """Return a heat map over tokens. A line stands before token `answer_start`; `details` are what hovering shows of
     each row, by default its name."""
-    at, names = list(range(len(tokens))), [token_label(token) for token in tokens]
+    at = list(range(len(tokens)))
+    names = [token_label(token) for token in tokens]
     figure = heat_figure({"": np.asarray(values)}, rows, at, across="", hover="", colours=colours)
     shown = [[[name, escape(row)] for name in names] for row in details or rows]
     template = f"token <b>%{{customdata[0]}}</b><br>%{{customdata[1]}}<br>{hover}<extra></extra>"

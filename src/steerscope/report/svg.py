@@ -30,12 +30,16 @@ class Axes:
         log_x: bool = False,
         log_y: bool = False,
     ) -> None:
-        self.x, self.y = x, y
-        self.log_x, self.log_y = log_x, log_y
-        self.right, self.bottom = right, HEIGHT - 42
+        self.x = x
+        self.y = y
+        self.log_x = log_x
+        self.log_y = log_y
+        self.right = right
+        self.bottom = HEIGHT - 42
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        across, up = _part(x, self.x, self.log_x), _part(y, self.y, self.log_y)
+        across = _part(x, self.x, self.log_x)
+        up = _part(y, self.y, self.log_y)
         return _LEFT + across * (self.right - _LEFT), self.bottom - up * (self.bottom - _TOP)
 
     def frame(
