@@ -11,13 +11,13 @@ from typing import Literal
 import torch
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
 from steerscope.demo.results import Control
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.logits import logits
 from steerscope.engines.results import Generation
 from steerscope.engines.sync import SyncEngine
+from steerscope.evals.forced import forced
 from steerscope.extraction import ContrastSet, mean_difference, row_norms, sentence_rows, sentences
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
@@ -118,25 +118,9 @@ def answers(
 
 
 def surprises(subject: Subject, generations: Sequence[Generation]) -> list[Tensor]:
-    """Return −log p (nats) of all answer tokens given the chat, by the unsteered model; equal prompts are read once."""
-    model = subject.hf.model
-    found = [torch.empty(0)] * len(generations)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, generation in enumerate(generations):
-        groups.setdefault(tuple(generation.prompt_token_ids), []).append(i)
-    for prompt, members in groups.items():
-        answers = [torch.tensor(generations[i].token_ids) for i in members]
-        targets = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True).to(model.device)
-        inputs = torch.cat([torch.full_like(targets[:, :1], prompt[-1]), targets[:, :-1]], dim=1)
-        cache = DynamicCache()
-        with torch.no_grad():
-            model(torch.tensor([prompt[:-1]], device=model.device), past_key_values=cache, logits_to_keep=1)
-            cache.batch_repeat_interleave(len(members))
-            logits = model(inputs, past_key_values=cache).logits.float()  # padding comes last: no answer sees it
-        nats = -torch.log_softmax(logits, -1).gather(2, targets[..., None])[..., 0]
-        for row, i in enumerate(members):
-            found[i] = nats[row, : len(answers[row])].cpu()
-    return found
+    """Return −log p (nats) of all answer tokens given the chat, by the unsteered model."""
+    texts = [(one.prompt_token_ids, one.token_ids) for one in generations]
+    return [-one.logprobs for one in forced(subject.engine, texts)]
 
 
 def perplexity(nats: Sequence[Tensor]) -> float:

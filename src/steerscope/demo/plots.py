@@ -2,6 +2,7 @@
 
 from html import escape
 
+import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -18,10 +19,9 @@ def colour(results: Results, condition: str) -> str:
 
 
 def heat_limit(results: Results) -> float:
-    """Return one colour range for all heat maps: up to the 98th percentile, so that a few outliers do not pale the
-    rest."""
-    values = sorted(abs(value) for heat in results.heat for row in heat.values for value in row)
-    return values[int(0.98 * (len(values) - 1))] or 1.0
+    """Return one colour range for all heat maps: the 98th percentile, so that few outliers do not pale the others."""
+    values = [abs(value) for heat in results.heat for row in heat.values for value in row]
+    return float(np.quantile(values, 0.98, method="lower")) or 1.0
 
 
 def heat_figure(results: Results, heat: HeatMap) -> go.Figure:
