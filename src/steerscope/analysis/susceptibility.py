@@ -30,15 +30,9 @@ from steerscope.specs.errors import InvalidRequest, Problem
 
 _FEWEST_RANDOM = 20
 PEAK = 3.0  # z-scores, and how far a peak must stand out
+_NUMBER, _TEXT = pa.float64(), pa.string()
 _PEAKS = pa.schema(
-    [
-        ("direction", pa.string()),
-        ("layer", pa.int64()),
-        ("z", pa.float64()),
-        ("prominence", pa.float64()),
-        ("matrix", pa.string()),
-        ("matrix_z", pa.float64()),
-    ]
+    {"direction": _TEXT, "layer": pa.int64(), "z": _NUMBER, "prominence": _NUMBER, "matrix": _TEXT, "matrix_z": _NUMBER}
 )
 
 
@@ -54,20 +48,19 @@ def susceptibility(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> AnalysisResult:
-    """Tables `cells` (layer, matrix, direction), `changes` (layer, matrix), `profile` (layer, direction), `peaks`.
+    """Return the tables `cells` (layer, matrix, direction), `changes` (layer, matrix), `profile` and `peaks`.
 
-    Weights of layer i meet the directions of layer i, or those of `layer` everywhere. `against` are directions to
-    compare with besides random ones, such as vectors of shuffled labels: they know how activations are spread, which
-    random directions do not.
+    Weights of layer i are compared with directions of layer i, or with those of `layer` everywhere. `against` is a
+    second baseline, such as vectors of shuffled labels: they share the spread of activations, random ones do not.
     """
     layers = checked_layers(base, tuned, directions, layer, random, against, _FEWEST_RANDOM)
     measured: dict[tuple[int, str], ChangeSums] = {}
-    for done, number in enumerate(layers):
+    for done, number in enumerate(layers, 1):
         units = _units(number if layer is None else layer, directions, random, against, seed + 1000 * number, device)
         changes = layer_changes(base, tuned, number, units)
         measured |= {(number, kind): sums for kind, sums in changes.items()}
         if progress:
-            progress("layers", done + 1, len(layers))
+            progress("layers", done, len(layers))
     if not any(sums.change for sums in measured.values()):
         remedy = f"{tuned.name} and {base.name} hold the same weights"
         raise InvalidRequest([Problem("tuned", "nothing changed at these layers", remedy)])
@@ -198,4 +191,4 @@ def _peaks(profile: pa.Table, cells: pa.Table, names: tuple[str, ...]) -> pa.Tab
             here = where(where(cells, "direction", name), "layer", layers[i]).to_pylist()
             best = max(here, key=itemgetter("z"))
             rows.append((name, layers[i], z[i], prominence, best["matrix"], best["z"]))
-    return pa.table([list(values) for values in zip(*rows, strict=True)] or [[]] * len(_PEAKS), schema=_PEAKS)
+    return pa.Table.from_pylist([dict(zip(_PEAKS.names, row, strict=True)) for row in rows], schema=_PEAKS)
