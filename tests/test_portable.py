@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow  # processes that import everything
 
 TESTS = Path(__file__).parent
 ROOMS = (
-    "capture client corpus engines evals extraction lenses residual serving specs training vectors analysis cli demo"
+    "capture client corpus engines evals extraction lenses core report serving specs training vectors analysis cli demo"
 )
 # What Windows lacks is taken away after libraries of others are in. msvcrt's lock is played by lockf.
 PREAMBLE = """
