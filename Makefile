@@ -98,12 +98,12 @@ test-all: ## every test
 WITHOUT_VLLM := $(foreach name,delivery graphs step surface tap versions,--ignore=tests/engines/vllm/test_$(name).py)
 
 test-vllm: setup-vllm ## the engines' and the server's tests on vLLM's CPU build
-	@$(VLLM)/bin/pytest -n 2 -m "$(MARKS)" $(WITHOUT_VLLM) tests/engines tests/corpus tests/serving/test_openai.py \
+	@$(VLLM)/bin/pytest -n 2 --dist loadgroup -m "$(MARKS)" $(WITHOUT_VLLM) tests/engines tests/corpus tests/serving/test_openai.py \
 	  tests/serving/test_steerscope.py tests/serving/test_vllm_killed.py tests/serving/test_vllm_routes.py \
 	  tests/lenses/test_fused.py -k "vllm or test_fused"
 
 test-vllm-oldest: setup-vllm-oldest ## what every engine promises, and the silent wrongs, on the oldest vLLM
-	@$(OLDEST)/bin/pytest -n 2 -m "not slow" $(WITHOUT_VLLM) tests/engines/test_contract.py tests/engines/vllm \
+	@$(OLDEST)/bin/pytest -n 2 --dist loadgroup -m "not slow" $(WITHOUT_VLLM) tests/engines/test_contract.py tests/engines/vllm \
 	  -k "vllm and not kernel"
 
 test-fast: setup ## without the real model and the slow ones (two minutes)

@@ -31,6 +31,17 @@ ENABLED_BY = {
 }
 
 
+# Fixtures behind which an engine or a server is started that other tests of the file use too.
+SHARED = {"engine", "live", "llm", "server", "start", "stock"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup`, run the tests of a file that share an engine or a server in one process."""
+    for item in items:
+        if SHARED.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say at the end what was skipped, and what would run it: one line per reason."""
     reasons = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
