@@ -31,15 +31,15 @@ ENABLED_BY = {
 }
 
 
-# Fixtures behind which an engine or a server is started that other tests of the file use too.
-SHARED = {"engine", "live", "llm", "server", "start", "stock"}
+# Fixtures that other tests of the file use too and that take seconds: an engine, a server, a converted model, a report.
+SHARED = {"demo", "engine", "live", "llm", "real", "server", "smollm", "start", "stock"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `--dist loadgroup`, run the tests of a file that share an engine or a server in one process."""
     for item in items:
         if SHARED.intersection(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
