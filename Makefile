@@ -105,11 +105,11 @@ test-vllm: setup-vllm ## the engines' and the server's tests on vLLM's CPU build
 	  tests/lenses/test_fused.py -k "vllm or test_fused"
 
 test-vllm-oldest: setup-vllm-oldest ## what every engine promises, and the silent wrongs, on the oldest vLLM
-	@$(OLDEST)/bin/pytest $(SPREAD) -m "not slow" $(WITHOUT_VLLM) tests/engines/test_contract.py tests/engines/vllm \
+	@$(OLDEST)/bin/pytest $(SPREAD) -m "not slow and not long" $(WITHOUT_VLLM) tests/engines/test_contract.py tests/engines/vllm \
 	  -k "vllm and not kernel"
 
 test-fast: setup ## without the real model and the slow ones (two minutes)
-	@$(BIN)/pytest $(SPREAD) -m "not slow and not smollm"
+	@$(BIN)/pytest $(SPREAD) -m "not slow and not long and not smollm"
 
 check: setup ## ruff and pyright
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
