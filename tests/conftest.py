@@ -18,7 +18,7 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 # The first pattern that a reason for skipping matches says what would run the tests.
 ENABLED_BY = {
-    r"runs in the process": "run in Triton's interpreter by tests/engines/vllm/test_kernel.py: make test-vllm",
+    r"runs in the process|is that process": "make test-vllm, where tests/engines/vllm/test_kernel.py runs them",
     r"transformers backend|no bf16|has the kernel|tries no step again|no text of its own": "does not apply here",
     r"peft is installed": "an environment without peft",
     r"peft|msgspec|httpx": "pip install the package",

@@ -50,7 +50,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
         eos = options.pop("eos", None)
         if request.param == "vllm":
             if architecture not in ON_VLLM:
-                pytest.skip(f"vLLM runs {architecture} through its transformers backend")
+                pytest.skip("vLLM runs this architecture through its transformers backend")
             engine = _kept.pop(asked[-1], None) if len(asked) == 1 else None
             engine = engine or start_vllm(saved(architecture, tokenizer, eos, model_options), architecture, options)
         else:
