@@ -4,6 +4,7 @@ import copy
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,3 +65,13 @@ def watching(*modules: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     yield seen
     for handle in handles:
         handle.remove()
+
+
+def unit_rows(directions: Directions) -> Tensor:
+    """[layers, vectors, hidden] of length 1."""
+    return torch.from_numpy(directions.rows / directions.norms[..., None])
+
+
+def negated(directions: Directions) -> Directions:
+    names = tuple(f"-{name}" for name in directions.names)
+    return replace(directions, names=names, rows=-directions.rows)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from analysis.families import FAMILIES, family, named, saved, watching
+from analysis.families import FAMILIES, family, named, negated, saved, unit_rows, watching
 from steerscope.analysis.attention import attention_pass
 from steerscope.analysis.attention_tables import ALL
 from steerscope.analysis.checkpoint import Checkpoint
@@ -62,7 +62,7 @@ def test_affinities_are_the_logits_behind_the_real_attention_weights(name: str, 
     models, checkpoints = both(name, tmp_path)
     directions, n = named(3), 3
     near, apart = (attention_pass(checkpoints[0], directions, checkpoints[1], random=100, distance=d) for d in (0, 1))
-    rows = torch.from_numpy(directions.normalised().rows[0]).double() * 8
+    rows = unit_rows(directions)[0].double() * 8
     rows = torch.cat([rows, -rows])
     texts = torch.stack([torch.stack([b, a]) for a in rows[:n] for b in rows])
     ids = torch.zeros(texts.shape[:2], dtype=torch.long)
@@ -92,7 +92,7 @@ def test_what_is_written_equals_the_real_modules(name: str, tmp_path: Path) -> N
     models, checkpoints = both(name, tmp_path)
     directions, n = named(2), 2
     found = attention_pass(checkpoints[0], directions, checkpoints[1], random=100)
-    units = torch.from_numpy(directions.normalised().rows[0]).double()
+    units = unit_rows(directions)[0].double()
     units = torch.cat([units, -units])
     for number in range(4):
         added, by_head = [], []
@@ -149,7 +149,7 @@ def test_opposites_look_at_opposites_as_the_directions_do(name: str, distance: i
     """QK(−v, −w) = QK(v, w) and QK(v, −v) = −QK(v, v): exactly where nothing has a bias, and not where q and k have."""
     checkpoint, directions = Checkpoint(saved(family(name), tmp_path)), named(4)
     plain, mirrored = (
-        attention_pass(checkpoint, one, random=100, distance=distance) for one in (directions, directions.negated())
+        attention_pass(checkpoint, one, random=100, distance=distance) for one in (directions, negated(directions))
     )
     for layer in range(4):
         same = np.allclose(grid(plain, layer), grid(mirrored, layer), rtol=1e-5, atol=1e-4)
@@ -160,7 +160,7 @@ def test_opposites_look_at_opposites_as_the_directions_do(name: str, distance: i
 def test_a_planted_look_is_found_at_its_layer_and_head(tmp_path: Path) -> None:
     """Head 2 of layer 1 learns to look from d0 at d3; its key head serves head 3, whose queries did not change."""
     base, directions = family("llama"), named(8)
-    tuned, rows = copy.deepcopy(base), torch.from_numpy(directions.normalised().rows[0]) * 8
+    tuned, rows = copy.deepcopy(base), unit_rows(directions)[0] * 8
     layer = tuned.model.layers[1]
     size = layer.self_attn.head_dim
     with torch.no_grad():
@@ -183,7 +183,7 @@ def test_a_planted_look_is_found_at_its_layer_and_head(tmp_path: Path) -> None:
 
 def test_a_planted_write_is_found_at_its_layer_and_head(tmp_path: Path) -> None:
     base, directions = family("qwen3"), named(8)
-    tuned, rows = copy.deepcopy(base), torch.from_numpy(directions.normalised().rows[0]) * 8
+    tuned, rows = copy.deepcopy(base), unit_rows(directions)[0] * 8
     layer = tuned.model.layers[2]
     size = layer.self_attn.head_dim
     with torch.no_grad():
@@ -210,7 +210,7 @@ def test_given_directions_are_a_second_baseline_on_both_sides(tmp_path: Path) ->
     directions, against = named(3), named(9, seed=8)
     found = attention_pass(checkpoint, directions, random=100, distance=1, against=against)
     assert found.about["against"] == 9
-    whole = joined(directions, against, against.negated())
+    whole = joined(directions, against, negated(against))
     every = attention_pass(checkpoint, whole, random=100, distance=1)
     for layer in range(4):
         grids = grid(every, layer)
@@ -232,7 +232,7 @@ def test_given_directions_are_a_second_baseline_on_both_sides(tmp_path: Path) ->
 def test_p_of_a_direction_with_itself_counts_random_directions(tmp_path: Path) -> None:
     """However far beyond them it lies, it is no smaller than their number allows; that of pairs is."""
     base, directions = family("llama"), named(8)
-    tuned, row = copy.deepcopy(base), torch.from_numpy(directions.normalised().rows[0, 3]) * 8
+    tuned, row = copy.deepcopy(base), unit_rows(directions)[0, 3] * 8
     layer = tuned.model.layers[1].self_attn
     with torch.no_grad():
         key = tuned.model.layers[1].input_layernorm(row)

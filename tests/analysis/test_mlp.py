@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from torch import nn
 
-from analysis.families import FAMILIES, family, named, saved
+from analysis.families import FAMILIES, family, named, negated, saved
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
 from steerscope.analysis.findings import component_ranks, group_tests, ranking
@@ -143,9 +143,8 @@ def test_given_directions_are_a_second_baseline_on_both_sides(tmp_path: Path) ->
 def test_the_opposite_is_measured_along_itself(tmp_path: Path) -> None:
     """An MLP is not odd, so v and −v differ; −v as the direction gives what v's sign −1 gives."""
     checkpoint, directions = Checkpoint(saved(family("qwen3"), tmp_path)), named(2)
-    plain, mirrored = (
-        mlp_pass(checkpoint, one, random=100).tables["written"] for one in (directions, directions.negated())
-    )
+    both = (directions, negated(directions))
+    plain, mirrored = (mlp_pass(checkpoint, one, random=100).tables["written"] for one in both)
     of = lambda table, sign: table.filter(table["sign"].to_numpy() == sign)["parallel"].to_numpy()  # noqa: E731
     np.testing.assert_allclose(of(plain, -1), of(mirrored, 1), **CLOSE)
     assert np.abs(of(plain, -1) - of(plain, 1)).max() > 0.1
