@@ -1,7 +1,7 @@
 """Figures of analyses: pure functions from a result to a figure."""
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import plotly.graph_objects as go
@@ -21,7 +21,7 @@ def layer_name(layer: int | None) -> int | str:
     return "shared" if layer is None else layer
 
 
-def _grids(table: pa.Table, by: str, rows: str, value: str) -> dict[object, Grid]:
+def _grids(table: pa.Table, by: str, rows: str, value: str) -> dict[Any, Grid]:
     """Return a grid over layers for each value of the column `by`."""
     return {name: pivot(where(table, by, name), rows, "layer", value) for name in dict.fromkeys(column(table, by))}
 
@@ -142,10 +142,10 @@ def pairs_figure(result: AnalysisResult, z: str, most: int | None = None) -> go.
 
     The layer with the most extreme pair comes first, then the others in turn; `most` keeps only that number of layers,
     the most extreme ones first."""
-    grids = {}
     table = result.tables["pairs"]
-    for layer in dict.fromkeys(column(table, "layer").tolist()):
-        names, _, grids[layer] = pivot(where(table, "layer", layer), "query", "key", z)
+    names = list(dict.fromkeys(table["query"].to_pylist()))
+    layers = dict.fromkeys(column(table, "layer").tolist())
+    grids = {layer: pivot(where(table, "layer", layer), "query", "key", z)[2] for layer in layers}
     kept = np.sort(_extreme(np.concatenate(list(grids.values()), axis=1)))
     extreme = sorted(grids, key=lambda layer: -np.abs(grids[layer]).max())
     order = extreme[:most] if most else [extreme[0], *sorted(extreme[1:])]
@@ -162,7 +162,7 @@ def heads_figure(result: AnalysisResult) -> go.Figure:
     grids = {}
     for by, (heads, layers, values) in _grids(table, "by", "head", "percent").items():
         single = [i for i, head in enumerate(heads) if head != ALL]
-        grids[titles[str(by)]] = [f"head {heads[i]}" for i in single], layers, values[single]
+        grids[titles[by]] = [f"head {heads[i]}" for i in single], layers, values[single]
     return _over_layers(grids, "%{z:.2f} % of pairs", signed=False)
 
 
