@@ -12,21 +12,19 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
-
-from pydantic import Field, field_validator, model_validator
+from typing import Any
 
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.personas.folder import write_json
 from steerscope.files import atomic_path, reading
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
-from steerscope.specs.steering import Site, Steering, parse_layers
-from steerscope.specs.tokens import Tokens
+from steerscope.specs.steering import Steering
 from steerscope.training.course import Course
 from steerscope.training.curves import loss_plot
 from steerscope.training.learnable import Learnable, perplexity
 from steerscope.training.passes import Kept
+from steerscope.training.settings import TrainSettings
 from steerscope.training.state import State
 from steerscope.training.texts import Sample, TrainingSet
 from steerscope.vectors.files import save as save_vector
@@ -34,43 +32,6 @@ from steerscope.vectors.vector import Json, SteeringVector
 
 Line = dict[str, float]  # of train.jsonl: step, epoch, loss, learning_rate, norm, and validation at an epoch's end
 Told = Callable[[Line, int], None]  # and how many steps there are at most
-
-
-class TrainSettings(Spec):
-    """What is learned, and how.
-
-    `init`: zero, mean-diff (of a contrast set), or a vector file. `target_tokens` and `val_tokens` bound the tokens
-    that count in training and validation; `patience` ends a run after that many epochs without a better one.
-    """
-
-    layers: tuple[int, ...] = Field(min_length=1)
-    site: Site = "resid_post"
-    tokens: Tokens = "all"
-    rank: int = Field(default=0, ge=0, le=64)
-    learning_rate: float = Field(default=1.0, gt=0, le=100)
-    schedule: Literal["cosine", "constant"] = "cosine"
-    epochs: int = Field(default=6, ge=1)
-    batch: int = Field(default=8, ge=1)
-    target_tokens: int | None = Field(default=None, ge=1)
-    val_tokens: int | None = Field(default=None, ge=1)
-    patience: int | None = Field(default=None, ge=1)
-    init: str = "zero"
-    gradient_checkpointing: bool = False
-    seed: int = Field(default=0, ge=0, lt=2**31)
-
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _layers(cls, value: object) -> object:
-        layers = parse_layers(value)
-        if layers == "all":
-            raise ValueError("all layers at once are too many; name one, or some as 10-14")
-        return layers
-
-    @model_validator(mode="after")
-    def _init(self) -> Self:
-        if self.init not in ("zero", "mean-diff") and not Path(self.init).exists():
-            raise ValueError(f"init {self.init!r} is no file; write zero, mean-diff or the name of a vector file")
-        return self
 
 
 class Result(Spec):
