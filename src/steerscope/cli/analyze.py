@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from pydantic import Field
+from typer import Argument, Option
 
 from steerscope.cli import options as o
 from steerscope.cli.fields import Fields, Given, with_fields
@@ -34,11 +35,11 @@ class DirectionOptions(Spec):
 
 _FIELDS = "layer random seed device"
 Compared = Annotated[Given[DirectionOptions], Fields(DirectionOptions, _FIELDS)]
-Vectors = Annotated[list[Path], typer.Argument(metavar="VECTORS…", help="Vector files, or folders of them.")]
-Out = Annotated[Path, typer.Option(help="Folder for the results (Parquet and JSON) and their page.")]
-Base = Annotated[str, typer.Argument(help="smollm2-135m, a model directory, or a hub id.")]
-Tuned = Annotated[str | None, typer.Option(help="The same model after training, to compare with.")]
-Against = Annotated[list[Path] | None, typer.Option(help="Vectors to compare with, besides random ones; repeatable.")]
+Vectors = Annotated[list[Path], Argument(metavar="VECTORS…", help="Vector files, or folders of them.")]
+Out = Annotated[Path, Option(help="Folder for the results (Parquet and JSON) and their page.")]
+Base = Annotated[str, Argument(help="smollm2-135m, a model directory, or a hub id.")]
+Tuned = Annotated[str | None, Option(help="The same model after training, to compare with.")]
+Against = Annotated[list[Path] | None, Option(help="Vectors to compare with, besides random ones; repeatable.")]
 
 
 def finish(results: "Iterable[Result]", out: Path, as_json: bool, rows: list[dict], shown: Mapping[str, str]) -> None:
@@ -59,11 +60,11 @@ def _cell(value: object, form: str) -> str:
 def directions(
     vectors: Vectors,
     out: Out,
-    components: Annotated[int, typer.Option(help="Number of principal components.")] = 5,
-    positive: Annotated[str | None, typer.Option(help="Vector on the positive side of the components.")] = None,
-    project: Annotated[list[Path] | None, typer.Option(help="Vectors to project on the components.")] = None,
-    random: Annotated[int, typer.Option(help="Number of random sets to compare with.")] = 20,
-    seed: Annotated[int, typer.Option(help="Seed of the random sets.")] = 0,
+    components: Annotated[int, Option(help="Number of principal components.")] = 5,
+    positive: Annotated[str | None, Option(help="Vector on the positive side of the components.")] = None,
+    project: Annotated[list[Path] | None, Option(help="Vectors to project on the components.")] = None,
+    random: Annotated[int, Option(help="Number of random sets to compare with.")] = 20,
+    seed: Annotated[int, Option(help="Seed of the random sets.")] = 0,
     as_json: o.AsJson = False,
 ) -> None:
     """Find the principal components of a set of vectors, save them as vectors, and project other vectors on them."""
@@ -89,7 +90,7 @@ def directions(
 @with_fields
 def susceptibility(
     base: Base,
-    tuned: Annotated[str, typer.Argument(help="The same model after training.")],
+    tuned: Annotated[str, Argument(help="The same model after training.")],
     vectors: Vectors,
     out: Out,
     options: Annotated[Given[DirectionOptions], Fields(DirectionOptions, _FIELDS, random=200)],
@@ -113,7 +114,7 @@ def susceptibility(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder of results.")],
+    folder: Annotated[Path, Argument(help="Folder of results.")],
 ) -> None:
     """Write a page about all results of a folder, index.html in it."""
     from steerscope.analysis.report import analysis_page
@@ -156,7 +157,7 @@ def attention(
     out: Out,
     options: Compared,
     tuned: Tuned = None,
-    distance: Annotated[int, typer.Option(help="Positions between query and key; 0 ignores RoPE.")] = 0,
+    distance: Annotated[int, Option(help="Positions between query and key; 0 ignores RoPE.")] = 0,
     against: Against = None,
     as_json: o.AsJson = False,
 ) -> None:

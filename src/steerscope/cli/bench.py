@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import Field
+from typer import Option
 
 from steerscope.cli import options as o
 from steerscope.cli.fields import Fields, Given, with_fields
@@ -55,8 +56,8 @@ SuiteLoad = Annotated[
         tokens=2048,
     ),
 ]
-Iterations = Annotated[int, typer.Option(min=1, help="Timed rounds, after one untimed round.")]
-Out = Annotated[Path, typer.Option("--out", "--output", help="The JSON file to write.")]
+Iterations = Annotated[int, Option(min=1, help="Timed rounds, after one untimed round.")]
+Out = Annotated[Path, Option("--out", "--output", help="The JSON file to write.")]
 _MODES = (
     "baseline: no taps; zero-layer: taps without a request; all-layers, or custom ones: every row; generated tokens, "
     "the last prompt token, the mean: of all layers."
@@ -88,11 +89,11 @@ def _write(out: Path, result: dict[str, Any]) -> None:
 @with_fields
 def capture(
     out: Out,
-    mode: Annotated[Mode, typer.Option(help=_MODES)],
+    mode: Annotated[Mode, Option(help=_MODES)],
     load: Load,
-    layers: Annotated[str | None, typer.Option(help="For custom: 0,5,10 or 4-7.")] = None,
+    layers: Annotated[str | None, Option(help="For custom: 0,5,10 or 4-7.")] = None,
     iterations: Iterations = 10,
-    profile: Annotated[bool, typer.Option("--profile", help="List the most expensive functions of a fetch.")] = False,
+    profile: Annotated[bool, Option("--profile", help="List the most expensive functions of a fetch.")] = False,
 ) -> None:
     """Time one capture configuration."""
     if (mode == "custom") != (layers is not None):
@@ -115,10 +116,10 @@ def capture(
 def steer(
     out: Out,
     load: Load,
-    op: Annotated[Literal["add", "cap", "ablate"], typer.Option(help="Steering operation.")] = "add",
-    layers: Annotated[Literal["one", "all"], typer.Option(help="The middle layer, or all.")] = "all",
+    op: Annotated[Literal["add", "cap", "ablate"], Option(help="Steering operation.")] = "add",
+    layers: Annotated[Literal["one", "all"], Option(help="The middle layer, or all.")] = "all",
     specs: Annotated[
-        Literal["one", "each"], typer.Option(help="One vector for all requests, or one for each request.")
+        Literal["one", "each"], Option(help="One vector for all requests, or one for each request.")
     ] = "each",
     iterations: Iterations = 10,
 ) -> None:
@@ -135,8 +136,8 @@ def stream(
     out: Out,
     load: Load,
     iterations: Iterations = 10,
-    http: Annotated[bool, typer.Option("--http", help="Alternate with the same streams over HTTP.")] = False,
-    cell: Annotated[str, typer.Option(help="With --http, cell of each stream: zero-layer, add, …")] = "zero-layer",
+    http: Annotated[bool, Option("--http", help="Alternate with the same streams over HTTP.")] = False,
+    cell: Annotated[str, Option(help="With --http, cell of each stream: zero-layer, add, …")] = "zero-layer",
 ) -> None:
     """Time all requests as streams: to the first token, and tokens per second."""
     if http:
@@ -160,10 +161,10 @@ def stream(
 def suite(
     out: Out,
     load: SuiteLoad,
-    report: Annotated[Path | None, typer.Option(help="Folder for report.html and report.md.")] = None,
-    engines: Annotated[str, typer.Option(help="Engines to time, with commas.")] = "hf,vllm",
-    cells: Annotated[list[str] | None, typer.Option("--cell", help="Only these cells; repeatable.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="New processes per cell.")] = 2,
+    report: Annotated[Path | None, Option(help="Folder for report.html and report.md.")] = None,
+    engines: Annotated[str, Option(help="Engines to time, with commas.")] = "hf,vllm",
+    cells: Annotated[list[str] | None, Option("--cell", help="Only these cells; repeatable.")] = None,
+    repeats: Annotated[int, Option(min=1, help="New processes per cell.")] = 2,
     iterations: Iterations = 5,
 ) -> None:
     """Time all cells, each in new processes that alternate."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
@@ -21,21 +22,21 @@ app = o.command_group(no_args_is_help=True, help="Save the rows of a corpus on d
 @with_fields
 def run(
     engine: o.Engine,
-    data: Annotated[list[Path], typer.Option(help=".jsonl or .parquet with text, messages or token_ids; repeatable.")],
-    out: Annotated[Path, typer.Option(help="Folder of the store.")],
-    layers: Annotated[str, typer.Option(help="Layers to capture: 12, 10-14, 4,8 or all.")],
+    data: Annotated[list[Path], Option(help=".jsonl or .parquet with text, messages or token_ids; repeatable.")],
+    out: Annotated[Path, Option(help="Folder of the store.")],
+    layers: Annotated[str, Option(help="Layers to capture: 12, 10-14, 4,8 or all.")],
     model: o.ModelName = "smollm2-135m",
-    sites: Annotated[str, typer.Option(help="Sites to capture, with commas.")] = "resid_post",
-    tokens: Annotated[str, typer.Option(help="Tokens to capture, e.g. role=assistant, or !positions=[0].")] = "all",
-    reduce: Annotated[Literal["mean", "last"] | None, typer.Option(help="Keep one row per document.")] = None,
-    rows: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Type of stored rows.")] = "bfloat16",
+    sites: Annotated[str, Option(help="Sites to capture, with commas.")] = "resid_post",
+    tokens: Annotated[str, Option(help="Tokens to capture, e.g. role=assistant, or !positions=[0].")] = "all",
+    reduce: Annotated[Literal["mean", "last"] | None, Option(help="Keep one row per document.")] = None,
+    rows: Annotated[Literal["bfloat16", "float16", "float32"], Option(help="Type of stored rows.")] = "bfloat16",
     max_tokens: Annotated[
-        int | None, typer.Option(help="Cut longer documents; default: reject those too long for the model.")
+        int | None, Option(help="Cut longer documents; default: reject those too long for the model.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Documents read together; default: 32, with vLLM 256.")] = None,
-    shard_documents: Annotated[int | None, typer.Option(help="Documents per shard; default: about 256 MiB.")] = None,
-    workers: Annotated[int, typer.Option(help="Processes, one per GPU; with --ray: actors.")] = 1,
-    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster: auto, ray://…, local.")] = None,
+    batch: Annotated[int | None, Option(help="Documents read together; default: 32, with vLLM 256.")] = None,
+    shard_documents: Annotated[int | None, Option(help="Documents per shard; default: about 256 MiB.")] = None,
+    workers: Annotated[int, Option(help="Processes, one per GPU; with --ray: actors.")] = 1,
+    ray: Annotated[str | None, Option(metavar="ADDRESS", help="A Ray cluster: auto, ray://…, local.")] = None,
     resume: o.Resume = False,
 ) -> None:
     """Read every document once and save its rows; --resume continues an interrupted run.
@@ -93,8 +94,8 @@ def _run(out: Path, workers: int, ray: str | None, device: str | None, bar: "Cor
 
 @app.command()
 def show(
-    store: Annotated[Path, typer.Argument(help="A folder that capture run wrote.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare checksums.")] = False,
+    store: Annotated[Path, Argument(help="A folder that capture run wrote.")],
+    verify: Annotated[bool, Option("--verify", help="Read everything and compare checksums.")] = False,
 ) -> None:
     """Show what a store holds, and which documents could not be read."""
     from steerscope.capture.store import ActivationStore

@@ -5,7 +5,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
@@ -13,7 +13,7 @@ from steerscope.cli.fields import Given, with_fields
 from steerscope.cli.partners import EnginePartner, Partner, ServerPartner
 
 if TYPE_CHECKING:
-    from steerscope.cli.steer_args import SteerArg
+    from steerscope.vectors.steering_text import SteerArg
 
 app = o.command_group()
 _SAMPLING = o.sampling_fields(
@@ -34,13 +34,13 @@ _HELP = """\
 def chat(
     sampling: Annotated[Given[ss.Sampling], _SAMPLING],
     engine: o.Engine,
-    model: Annotated[str | None, typer.Argument(help="smollm2-135m, a model directory, or a hub id.")] = None,
-    server: Annotated[str | None, typer.Option(help="Address of a `steerscope serve` to use instead.")] = None,
+    model: Annotated[str | None, Argument(help="smollm2-135m, a model directory, or a hub id.")] = None,
+    server: Annotated[str | None, Option(help="Address of a `steerscope serve` to use instead.")] = None,
     system: o.System = None,
     steer: o.Steer = None,
 ) -> None:
     """Talk to a model in the terminal; /help lists the commands inside the chat."""
-    from steerscope.cli.steer_args import parse
+    from steerscope.vectors.steering_text import parse
 
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(ss.Client(server, model=model)) if server is not None else None
@@ -135,7 +135,7 @@ class _Session:
                 self.save(self.save_to)
 
     def steer(self, text: str) -> None:
-        from steerscope.cli.steer_args import parse
+        from steerscope.vectors.steering_text import parse
 
         *words, strength = text.rsplit(maxsplit=1)
         file = words[0] if words else strength
@@ -149,7 +149,7 @@ class _Session:
         self.set_steers([arg for arg in self.steers if arg.path != new.path] + ([] if off else [new]))
 
     def set_steers(self, steers: "list[SteerArg]") -> None:
-        from steerscope.cli.steer_args import joined
+        from steerscope.vectors.steering_text import joined
 
         self.partner.steer(joined(steers))
         self.steers = steers

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from steerscope.cli import options as o
 
@@ -12,7 +12,7 @@ app = o.command_group()
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("demo-report"),
+    out: Annotated[Path, Option(help="Folder of the report.")] = Path("demo-report"),
     model: o.ModelName = "smollm2-135m",
 ) -> None:
     """Steer and read a small model, and write a page about it."""

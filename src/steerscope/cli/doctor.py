@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument
 
 import steerscope as ss
 from steerscope.cli import options as o
@@ -29,7 +30,7 @@ app = o.command_group()
 @with_fields
 def doctor(
     engine: o.Engine,
-    model: Annotated[str | None, typer.Argument(help="Default: smollm2-135m if installed, else a tiny one.")] = None,
+    model: Annotated[str | None, Argument(help="Default: smollm2-135m if installed, else a tiny one.")] = None,
     as_json: o.AsJson = False,
 ) -> None:
     """Check the installation and a model; exit code 1 when something needed is broken."""

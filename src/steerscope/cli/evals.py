@@ -1,13 +1,13 @@
 """`steerscope eval`: answers under steering, their scores and a report; caps, and agreement of the engines."""
 
 import json
-import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import Field
+from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 app = o.command_group(no_args_is_help=True, help="Evaluate vectors by the answers they lead to: answer, score, report.")
 
-Out = Annotated[Path, typer.Option(help="Folder of the run.")]
-Run = Annotated[Path, typer.Argument(help="Folder of a run.")]
-N = Annotated[int, typer.Option("--n", min=1, help="Answers to each question.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Maximum number of questions of each set.")]
+Out = Annotated[Path, Option(help="Folder of the run.")]
+Run = Annotated[Path, Argument(help="Folder of a run.")]
+N = Annotated[int, Option("--n", min=1, help="Answers to each question.")]
+Limit = Annotated[int | None, Option(min=1, help="Maximum number of questions of each set.")]
 SamplingOptions = Annotated[
     Given[ss.Sampling],
     o.sampling_fields("max_tokens temperature top_p seed", max_tokens=48, temperature=0.7, top_p=0.9, seed=0),
@@ -52,6 +52,7 @@ class JudgeOptions(Spec):
     )
 
 
+_SCALES: dict[str, Literal[3, 100]] = {"3": 3, "100": 100}
 Judge = Annotated[Given[JudgeOptions], Fields(JudgeOptions, "judge judge_model rubric judge_scale prices")]
 
 
@@ -62,18 +63,16 @@ def rollouts(
     sampling: SamplingOptions,
     engine: o.Engine,
     model: o.ModelName = "smollm2-135m",
-    vectors: Annotated[str, typer.Option(help="FILE, NAME=FILE or FILE@LAYERS, with commas between them.")] = "",
-    scales: Annotated[str, typer.Option(help="-8..8, -8..8:4 or -2,-0.5,2.")] = "-1,1",
-    normalize: Annotated[bool, typer.Option("--normalize", help="Scale directions to length 1 first.")] = False,
+    vectors: Annotated[str, Option(help="FILE, NAME=FILE or FILE@LAYERS, with commas between them.")] = "",
+    scales: Annotated[str, Option(help="-8..8, -8..8:4 or -2,-0.5,2.")] = "-1,1",
+    normalize: Annotated[bool, Option("--normalize", help="Scale directions to length 1 first.")] = False,
     match_learned_scale: Annotated[
-        bool, typer.Option("--match-learned-scale", help="Scale all vectors to the length of the learned one.")
+        bool, Option("--match-learned-scale", help="Scale all vectors to the length of the learned one.")
     ] = False,
     trait: Annotated[
-        str | None, typer.Option(help="Trait or role of the prompted baselines: a shipped one, or a .json file.")
+        str | None, Option(help="Trait or role of the prompted baselines: a shipped one, or a .json file.")
     ] = None,
-    questions: Annotated[
-        str, typer.Option(help="Sets or files (.jsonl, .json), with commas between them.")
-    ] = "questions",
+    questions: Annotated[str, Option(help="Sets or files (.jsonl, .json), with commas between them.")] = "questions",
     limit: Limit = None,
     n: N = 2,
     batch: o.Batch = 32,
@@ -83,13 +82,13 @@ def rollouts(
 
     Example: steerscope eval rollouts --out run --trait cheerful --vectors happy.safetensors@19 --scales=-1.7,1.7
     """
-    from steerscope.evals.conditions import baselines, parse_scales, prepared, steered
+    from steerscope.evals.conditions import baselines, named_vectors, parse_scales, prepared, steered
     from steerscope.evals.run import EvalRun
 
     items, persona, loaded, at, settings = o.together(
         lambda: _items(questions, limit),
         lambda: _persona(trait) if trait else None,
-        lambda: _vectors(vectors),
+        lambda: named_vectors(vectors),
         lambda: parse_scales(scales),
         lambda: _rollout_settings(sampling),
     )
@@ -110,15 +109,16 @@ def rollouts(
 @with_fields
 def score(
     run: Run,
-    judge: Judge,
     engine: DeviceOnly,
+    *,
     classifier: Annotated[
-        str | None, typer.Option(help="Train a classifier on a run with --trait, a contrast set, or a .jsonl file.")
+        str | None, Option(help="Train a classifier on a run with --trait, a contrast set, or a .jsonl file.")
     ] = None,
+    judge: Judge,
     judge_set: o.JudgeSet = None,
-    regex: Annotated[str | None, typer.Option(help="Count the answers that match.")] = None,
+    regex: Annotated[str | None, Option(help="Count the answers that match.")] = None,
     text_only: Annotated[
-        bool, typer.Option("--text-only", help="Skip perplexity and projections, which need the model.")
+        bool, Option("--text-only", help="Skip perplexity and projections, which need the model.")
     ] = False,
 ) -> None:
     """Score the answers of a run; existing scores are kept.
@@ -135,7 +135,7 @@ def score(
 @app.command()
 def report(
     run: Run,
-    main: Annotated[str | None, typer.Option("--score", help="Main score of the report.")] = None,
+    main: Annotated[str | None, Option("--score", help="Main score of the report.")] = None,
 ) -> None:
     """Write the statistics of all scores as summary.json and report.html, without a model."""
     from steerscope.evals.report import write_report
@@ -147,15 +147,16 @@ def report(
 @with_fields
 def cap(
     out: Out,
-    caps: Annotated[str, typer.Option(help="capping_config.pt or cap-pN.json files, with commas between them.")],
-    judge: Judge,
+    caps: Annotated[str, Option(help="capping_config.pt or cap-pN.json files, with commas between them.")],
     sampling: SamplingOptions,
     engine: o.Engine,
+    *,
     model: o.ModelName = "smollm2-135m",
-    harm: Annotated[str, typer.Option(help="Questions that should be declined.")] = "jailbreak",
-    capability: Annotated[str, typer.Option(help="Questions or choices with known answers.")] = "facts",
+    harm: Annotated[str, Option(help="Questions that should be declined.")] = "jailbreak",
+    capability: Annotated[str, Option(help="Questions or choices with known answers.")] = "facts",
     limit: Limit = None,
     n: N = 2,
+    judge: Judge,
     judge_set: o.JudgeSet = None,
     batch: o.Batch = 32,
     resume: o.Resume = False,
@@ -187,16 +188,16 @@ def parity(
     engine: o.LocalEngine,
     model: o.ModelName = "smollm2-135m",
     steer: o.Steer = None,
-    questions: Annotated[str, typer.Option(help="Sets or files, with commas between them.")] = "questions",
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of questions of each set.")] = 4,
+    questions: Annotated[str, Option(help="Sets or files, with commas between them.")] = "questions",
+    limit: Annotated[int, Option(min=1, help="Maximum number of questions of each set.")] = 4,
     as_json: o.AsJson = False,
 ) -> None:
     """Compare the probabilities that vLLM and transformers give under steering, token by token."""
-    from steerscope.cli import steer_args
     from steerscope.evals.parity import agreement, continued
+    from steerscope.vectors import steering_text
 
     items, steers = o.together(
-        lambda: _items(questions, limit), lambda: [steer_args.parse(text) for text in steer or ()]
+        lambda: _items(questions, limit), lambda: [steering_text.parse(text) for text in steer or ()]
     )
     conditions = {"unsteered": None} | {text: one.steering for text, one in zip(steer or (), steers, strict=True)}
     with o.open_engine(model, engine) as first:
@@ -232,26 +233,6 @@ def _persona(source: str) -> "Persona":
     return load_personas("roles" if source in names("roles") else "traits", [source])[0]
 
 
-def _vectors(text: str) -> "dict[str, SteeringVector]":
-    """Read vectors by name, which is the file's unless NAME= is given; @LAYERS keeps only those layers."""
-    from steerscope.cli.steer_args import split
-
-    found: dict[str, SteeringVector] = {}
-    for part in o.parts(re.sub(r"@([\d,-]+)(?=,[^\d]|$)", lambda m: "@" + m[1].replace(",", ";"), text)):
-        name, equals, body = part.partition("=")
-        path, rest = split(body if equals else part)
-        vector = ss.load_vector(path)
-        if rest and not rest.startswith("@"):
-            raise o.mistake("vectors", f"cannot read {rest!r} after {path}", "write [NAME=]FILE[@LAYERS]")
-        name = name if equals else Path(path).stem
-        if name in found:
-            raise o.mistake("vectors", f"two are called {name}", "name one: NAME=FILE")
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise o.mistake("vectors", f"{name!r} is no name for a file", "use letters, digits, - and _: NAME=FILE")
-        found[name] = vector.at(rest[1:].replace(";", ",")) if rest else vector
-    return found
-
-
 def _rollout_settings(sampling: Given[ss.Sampling]) -> Any:
     from steerscope.extraction.personas.rollouts import RolloutSettings
 
@@ -279,14 +260,10 @@ def _scorers(
     classifier: str | None = None,
     regex: str | None = None,
 ) -> "list[Scorer]":
-    """Return the scorers that need no options and fit the run, and those that options ask for."""
+    """Return the default scorers of a run and those that options ask for."""
     from steerscope.evals import scorers as s
 
-    found: list[Scorer] = [s.refusal(), s.repetition()]
-    if any(item.choices or item.expected for item in run.items):
-        found.append(s.correct())
-    if run.persona and run.persona.keywords.pos:
-        found.append(s.keywords(run.persona))
+    found: list[Scorer] = [*s.default_scorers(run)]
     if regex is not None:
         found.append(s.regex(regex))
     if classifier is not None:
@@ -299,7 +276,7 @@ def _scorers(
         from steerscope.extraction.endpoint import Endpoint
 
         endpoint = Endpoint(asked.judge, asked.judge_model, **o.judge_settings(judge_set))
-        highest = int(asked.judge_scale) if asked.judge_scale else None
+        highest = _SCALES[asked.judge_scale] if asked.judge_scale else None
         found.append(JudgeScorer(endpoint, rubric(asked.rubric, run.persona), highest, _prices(asked.prices)))
     return found
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
@@ -26,24 +27,24 @@ _SAMPLING = o.sampling_fields(
 @with_fields
 def generate(
     model: o.Model,
-    prompt: Annotated[str, typer.Argument(help="The text to continue, or with --chat a user's message.")],
+    prompt: Annotated[str, Argument(help="The text to continue, or with --chat a user's message.")],
     sampling: Annotated[Given[ss.Sampling], _SAMPLING],
     engine: o.Engine,
     chat: o.AsChat = False,
     system: o.System = None,
     steer: o.Steer = None,
-    capture: Annotated[str | None, typer.Option(help="Layers to capture: 12, 10-14, 4,8 or all.")] = None,
-    sites: Annotated[str | None, typer.Option(help="Sites to capture, with commas; default: resid_post.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="Tokens to capture, e.g. generated; default: all.")] = None,
-    reduce: Annotated[Literal["mean", "last"] | None, typer.Option(help="Keep one row instead of all.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File for captured rows (.safetensors).")] = None,
+    capture: Annotated[str | None, Option(help="Layers to capture: 12, 10-14, 4,8 or all.")] = None,
+    sites: Annotated[str | None, Option(help="Sites to capture, with commas; default: resid_post.")] = None,
+    tokens: Annotated[str | None, Option(help="Tokens to capture, e.g. generated; default: all.")] = None,
+    reduce: Annotated[Literal["mean", "last"] | None, Option(help="Keep one row instead of all.")] = None,
+    out: Annotated[Path | None, Option(help="File for captured rows (.safetensors).")] = None,
     as_json: o.AsJson = False,
 ) -> None:
     """Continue a text, or answer a message; --steer changes activations, --capture saves them.
 
     Example: steerscope generate smollm2-135m "How was your week?" --chat --steer happy.safetensors@19:1.7
     """
-    from steerscope.cli.steer_args import joined, parse
+    from steerscope.vectors.steering_text import joined, parse
 
     asked, wanted, messages, *steers = o.together(
         sampling.parse,

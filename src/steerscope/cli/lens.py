@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from steerscope.cli import lens_watch
 from steerscope.cli import options as o
@@ -20,22 +21,22 @@ app = o.command_group(no_args_is_help=True, help="Train lenses for concepts, sho
 @with_fields
 def fit(
     engine: o.BatchEngine,
-    out: Annotated[Path, typer.Option(help="Folder of the pack; rows are kept beside it in OUT.work.")],
+    out: Annotated[Path, Option(help="Folder of the pack; rows are kept beside it in OUT.work.")],
     layers: Annotated[
         str,
-        typer.Option("--layers", "--layer", help="12, or candidates (8-16 or 8,12,16): the validation texts choose."),
+        Option("--layers", "--layer", help="12, or candidates (8-16 or 8,12,16): the validation texts choose."),
     ],
     model: o.ModelName = "smollm2-135m",
-    concepts: Annotated[Path | None, typer.Option(help="Concepts with texts (.jsonl); default: those shipped.")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed and rows give the same lenses.")] = 0,
-    linear: Annotated[bool, typer.Option("--linear", help="Linear probes instead of two hidden layers.")] = False,
-    epochs: Annotated[int | None, typer.Option(help="Maximum number of epochs; the best one is kept.")] = None,
-    generate: Annotated[int, typer.Option(help="Texts per concept that the model writes for training.")] = 0,
-    fold: Annotated[int, typer.Option(help="Which forms of text are held out, 0–3.")] = 0,
+    concepts: Annotated[Path | None, Option(help="Concepts with texts (.jsonl); default: those shipped.")] = None,
+    seed: Annotated[int, Option(help="The same seed and rows give the same lenses.")] = 0,
+    linear: Annotated[bool, Option("--linear", help="Linear probes instead of two hidden layers.")] = False,
+    epochs: Annotated[int | None, Option(help="Maximum number of epochs; the best one is kept.")] = None,
+    generate: Annotated[int, Option(help="Texts per concept that the model writes for training.")] = 0,
+    fold: Annotated[int, Option(help="Which forms of text are held out, 0–3.")] = 0,
     shuffled_control: Annotated[
-        bool, typer.Option("--shuffled-control", help="Fit once more with shuffled labels: expect AUROC near 0.5.")
+        bool, Option("--shuffled-control", help="Fit once more with shuffled labels: expect AUROC near 0.5.")
     ] = False,
-    work: Annotated[Path | None, typer.Option(help="Folder of the rows; default: OUT.work.")] = None,
+    work: Annotated[Path | None, Option(help="Folder of the rows; default: OUT.work.")] = None,
 ) -> None:
     """Train a lens for every concept and write a pack; an interrupted fit continues.
 
@@ -59,8 +60,8 @@ def fit(
 
 @app.command()
 def show(
-    pack: Annotated[Path, typer.Argument(help="Folder of a pack.")],
-    level: Annotated[int | None, typer.Option(help="Deepest level of the tree; default: all.")] = None,
+    pack: Annotated[Path, Argument(help="Folder of a pack.")],
+    level: Annotated[int | None, Option(help="Deepest level of the tree; default: all.")] = None,
 ) -> None:
     """Show the concepts of a pack as a tree, with their measures on held-out texts."""
     from rich.console import Console

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 _RULE = re.compile(r"\s*(.+?)\s*([<>])\s*([\d.]+)(?:\s+for\s+(\d+))?\s*")
 _COLOURS = ("#2468a8", "#c2560c", "#2f7d5b", "#7c4d9e", "#a02c4f", "#8a6d00", "#0f7f86", "#5b5fc7")
 
-Prompt = Annotated[str, typer.Argument(help="The text to continue, or with --chat a user's message.")]
-PackFolder = Annotated[Path, typer.Option(help="Folder of a lens pack.")]
-TopK = Annotated[int, typer.Option(help="Number of concepts kept for each token.")]
+Prompt = Annotated[str, Argument(help="The text to continue, or with --chat a user's message.")]
+PackFolder = Annotated[Path, Option(help="Folder of a lens pack.")]
+TopK = Annotated[int, Option(help="Number of concepts kept for each token.")]
 StopWhen = Annotated[
-    list[str] | None, typer.Option(help="End when 'CONCEPT>0.8', or 'CONCEPT>0.8 for 3' tokens; repeatable.")
+    list[str] | None, Option(help="End when 'CONCEPT>0.8', or 'CONCEPT>0.8 for 3' tokens; repeatable.")
 ]
-FlagWhen = Annotated[list[str] | None, typer.Option(help="Report when 'CONCEPT>0.8'; same forms, repeatable.")]
+FlagWhen = Annotated[list[str] | None, Option(help="Report when 'CONCEPT>0.8'; same forms, repeatable.")]
 SamplingOptions = Annotated[Given[ss.Sampling], o.sampling_fields("max_tokens temperature seed", max_tokens=64)]
 
 
@@ -67,7 +68,7 @@ def report(
     pack: PackFolder,
     sampling: SamplingOptions,
     engine: o.LocalEngine,
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("lens-report.html"),
+    out: Annotated[Path, Option(help="The page to write.")] = Path("lens-report.html"),
     model: o.ModelName = "smollm2-135m",
     top_k: TopK = 10,
     stop_when: StopWhen = None,

@@ -8,6 +8,7 @@ from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
 
 import steerscope as ss
@@ -57,7 +58,7 @@ class _Group(TyperGroup):
         super().__init__(**options)
         self.commands = _Commands()  # type: ignore[assignment]
 
-    def list_commands(self, _: Any) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         return list(self.commands)
 
     def invoke(self, ctx: Any) -> object:
@@ -87,7 +88,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     _: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool, Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """See into a language model and steer it."""

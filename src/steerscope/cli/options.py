@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from pydantic import Field
+from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli.fields import Fields, Given
@@ -25,24 +26,24 @@ REQUEST = "cli"  # id of the one request that runs
 
 _MODEL = "smollm2-135m, a model directory, or a hub id."
 ENGINE_PANEL = "Model and engine"
-Model = Annotated[str, typer.Argument(help=_MODEL)]
-ModelName = Annotated[str, typer.Option("--model", help=_MODEL)]
+Model = Annotated[str, Argument(help=_MODEL)]
+ModelName = Annotated[str, Option("--model", help=_MODEL)]
 _STEER = (
     "FILE@LAYERS:SCALE adds a vector, FILE@LAYERS:cap=MIN..MAX caps it, FILE@LAYERS:ablate removes it; append "
     "';tokens=generated' to choose tokens. Or CAPPING_CONFIG.pt#EXPERIMENT. Repeatable."
 )
-Steer = Annotated[list[str] | None, typer.Option(help=_STEER)]
-System = Annotated[str | None, typer.Option(help="System message.")]
-AsChat = Annotated[bool, typer.Option("--chat", help="Send PROMPT as a user's message through the chat template.")]
-AnyModel = Annotated[bool, typer.Option("--any-model", help="Accept a pack that was made for another model's name.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue a run in its folder.")]
-Batch = Annotated[int, typer.Option(min=1, help="Answers that are generated and saved together.")]
+Steer = Annotated[list[str] | None, Option(help=_STEER)]
+System = Annotated[str | None, Option(help="System message.")]
+AsChat = Annotated[bool, Option("--chat", help="Send PROMPT as a user's message through the chat template.")]
+AnyModel = Annotated[bool, Option("--any-model", help="Accept a pack that was made for another model's name.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")]
+Resume = Annotated[bool, Option("--resume", help="Continue a run in its folder.")]
+Batch = Annotated[int, Option(min=1, help="Answers that are generated and saved together.")]
 _JUDGE_SET = (
     "Setting of requests to the judge: max_tokens, max_completion_tokens, temperature, at_once, tries, timeout_s, "
     "pause_s or same_refusals. Repeatable."
 )
-JudgeSet = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help=_JUDGE_SET)]
+JudgeSet = Annotated[list[str] | None, Option(metavar="NAME=VALUE", help=_JUDGE_SET)]
 
 
 class EngineOptions(Spec):
@@ -73,7 +74,7 @@ ServerEngine = Annotated[
 ]
 
 
-def sampling_fields(names: str, **defaults: object) -> Fields:
+def sampling_fields(names: str, **defaults: Any) -> Fields:
     return Fields(ss.Sampling, names, panel="Sampling", **defaults)
 
 
@@ -208,7 +209,7 @@ def speed(generation: "ss.Generation") -> str:
     return speed_of(n_tokens, seconds, ", ".join(choice.finish_reason for choice in generation.choices))
 
 
-def speed_of(n_tokens: int, seconds: float, reason: str) -> str:
+def speed_of(n_tokens: int, seconds: float, reason: str | None) -> str:
     return f"{n_tokens} tokens in {seconds:.2f} s ({n_tokens / max(seconds, 1e-9):.1f} tokens/s), finish: {reason}"
 
 

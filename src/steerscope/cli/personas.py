@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
@@ -16,13 +17,11 @@ if TYPE_CHECKING:
 
 app = o.command_group(no_args_is_help=True, help="Make vectors from roles and traits that a model plays.")
 
-RolesDir = Annotated[Path | None, typer.Option(help="Folder of role files (.json); default: those shipped.")]
-TraitsDir = Annotated[Path | None, typer.Option(help="Folder of trait files (.json); default: those shipped.")]
-CapLayers = Annotated[str | None, typer.Option(help="Layers of the caps; default: 70 to 85 % of the depth.")]
+RolesDir = Annotated[Path | None, Option(help="Folder of role files (.json); default: those shipped.")]
+TraitsDir = Annotated[Path | None, Option(help="Folder of trait files (.json); default: those shipped.")]
+CapLayers = Annotated[str | None, Option(help="Layers of the caps; default: 70 to 85 % of the depth.")]
 _SAMPLING = o.sampling_fields("max_tokens temperature top_p seed", max_tokens=64, temperature=0.7, top_p=0.9, seed=0)
-Percentiles = Annotated[
-    str, typer.Option(help="Percentiles of the default persona's projections on the axis; one cap each.")
-]
+Percentiles = Annotated[str, Option(help="Percentiles of the default persona's projections on the axis; one cap each.")]
 
 
 @app.command("list")
@@ -44,19 +43,19 @@ def list_(roles_dir: RolesDir = None, traits_dir: TraitsDir = None) -> None:
 def run(
     sampling: Annotated[Given[ss.Sampling], _SAMPLING],
     engine: o.Engine,
-    out: Annotated[Path, typer.Option(help="Folder of the run.")],
+    out: Annotated[Path, Option(help="Folder of the run.")],
     model: o.ModelName = "smollm2-135m",
-    roles: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "",
-    traits: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "",
+    roles: Annotated[str, Option(help="Names with commas between them, or all.")] = "",
+    traits: Annotated[str, Option(help="Names with commas between them, or all.")] = "",
     roles_dir: RolesDir = None,
     traits_dir: TraitsDir = None,
-    questions: Annotated[Path | None, typer.Option(help="Shared questions (.jsonl); default: those shipped.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of shared questions.")] = None,
+    questions: Annotated[Path | None, Option(help="Shared questions (.jsonl); default: those shipped.")] = None,
+    limit: Annotated[int | None, Option(min=1, help="Maximum number of shared questions.")] = None,
     ask: Annotated[
-        Literal["shared", "own", "both"], typer.Option(help="Questions for each persona: shared, its own, or both.")
+        Literal["shared", "own", "both"], Option(help="Questions for each persona: shared, its own, or both.")
     ] = "shared",
-    judge: Annotated[str, typer.Option(help="keyword, none, or the URL of an OpenAI-compatible API.")] = "keyword",
-    judge_model: Annotated[str, typer.Option(help="Model of that API; the key is read from OPENAI_API_KEY.")] = "",
+    judge: Annotated[str, Option(help="keyword, none, or the URL of an OpenAI-compatible API.")] = "keyword",
+    judge_model: Annotated[str, Option(help="Model of that API; the key is read from OPENAI_API_KEY.")] = "",
     judge_set: o.JudgeSet = None,
     batch: o.Batch = 32,
     resume: o.Resume = False,
@@ -95,7 +94,7 @@ def run(
 
 @app.command()
 def axis(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    run: Annotated[Path, Argument(help="Folder of a run.")],
     cap_layers: CapLayers = None,
     percentiles: Percentiles = "1,25,50,75",
 ) -> None:

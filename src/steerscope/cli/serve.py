@@ -4,7 +4,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Option
 
 from steerscope.cli import options as o
 from steerscope.cli.fields import Fields, Given, with_fields
@@ -36,13 +36,13 @@ def serve(
     engine: Annotated[Given[o.EngineOptions], Fields(o.EngineOptions, _ENGINE, panel=o.ENGINE_PANEL)],
     model: o.Model = "smollm2-135m",
     api_key: Annotated[
-        str | None, typer.Option(envvar=KEY_VARIABLE, help=Settings.model_fields["api_key"].description)
+        str | None, Option(envvar=KEY_VARIABLE, help=Settings.model_fields["api_key"].description)
     ] = None,
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Option(help="Lowest level of the log.")
+        Literal["debug", "info", "warning", "error"], Option(help="Lowest level of the log.")
     ] = "info",
-    vllm: Annotated[str | None, typer.Option(help='vLLM\'s arguments, e.g. {"tensor_parallel_size": 2}.')] = None,
-    taps: Annotated[str | None, typer.Option(help='What vLLM taps, e.g. {"layers": "8-12"}.')] = None,
+    vllm: Annotated[str | None, Option(help='vLLM\'s arguments, e.g. {"tensor_parallel_size": 2}.')] = None,
+    taps: Annotated[str | None, Option(help='What vLLM taps, e.g. {"layers": "8-12"}.')] = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API with steering, captures and readings, and a page at /.
 

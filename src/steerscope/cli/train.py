@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+from typer import Option
 
 from steerscope.cli import options as o
 from steerscope.cli.fields import Fields, Given, with_fields
@@ -22,8 +23,8 @@ _LAYERS = "12, or several that learn together: 10-14, 4,8."
 _PROMPTED = "Instruction of the prompted baseline; default: that of a shipped set. Repeatable."
 _SHARED = "schedule epochs batch target_tokens val_tokens patience init site tokens rank gradient_checkpointing seed"
 _NAMES = {"learning_rate": ("--lr",), "patience": ("--early-stop-patience",)}
-Prompted = Annotated[list[str] | None, typer.Option(help=_PROMPTED)]
-Bf16 = Annotated[bool, typer.Option("--bf16", help="Same as --dtype bfloat16.")]
+Prompted = Annotated[list[str] | None, Option(help=_PROMPTED)]
+Bf16 = Annotated[bool, Option("--bf16", help="Same as --dtype bfloat16.")]
 DtypeOnly = Annotated[Given[o.EngineOptions], Fields(o.EngineOptions, "dtype", panel=o.ENGINE_PANEL)]
 
 
@@ -31,12 +32,13 @@ DtypeOnly = Annotated[Given[o.EngineOptions], Fields(o.EngineOptions, "dtype", p
 @with_fields
 def train(
     context: typer.Context,
-    asked: Annotated[Given[TrainSettings], Fields(TrainSettings, f"learning_rate {_SHARED}", names=_NAMES)],
     engine: o.LocalEngine,
-    data: Annotated[str | None, typer.Option(help=_DATA)] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run; an interrupted run continues.")] = None,
-    layers: Annotated[str | None, typer.Option("--layers", "--layer", help=_LAYERS)] = None,
+    *,
+    data: Annotated[str | None, Option(help=_DATA)] = None,
+    out: Annotated[Path | None, Option(help="Folder of the run; an interrupted run continues.")] = None,
+    layers: Annotated[str | None, Option("--layers", "--layer", help=_LAYERS)] = None,
     model: o.ModelName = "smollm2-135m",
+    asked: Annotated[Given[TrainSettings], Fields(TrainSettings, f"learning_rate {_SHARED}", names=_NAMES)],
     prompted: Prompted = None,
     bf16: Bf16 = False,
     as_json: o.AsJson = False,
@@ -71,16 +73,16 @@ def train(
 @app.command()
 @with_fields
 def sweep(
-    data: Annotated[list[str], typer.Option(help=f"{_DATA} Repeatable.")],
-    out: Annotated[Path, typer.Option(help="Runs go to OUT/MODEL/SET/RUN; finished runs are skipped.")],
-    layers: Annotated[list[str], typer.Option("--layers", "--layer", help=f"{_LAYERS} Repeat it for more runs.")],
-    lr: Annotated[str, typer.Option(help="Learning rates: 0.03,0.1,0.3.")],
+    data: Annotated[list[str], Option(help=f"{_DATA} Repeatable.")],
+    out: Annotated[Path, Option(help="Runs go to OUT/MODEL/SET/RUN; finished runs are skipped.")],
+    layers: Annotated[list[str], Option("--layers", "--layer", help=f"{_LAYERS} Repeat it for more runs.")],
+    lr: Annotated[str, Option(help="Learning rates: 0.03,0.1,0.3.")],
     asked: Annotated[Given[TrainSettings], Fields(TrainSettings, _SHARED, names=_NAMES)],
     engine: DtypeOnly,
     model: o.ModelName = "smollm2-135m",
     prompted: Prompted = None,
     bf16: Bf16 = False,
-    devices: Annotated[str | None, typer.Option(help="cuda:0,cuda:1; default: all GPUs, or the CPU.")] = None,
+    devices: Annotated[str | None, Option(help="cuda:0,cuda:1; default: all GPUs, or the CPU.")] = None,
     as_json: o.AsJson = False,
 ) -> None:
     """Train with every rate at every layer on every set, with one loaded model per device."""

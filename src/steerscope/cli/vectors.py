@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
@@ -27,7 +28,7 @@ _MOST_PAIRED = 4  # more vectors are shown as one matrix
 
 
 @app.command()
-def show(file: Annotated[Path, typer.Argument(help="A vector in any known format, or a capping config.")]) -> None:
+def show(file: Annotated[Path, Argument(help="A vector in any known format, or a capping config.")]) -> None:
     """Show the layers, norms and origin of a vector, or the experiments of a capping config."""
     from steerscope.specs.errors import BadFile
     from steerscope.vectors.legacy import load_capping
@@ -62,18 +63,18 @@ def _layer(layer: int | None) -> str:
 @with_fields
 def extract(
     engine: o.BatchEngine,
-    data: Annotated[str, typer.Option(help="A shipped set (happy_sad, calm_angry, hot_cold) or a .jsonl file.")],
-    out: Annotated[Path, typer.Option(help="File of the vector: .safetensors or .gguf.")],
+    data: Annotated[str, Option(help="A shipped set (happy_sad, calm_angry, hot_cold) or a .jsonl file.")],
+    out: Annotated[Path, Option(help="File of the vector: .safetensors or .gguf.")],
     model: o.ModelName = "smollm2-135m",
     heldout: Annotated[
-        Path | None, typer.Option(help="A .jsonl file to measure on; default: a shipped set's own, or folds.")
+        Path | None, Option(help="A .jsonl file to measure on; default: a shipped set's own, or folds.")
     ] = None,
     strategy: Annotated[
-        str, typer.Option(help="mean_difference, paired_pca, centred_pca, logistic_probe or whitened.")
+        str, Option(help="mean_difference, paired_pca, centred_pca, logistic_probe or whitened.")
     ] = "mean_difference",
-    tokens: Annotated[str, typer.Option(help="last, last=3, all, response, marker=TEXT or position=-2.")] = "last=3",
-    layers: Annotated[str, typer.Option(help="12, 10-14, 4,8 or all.")] = "all",
-    site: Annotated[Site, typer.Option(help="Site of the rows.")] = "resid_post",
+    tokens: Annotated[str, Option(help="last, last=3, all, response, marker=TEXT or position=-2.")] = "last=3",
+    layers: Annotated[str, Option(help="12, 10-14, 4,8 or all.")] = "all",
+    site: Annotated[Site, Option(help="Site of the rows.")] = "resid_post",
     as_json: o.AsJson = False,
 ) -> None:
     """Make a vector from contrasting texts, and measure its quality at each layer.
@@ -124,12 +125,10 @@ def _examples(data: str) -> "tuple[Examples, Examples | None]":
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A vector in any known format.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help=".safetensors, or .gguf for llama.cpp.")],
-    key: Annotated[
-        str | None, typer.Option(help="Key in a persona file, or a difference of two: pos_3-default_1.")
-    ] = None,
-    default: Annotated[Path | None, typer.Option(help="The default_vectors.pt that belongs to a persona file.")] = None,
+    source: Annotated[Path, Argument(metavar="IN", help="A vector in any known format.")],
+    target: Annotated[Path, Argument(metavar="OUT", help=".safetensors, or .gguf for llama.cpp.")],
+    key: Annotated[str | None, Option(help="Key in a persona file, or a difference of two: pos_3-default_1.")] = None,
+    default: Annotated[Path | None, Option(help="The default_vectors.pt that belongs to a persona file.")] = None,
 ) -> None:
     """Write a vector in another format."""
     from steerscope.vectors.legacy import load_persona
@@ -141,8 +140,8 @@ def convert(
 
 @app.command()
 def compare(
-    paths: Annotated[list[Path], typer.Argument(metavar="A B… | DIR…", help="Vectors, or folders of them.")],
-    out: Annotated[Path | None, typer.Option(help="A folder for index.html and the numbers as Parquet.")] = None,
+    paths: Annotated[list[Path], Argument(metavar="A B… | DIR…", help="Vectors, or folders of them.")],
+    out: Annotated[Path | None, Option(help="A folder for index.html and the numbers as Parquet.")] = None,
     as_json: o.AsJson = False,
 ) -> None:
     """Compare vectors layer by layer; with --out also norms, clusters and a page."""
@@ -201,10 +200,10 @@ def _plain(matrix: "np.ndarray") -> list[list[float | None]]:
 
 @app.command(context_settings={"ignore_unknown_options": True})  # so that an expression may start with a minus
 def arith(
-    expression: Annotated[str, typer.Argument(metavar="EXPR", help="For example '0.5*a - b/2 + c'.")],
-    out: Annotated[Path, typer.Option(help="File of the result: .safetensors or .gguf.")],
+    expression: Annotated[str, Argument(metavar="EXPR", help="For example '0.5*a - b/2 + c'.")],
+    out: Annotated[Path, Option(help="File of the result: .safetensors or .gguf.")],
     sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=FILE", help="A vector of the expression; repeatable.")
+        list[str] | None, Option("--set", metavar="NAME=FILE", help="A vector of the expression; repeatable.")
     ] = None,
 ) -> None:
     """Combine vectors with + - * / and numbers.

@@ -11,7 +11,9 @@ from steerscope.extraction.personas.definitions import Persona
 from steerscope.files import reading
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 from steerscope.specs.steering import Add, Steering
+from steerscope.vectors.files import load
 from steerscope.vectors.legacy import load_capping
+from steerscope.vectors.steering_text import split
 from steerscope.vectors.vector import SteeringVector
 
 _MOST_SCALES = 1000
@@ -33,6 +35,29 @@ def parse_scales(text: str) -> list[float]:
     if not found or len(found) > _MOST_SCALES or not all(map(math.isfinite, found)):
         raise InvalidRequest([Problem("scales", f"cannot read {text!r}", "write -8..8, -8..8:4 or -2,-0.5,2")])
     return found
+
+
+def named_vectors(text: str) -> dict[str, SteeringVector]:
+    """Read `[NAME=]FILE[@LAYERS]` with commas between them; the name is the file's unless NAME= is given."""
+    found: dict[str, SteeringVector] = {}
+    without_layer_commas = re.sub(r"@([\d,-]+)(?=,[^\d]|$)", lambda match: "@" + match[1].replace(",", ";"), text)
+    for part in filter(None, map(str.strip, without_layer_commas.split(","))):
+        given, equals, body = part.partition("=")
+        path, rest = split(body if equals else part)
+        vector = load(path)
+        name = given if equals else Path(path).stem
+        if rest and not rest.startswith("@"):
+            raise _vectors_problem(f"cannot read {rest!r} after {path}", "write [NAME=]FILE[@LAYERS]")
+        if name in found:
+            raise _vectors_problem(f"two are called {name}", "name one: NAME=FILE")
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise _vectors_problem(f"{name!r} is no name for a file", "use letters, digits, - and _: NAME=FILE")
+        found[name] = vector.at(rest[1:].replace(";", ",")) if rest else vector
+    return found
+
+
+def _vectors_problem(what: str, remedy: str) -> InvalidRequest:
+    return InvalidRequest([Problem("vectors", what, remedy)])
 
 
 def prepared(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from steerscope.evals.run import EvalRun
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.personas.folder import Record, digest
 from steerscope.extraction.personas.judges import REFUSAL, Judged, KeywordJudge, refuses
@@ -139,6 +140,16 @@ def repetition(size: int = 3) -> PlainScorer:
         return _open(answer, {"repetition": again / len(grams)} if grams else {})
 
     return PlainScorer("repetition", str(size), score)
+
+
+def default_scorers(run: EvalRun) -> list[PlainScorer]:
+    """Return the scorers that need no settings and apply to the run."""
+    found = [refusal(), repetition()]
+    if any(item.choices or item.expected for item in run.items):
+        found.append(correct())
+    if run.persona and run.persona.keywords.pos:
+        found.append(keywords(run.persona))
+    return found
 
 
 def _open(answer: Record, values: dict[str, float]) -> Scored:
