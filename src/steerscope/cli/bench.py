@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 app = o.command_group(no_args_is_help=True, help="Measure what capturing and steering cost.")
 
 
-class LoadOptions(Spec):
+class BenchOptions(Spec):
     """An engine and its load, named like the fields of `Setup`, whose module imports torch."""
 
     model: str = Field(
@@ -40,13 +40,13 @@ class LoadOptions(Spec):
 
 _NAMES = {"tokens": ("--batched-tokens",)}
 Load = Annotated[
-    Given[LoadOptions],
-    Fields(LoadOptions, "model batch prefill decode stagger engine dtype eager tokens", names=_NAMES),
+    Given[BenchOptions],
+    Fields(BenchOptions, "model batch prefill decode stagger engine dtype eager tokens", names=_NAMES),
 ]
 SuiteLoad = Annotated[
-    Given[LoadOptions],
+    Given[BenchOptions],
     Fields(
-        LoadOptions,
+        BenchOptions,
         "model batch prefill decode stagger dtype eager tokens",
         names=_NAMES,
         model="small",
@@ -65,7 +65,7 @@ _MODES = (
 Mode = Literal["baseline", "zero-layer", "all-layers", "custom", "generated", "last", "mean"]
 
 
-def _setup(load: Given[LoadOptions]) -> "Setup":
+def _setup(load: Given[BenchOptions]) -> "Setup":
     from steerscope.bench.workload import Setup
 
     return Setup(**load.parse().model_dump(exclude_unset=True))
