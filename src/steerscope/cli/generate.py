@@ -55,7 +55,8 @@ def generate(
     with o.open_engine(model, engine) as loaded:
         specs = {"sampling": asked, "steer": joined(steers), "capture": wanted, "request_id": o.REQUEST}
         events = loaded.stream_chat(messages, **specs) if chat else loaded.stream(prompt, **specs)
-        generation = o.show(loaded, events, live=asked.n == 1 and not as_json)
+        read = o.print_text if asked.n == 1 and not as_json else o.consume
+        generation = read(loaded, events)
         if any(choice.finish_reason == "cancelled" for choice in generation.choices):
             raise KeyboardInterrupt
         choices = [_plain(choice, _save(choice, out, asked.n)) for choice in generation.choices]

@@ -53,7 +53,7 @@ def watch(
     with o.open_engine(model, engine) as loaded:
         loaded.register_pack("pack", pack, any_model=any_model)
         events = _events(loaded, prompt, chat, asked, wanted)
-        generation = o.show(loaded, events, live=False) if as_json else _live(loaded, events)
+        generation = o.consume(loaded, events) if as_json else _live(loaded, events)
         texts = _texts(loaded, generation)
     if as_json:
         typer.echo(json.dumps(_plain(generation, texts), ensure_ascii=False))
@@ -85,7 +85,7 @@ def report(
 
     with o.open_engine(model, engine) as loaded:
         loaded.register_pack("pack", pack, any_model=any_model)
-        generation = o.show(loaded, _events(loaded, prompt, chat, asked, wanted), live=False)
+        generation = o.consume(loaded, _events(loaded, prompt, chat, asked, wanted))
         texts = _texts(loaded, generation)
     page = html_report(
         generation.readings,  # type: ignore[arg-type]
@@ -140,16 +140,7 @@ def _texts(engine: "SyncEngine", generation: "Generation") -> list[str]:
 def _live(engine: "SyncEngine", events: Any) -> "Generation":
     """Print tokens as they come and return the generation."""
     shown = _LiveText(engine)
-
-    def printed() -> Any:
-        try:
-            for event in events:
-                shown.add(event)
-                yield event
-        finally:
-            events.close()
-
-    generation = o.show(engine, printed(), live=False)
+    generation = o.consume(engine, events, shown.add)
     shown.end()
     return generation
 

@@ -179,9 +179,23 @@ def check_device(device: str | None) -> None:
         raise mistake(f"--device {device}", what, "use cpu, or a device that doctor lists") from None
 
 
-def show(engine: "SyncEngine", events: "Iterator[Event]", live: bool) -> "ss.Generation":
-    """Print tokens as they come (if live) and return the whole. Ctrl-C cancels the request, which then ends with the
-    tokens it has; a second Ctrl-C interrupts at once."""
+def print_text(engine: "SyncEngine", events: "Iterator[Event]") -> "ss.Generation":
+    """Print tokens as they come and return the generation."""
+
+    def print_token(event: "Event") -> None:
+        if isinstance(event, ss.TokenEvent):
+            typer.echo(event.text, nl=False)
+
+    generation = consume(engine, events, print_token)
+    typer.echo()
+    return generation
+
+
+def consume(
+    engine: "SyncEngine", events: "Iterator[Event]", on_event: "Callable[[Event], None] | None" = None
+) -> "ss.Generation":
+    """Return the generation of a stream. Ctrl-C cancels the request, which then ends with the tokens it has; a second
+    Ctrl-C interrupts at once."""
     before = signal.getsignal(signal.SIGINT)
 
     def cancel(*_: object) -> None:
@@ -193,10 +207,9 @@ def show(engine: "SyncEngine", events: "Iterator[Event]", live: bool) -> "ss.Gen
     try:
         for event in events:
             if isinstance(event, ss.EndEvent):
-                typer.echo(nl=live)
                 return event.generation
-            if live and isinstance(event, ss.TokenEvent):
-                typer.echo(event.text, nl=False)
+            if on_event is not None:
+                on_event(event)
         raise AssertionError("a stream ends with an EndEvent")
     finally:
         signal.signal(signal.SIGINT, before)

@@ -64,7 +64,7 @@ class EnginePartner:
 
     def answer(self, messages: Messages) -> ShownAnswer:
         events = self._engine.stream_chat(messages, self._sampling, capture=self._wanted, request_id=o.REQUEST)
-        done = o.show(self._engine, events, live=True)
+        done = o.print_text(self._engine, events)
         return ShownAnswer(done.text, o.speed(done), done.rows if done.capture else None)
 
 
