@@ -27,7 +27,7 @@ from bench.studies.learning_judged import judged
 from steerscope.analysis.statistics import least_paired_p, mean_interval, permutation
 from steerscope.engines.load import load
 from steerscope.engines.sync import SyncEngine
-from steerscope.extraction.personas.folder import write_json
+from steerscope.extraction.runs import write_json
 from steerscope.specs import Sampling
 from steerscope.training.course import Course
 from steerscope.training.learnable import Learnable

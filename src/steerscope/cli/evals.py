@@ -255,7 +255,7 @@ def _vectors(text: str) -> "dict[str, SteeringVector]":
 
 
 def _settings(given: dict[str, Any]) -> Any:
-    from steerscope.extraction.personas.rollouts import RolloutSettings
+    from steerscope.extraction.runs import RolloutSettings
 
     return RolloutSettings.parse({name: given[name] for name in RolloutSettings.model_fields})
 

@@ -15,7 +15,7 @@ from steerscope.engines.sync import SyncEngine
 from steerscope.extraction import extract, row_norms
 from steerscope.extraction.data import Examples
 from steerscope.extraction.extract import PART_OF_NORM
-from steerscope.extraction.personas.folder import digest
+from steerscope.extraction.runs import digest
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.steering import Site
 from steerscope.training.learnable import Learnable

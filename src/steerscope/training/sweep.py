@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from steerscope.engines.sync import SyncEngine
-from steerscope.extraction.personas.folder import write_json
+from steerscope.extraction.runs import write_json
 from steerscope.files import atomic_path, reading
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 from steerscope.training.course import Course

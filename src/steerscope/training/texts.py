@@ -17,9 +17,9 @@ from importlib import resources
 from pathlib import Path
 
 from steerscope.engines.hf import HFEngine
+from steerscope.extraction.answers import takes_system
 from steerscope.extraction.data import DatasetEntry, Examples, Text, load_examples
 from steerscope.extraction.personas.definitions import load_personas
-from steerscope.extraction.personas.rollouts import takes_system
 from steerscope.files import reading
 from steerscope.specs.base import Spec
 from steerscope.specs.chat import Message, parse_chat

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from steerscope.engines.sync import SyncEngine
-from steerscope.extraction.personas.folder import write_json
+from steerscope.extraction.runs import write_json
 from steerscope.files import atomic_path, reading
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
