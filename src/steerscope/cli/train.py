@@ -12,8 +12,9 @@ from steerscope.cli import options as o
 from steerscope.cli.progress import Steps
 
 if TYPE_CHECKING:
+    from steerscope.training.settings import TrainResult, TrainSettings
     from steerscope.training.sweep import SweepRun
-    from steerscope.training.vectors import Line, Result, TrainSettings
+    from steerscope.training.vectors import Line
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -170,7 +171,7 @@ def _needed(name: str, value: T | None) -> T:
 
 def _settings(given: Mapping[str, Any], **more: object) -> "TrainSettings":
     """From the options of a command, which are named like the fields."""
-    from steerscope.training.vectors import TrainSettings
+    from steerscope.training.settings import TrainSettings
 
     return TrainSettings.parse({name: given[name] for name in TrainSettings.model_fields if name in given} | more)
 
@@ -200,13 +201,13 @@ def _tell(steps: Steps, line: "Line", most: int, epochs: int, run: "SweepRun | N
     steps(run.name if run else "training", int(line["step"]), most, words)
 
 
-def _rows(result: "Result") -> list[tuple[str, str]]:
+def _rows(result: "TrainResult") -> list[tuple[str, str]]:
     rows = [("unsteered", f"{result.unsteered:.2f}")]
     if result.prompted is not None:
         rows.append((f"prompted: {result.prompt}", f"{result.prompted:.2f}"))
     return [*rows, (f"steered, epoch {result.best_epoch} of {result.epochs}", f"{result.steered:.2f}")]
 
 
-def _cells(result: "Result") -> tuple[str, str, str]:
+def _cells(result: "TrainResult") -> tuple[str, str, str]:
     norms = ", ".join(f"{norm:.2f}" for norm in result.norms.values())
     return f"{result.steered:.2f}", f"{result.best_epoch} of {result.epochs}", norms

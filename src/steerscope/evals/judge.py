@@ -87,12 +87,12 @@ class JudgeScorer:
         return Scored({}, f"no score in {reply[:80]!r}") if score is None else Scored({"judge": float(score)})
 
 
-def rubric(path: Path | None, persona: Persona | None, name: str = "good") -> Persona:
+def rubric(path: Path | None, persona: Persona | None) -> Persona:
     """Return the persona to judge by: with a file as its rubric, or as it is."""
     if path is not None:
         with reading(path, "rubric"):
             text = path.read_text(encoding="utf-8")
-        base = persona or Persona.parse({"name": name, "instruction": [{"pos": name, "neg": name}]})
+        base = persona or Persona.parse({"name": "good", "instruction": [{"pos": "good", "neg": "good"}]})
         return base.model_copy(update={"eval_prompt": text})
     if persona is None:
         raise InvalidRequest([Problem("rubric", "there is none", "give --rubric FILE, or a run with --trait")])

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import Field, model_validator
 
 from steerscope.engines.plan import Prompt
@@ -33,8 +31,9 @@ from steerscope.extraction.runs import (
     digest,
     no_progress,
     store_missing,
+    write_table,
 )
-from steerscope.files import atomic_path, lock_folder
+from steerscope.files import lock_folder
 from steerscope.specs.base import Spec
 from steerscope.specs.chat import Message
 from steerscope.specs.errors import BadFile, Problem, RequestFailed
@@ -44,6 +43,7 @@ from steerscope.vectors.files import load as load_vector
 from steerscope.vectors.files import save as save_vector
 from steerscope.vectors.vector import SteeringVector
 
+_COLUMNS = ("id", "condition", "dataset", "question", "sample", "system", "text", "finish_reason")
 UNSTEERED, PROMPTED, OPPOSITE = "unsteered", "prompted", "opposite"
 Vectors = dict[str, SteeringVector]
 
@@ -187,7 +187,9 @@ def generate(
         for name, vector in load_vectors(out, run).items():
             engine.register(name, vector)
         failures = _answer(engine, run, out, batch, progress)
-        _write_table(out, answers_of(out, run))
+        records = answers_of(out, run)
+        rows = [{**{name: one[name] for name in _COLUMNS}, "tokens": len(one["token_ids"])} for one in records]
+        write_table(out / "rollouts.parquet", rows)
     return run, failures
 
 
@@ -260,14 +262,6 @@ def _record(one: EvalRollout, found: Generation, letters: tuple[int, int] | None
         least = min(top.values())  # a letter that is not among the likeliest is at most as likely as the last of them
         record["logprobs"] = [top.get(letter, least) for letter in letters] if set(letters) & set(top) else None
     return record
-
-
-def _write_table(out: Path, records: Sequence[Record]) -> None:
-    names = ("id", "condition", "dataset", "question", "sample", "system", "text", "finish_reason")
-    columns = {name: [record[name] for record in records] for name in names}
-    columns["tokens"] = [len(record["token_ids"]) for record in records]
-    with atomic_path(out / "rollouts.parquet") as temporary:
-        pq.write_table(pa.table(columns), temporary)
 
 
 def _unfit(engine: SyncEngine, vectors: Vectors) -> Iterator[Problem]:

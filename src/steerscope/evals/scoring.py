@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from steerscope.evals.run import EvalRun, answers_of
 from steerscope.evals.scorers import Scored, Scorer
@@ -29,8 +27,9 @@ from steerscope.extraction.runs import (
     read_json,
     store_missing,
     write_json,
+    write_table,
 )
-from steerscope.files import atomic_path, lock_folder
+from steerscope.files import lock_folder
 
 _AT_ONCE = 64
 JUDGED, PENDING, UNFIT = "scored", "not scored yet", "does not apply"
@@ -163,5 +162,4 @@ def write_tables(out: Path, run: EvalRun) -> None:
             about = {"score": name, "condition": condition, "dataset": dataset}
             datasets.append({**about, "mean": mean_of(name, own), "questions": len(own)})
     for name, table in (("answers", answers), ("questions", questions), ("datasets", datasets)):
-        with atomic_path(out / f"{name}.parquet") as temporary:
-            pq.write_table(pa.Table.from_pylist(table), temporary)
+        write_table(out / f"{name}.parquet", table)

@@ -127,7 +127,7 @@ def _renamed(problem: Problem, name: Callable[[int], str], start: int) -> Proble
     return Problem(found[2], problem.what, problem.remedy).under(name(start + int(found[1])))
 
 
-def captured(engine: SyncEngine, prompts: list[Prompt], capture: Capture | Sequence[Capture]) -> list[Rows]:
+def captured(engine: SyncEngine, prompts: list[Prompt] | list[str], capture: Capture | Sequence[Capture]) -> list[Rows]:
     """Return the rows of one forward over each prompt; their buffers are released at once."""
     done = engine.generate(prompts, _READ_ONLY, capture=capture)
     rows = [generation.rows for generation in done]
@@ -138,8 +138,14 @@ def captured(engine: SyncEngine, prompts: list[Prompt], capture: Capture | Seque
 
 
 def layer_numbers(engine: SyncEngine, layers: LayersLike) -> tuple[int, ...]:
-    wanted = checked_layers(layers)
-    return tuple(range(engine.facts.layers)) if wanted == "all" else wanted
+    """Return the layers, or refuse those that the model does not have."""
+    facts, wanted = engine.facts, checked_layers(layers)
+    if wanted == "all":
+        return tuple(range(facts.layers))
+    if beyond := [str(layer) for layer in wanted if layer >= facts.layers]:
+        what, remedy = f"{', '.join(beyond)} is out of range", f"{facts.name} has layers 0–{facts.layers - 1}"
+        raise InvalidRequest([Problem("layers", what, remedy)])
+    return wanted
 
 
 def checked_texts(texts: Sequence[Text]) -> Sequence[Text]:

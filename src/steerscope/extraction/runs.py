@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from pydantic import Field
 
 from steerscope.engines.sync import SyncEngine
@@ -50,6 +52,12 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, data: object) -> None:
     write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_table(path: Path, rows: Sequence[Record]) -> None:
+    """Write rows with the same fields as Parquet."""
+    with atomic_path(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(list(rows)), temporary)
 
 
 def read_json(path: Path, what: str) -> Any:

@@ -1,4 +1,4 @@
-"""Where a run stands: ops, Adam's moments, the best ops so far; one small file, written whole after every step."""
+"""The state of a training run: ops, Adam's moments and the best ops so far, in one small file."""
 
 import json
 import math
@@ -23,14 +23,14 @@ class State:
         self.best: dict[str, Tensor] = self._copy()
 
     def judge(self, loss: float, epoch: int) -> bool:
-        """Whether the ops as they are now are the best so far; then they are kept."""
+        """Return whether the current ops are the best so far, and keep a copy if so."""
         self.epochs, better = epoch, loss < self.best_loss
         if better:
             self.best_loss, self.best_epoch, self.best = loss, epoch, self._copy()
         return better
 
     def advance(self, learning_rate: float, tokens: int) -> None:
-        """One step along the gradients of a loss that was summed over so many tokens."""
+        """Take one step along the gradients of a loss that was summed over `tokens` tokens."""
         for parameter in self.ops.parameters():
             assert parameter.grad is not None
             parameter.grad /= tokens
@@ -58,7 +58,7 @@ class State:
             temporary.write_bytes(data)
 
     def load(self, path: Path) -> None:
-        """Go on where the file was written."""
+        """Restore the state that `save` wrote."""
         with reading(path, "checkpoint of a training run"):
             with safe_open(str(path), framework="pt") as file:
                 about = json.loads((file.metadata() or {})["state"])
