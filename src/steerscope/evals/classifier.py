@@ -8,20 +8,19 @@ data cannot be scored, because an answer would be recognised by its topic.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from sklearn.model_selection import GroupKFold, cross_val_predict
 
 from steerscope.engines.hf.settings import no_bars
 from steerscope.evals.run import OPPOSITE, PROMPTED, UNSTEERED, answers_of, load_run
 from steerscope.evals.scorers import NOT_SCORED, Json, Scored
-from steerscope.extraction.data import load_contrast_set, load_examples, sentences, shipped_sets
+from steerscope.extraction.data import Examples, load_contrast_set, load_examples, shipped_sets
 from steerscope.extraction.runs import Record, batches, digest
 from steerscope.specs.errors import InvalidRequest, ModelNotFound, Problem
-
-if TYPE_CHECKING:
-    from sklearn.linear_model import LogisticRegression
 
 EMBEDDINGS = "all-MiniLM-L6-v2"
 _MAX_TOKENS = 256
@@ -32,10 +31,10 @@ _FOLDS = 5
 class Embedder:
     """Texts → [n, 384], float32, each row of length 1."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self) -> None:
         from transformers import AutoModel, AutoTokenizer
 
-        folder = path or _packaged()
+        folder = _packaged()
         with no_bars():
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
             self._model = AutoModel.from_pretrained(folder).eval()
@@ -78,10 +77,9 @@ def load_labelled(source: str | Path) -> Labelled:
     if path.is_dir():
         return _of_run(path)
     if str(source) in shipped_sets():
-        pairs = load_contrast_set(str(source)).extraction
-        n = len(pairs)
-        return Labelled(tuple(sentences(pairs)), (True,) * n + (False,) * n, tuple(str(i) for i in range(n)) * 2)
-    examples = load_examples(path)
+        examples = Examples.of_pairs(load_contrast_set(str(source)).extraction)
+    else:
+        examples = load_examples(path)
     texts = [text for text in examples.texts if isinstance(text, str)]
     if len(texts) < len(examples):
         raise InvalidRequest([Problem("classifier", f"{path} holds chats", "give plain texts")])
@@ -140,17 +138,12 @@ class Classifier:
         return scores
 
 
-def _regression() -> "LogisticRegression":
-    from sklearn.linear_model import LogisticRegression
-
+def _regression() -> LogisticRegression:
     return LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000)
 
 
 def _heldout_auroc(rows: np.ndarray, labels: np.ndarray, groups: Sequence[str]) -> float | None:
     """Return the AUROC on texts whose group was left out of the training."""
-    from sklearn.metrics import roc_auc_score
-    from sklearn.model_selection import GroupKFold, cross_val_predict
-
     n_folds = min(_FOLDS, len(set(groups)))
     if n_folds < 2:
         return None

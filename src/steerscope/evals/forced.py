@@ -18,10 +18,7 @@ from steerscope.engines.results import TokenPrompt
 from steerscope.engines.sync import SyncEngine
 from steerscope.evals.scorers import NOT_SCORED, Json, Scored
 from steerscope.extraction.runs import Record, digest
-from steerscope.specs.capture import Capture
-from steerscope.specs.chat import Message
-from steerscope.specs.errors import SteerscopeError
-from steerscope.specs.sampling import Sampling
+from steerscope.specs import Capture, Message, Sampling, SteerscopeError
 from steerscope.vectors.vector import SteeringVector
 
 _AT_ONCE = 32

@@ -13,10 +13,7 @@ import numpy as np
 from steerscope.engines.results import TokenPrompt
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.runs import batches
-from steerscope.specs.chat import Message
-from steerscope.specs.errors import InvalidRequest, Problem
-from steerscope.specs.sampling import Sampling
-from steerscope.specs.steering import Steering
+from steerscope.specs import InvalidRequest, Message, Problem, Sampling, Steering
 
 _TOP = 5
 _AT_ONCE = 64

@@ -34,11 +34,9 @@ from steerscope.extraction.runs import (
     write_table,
 )
 from steerscope.files import lock_folder
+from steerscope.specs import Message, Problem, Sampling, Steering
 from steerscope.specs.base import Spec
-from steerscope.specs.chat import Message
-from steerscope.specs.errors import BadFile, Problem, RequestFailed
-from steerscope.specs.sampling import Sampling
-from steerscope.specs.steering import Steering
+from steerscope.specs.errors import BadFile, RequestFailed
 from steerscope.vectors.files import load as load_vector
 from steerscope.vectors.files import save as save_vector
 from steerscope.vectors.vector import SteeringVector

@@ -1,4 +1,4 @@
-"""Statistics of the scores of a run: for each condition a mean, an interval, and the difference from the unsteered model.
+"""Statistics of a run's scores: of each condition a mean, an interval, and the difference from the unsteered model.
 
 A question is the unit, because answers to one question are alike: intervals (Student's t) come from the means of
 questions. One question, or several with the same mean, have no interval; scores that are 0 or 1 have that of a share.

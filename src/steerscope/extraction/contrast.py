@@ -13,8 +13,7 @@ from steerscope.engines.sync import SyncEngine
 from steerscope.extraction import strategies
 from steerscope.extraction.data import ContrastPair, Text, sentences
 from steerscope.extraction.reading import as_prompt, captured, checked_texts, last, layer_numbers, read_rows
-from steerscope.specs.capture import Capture
-from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs import Capture, InvalidRequest, Problem
 from steerscope.specs.steering import LayersLike, Site
 from steerscope.vectors.vector import SteeringVector
 

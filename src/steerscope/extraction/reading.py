@@ -15,10 +15,8 @@ from steerscope.engines.plan import Prompt
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.data import Text
 from steerscope.extraction.jsonl import parse_all
-from steerscope.specs.capture import Capture
+from steerscope.specs import Capture, InvalidRequest, Problem, Sampling
 from steerscope.specs.chat import parse_chat
-from steerscope.specs.errors import InvalidRequest, Problem
-from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import LayersLike, Site, checked_layers
 
 _READ_ONLY = Sampling(max_tokens=1)  # p prompt tokens and 1 generated one: p rows, all of them of the prompt

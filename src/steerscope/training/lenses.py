@@ -23,8 +23,6 @@ from steerscope.lenses import Architecture, Pack, PackInfo
 from steerscope.lenses.calibrate import FLOOR_QUANTILE, Measures, best_thresholds, calibrate, measure, score
 from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, Fit, FitSettings, LabelledRows, Relations, fit
 from steerscope.lenses.tensors import checksum
-from steerscope.specs.base import Spec
-from steerscope.specs.steering import Site
 from steerscope.training.concepts import PARTS, ConceptSet, Example
 from steerscope.training.generated import generated_examples
 from steerscope.training.rows import RowChoice, TextRows, read_texts
@@ -33,17 +31,13 @@ _GROUP = 256  # lenses that are fitted together
 _QUICK = FitSettings(widths=(), learning_rate=1e-3, epochs=20)  # to compare layers
 
 
-class LensSettings(Spec):
+class LensSettings(RowChoice):
     """What is trained. Of several `layers` the one whose linear probes read validation rows best is chosen.
 
     `generate` adds that many texts per concept, which the model writes, to the training texts. `control` fits once more
     with the labels of texts exchanged; its AUROC must be near 0.5.
     """
 
-    layers: tuple[int, ...] = Field(min_length=1)
-    site: Site = "resid_post"
-    skip: int = Field(default=4, ge=1)
-    most: int = Field(default=16, ge=1)
     fold: int = 0
     seed: int = Field(default=0, ge=0, lt=2**31)
     generate: int = Field(default=0, ge=0)
@@ -79,7 +73,7 @@ def fit_pack(
     folder = Path(work) if work else Path(out).with_name(Path(out).name + ".work")
     folder.mkdir(parents=True, exist_ok=True)
     examples = [*concepts.examples, *generated_examples(engine, concepts, settings.generate, folder, progress)]
-    choice = RowChoice(layers=settings.layers, site=settings.site, skip=settings.skip, most=settings.most)
+    choice = RowChoice(**settings.model_dump(include=set(RowChoice.model_fields)))
     rows = read_texts(engine, [example.text for example in examples], folder, choice, progress)
     parts = concepts.parts(settings.fold)
     layers = _try_layers(rows, examples, parts, concepts.relations, settings, progress)
@@ -149,12 +143,7 @@ def _try_layers(
 
 
 def _fit_groups(
-    data: LabelledRows,
-    relations: Relations,
-    settings: LensSettings,
-    folder: Path,
-    what: str,
-    progress: Progress,
+    data: LabelledRows, relations: Relations, settings: LensSettings, folder: Path, what: str, progress: Progress
 ) -> Fit:
     """Fit lenses in groups, which do not depend on each other; finished groups are on disk."""
     groups = [range(i, min(i + _GROUP, len(relations.positive))) for i in range(0, len(relations.positive), _GROUP)]

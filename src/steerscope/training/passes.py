@@ -23,6 +23,7 @@ from steerscope.engines.columns import tap_of
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.blocks import first
 from steerscope.engines.hf.taps import Pass, Taps, Work
+from steerscope.extraction.runs import batches
 from steerscope.training.learnable import Learnable
 from steerscope.training.texts import TrainingSample
 
@@ -74,25 +75,21 @@ class TrainingPasses:
             for parameter in free:
                 parameter.requires_grad_(True)
 
-    def batches(self, samples: Sequence[TrainingSample]) -> Iterator[list[TrainingSample]]:
-        for i in range(0, len(samples), self.batch):
-            yield list(samples[i : i + self.batch])
-
     def nats(
         self, samples: Sequence[TrainingSample], ops: Learnable | None = None, streams: CachedStreams | None = None
     ) -> float:
         """Return the mean loss per target token."""
-        total = sum(float(self.loss(batch, ops, streams)) for batch in self.batches(samples))
+        total = sum(float(self.loss(batch, ops, streams)) for batch in batches(samples, self.batch))
         return total / sum(len(sample.targets) for sample in samples)
 
     def loss(
-        self, batch: list[TrainingSample], ops: Learnable | None, streams: CachedStreams | None, backward: bool = False
+        self, batch: Sequence[TrainingSample], ops: Learnable | None, streams: CachedStreams | None, backward: bool = False
     ) -> Tensor:
         """Return the sum over the target tokens; with `backward`, add its gradients to those of the ops."""
         return self._engine.exclusively(functools.partial(self._loss, batch, ops, streams, backward))
 
     def _loss(
-        self, batch: list[TrainingSample], ops: Learnable | None, streams: CachedStreams | None, backward: bool
+        self, batch: Sequence[TrainingSample], ops: Learnable | None, streams: CachedStreams | None, backward: bool
     ) -> Tensor:
         device = self.model.device
         ids = pad_sequence([torch.tensor(sample.token_ids[:-1]) for sample in batch], batch_first=True).to(device)
@@ -103,7 +100,7 @@ class TrainingPasses:
         place = {column: i for i, column in enumerate(columns)}
         rows = [i for i, sample in enumerate(batch) for _ in sample.targets]
         wanted = [at for sample in batch for at in sample.targets]
-        truth = torch.tensor([sample.token_ids[at] for sample in batch for at in sample.targets], device=device)
+        targets = torch.tensor([sample.token_ids[at] for sample in batch for at in sample.targets], device=device)
         some = {"logits_to_keep": torch.tensor(columns, device=device)} if self._selects else {}
         with (
             torch.set_grad_enabled(backward),
@@ -113,13 +110,13 @@ class TrainingPasses:
         ):
             logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False, **some).logits
             at = [place[t - 1] if self._selects else t - 1 for t in wanted]
-            loss = cross_entropy(logits[rows, at].float(), truth, reduction="sum")
+            loss = cross_entropy(logits[rows, at].float(), targets, reduction="sum")
             if backward:
                 loss.backward()
         return loss.detach()
 
     @contextlib.contextmanager
-    def _steered(self, batch: list[TrainingSample], width: int, ops: Learnable | None) -> Iterator[None]:
+    def _steered(self, batch: Sequence[TrainingSample], width: int, ops: Learnable | None) -> Iterator[None]:
         if ops is None:
             yield
             return
@@ -156,7 +153,7 @@ class TrainingPasses:
             seen.append(output)
             raise _StreamReached
 
-        def run(batch: list[TrainingSample]) -> None:
+        def run(batch: Sequence[TrainingSample]) -> None:
             handle = self.blocks[blocks - 1].module.register_forward_hook(take)
             try:
                 with contextlib.suppress(_StreamReached):
@@ -164,7 +161,7 @@ class TrainingPasses:
             finally:
                 handle.remove()
 
-        for batch in self.batches(samples):
+        for batch in batches(samples, self.batch):
             self._engine.exclusively(functools.partial(run, batch))
             for sample, stream in zip(batch, first(seen[-1]), strict=True):
                 streams[sample] = stream[: sample.width].clone()
@@ -172,7 +169,7 @@ class TrainingPasses:
         return CachedStreams(blocks, streams, isinstance(seen[-1], tuple))
 
     @contextlib.contextmanager
-    def _begun(self, batch: list[TrainingSample], width: int, streams: CachedStreams | None) -> Iterator[None]:
+    def _begun(self, batch: Sequence[TrainingSample], width: int, streams: CachedStreams | None) -> Iterator[None]:
         """Replace the blocks before the first op by their cached stream."""
         if streams is None:
             yield

@@ -16,8 +16,7 @@ from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.reading import layer_numbers
 from steerscope.extraction.runs import read_json, write_json, write_text
 from steerscope.files import lock_folder, reading
-from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
-from steerscope.specs.steering import Steering
+from steerscope.specs import InvalidRequest, Problem, Steering, SteerscopeError
 from steerscope.training.course import Course
 from steerscope.training.curves import loss_plot
 from steerscope.training.learnable import Learnable, perplexity

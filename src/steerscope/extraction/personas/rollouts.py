@@ -17,9 +17,7 @@ from steerscope.extraction.answers import conversation, generate_each, takes_sys
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.personas.folder import Shards
 from steerscope.extraction.runs import Ledger, Record, RolloutSettings, digest, store_missing
-from steerscope.specs.capture import Capture
-from steerscope.specs.chat import Message
-from steerscope.specs.sampling import Sampling
+from steerscope.specs import Capture, Message, Sampling
 
 Label = Literal["pos", "neg", "default"]
 _MEAN = Capture(layers="all", tokens="generated", reduce="mean")
