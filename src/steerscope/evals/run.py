@@ -96,7 +96,7 @@ class EvalRun(AnswerRun):
             raise ValueError(f"conditions have the same name ({', '.join(names)}); rename the vectors")
         return self
 
-    def changes(self, before: Self) -> list[str]:
+    def changes(self, before: Any) -> list[str]:
         found = super().changes(before)
         if before.persona != self.persona:
             found.append(f"persona ({before.persona and before.persona.name})")
@@ -106,7 +106,7 @@ class EvalRun(AnswerRun):
             found.append(f"vector under the name {', '.join(changed)}")
         return found
 
-    def joined(self, before: Self) -> Self:
+    def joined(self, before: Any) -> Self:
         conditions = {one.name: one for one in (*before.conditions, *self.conditions)}
         items = {(one.dataset, one.system, one.question): one for one in (*before.items, *self.items)}
         update = {
@@ -145,7 +145,7 @@ def wanted(run: EvalRun) -> list[EvalRollout]:
 
 
 def load_run(out: Path) -> EvalRun:
-    run = EvalRun.load(out, "run of answers")
+    run = EvalRun.load(out)
     if run is None:
         raise BadFile(f"{out} holds no answers: it has no run.json; make some with steerscope eval rollouts")
     return run
@@ -176,7 +176,7 @@ def generate(
     vectors = vectors or {}
     hashes = {name: digest(vector.to_spec().model_dump_json()) for name, vector in vectors.items()}
     run = run.model_copy(update={"model": ModelFacts.of(engine), "vectors": hashes})
-    run = run.begin(EvalRun.load(out, "run of answers"), out, resume, list(_unfit(engine, vectors)))
+    run = run.begin(out, resume, list(_unfit(engine, vectors)))
     with lock_folder(out):
         (out / "vectors").mkdir(exist_ok=True)
         for name, vector in vectors.items():
@@ -197,7 +197,7 @@ def _answer(engine: SyncEngine, run: EvalRun, out: Path, batch: int, progress: P
 
     def work(part: Sequence[EvalRollout]) -> Iterator[list[Record]]:
         asked = [_request(engine, run, one, with_system) for one in part]
-        done, reasons = generate_each(
+        done, reason = generate_each(
             lambda start, stop: engine.generate(
                 [prompt for prompt, _, _ in asked[start:stop]],
                 [sampling for _, sampling, _ in asked[start:stop]],
@@ -205,7 +205,7 @@ def _answer(engine: SyncEngine, run: EvalRun, out: Path, batch: int, progress: P
             ),
             [one.item.question for one in part],
         )
-        failures.extend(reasons)
+        failures.extend([reason] if reason else [])
         each = zip(part, asked, done, strict=True)
         yield [_record(one, found, letters) for one, (_, _, letters), found in each if found]
 

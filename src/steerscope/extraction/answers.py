@@ -29,7 +29,7 @@ def conversation(system: str, question: str, takes_system: bool) -> list[Message
 
 def generate_each(
     generate: Callable[[int, int], list[Generation]], questions: Sequence[str]
-) -> tuple[list[Generation | None], list[str]]:
+) -> tuple[list[Generation | None], str]:
     """Return the finished answers, None where one failed, and why they failed.
 
     `generate` answers the questions of a range. The engine refuses a call as a whole, so a refused range is halved
@@ -49,4 +49,4 @@ def generate_each(
         return first + second, first_reasons + second_reasons
 
     done, reasons = answer(0, len(questions))
-    return [one if one and one.finish_reason != "cancelled" else None for one in done], reasons
+    return [one if one and one.finish_reason != "cancelled" else None for one in done], "\n".join(reasons)

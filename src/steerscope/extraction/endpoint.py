@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields
 from typing import cast
 
@@ -58,11 +58,12 @@ class EndpointUsage:
     def count_refusal(self, reply: str | NoReply) -> None:
         """Count equal refusals in a row; any other reply ends the row."""
         refusal = reply.refusal if isinstance(reply, NoReply) else None
-        if refusal is None:
-            self.n_same_refusals = 0
-            return
-        self.n_same_refusals = self.n_same_refusals + 1 if refusal == self.refusal else 1
-        self.refusal = refusal
+        with self._lock:
+            if refusal is None:
+                self.n_same_refusals = 0
+            else:
+                self.n_same_refusals = self.n_same_refusals + 1 if refusal == self.refusal else 1
+                self.refusal = refusal
 
 
 def _whole(number: object) -> int:
@@ -113,37 +114,39 @@ class Endpoint:
         """Yield (index of the prompt, reply) as replies arrive. Raises Interrupted where the endpoint cannot go on,
         after the replies to the requests that were running."""
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        if self.usage.n_same_refusals >= self.same_refusals:
+            self.usage.n_same_refusals = 0  # the last call ended with them
         with httpx.Client(headers=headers, timeout=self.timeout_s) as client, ThreadPoolExecutor(self.at_once) as pool:
             waiting = {pool.submit(self._ask, client, prompt): i for i, prompt in enumerate(prompts)}
-            failure: Interrupted | None = None
             try:
                 for one in as_completed(list(waiting)):
-                    failure = self._failure(one)
-                    if failure is not None:
+                    if one.exception():
                         break
                     yield waiting.pop(one), one.result()
             finally:
                 pool.shutdown(cancel_futures=True)  # waits for the running requests
-            for one, i in waiting.items():
-                if not one.cancelled() and one.exception() is None:
-                    yield i, one.result()
-        if failure is not None:
-            raise failure
-
-    def _failure(self, one: "Future[str | NoReply]") -> Interrupted | None:
-        """Return the reason to stop after a request that has ended."""
-        error = one.exception()
-        if error is not None:
-            return error if isinstance(error, Interrupted) else Interrupted(str(error))
-        self.usage.count_refusal(one.result())
-        if not self.same_refusals or self.usage.n_same_refusals < self.same_refusals:
-            return None
-        self.usage.n_same_refusals = 0  # the next call may have as many again
-        refused = f"refuses {self.same_refusals} prompts in a row with the same words: {self.usage.refusal}"
-        hint = "if these prompts are refused for what is in them, set same_refusals to 0"
-        return Interrupted(f"the judge {self.name} {refused}; {_GO_ON}; {hint}")
+        ended = [one for one in waiting if not one.cancelled()]
+        failures = [error for one in ended if (error := one.exception()) is not None]
+        for one in ended:
+            if one.exception() is None:
+                yield waiting[one], one.result()
+        if failures:
+            raise Interrupted(str(failures[0])) from failures[0]
 
     def _ask(self, client: httpx.Client, prompt: str) -> str | NoReply:
+        self._check_refusals()
+        reply = self._request(client, prompt)
+        self.usage.count_refusal(reply)
+        self._check_refusals()
+        return reply
+
+    def _check_refusals(self) -> None:
+        if self.same_refusals and self.usage.n_same_refusals >= self.same_refusals:
+            refused = f"refuses {self.same_refusals} prompts in a row with the same words: {self.usage.refusal}"
+            hint = "if these prompts are refused for what is in them, set same_refusals to 0"
+            raise Interrupted(f"the judge {self.name} {refused}; {_GO_ON}; {hint}")
+
+    def _request(self, client: httpx.Client, prompt: str) -> str | NoReply:
         error = ""
         for left in reversed(range(self.tries)):
             pause_s = self.pause_s * 2 ** (self.tries - 1 - left)

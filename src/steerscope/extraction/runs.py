@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -170,14 +170,15 @@ class ModelFacts(Spec):
 class AnswerRun(Spec):
     """Settings of a run of answers, kept in run.json. A resumed run adds to them and removes nothing."""
 
+    kind: ClassVar[str] = "run of answers"
     rollouts: RolloutSettings = RolloutSettings()
     model: ModelFacts | None = None  # set when the run begins
 
-    def joined(self, before: Self) -> Self:
+    def joined(self, before: Any) -> Self:
         """Return this run with everything an earlier one asked."""
         raise NotImplementedError
 
-    def changes(self, before: Self) -> list[str]:
+    def changes(self, before: Any) -> list[str]:
         """Name the settings that differ from those of an earlier run and must not."""
         assert self.model is not None
         found = []
@@ -187,9 +188,9 @@ class AnswerRun(Spec):
             found.append(f"sampling ({before.rollouts}), not with {self.rollouts}")
         return found
 
-    def begin(self, before: Self | None, out: Path, resume: bool, problems: Sequence[Problem]) -> Self:
+    def begin(self, out: Path, resume: bool, problems: Sequence[Problem]) -> Self:
         """Return the run that a folder will hold, or refuse it with all reasons; nothing is written."""
-        found = list(problems)
+        found, before = list(problems), self.load(out)
         if before is not None:
             remedy = "or choose another folder"
             if not resume:
@@ -205,10 +206,10 @@ class AnswerRun(Spec):
         write_json(out / "run.json", self.model_dump(mode="json"))
 
     @classmethod
-    def load(cls, out: Path, what: str) -> Self | None:
+    def load(cls, out: Path) -> Self | None:
         """Read the settings of a folder; None where it holds no run."""
         path = out / "run.json"
         if not path.is_file():
             return None
-        with reading(path, what):
+        with reading(path, cls.kind):
             return cls.from_json(path.read_bytes())

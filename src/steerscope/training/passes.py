@@ -83,7 +83,11 @@ class TrainingPasses:
         return total / sum(len(sample.targets) for sample in samples)
 
     def loss(
-        self, batch: Sequence[TrainingSample], ops: Learnable | None, streams: CachedStreams | None, backward: bool = False
+        self,
+        batch: Sequence[TrainingSample],
+        ops: Learnable | None,
+        streams: CachedStreams | None,
+        backward: bool = False,
     ) -> Tensor:
         """Return the sum over the target tokens; with `backward`, add its gradients to those of the ops."""
         return self._engine.exclusively(functools.partial(self._loss, batch, ops, streams, backward))

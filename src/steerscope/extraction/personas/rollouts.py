@@ -72,15 +72,15 @@ def answer_all(
     """
     with_system = takes_system(engine)
 
-    def work(part: Sequence[PersonaRollout]) -> Iterator[list[Record]]:
+    def work(part: Sequence[PersonaRollout]) -> Iterator[Sequence[Record]]:
         chats = [conversation(one.system, one.question, with_system) for one in part]
         seeds = [int(digest(settings.seed, one.id)[:12], 16) for one in part]
         samplings = [Sampling.parse({**settings.model_dump(), "seed": seed}) for seed in seeds]
-        done, reasons = generate_each(
+        done, reason = generate_each(
             lambda start, stop: engine.chat(chats[start:stop], samplings[start:stop], capture=_MEAN),
             [one.question for one in part],
         )
-        failures.extend(reasons)
+        failures.extend([reason] if reason else [])
         yield _records(part, chats, done, shards)
 
     return store_missing({one.id: one for one in wanted}, ledger, batch, work)
@@ -91,7 +91,7 @@ def _records(
     chats: Sequence[list[Message]],
     done: Sequence[Generation | None],
     shards: Shards,
-) -> list[Record]:
+) -> Sequence[Record]:
     """Write the means of a batch as a shard; return the lines of its answers."""
     means: list[torch.Tensor] = []
     records: list[dict[str, object]] = []

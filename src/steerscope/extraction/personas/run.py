@@ -12,7 +12,7 @@ Answers and scores are only ever added; `build` makes all other files from them,
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -41,6 +41,7 @@ _RESERVED = ("axis", "axis-contrast", "default_vectors")
 class PersonaRun(AnswerRun):
     """What is asked of a model: personas, questions, and how answers are sampled."""
 
+    kind: ClassVar[str] = "persona run"
     personas: tuple[Persona, ...] = Field(min_length=1)
     default: Persona
     shared: tuple[str, ...]
@@ -67,7 +68,7 @@ class PersonaRun(AnswerRun):
         questions = set(self.questions(persona))
         return own + [one for one in self.asked(self.default) if one.question in questions]
 
-    def joined(self, before: Self) -> Self:
+    def joined(self, before: Any) -> Self:
         """New definitions replace old ones of the same name."""
         personas = {one.name: one for one in (*before.personas, *self.personas)}
         return self.model_copy(
@@ -101,7 +102,7 @@ class PersonaRun(AnswerRun):
 
 
 def load_run(out: Path) -> PersonaRun:
-    run = PersonaRun.load(out, "persona run")
+    run = PersonaRun.load(out)
     if run is None:
         raise BadFile(f"{out} holds no persona run: it has no run.json")
     return run
@@ -120,7 +121,7 @@ def generate(
     """Make the missing answers and scores; return the run and what failed, which the next run tries again."""
     run = run.model_copy(update={"model": ModelFacts.of(engine), "judge": judge.name if judge else None})
     problems = run.problems() + (judge.check(run.personas) if judge else [])
-    run = run.begin(PersonaRun.load(out, "persona run"), out, resume, problems)
+    run = run.begin(out, resume, problems)
     with lock_folder(out):
         run.save(out)
         failures = _answer(engine, run, Folder(out), batch, progress)
