@@ -11,16 +11,8 @@ from typing import Literal
 
 from steerscope.evals.scorers import NOT_SCORED, Json, Scored
 from steerscope.extraction.endpoint import Endpoint, NoReply
+from steerscope.extraction.personas import judges
 from steerscope.extraction.personas.definitions import Persona
-from steerscope.extraction.personas.judges import (
-    Judged,
-    check_rubric,
-    parse_score,
-    prompt_for,
-    refuses,
-    says_refusal,
-    without_thinking,
-)
 from steerscope.extraction.runs import Record, digest
 from steerscope.files import reading
 from steerscope.specs.errors import InvalidRequest, Problem
@@ -40,7 +32,7 @@ class JudgeScorer:
     ) -> None:
         """`highest`: by default 3 for our own rubric of a role, else 100. `prices`: of a million prompt and completion
         tokens."""
-        if problems := check_rubric(persona, "rubric"):
+        if problems := judges.check_rubric(persona, "rubric"):
             raise InvalidRequest(problems)
         default = 3 if persona.kind == "roles" and persona.eval_prompt is None else 100
         self.endpoint, self._persona, self._prices = endpoint, persona, prices
@@ -48,7 +40,7 @@ class JudgeScorer:
 
     @property
     def identity(self) -> str:
-        shown = prompt_for(self._persona, Judged("{question}", "{answer}"))
+        shown = judges.prompt_for(self._persona, judges.Judged("{question}", "{answer}"))
         return digest(self.endpoint.name, shown, self._highest, *self.endpoint.changed)
 
     def about(self) -> dict[str, Json]:
@@ -69,7 +61,8 @@ class JudgeScorer:
             if "logprobs" in one:
                 yield i, NOT_SCORED
             else:
-                same.setdefault(prompt_for(self._persona, Judged(one["question"], one["text"])), []).append(i)
+                prompt = judges.prompt_for(self._persona, judges.Judged(one["question"], one["text"]))
+                same.setdefault(prompt, []).append(i)
         prompts = list(same)
         for number, reply in self.endpoint.ask(prompts):
             score = self._scored(reply)
@@ -79,10 +72,10 @@ class JudgeScorer:
     def _scored(self, reply: str | NoReply) -> Scored | None:
         if isinstance(reply, NoReply):
             return None
-        score, text = parse_score(reply, self._highest), without_thinking(reply)
+        score, text = judges.parse_score(reply, self._highest), judges.without_thinking(reply)
         if text is None:
             return Scored({}, f"thinking cut off in {reply[:80]!r}")
-        if says_refusal(text) or (score is None and refuses(text)):
+        if judges.says_refusal(text) or (score is None and judges.refuses(text)):
             return Scored({}, f"refusal in {reply[:80]!r}")
         return Scored({}, f"no score in {reply[:80]!r}") if score is None else Scored({"judge": float(score)})
 

@@ -20,19 +20,9 @@ from steerscope.engines.plan import Prompt
 from steerscope.engines.results import Generation
 from steerscope.engines.sync import SyncEngine
 from steerscope.evals.items import Item
+from steerscope.extraction import runs
 from steerscope.extraction.answers import conversation, generate_each, takes_system
 from steerscope.extraction.personas.definitions import Persona
-from steerscope.extraction.runs import (
-    AnswerRun,
-    Ledger,
-    ModelFacts,
-    Progress,
-    Record,
-    digest,
-    no_progress,
-    store_missing,
-    write_table,
-)
 from steerscope.files import lock_folder
 from steerscope.specs import Message, Problem, Sampling, Steering
 from steerscope.specs.base import Spec
@@ -56,7 +46,7 @@ class Condition(Spec):
     at: float | None = None
 
 
-class EvalRun(AnswerRun):
+class EvalRun(runs.AnswerRun):
     """What is asked: every question under every condition, `n` times.
 
     ```python
@@ -133,13 +123,13 @@ def wanted(run: EvalRun) -> list[EvalRollout]:
     found = []
     for condition in run.conditions:
         names = [op.vector for op in condition.steering.ops if isinstance(op.vector, str)]
-        steering = digest(condition.steering.to_json(), [run.vectors.get(name) for name in names])
+        steering = runs.digest(condition.steering.to_json(), [run.vectors.get(name) for name in names])
         for item in run.items:
-            first = int(digest(item.question)[:8], 16)  # questions begin with different messages
+            first = int(runs.digest(item.question)[:8], 16)  # questions begin with different messages
             for sample in range(1 if item.choices else run.n):
                 own = condition.told[(first + sample) % len(condition.told)] if condition.told else ""
                 system = "\n".join(filter(None, (own, item.system)))
-                id = digest(steering, system, item.model_dump(), sample)
+                id = runs.digest(steering, system, item.model_dump(), sample)
                 found.append(EvalRollout(id, condition, item, sample, system))
     return found
 
@@ -155,10 +145,10 @@ def load_vectors(out: Path, run: EvalRun) -> Vectors:
     return {name: load_vector(out / "vectors" / f"{name}.safetensors") for name in run.vectors}
 
 
-def answers_of(out: Path, run: EvalRun) -> list[Record]:
+def answers_of(out: Path, run: EvalRun) -> list[runs.Record]:
     """Return all answers in the order of the run, each under the name of its condition. Conditions that ask the same
     share an answer."""
-    records = Ledger(out / "rollouts.jsonl").records
+    records = runs.Ledger(out / "rollouts.jsonl").records
     return [{**records[one.id], "condition": one.condition.name} for one in wanted(run) if one.id in records]
 
 
@@ -170,12 +160,12 @@ def generate(
     vectors: Vectors | None = None,
     resume: bool = False,
     batch: int = 32,
-    progress: Progress = no_progress,
+    progress: runs.Progress = runs.no_progress,
 ) -> tuple[EvalRun, list[str]]:
     """Make the missing answers; return the run and what failed, which the next run tries again."""
     vectors = vectors or {}
-    hashes = {name: digest(vector.to_spec().model_dump_json()) for name, vector in vectors.items()}
-    run = run.model_copy(update={"model": ModelFacts.of(engine), "vectors": hashes})
+    hashes = {name: runs.digest(vector.to_spec().model_dump_json()) for name, vector in vectors.items()}
+    run = run.model_copy(update={"model": runs.ModelFacts.of(engine), "vectors": hashes})
     run = run.begin(out, resume, list(_unfit(engine, vectors)))
     with lock_folder(out):
         (out / "vectors").mkdir(exist_ok=True)
@@ -187,15 +177,15 @@ def generate(
         failures = _answer(engine, run, out, batch, progress)
         records = answers_of(out, run)
         rows = [{**{name: one[name] for name in _COLUMNS}, "tokens": len(one["token_ids"])} for one in records]
-        write_table(out / "rollouts.parquet", rows)
+        runs.write_table(out / "rollouts.parquet", rows)
     return run, failures
 
 
-def _answer(engine: SyncEngine, run: EvalRun, out: Path, batch: int, progress: Progress) -> list[str]:
-    ledger, failures = Ledger(out / "rollouts.jsonl"), list[str]()
+def _answer(engine: SyncEngine, run: EvalRun, out: Path, batch: int, progress: runs.Progress) -> list[str]:
+    ledger, failures = runs.Ledger(out / "rollouts.jsonl"), list[str]()
     with_system = takes_system(engine)
 
-    def work(part: Sequence[EvalRollout]) -> Iterator[list[Record]]:
+    def work(part: Sequence[EvalRollout]) -> Iterator[list[runs.Record]]:
         asked = [_request(engine, run, one, with_system) for one in part]
         done, reason = generate_each(
             lambda start, stop: engine.generate(
@@ -211,7 +201,7 @@ def _answer(engine: SyncEngine, run: EvalRun, out: Path, batch: int, progress: P
 
     items = {one.id: one for one in wanted(run)}
     n_done = 0
-    for n in store_missing(items, ledger, batch, work):
+    for n in runs.store_missing(items, ledger, batch, work):
         n_done += n
         progress("answers", n_done, len(items))
     if failures and not ledger.records:
@@ -225,7 +215,7 @@ def _request(
     """Return a prompt, its sampling, and the tokens of the letters of a choice."""
     chat = conversation(one.system, one.item.question, with_system)
     if one.item.choices is None:
-        seed = int(digest(run.rollouts.seed, one.item.question, one.sample)[:12], 16)
+        seed = int(runs.digest(run.rollouts.seed, one.item.question, one.sample)[:12], 16)
         return engine.aio.render(chat), Sampling.parse({**run.rollouts.model_dump(), "seed": seed}), None
     prompt, letters = _letters(engine, chat, one.item.choices)
     return prompt, Sampling(max_tokens=1, logprobs=20), letters
@@ -241,7 +231,7 @@ def _letters(engine: SyncEngine, chat: list[Message], choices: tuple[str, str]) 
     return Prompt(list(full[0][:same])), (full[0][same], full[1][same])
 
 
-def _record(one: EvalRollout, found: Generation, letters: tuple[int, int] | None) -> Record:
+def _record(one: EvalRollout, found: Generation, letters: tuple[int, int] | None) -> runs.Record:
     record: dict[str, Any] = {
         "id": one.id,
         "condition": one.condition.name,

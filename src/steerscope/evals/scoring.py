@@ -16,19 +16,7 @@ import numpy as np
 
 from steerscope.evals.run import EvalRun, answers_of
 from steerscope.evals.scorers import Scored, Scorer
-from steerscope.extraction.runs import (
-    Interrupted,
-    Ledger,
-    Progress,
-    Record,
-    digest,
-    groups,
-    no_progress,
-    read_json,
-    store_missing,
-    write_json,
-    write_table,
-)
+from steerscope.extraction import runs
 from steerscope.files import lock_folder
 
 _AT_ONCE = 64
@@ -36,23 +24,23 @@ JUDGED, PENDING, UNFIT = "scored", "not scored yet", "does not apply"
 Row = dict[str, Any]
 
 
-def score(out: Path, run: EvalRun, scorers: Sequence[Scorer], progress: Progress = no_progress) -> None:
+def score(out: Path, run: EvalRun, scorers: Sequence[Scorer], progress: runs.Progress = runs.no_progress) -> None:
     """Make the missing scores. The failure of a scorer is raised after the others are done; its scores are kept."""
-    failures = list[Interrupted]()
+    failures = list[runs.Interrupted]()
     with lock_folder(out):
         answers = answers_of(out, run)
         for scorer in scorers:
             try:
                 _score(out, scorer, answers, progress)
-            except Interrupted as error:
+            except runs.Interrupted as error:
                 failures.append(error)
         write_tables(out, run)
     if failures:
         raise failures[0]
 
 
-def _score(out: Path, scorer: Scorer, answers: Sequence[Record], progress: Progress) -> None:
-    ledger = Ledger(out / "scores" / f"{scorer.name}.jsonl")
+def _score(out: Path, scorer: Scorer, answers: Sequence[runs.Record], progress: runs.Progress) -> None:
+    ledger = runs.Ledger(out / "scores" / f"{scorer.name}.jsonl")
     identity, before = scorer.identity, scorer_facts(out).get(scorer.name)
     keys = [_key(scorer.name, identity, one) for one in answers]
     items = dict(zip(keys, zip(keys, answers, strict=True), strict=True))  # equal answers are scored once
@@ -60,8 +48,8 @@ def _score(out: Path, scorer: Scorer, answers: Sequence[Record], progress: Progr
     def write_facts() -> None:
         _write_facts(out, scorer, identity, before, [ledger.records.get(key) for key in keys])
 
-    def work(part: Sequence[tuple[str, Record]]) -> Iterator[list[Record]]:
-        for group in groups(scorer([answer for _, answer in part])):
+    def work(part: Sequence[tuple[str, runs.Record]]) -> Iterator[list[runs.Record]]:
+        for group in runs.groups(scorer([answer for _, answer in part])):
             records = [_line(part[i][0], one) for i, one in group if one is not None]
             if records:
                 yield records
@@ -69,23 +57,25 @@ def _score(out: Path, scorer: Scorer, answers: Sequence[Record], progress: Progr
 
     n_done = 0
     try:
-        for n in store_missing(items, ledger, _AT_ONCE, work):
+        for n in runs.store_missing(items, ledger, _AT_ONCE, work):
             n_done += n
             progress(scorer.name, n_done, len(items))
     finally:
         write_facts()
 
 
-def _key(name: str, identity: str, answer: Record) -> str:
+def _key(name: str, identity: str, answer: runs.Record) -> str:
     own = [answer.get(field) for field in ("question", "text", "token_ids", "expected", "logprobs")]
-    return digest(name, identity, own, "logprobs" in answer)
+    return runs.digest(name, identity, own, "logprobs" in answer)
 
 
-def _line(key: str, one: Scored) -> Record:
+def _line(key: str, one: Scored) -> runs.Record:
     return {"id": key, "values": one.values, **({"why": one.why} if one.why else {})}
 
 
-def _write_facts(out: Path, scorer: Scorer, identity: str, before: Row | None, found: Sequence[Record | None]) -> None:
+def _write_facts(
+    out: Path, scorer: Scorer, identity: str, before: Row | None, found: Sequence[runs.Record | None]
+) -> None:
     about = dict(scorer.about())
     spent = about.get("spent")
     if isinstance(spent, dict) and before and before["identity"] == identity:
@@ -95,10 +85,10 @@ def _write_facts(out: Path, scorer: Scorer, identity: str, before: Row | None, f
     facts = {"scorer": scorer.name, "identity": identity, "about": about, "counts": counts}
     path = out / "scores" / f"{scorer.name}.json"
     path.parent.mkdir(exist_ok=True)
-    write_json(path, facts)
+    runs.write_json(path, facts)
 
 
-def _status(one: Record | None) -> str:
+def _status(one: runs.Record | None) -> str:
     """Return whether an answer has a score, or why not."""
     if one is None:
         return PENDING
@@ -108,7 +98,7 @@ def _status(one: Record | None) -> str:
 def scorer_facts(out: Path) -> dict[str, Row]:
     """Return the facts about each scorer by its name, without temporary files."""
     paths = sorted((out / "scores").glob("[!.]*.json"))
-    return {path.stem: read_json(path, "account of a scorer") for path in paths}
+    return {path.stem: runs.read_json(path, "account of a scorer") for path in paths}
 
 
 def scored_answers(out: Path, run: EvalRun) -> list[Row]:
@@ -116,7 +106,7 @@ def scored_answers(out: Path, run: EvalRun) -> list[Row]:
     places = {one.name: {"series": one.series, "at": one.at} for one in run.conditions}
     rows = [{**one, **places[one["condition"]], "scores": {}, "status": {}} for one in answers_of(out, run)]
     for name, facts in scorer_facts(out).items():
-        records = Ledger(out / "scores" / f"{name}.jsonl").records
+        records = runs.Ledger(out / "scores" / f"{name}.jsonl").records
         for row in rows:
             found = records.get(_key(name, facts["identity"], row))
             row["scores"].update(found["values"] if found else {})
@@ -162,4 +152,4 @@ def write_tables(out: Path, run: EvalRun) -> None:
             about = {"score": name, "condition": condition, "dataset": dataset}
             datasets.append({**about, "mean": mean_of(name, own), "questions": len(own)})
     for name, table in (("answers", answers), ("questions", questions), ("datasets", datasets)):
-        write_table(out / f"{name}.parquet", table)
+        runs.write_table(out / f"{name}.parquet", table)

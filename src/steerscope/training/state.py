@@ -18,16 +18,16 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class State:
     def __init__(self, ops: Learnable) -> None:
         self.ops, self.optimizer = ops, torch.optim.Adam(ops.parameters())
-        self.step, self.best_epoch, self.epochs = 0, 0, -1  # how many epochs were judged; the start counts as 0
+        self.step = self.best_epoch = 0
+        self.epochs = -1  # that were validated; before the first step 0
         self.best_loss = math.inf
         self.best: dict[str, Tensor] = self._copy()
 
-    def judge(self, loss: float, epoch: int) -> bool:
-        """Return whether the current ops are the best so far, and keep a copy if so."""
-        self.epochs, better = epoch, loss < self.best_loss
-        if better:
+    def judge(self, loss: float, epoch: int) -> None:
+        """Keep a copy of the current ops if they are the best so far."""
+        self.epochs = epoch
+        if loss < self.best_loss:
             self.best_loss, self.best_epoch, self.best = loss, epoch, self._copy()
-        return better
 
     def advance(self, learning_rate: float, tokens: int) -> None:
         """Take one step along the gradients of a loss that was summed over `tokens` tokens."""

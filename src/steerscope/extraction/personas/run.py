@@ -17,20 +17,11 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from steerscope.engines.sync import SyncEngine
+from steerscope.extraction import runs
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.personas.folder import Folder
 from steerscope.extraction.personas.judges import Judge, Judged, NoScore
 from steerscope.extraction.personas.rollouts import PersonaRollout, answer_all, rollouts, text_of
-from steerscope.extraction.runs import (
-    AnswerRun,
-    ModelFacts,
-    Progress,
-    Record,
-    digest,
-    groups,
-    no_progress,
-    store_missing,
-)
 from steerscope.files import lock_folder
 from steerscope.specs.errors import BadFile, Problem, RequestFailed
 
@@ -38,7 +29,7 @@ _JUDGE_BATCH = 64
 _RESERVED = ("axis", "axis-contrast", "default_vectors")
 
 
-class PersonaRun(AnswerRun):
+class PersonaRun(runs.AnswerRun):
     """What is asked of a model: personas, questions, and how answers are sampled."""
 
     kind: ClassVar[str] = "persona run"
@@ -116,10 +107,10 @@ def generate(
     judge: Judge | None = None,
     resume: bool = False,
     batch: int = 32,
-    progress: Progress = no_progress,
+    progress: runs.Progress = runs.no_progress,
 ) -> tuple[PersonaRun, list[str]]:
     """Make the missing answers and scores; return the run and what failed, which the next run tries again."""
-    run = run.model_copy(update={"model": ModelFacts.of(engine), "judge": judge.name if judge else None})
+    run = run.model_copy(update={"model": runs.ModelFacts.of(engine), "judge": judge.name if judge else None})
     problems = run.problems() + (judge.check(run.personas) if judge else [])
     run = run.begin(out, resume, problems)
     with lock_folder(out):
@@ -130,7 +121,7 @@ def generate(
     return run, failures
 
 
-def _answer(engine: SyncEngine, run: PersonaRun, folder: Folder, batch: int, progress: Progress) -> list[str]:
+def _answer(engine: SyncEngine, run: PersonaRun, folder: Folder, batch: int, progress: runs.Progress) -> list[str]:
     failures = list[str]()
     total = sum(len(run.asked(one)) for one in run.everybody)
     n_done = n_answered = 0
@@ -146,7 +137,7 @@ def _answer(engine: SyncEngine, run: PersonaRun, folder: Folder, batch: int, pro
     return failures
 
 
-def judge_answers(run: PersonaRun, out: Path, judge: Judge, progress: Progress = no_progress) -> list[str]:
+def judge_answers(run: PersonaRun, out: Path, judge: Judge, progress: runs.Progress = runs.no_progress) -> list[str]:
     """Make the missing scores; return which personas have answers without one."""
     folder, unjudged, n_done = Folder(out), list[str](), 0
     total = sum(len(run.judged(one)) for one in run.personas)
@@ -175,10 +166,10 @@ def _judge_persona(
     items = {score_id(judge.name, persona, one, texts[one.id]): one for one in wanted}
     ids = {one.id: id for id, one in items.items()}
 
-    def work(part: Sequence[PersonaRollout]) -> Iterator[list[Record]]:
+    def work(part: Sequence[PersonaRollout]) -> Iterator[list[runs.Record]]:
         judged = judge(persona, [Judged(one.question, texts[one.id]) for one in part])
-        for group in groups(judged):
-            records: list[Record] = []
+        for group in runs.groups(judged):
+            records: list[runs.Record] = []
             for i, score in group:
                 if isinstance(score, NoScore):
                     reasons.append(score.reason)
@@ -188,9 +179,9 @@ def _judge_persona(
             if records:
                 yield records
 
-    return store_missing(items, folder.scores(persona), _JUDGE_BATCH, work)
+    return runs.store_missing(items, folder.scores(persona), _JUDGE_BATCH, work)
 
 
 def score_id(judge: str, persona: Persona, one: PersonaRollout, text: str) -> str:
     """Identify a judgement by the judge, the answer, and the measure."""
-    return digest(judge, persona.keywords.model_dump(), persona.eval_prompt, one.id, text)
+    return runs.digest(judge, persona.keywords.model_dump(), persona.eval_prompt, one.id, text)
