@@ -234,7 +234,7 @@ def _persona(source: str) -> "Persona":
 
 
 def _rollout_settings(sampling: Given[ss.Sampling]) -> Any:
-    from steerscope.extraction.personas.rollouts import RolloutSettings
+    from steerscope.extraction.runs import RolloutSettings
 
     return RolloutSettings.parse(sampling.values)
 

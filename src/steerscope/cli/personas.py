@@ -69,8 +69,8 @@ def run(
     from steerscope.extraction.personas.axis import cap_layers as checked
     from steerscope.extraction.personas.build import build
     from steerscope.extraction.personas.definitions import load_default, load_personas, load_questions
-    from steerscope.extraction.personas.rollouts import RolloutSettings
     from steerscope.extraction.personas.run import PersonaRun, generate
+    from steerscope.extraction.runs import RolloutSettings
 
     if not roles and not traits:
         raise o.mistake("personas", "none are chosen", "give --roles, --traits or both; personas list shows them")

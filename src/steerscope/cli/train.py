@@ -10,11 +10,11 @@ from typer import Option
 from steerscope.cli import options as o
 from steerscope.cli.fields import Fields, Given, with_fields
 from steerscope.progress import ProgressBars
-from steerscope.training.settings import TrainSettings
+from steerscope.training.settings import TrainResult, TrainSettings
 
 if TYPE_CHECKING:
-    from steerscope.training.sweep import Outcome, SweepRun
-    from steerscope.training.vectors import Line, Result
+    from steerscope.training.sweep import SweepOutcome, SweepRun
+    from steerscope.training.vectors import Line
 
 app = o.command_group(invoke_without_command=True)
 
@@ -142,14 +142,14 @@ def _show_line(bars: ProgressBars, epochs: int, line: "Line", n_steps: int, run:
     bars(run.name if run else "training", int(line["step"]), n_steps, words, log="validation" in line)
 
 
-def _rows(result: "Result") -> list[tuple[str, str]]:
+def _rows(result: TrainResult) -> list[tuple[str, str]]:
     rows = [("unsteered", f"{result.unsteered:.2f}")]
     if result.prompted is not None:
         rows.append((f"prompted: {result.prompt}", f"{result.prompted:.2f}"))
     return [*rows, (f"steered, epoch {result.best_epoch} of {result.epochs}", f"{result.steered:.2f}")]
 
 
-def _run_cells(done: "Outcome") -> tuple[str, str, str, str]:
+def _run_cells(done: "SweepOutcome") -> tuple[str, str, str, str]:
     if done.result is None:
         return done.run.name, f"failed: {done.error}", "", ""
     result = done.result

@@ -1,7 +1,7 @@
-"""Settings of training a vector; this module imports no torch, so that the command line reads its options here."""
+"""Settings and the result of a training run; no torch, so that the command line reads its options here."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -9,9 +9,15 @@ from steerscope.specs.base import Spec
 from steerscope.specs.steering import Site, parse_layers
 from steerscope.specs.tokens import Tokens
 
+_SHARED = ("tokens", "target_tokens", "val_tokens", "batch", "seed", "gradient_checkpointing")
+
 
 class TrainSettings(Spec):
-    """What is learned, and how."""
+    """What is learned, and how.
+
+    `init`: zero, mean-diff (of a contrast set), or a vector file. `target_tokens` and `val_tokens` limit the target
+    tokens in training and validation; `patience` ends a run after that many epochs without a better one.
+    """
 
     layers: tuple[int, ...] = Field(min_length=1)
     site: Site = Field(default="resid_post", description="Site at which the vector is added.")
@@ -43,3 +49,23 @@ class TrainSettings(Spec):
         if self.init not in ("zero", "mean-diff") and not Path(self.init).exists():
             raise ValueError(f"init {self.init!r} is no file; write zero, mean-diff or the name of a vector file")
         return self
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Settings that all runs on one course must have in common."""
+        return {name: getattr(self, name) for name in _SHARED}
+
+
+class TrainResult(Spec):
+    """Perplexities are of the validation texts, per target token; `prompted` is that of the best prompt."""
+
+    steered: float
+    unsteered: float
+    prompted: float | None
+    prompt: str | None
+    best_epoch: int
+    epochs: int
+    steps: int
+    train_tokens: int
+    val_tokens: int
+    norms: dict[int, float]
