@@ -61,11 +61,11 @@ def serve(
         from steerscope.serving.app import create_app
         from steerscope.serving.logs import set_up
         from steerscope.serving.run import serve_app
-        from steerscope.serving.settings import Settings
+        from steerscope.serving.settings import ServerSettings
     except ModuleNotFoundError as error:
         raise o.mistake("serve", f"{error.name} is not installed", "pip install 'steerscope[serve]'") from None
     settings, given, tapped = o.together(
-        lambda: Settings.parse(
+        lambda: ServerSettings.parse(
             {
                 "host": host,
                 "port": port,

@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI's two routes write them, and the texts of single tokens."""
+"""Log probabilities in the formats of OpenAI's two routes, and the texts of single tokens."""
 
 import json
 from collections.abc import Sequence
@@ -9,18 +9,18 @@ from steerscope.engines.detokenizer import Decoder
 from steerscope.engines.results import TokenLogprobs
 
 
-def _byte_of_sign() -> dict[str, int]:
-    """Byte-level tokenizers write each byte as one sign: printable ones as themselves, others from 256 on."""
+def _byte_of_character() -> dict[str, int]:
+    """Return the byte of each character of byte-level tokenizers: printable bytes are themselves, others 256 and up."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-_BYTES = _byte_of_sign()
+_BYTES = _byte_of_character()
 
 
 class TokenTexts:
-    """The text and the bytes of a token by itself; a part of a character has bytes, but no text."""
+    """The text and the bytes of single tokens; a part of a character has bytes, but no text."""
 
     def __init__(self, engine: Engine) -> None:
         self._tokenizer = engine.tokenizer
@@ -34,21 +34,19 @@ class TokenTexts:
             byte = int(name[1:-1], 16)
             return (chr(byte) if byte < 128 else "\ufffd"), [byte]
         text = self.decoder.single(token)
-        if not text:  # a special token: its name is all there is to show
+        if not text:  # a special token
             return name, None
         if "\ufffd" not in text:
             return text, list(text.encode())
-        known = all(sign in _BYTES for sign in name)
-        return text, [_BYTES[sign] for sign in name] if known else None
+        known = all(character in _BYTES for character in name)
+        return text, [_BYTES[character] for character in name] if known else None
 
     def chat(self, found: Sequence[TokenLogprobs]) -> str:
         return json.dumps({"content": [self._chat(one) for one in found], "refusal": None})
 
     def _chat(self, one: TokenLogprobs) -> dict[str, object]:
-        return {
-            **self._shown(one.token_id, one.logprob),
-            "top_logprobs": [self._shown(token, value) for token, value in one.top],
-        }
+        top = [self._shown(token, value) for token, value in one.top]
+        return {**self._shown(one.token_id, one.logprob), "top_logprobs": top}
 
     def _shown(self, token: int, value: float) -> dict[str, object]:
         text, data = self.of(token)
@@ -70,5 +68,5 @@ class TokenTexts:
 
 
 def _finite(value: float) -> float:
-    """JSON has no infinity; OpenAI writes −9999 for what is next to impossible."""
+    """Limit to −9999, as OpenAI does: JSON has no infinity."""
     return max(value, -9999.0)

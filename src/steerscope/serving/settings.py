@@ -1,4 +1,4 @@
-"""What a server is started with."""
+"""The settings of a server."""
 
 import ipaddress
 from typing import Literal, Self
@@ -10,28 +10,28 @@ from steerscope.specs.base import Spec
 LogFormat = Literal["json", "pretty"]
 
 
-class Settings(Spec):
-    """Bytes, seconds and counts that bound what clients can make the server do."""
+class ServerSettings(Spec):
+    """Address, key, files, and limits in bytes, seconds and counts."""
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)  # 0: any free one
     api_key: SecretStr | None = None
-    model_name: str | None = None  # what clients call the model; None: as it was loaded
-    vectors: str | None = None  # a folder of vector files to begin with
+    model_name: str | None = None  # the model's name for clients; None: its own
+    vectors: str | None = None  # folder of vector files
     lenses: tuple[str, ...] = ()  # folders of packs, each known by its folder's name
-    any_model: bool = False  # packs made for another model's name may be used
+    any_model: bool = False  # accept packs that were made for a model of another name
     captures_bytes: int = Field(default=4 << 30, ge=0)
     capture_ttl_s: float = Field(default=600.0, gt=0)
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     max_upload_bytes: int = Field(default=256 << 20, ge=1024)
     max_vectors: int = Field(default=1000, ge=0)
-    max_running: int = Field(default=1024, ge=1)  # choices the engine is given at once
-    max_waiting: int = Field(default=1024, ge=0)  # requests that wait for that
+    max_running: int = Field(default=1024, ge=1)  # choices that the engine runs at once
+    max_waiting: int = Field(default=1024, ge=0)  # requests in the queue
     cors_origins: tuple[str, ...] = ()
     drain_s: float = Field(default=30.0, ge=0)
     head_timeout_s: float = Field(default=20.0, gt=0)  # for the head of a request to arrive
     body_timeout_s: float = Field(default=30.0, gt=0)  # for a whole body to arrive
-    stall_s: float = Field(default=60.0, gt=0)  # how long a client may leave what it is sent unread
+    stall_s: float = Field(default=60.0, gt=0)  # for a client to read what it was sent
     log_format: LogFormat = "pretty"
 
     @model_validator(mode="after")

@@ -1,5 +1,5 @@
-// Puts the page together: the message box, tabs, theme, keys, the height of the heat map.
-import { $, h, icon, work } from "./dom.js";
+// The page as a whole: the message box, tabs, theme, keys, the height of the heat map.
+import { $, fill, h, icon, work } from "./dom.js";
 import { change, emit, keepConversation, on, restoreConversation, settings, state } from "./state.js";
 import { connect } from "./connection.js";
 import { send, stopAll } from "./runs.js";
@@ -18,16 +18,16 @@ const narrow = matchMedia("(max-width: 820px)");
 // --- the message box
 
 function setUpComposer() {
-  const box = $("#prompt"),
-    button = $("#send"),
-    compare = $("#compare");
+  const box = $("#prompt");
+  const button = $("#send");
+  const compare = $("#compare");
   const fit = () => {
     box.style.height = "auto";
     box.style.height = `${box.scrollHeight}px`;
   };
   const show = () => {
     const writing = state.running > 0;
-    button.replaceChildren(icon(writing ? "stop" : "send"), h("span.sr", {}, writing ? "Stop" : "Send"));
+    fill(button, icon(writing ? "stop" : "send"), h("span.sr", writing ? "Stop" : "Send"));
     button.title = writing ? "Stop (Esc)" : "Send (Enter)";
     button.disabled = !writing && (state.connection !== "ready" || !box.value.trim());
   };
@@ -108,15 +108,15 @@ function setUpTabs() {
 // --- theme
 
 function setUpTheme() {
-  const button = $("#theme"),
-    system = matchMedia("(prefers-color-scheme: dark)");
+  const button = $("#theme");
+  const system = matchMedia("(prefers-color-scheme: dark)");
   const names = { auto: "as the system", light: "light", dark: "dark" };
   let chosen = document.documentElement.dataset.theme ?? "auto";
   const show = () => {
     if (chosen === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = chosen;
     button.title = `Theme: ${names[chosen]}`;
-    button.replaceChildren(icon(chosen), h("span.sr", {}, button.title));
+    fill(button, icon(chosen), h("span.sr", button.title));
     emit("theme");
   };
   button.addEventListener("click", () => {
@@ -136,8 +136,8 @@ function setUpTheme() {
 // --- the height of the heat map
 
 function setUpSplitter() {
-  const bar = $("#splitter"),
-    dock = $("#dock");
+  const bar = $("#splitter");
+  const dock = $("#dock");
   const set = (height) => {
     const fit = Math.round(Math.max(40, Math.min(innerHeight * 0.7, height)));
     dock.style.setProperty("--dock", `${fit}px`);
@@ -166,7 +166,7 @@ function setUpSplitter() {
 
 const KEYS = [
   ["Enter", "send; Shift+Enter is a new line"],
-  ["Ctrl Enter", "answer the last message again with the present steering"],
+  ["Ctrl Enter", "answer the last message again with the current steering"],
   ["Esc", "stop the answer, close what is open"],
   ["/", "go to the message box"],
   ["← → ↑ ↓", "go through an answer’s tokens, or the heat map, when it has the focus"],
@@ -175,16 +175,9 @@ const KEYS = [
 ];
 
 function help() {
-  const dialog = $("#dialog");
-  dialog.replaceChildren(
-    h("h2", {}, "Keys"),
-    h(
-      "div.keys",
-      {},
-      KEYS.flatMap(([key, what]) => [h("kbd", {}, key), h("span", {}, what)]),
-    ),
-    h("button.plain", { type: "button", onclick: () => dialog.close() }, "Close"),
-  );
+  const keys = KEYS.flatMap(([key, what]) => [h("kbd", key), h("span", what)]);
+  const close = h("button.plain", { onclick: () => dialog.close() }, "Close");
+  const dialog = fill($("#dialog"), h("h2", "Keys"), h("div.keys", keys), close);
   if (!dialog.open) dialog.showModal();
 }
 

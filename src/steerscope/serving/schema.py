@@ -8,46 +8,59 @@ from pydantic import BaseModel
 
 _REFERENCE = "#/components/schemas/{model}"
 _components: dict[str, Any] = {}  # of all bodies
-_PROBLEM = {"type": "object", "properties": {name: {"type": "string"} for name in ("param", "message", "remedy")}}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-                "problems": {"type": "array", "items": _PROBLEM},
-            },
-        }
-    },
-}
+
+
+class ErrorProblem(BaseModel):
+    param: str
+    message: str
+    remedy: str
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    problems: list[ErrorProblem] = []
+
+
+class Error(BaseModel):
+    error: ErrorDetails
+
+
+def _schema(kind: type[BaseModel]) -> dict[str, str]:
+    """Add a model to the components, and return the reference to it."""
+    schema = kind.model_json_schema(ref_template=_REFERENCE)
+    _components.update(schema.pop("$defs", {}))
+    _components[kind.__name__] = schema
+    return {"$ref": _REFERENCE.format(model=kind.__name__)}
+
+
 ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {
         "description": "an error, as OpenAI's clients know them",
-        "content": {"application/json": {"schema": {"$ref": _REFERENCE.format(model="Error")}}},
+        "content": {"application/json": {"schema": _schema(Error)}},
+    }
+}
+_FILE = {"type": "string", "format": "binary"}
+_FORM = {"type": "object", "required": ["file"], "properties": {"file": _FILE, "name": {"type": "string"}}}
+UPLOAD = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": _FILE}, "multipart/form-data": {"schema": _FORM}},
     }
 }
 
 
 def body_of(*kinds: type[BaseModel]) -> dict[str, Any]:
-    """What a route says of a JSON body that is one of these."""
-    found: list[dict[str, Any]] = []
-    for kind in kinds:
-        schema = kind.model_json_schema(ref_template=_REFERENCE)
-        _components.update(schema.pop("$defs", {}))
-        _components[kind.__name__] = schema
-        found.append({"$ref": _REFERENCE.format(model=kind.__name__)})
+    """Return the description of a JSON body that is one of these models."""
+    found = [_schema(kind) for kind in kinds]
     schema = found[0] if len(found) == 1 else {"anyOf": found}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """Made once, when somebody asks."""
+    """Return the description, made at the first call."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         for path in made["paths"].values():
@@ -56,6 +69,6 @@ def describe(app: FastAPI) -> dict[str, Any]:
         schemas = made.setdefault("components", {}).setdefault("schemas", {})
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
-        schemas.update({**_components, "Error": _ERROR})
+        schemas.update(_components)
         app.openapi_schema = made
     return app.openapi_schema
