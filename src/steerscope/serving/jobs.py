@@ -12,8 +12,9 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from json.encoder import encode_basestring_ascii as quoted
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Header, Request
 from starlette.responses import JSONResponse, Response
 
 from steerscope.engines.results import Choice, EndEvent, FinishReason, RuleEvent, TokenEvent
@@ -42,6 +43,7 @@ MOST_BYTES = 64 << 20  # of one job's events
 MOST_HELD = 512 << 20  # of all jobs together, with the bodies of their requests
 PIECE_BYTES = 64 << 10  # of events in one write; the last event may exceed it
 _METRICS_S = 1.0
+LastEvent = Annotated[int | None, Header(alias="Last-Event-ID", ge=0, lt=10**9)]
 
 
 class ServerJob:
@@ -279,13 +281,10 @@ async def job(request: Request, job_id: str) -> Response:
 
 
 @router.get("/v1/jobs/{job_id}/stream", response_class=Response)
-async def stream(request: Request, job_id: str) -> Response:
+async def stream(request: Request, job_id: str, last: LastEvent = None) -> Response:
+    """The events of a job, from the first or from after `Last-Event-ID`, until its end."""
     job = jobs_of(request).get(job_id)
-    last = request.headers.get("last-event-id")
-    if last is not None and not (last.isascii() and last.isdecimal() and len(last) < 10):
-        what = f"{last!r:.60} is not an event of this job"
-        raise InvalidRequest([Problem("Last-Event-ID", what, f"send a number below {len(job.events)}")])
-    at = 0 if last is None else int(last) + 1
+    at = 0 if last is None else last + 1
     return EventStream(lambda: job.listen(at), serving_of(request).settings.stall_s)
 
 

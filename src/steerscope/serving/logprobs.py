@@ -9,22 +9,15 @@ from steerscope.engines.detokenizer import Decoder
 from steerscope.engines.results import TokenLogprobs
 
 
-def _byte_of_character() -> dict[str, int]:
-    """Return the byte of each character of byte-level tokenizers: printable bytes are themselves, others 256 and up."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTES = _byte_of_character()
-
-
 class TokenTexts:
     """The text and the bytes of single tokens; a part of a character has bytes, but no text."""
 
     def __init__(self, engine: Engine) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode  # byte-level tokenizers' character per byte
+
         self._tokenizer = engine.tokenizer
         self.decoder = Decoder(engine.tokenizer)  # type: ignore[arg-type]
+        self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
         self.of = lru_cache(maxsize=65536)(self._of)
 
     def _of(self, token: int) -> tuple[str, list[int] | None]:
@@ -38,8 +31,8 @@ class TokenTexts:
             return name, None
         if "\ufffd" not in text:
             return text, list(text.encode())
-        known = all(character in _BYTES for character in name)
-        return text, [_BYTES[character] for character in name] if known else None
+        known = all(character in self._bytes for character in name)
+        return text, [self._bytes[character] for character in name] if known else None
 
     def chat(self, found: Sequence[TokenLogprobs]) -> str:
         return json.dumps({"content": [self._chat(one) for one in found], "refusal": None})
