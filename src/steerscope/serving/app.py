@@ -20,8 +20,7 @@ from steerscope.specs.errors import SteerscopeError
 
 
 def create_app(start: Callable[[], Engine] | Engine, settings: ServerSettings | None = None) -> FastAPI:
-    """Return the app of an engine: a running one, or a function that starts it in a thread when the app starts. The app
-    closes the engine at the end."""
+    """Return the app of a running engine, or of one that `start` starts with the app. The app closes it at the end."""
     serving = Serving(start, settings or ServerSettings())
 
     @contextlib.asynccontextmanager
@@ -52,11 +51,9 @@ def create_app(start: Callable[[], Engine] | Engine, settings: ServerSettings | 
         app.add_exception_handler(error, answer_error)
     app.add_middleware(Guard, serving=serving)
     if serving.settings.cors_origins:
+        origins = list(serving.settings.cors_origins)
+        exposed = ["x-request-id", "retry-after"]
         app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(serving.settings.cors_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )
     return app

@@ -68,7 +68,7 @@ async def metrics(request: Request) -> Response:
 async def capabilities(request: Request) -> Response:
     """What the server's model, engine and limits allow."""
     serving = serving_of(request)
-    engine, settings = serving.engine, serving.settings
+    engine = serving.engine
     facts = engine.facts
     return JSONResponse(
         {
@@ -91,25 +91,30 @@ async def capabilities(request: Request) -> Response:
             "rules": ["flag", "stop", *(["steer"] if facts.steers and facts.switches else [])],
             "vectors": list(serving.vectors),
             "lenses": sorted(engine.packs),
-            "limits": {
-                "max_columns": facts.max_columns,
-                "max_running": settings.max_running,
-                "max_waiting": settings.max_waiting,
-                "max_body_bytes": settings.max_body_bytes,
-                "max_upload_bytes": settings.max_upload_bytes,
-                "max_vectors": settings.max_vectors,
-                "captures_bytes": engine.budget.total,
-                "capture_ttl_s": settings.capture_ttl_s,
-                "max_logprobs": MAX_LOGPROBS,
-                "max_prompts": MAX_PROMPTS,
-                "max_choices": MAX_CHOICES,
-                "max_messages": MAX_MESSAGES,
-                "max_ops": MOST_OPS,
-                "max_n": 128,
-                "max_stop": 4,
-            },
+            "limits": _limits(serving),
         }
     )
+
+
+def _limits(serving: Serving) -> dict[str, object]:
+    engine, settings = serving.engine, serving.settings
+    return {
+        "max_columns": engine.facts.max_columns,
+        "max_running": settings.max_running,
+        "max_waiting": settings.max_waiting,
+        "max_body_bytes": settings.max_body_bytes,
+        "max_upload_bytes": settings.max_upload_bytes,
+        "max_vectors": settings.max_vectors,
+        "captures_bytes": engine.budget.total,
+        "capture_ttl_s": settings.capture_ttl_s,
+        "max_logprobs": MAX_LOGPROBS,
+        "max_prompts": MAX_PROMPTS,
+        "max_choices": MAX_CHOICES,
+        "max_messages": MAX_MESSAGES,
+        "max_ops": MOST_OPS,
+        "max_n": 128,
+        "max_stop": 4,
+    }
 
 
 def _knows_messages(engine: Engine) -> bool:

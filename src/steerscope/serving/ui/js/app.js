@@ -53,54 +53,61 @@ function setUpComposer() {
   compare.checked = settings.compare;
   compare.addEventListener("change", () => change({ compare: compare.checked }));
   on("running connection", show);
-  on("again", () => {
-    const turn = state.turns.at(-1);
-    if (turn && !state.running && state.connection === "ready") send(turn.user, { turn });
-  });
+  on("again", answerAgain);
   show();
   if (!narrow.matches) box.focus();
 }
 
+function answerAgain() {
+  const turn = state.turns.at(-1);
+  if (turn && !state.running && state.connection === "ready") send(turn.user, { turn });
+}
+
 // --- tabs and the panel
 
+const tabs = [...document.querySelectorAll("#tabs [role=tab]")];
+
+function chooseTab(name) {
+  for (const tab of tabs) {
+    const here = tab.dataset.tab === name;
+    tab.setAttribute("aria-selected", here);
+    tab.tabIndex = here ? 0 : -1;
+    $(`#tab-${tab.dataset.tab}`).hidden = !here;
+  }
+  change({ tab: name });
+}
+
 function setUpTabs() {
-  const tabs = [...document.querySelectorAll("#tabs [role=tab]")];
-  const choose = (name) => {
-    for (const tab of tabs) {
-      const here = tab.dataset.tab === name;
-      tab.setAttribute("aria-selected", here);
-      tab.tabIndex = here ? 0 : -1;
-      $(`#tab-${tab.dataset.tab}`).hidden = !here;
-    }
-    change({ tab: name });
-  };
   for (const tab of tabs) {
     tab.id = `to-${tab.dataset.tab}`;
     tab.setAttribute("aria-controls", `tab-${tab.dataset.tab}`);
     $(`#tab-${tab.dataset.tab}`).setAttribute("aria-labelledby", tab.id);
-    tab.addEventListener("click", () => choose(tab.dataset.tab));
+    tab.addEventListener("click", () => chooseTab(tab.dataset.tab));
     tab.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (!step) return;
       const next = tabs[(tabs.indexOf(tab) + step + tabs.length) % tabs.length];
-      choose(next.dataset.tab);
+      chooseTab(next.dataset.tab);
       next.focus();
     });
   }
-  choose(tabs.some((tab) => tab.dataset.tab === settings.tab) ? settings.tab : "steer");
+  chooseTab(tabs.some((tab) => tab.dataset.tab === settings.tab) ? settings.tab : "steer");
+}
+
+/** The panel lies over the page on narrow screens. */
+function setUpPanel() {
   const panel = $("#panel");
-  const open = () => {
+  $("#open-panel").addEventListener("click", () => {
     panel.classList.add("open");
     $("#close-panel").focus();
-  };
-  $("#open-panel").addEventListener("click", open);
+  });
   $("#close-panel").addEventListener("click", () => {
     panel.classList.remove("open");
     $("#open-panel").focus();
   });
   on("pin", () => {
     if (!state.pinned) return;
-    choose("token");
+    chooseTab("token");
     if (narrow.matches) panel.classList.add("open");
   });
 }
@@ -209,6 +216,7 @@ await restoreConversation();
 setUpTheme();
 setUpComposer();
 setUpTabs();
+setUpPanel();
 setUpSplitter();
 setUpVectors();
 setUpWatching();

@@ -12,23 +12,10 @@ export function setUpExport() {
     list.hidden = !shown;
     button.setAttribute("aria-expanded", shown);
   };
-  const item = (name, note, act, disabled) => {
-    const onclick = () => {
-      open(false);
-      act();
-    };
-    return h("button", { role: "menuitem", disabled, onclick }, name, h("small", note));
-  };
+  list.addEventListener("click", () => open(false));
   button.addEventListener("click", () => {
     if (!list.hidden) return open(false);
-    const n = captured().length;
-    const texts = "texts, tokens, readings, rules, projections";
-    const kept = n ? `${n} ${n === 1 ? "answer" : "answers"} in one file` : "switch on “Keep activations” under Run";
-    fill(
-      list,
-      item("Conversation (JSON)", texts, saveConversation, !state.turns.length),
-      item("Activations (safetensors)", kept, saveCaptures, !n),
-    );
+    fill(list, items());
     open(true);
     $("button:not(:disabled)", list)?.focus();
   });
@@ -46,6 +33,18 @@ export function setUpExport() {
   document.addEventListener("pointerdown", (event) => {
     if (!menu.contains(event.target)) open(false);
   });
+}
+
+function items() {
+  const item = (name, note, onclick, disabled) =>
+    h("button", { role: "menuitem", disabled, onclick }, name, h("small", note));
+  const n = captured().length;
+  const texts = "texts, tokens, readings, rules, projections";
+  const kept = n ? `${n} ${n === 1 ? "answer" : "answers"} in one file` : "switch on “Keep activations” under Run";
+  return [
+    item("Conversation (JSON)", texts, saveConversation, !state.turns.length),
+    item("Activations (safetensors)", kept, saveCaptures, !n),
+  ];
 }
 
 function save(blob, name) {

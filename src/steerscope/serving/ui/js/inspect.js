@@ -74,8 +74,6 @@ export function leave() {
 }
 
 export function pin(run, i) {
-  const before = state.pinned;
-  if (before) spanOf(before.run, before.i)?.classList.remove("pinned");
   state.pinned = { run, i };
   const made = view(run);
   if (made) {

@@ -86,11 +86,16 @@ async function draw(chart, run, i) {
     marker: { size: 5 },
     hovertemplate: `${name.replace(/[<>&]/g, "")}, layer %{x}: %{y:.2f}<extra></extra>`,
   }));
+  drawing.react(chart, traces, layout(traces), { displayModeBar: false, responsive: true });
+}
+
+function layout(traces) {
   const font = { family: getComputedStyle(document.body).fontFamily, size: 12, color: colour("--soft") };
   const grid = { gridcolor: colour("--line"), zerolinecolor: colour("--line-strong") };
   const axis = { ...grid, tickfont: { size: 11 }, fixedrange: true };
   const title = { text: "layer", standoff: 6, font: { size: 11 } };
-  const layout = {
+  const label = { color: colour("--ink"), size: 12 };
+  return {
     margin: { l: 40, r: 10, t: 8, b: 34 },
     paper_bgcolor: "transparent",
     plot_bgcolor: "transparent",
@@ -101,11 +106,6 @@ async function draw(chart, run, i) {
     legend: { orientation: "h", y: 1.14, x: 0 },
     showlegend: traces.length > 1,
     hovermode: "closest",
-    hoverlabel: {
-      bgcolor: colour("--raised"),
-      bordercolor: colour("--line-strong"),
-      font: { color: colour("--ink"), size: 12 },
-    },
+    hoverlabel: { bgcolor: colour("--raised"), bordercolor: colour("--line-strong"), font: label },
   };
-  drawing.react(chart, traces, layout, { displayModeBar: false, responsive: true });
 }

@@ -108,8 +108,6 @@ function show() {
 
 function card(vector) {
   const one = knobs(vector);
-  const layers = layersOf(vector);
-  const [first, last] = [layers[0], layers.at(-1)];
   const set = (changes) => {
     change({ steer: { ...settings.steer, [vector.name]: { ...knobs(vector), ...changes } } }, "steer");
   };
@@ -117,25 +115,32 @@ function card(vector) {
     root.classList.toggle("off", !value);
     set({ on: value });
   };
+  const about = [vector.method, vector.model, vector.site, vector.hidden && `${vector.hidden} numbers`];
+  const head = h(
+    "div.vector-head",
+    toggle(vector.name, one.on, turn),
+    h("small", { title: about.filter(Boolean).join(" · ") }, `layers ${spans(layersOf(vector))}`),
+    iconButton("bin", `Delete ${vector.name} from the server`, () => remove(vector)),
+  );
+  const labels = { "data-vector": vector.name, "aria-label": `Vector ${vector.name}` };
+  const root = h(`section.vector${one.on ? "" : ".off"}`, labels, head, knobFields(vector, one, set));
+  return root;
+}
+
+function knobFields(vector, one, set) {
+  const layers = layersOf(vector);
+  const [first, last] = [layers[0], layers.at(-1)];
   const strength = h("div.stack", opFields(vector, one, set));
   const setOp = (op) => {
     set({ op });
     fill(strength, opFields(vector, knobs(vector), set));
   };
-  const about = [vector.method, vector.model, vector.site, vector.hidden && `${vector.hidden} numbers`];
+  const setLayers = (from, to) => set({ from, to });
   const span = (from, to) => (from === to ? `${from}` : `${from}–${to}`);
-  const head = h(
-    "div.vector-head",
-    toggle(vector.name, one.on, turn),
-    h("small", { title: about.filter(Boolean).join(" · ") }, `layers ${spans(layers)}`),
-    iconButton("bin", `Delete ${vector.name} from the server`, () => remove(vector)),
-  );
-  const measure = field(
-    "Measure",
-    toggle("project every token on it", one.measure, (value) => set({ measure: value })),
-  );
-  measure.classList.add("measure");
-  const settingsBox = h(
+  const measure = toggle("project every token on it", one.measure, (value) => set({ measure: value }));
+  const measureField = field("Measure", measure);
+  measureField.classList.add("measure");
+  return h(
     "div.vector-body",
     h(
       "div.top",
@@ -143,13 +148,9 @@ function card(vector) {
       choose("Where it acts", TOKENS, one.tokens, (tokens) => set({ tokens })),
     ),
     strength,
-    layers.length > 1 &&
-      interval("Layers", [first, last, 1], [one.from, one.to], (from, to) => set({ from, to }), span),
-    measure,
+    layers.length > 1 && interval("Layers", [first, last, 1], [one.from, one.to], setLayers, span),
+    measureField,
   );
-  const labels = { "data-vector": vector.name, "aria-label": `Vector ${vector.name}` };
-  const root = h(`section.vector${one.on ? "" : ".off"}`, labels, head, settingsBox);
-  return root;
 }
 
 function opFields(vector, one, set) {

@@ -88,10 +88,11 @@ function ruleView(rule) {
   );
 }
 
+const set = (key) => (value) => {
+  draft[key] = value;
+};
+
 function ruleForm() {
-  const set = (key) => (value) => {
-    draft[key] = value;
-  };
   const box = h("div.combo");
   const pick = (id) => {
     draft.concept = id;
@@ -100,18 +101,7 @@ function ruleForm() {
   const label = "Concept of the rule";
   const combo = new Combo(box, { label, placeholder: "Choose a concept", items: conceptItems, pick });
   combo.show(conceptById(draft.concept)?.name ?? "");
-  const steer = h("div.stack");
-  const showSteer = () => {
-    draft.vector ??= state.vectors[0]?.name ?? null;
-    const vectors = state.vectors.map((one) => [one.name, one.name]);
-    if (draft.action !== "steer") return fill(steer);
-    return fill(
-      steer,
-      field("Vector", choose("Vector of the rule", vectors, draft.vector, set("vector"))),
-      slider("Strength", [-2, 2, 0.05], draft.scale, set("scale"), { signed: true }),
-    );
-  };
-  showSteer();
+  const steer = h("div.stack", steerFields());
   const actions = [
     ["flag", "mark the token"],
     ["stop", "end the answer"],
@@ -119,7 +109,7 @@ function ruleForm() {
   if (state.vectors.length) actions.push(["steer", "switch a vector on"]);
   const setAction = (action) => {
     draft.action = action;
-    showSteer();
+    fill(steer, steerFields());
   };
   return h(
     "form.make",
@@ -131,6 +121,17 @@ function ruleForm() {
     steer,
     h("button.plain", { type: "submit" }, "Add the rule"),
   );
+}
+
+/** The vector that a steering rule switches on. */
+function steerFields() {
+  if (draft.action !== "steer") return [];
+  draft.vector ??= state.vectors[0]?.name ?? null;
+  const vectors = state.vectors.map((one) => [one.name, one.name]);
+  return [
+    field("Vector", choose("Vector of the rule", vectors, draft.vector, set("vector"))),
+    slider("Strength", [-2, 2, 0.05], draft.scale, set("scale"), { signed: true }),
+  ];
 }
 
 function add(event) {
