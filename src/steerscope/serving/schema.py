@@ -63,12 +63,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
     """Return the description, made at the first call."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        for path in made["paths"].values():
-            for operation in path.values():
-                operation["responses"].pop("422", None)  # FastAPI's own shape, which no route has
         schemas = made.setdefault("components", {}).setdefault("schemas", {})
-        for unused in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(unused, None)
         schemas.update(_components)
         app.openapi_schema = made
     return app.openapi_schema
