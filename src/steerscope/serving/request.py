@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, MutableMapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 
@@ -19,6 +20,7 @@ from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.tokens import Interval, SelectorError, resolve
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat goes on to the end of the context
+_LISTED = re.compile(r"prompts\[(\d+)\]\.?(.*)", re.DOTALL)
 _NO_LIMIT = 2048  # for a model that does not say how long its context is
 
 
@@ -80,9 +82,9 @@ class GenerationRequest:
                 )
                 streams.append(stream)
             except InvalidRequest as error:
-                problems += _of_prompt(error.problems, i, len(self.prompts))
+                problems += [problem.under(f"prompts[{i}]") for problem in error.problems]
         if problems:
-            raise InvalidRequest(dict.fromkeys(problems))
+            raise InvalidRequest(_of_prompts(problems, len(self.prompts)))
         return streams
 
     # --- as a stream
@@ -278,21 +280,14 @@ def _tokens_json(decoder: Decoder, ids: Sequence[int], intervals: list[Interval]
 # --- several prompts
 
 
-def _of_prompt(problems: Iterable[Problem], i: int, count: int) -> list[Problem]:
-    """Name the prompt in problems of one of several; problems of shared fields stay as they are."""
-    if count == 1:
-        return list(problems)
-    return [Problem(f"prompt[{i}]", p.what, p.remedy) if p.field == "prompt" else p for p in problems]
-
-
 def _of_prompts(problems: Iterable[Problem], count: int) -> list[Problem]:
-    """Do the same for problems of a list, whose fields an engine names `prompts[0].prompt`."""
+    """Name the prompt in problems of one of several: `prompts[0].prompt` → `prompt[0]`; other fields are shared."""
     found: list[Problem] = []
     for problem in problems:
-        number, _, rest = problem.field.removeprefix("prompts[").partition("].")
-        listed = problem.field.startswith("prompts[") and number.isdecimal()
-        own = Problem(rest, problem.what, problem.remedy) if listed else problem
-        found += _of_prompt([own], int(number) if listed else 0, count)
+        listed = _LISTED.fullmatch(problem.field)
+        number, field = listed.groups() if listed else ("", problem.field)
+        name = f"prompt[{number}]" if field == "prompt" and listed and count > 1 else field
+        found.append(Problem(name, problem.what, problem.remedy))
     return list(dict.fromkeys(found))
 
 
