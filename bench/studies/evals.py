@@ -124,9 +124,9 @@ def served(engine: SyncEngine) -> Iterator[str]:
     """Our own server over the same engine."""
     from steerscope.serving.app import create_app
     from steerscope.serving.run import Server
-    from steerscope.serving.settings import Settings
+    from steerscope.serving.settings import ServerSettings
 
-    server = Server(create_app(engine.aio, Settings(port=0)))
+    server = Server(create_app(engine.aio, ServerSettings(port=0)))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not (server.started and server.serving.ready):

@@ -22,7 +22,7 @@ from steerscope.extraction.personas.definitions import Persona
 from steerscope.extraction.runs import Interrupted
 from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
-from steerscope.serving.settings import Settings
+from steerscope.serving.settings import ServerSettings
 from steerscope.specs.errors import InvalidRequest
 from support import tiny
 from support.fake_endpoint import endpoint, says
@@ -241,7 +241,7 @@ def test_a_rubric_must_show_the_answer_and_must_be_there(tmp_path: Path) -> None
 def test_our_own_server_can_be_the_judge(folder: tuple[Path, EvalRun]) -> None:
     """The tiny model says nothing of sense: its replies hold no score, are counted, and cost tokens."""
     out, run = folder
-    server = Server(create_app(HFEngine(tiny.model(), tiny.tokenizer(), name="tiny"), Settings(port=0)))
+    server = Server(create_app(HFEngine(tiny.model(), tiny.tokenizer(), name="tiny"), ServerSettings(port=0)))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not (server.started and server.serving.ready):

@@ -8,7 +8,7 @@ from typer import Option
 
 from steerscope.cli import options as o
 from steerscope.cli.fields import Fields, Given, with_fields
-from steerscope.serving.settings import Settings
+from steerscope.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
     from steerscope.engines.api import Engine
@@ -32,11 +32,11 @@ _NAMES = {
 @app.command()
 @with_fields
 def serve(
-    settings: Annotated[Given[Settings], Fields(Settings, _SETTINGS, names=_NAMES, captures_bytes=1 << 30)],
+    settings: Annotated[Given[ServerSettings], Fields(ServerSettings, _SETTINGS, names=_NAMES, captures_bytes=1 << 30)],
     engine: Annotated[Given[o.EngineOptions], Fields(o.EngineOptions, _ENGINE, panel=o.ENGINE_PANEL)],
     model: o.Model = "smollm2-135m",
     api_key: Annotated[
-        str | None, Option(envvar=KEY_VARIABLE, help=Settings.model_fields["api_key"].description)
+        str | None, Option(envvar=KEY_VARIABLE, help=ServerSettings.model_fields["api_key"].description)
     ] = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Option(help="Lowest level of the log.")

@@ -1,4 +1,4 @@
-"""What a server is started with."""
+"""The settings of a server."""
 
 import ipaddress
 from typing import Literal, Self
@@ -10,8 +10,8 @@ from steerscope.specs.base import Spec
 LogFormat = Literal["json", "pretty"]
 
 
-class Settings(Spec):
-    """Bytes, seconds and counts that bound what clients can make the server do."""
+class ServerSettings(Spec):
+    """Address, key, files, and limits in bytes, seconds and counts."""
 
     host: str = Field(default="127.0.0.1", description="Address to listen on; other than loopback needs an API key.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
@@ -31,7 +31,7 @@ class Settings(Spec):
     drain_s: float = Field(default=30.0, ge=0, description="Seconds that running requests get when the server stops.")
     head_timeout_s: float = Field(default=20.0, gt=0)  # for the head of a request to arrive
     body_timeout_s: float = Field(default=30.0, gt=0)  # for a whole body to arrive
-    stall_s: float = Field(default=60.0, gt=0)  # how long a client may leave what it is sent unread
+    stall_s: float = Field(default=60.0, gt=0)  # for a client to read what it was sent
     log_format: LogFormat = Field(default="pretty", description="Format of log lines.")
 
     @model_validator(mode="after")
