@@ -14,10 +14,11 @@ import pytest
 from bench.gpu import cores, paired
 from bench.gpu.child import ChildFailed
 from bench.gpu.cores import Cores
+from bench.gpu.drivers import load_of
 from bench.gpu.paired import CELLS, parse
 from bench.tables.gpu import costs, hidden_states, hooks, pairs, phases, shapes, speed, steps
 from steerscope.bench import steps as steps_module
-from steerscope.bench.workload import Setup, load_of
+from steerscope.bench.workload import Setup
 
 SETUP = Setup("tiny", batch=2, prefill=6, decode=4)
 TIMES = {"baseline": 1.0, "ours": 1.004}

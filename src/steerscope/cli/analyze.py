@@ -17,7 +17,7 @@ from steerscope.specs.base import Spec
 if TYPE_CHECKING:
     from steerscope.analysis.checkpoint import Checkpoint
     from steerscope.analysis.directions import Directions
-    from steerscope.analysis.results import Result
+    from steerscope.analysis.results import AnalysisResult
 
 app = o.command_group(
     no_args_is_help=True, help="Analyze directions in weights: components, susceptibility, MLPs, attention."
@@ -42,7 +42,9 @@ Tuned = Annotated[str | None, Option(help="The same model after training, to com
 Against = Annotated[list[Path] | None, Option(help="Vectors to compare with, besides random ones; repeatable.")]
 
 
-def finish(results: "Iterable[Result]", out: Path, as_json: bool, rows: list[dict], shown: Mapping[str, str]) -> None:
+def finish(
+    results: "Iterable[AnalysisResult]", out: Path, as_json: bool, rows: list[dict], shown: Mapping[str, str]
+) -> None:
     """Save results and print their main rows as a table; `shown` maps a column to its format."""
     written = [path for result in results for path in result.save(out)]
     o.note(f"written: {', '.join(map(str, written))}; for a page: steerscope analyze report {out}")
@@ -163,7 +165,7 @@ def attention(
 ) -> None:
     """Measure which directions attend to which in every layer and head; with --tuned, how that changed."""
     from steerscope.analysis.attention import attention_pass
-    from steerscope.analysis.layer_report import self_significance
+    from steerscope.analysis.report import self_significance
 
     first, second, named, others = _opened(base, tuned, vectors, against, options)
     with ProgressBars() as bars:

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -49,7 +50,8 @@ STEPS = 8
 
 
 def doses(subject: Subject, swept: Sequence[Sequence[Generation]], odds: Sequence[float]) -> list[Dose]:
-    nats, made = surprises(subject, [g for group in swept for g in group]), []
+    nats = surprises(subject, [g for group in swept for g in group])
+    made = []
     for i, (scale, group, odd) in enumerate(zip(SCALES, swept, odds, strict=True)):
         distinct = sum(len(set(g.token_ids)) / len(g.token_ids) for g in group) / len(group)
         made.append(Dose(scale, perplexity(nats[i * len(group) : (i + 1) * len(group)]), distinct, odd))
@@ -57,12 +59,13 @@ def doses(subject: Subject, swept: Sequence[Sequence[Generation]], odds: Sequenc
 
 
 def steerings(subject: Subject, plain: Sequence[Generation]) -> tuple[dict[str, Steering], dict[int, float]]:
-    """What is shown side by side, and the caps: the mean projection of unsteered answers at each steered layer."""
+    """Return the steerings shown side by side, and the caps: mean projections of unsteered answers, per layer."""
     caps = {}
     for layer in subject.steered:
         rows = torch.cat([g.rows[layer][torch.from_numpy(g.rows.labels.generated)] for g in plain])
         caps[layer] = float(subject.unit.projection(rows, layer).mean())
-    unit, push = subject.unit.at(subject.steered), subject.push
+    unit = subject.unit.at(subject.steered)
+    push = subject.push
     made = {
         "unsteered": Steering(),
         subject.data.positive: Steering.of(push.add(SCALE)),
@@ -128,13 +131,13 @@ def plane(subject: Subject, texts: Mapping[str, Sequence[str]]) -> Plane:
 
 
 def _centred(rows: Tensor, groups: int) -> Tensor:
-    """Rows of `groups` equal parts; the i-th rows of all parts belong together and their mean is taken away."""
+    """Subtract from each row of `groups` equal parts the mean of the rows at its place in all parts."""
     parts = rows.view(groups, -1, rows.shape[-1])
     return (parts - parts.mean(0)).flatten(0, 1)
 
 
 def _principal(rows: Tensor, direction: Tensor) -> tuple[Tensor, tuple[float, ...]]:
-    """The first two principal components [2, hidden], and their shares of the variance.
+    """Return the first two principal components [2, hidden], and their shares of the variance.
 
     The sign of a component is arbitrary: here it is that of its cosine with the direction.
     """
@@ -144,13 +147,13 @@ def _principal(rows: Tensor, direction: Tensor) -> tuple[Tensor, tuple[float, ..
 
 
 def _finished(text: str) -> str:
-    """Up to the last full stop, if there is one."""
+    """Return the text up to its last full stop, if there is one."""
     found = re.match(r".*[.!?]", text, re.DOTALL)
     return (found[0] if found and len(found[0]) > 20 else text).strip()
 
 
 def measure(model: str, bars: ProgressBars, packs: Path, *, sweep_tokens: int = 24, answer_tokens: int = 40) -> Results:
-    """Run the whole demo and return its results; a lens pack is written to `packs`."""
+    """Measure everything on one model, and write its lens pack to `packs`."""
     began = time.perf_counter()
     numbers = itertools.count()
 
@@ -166,19 +169,13 @@ def measure(model: str, bars: ProgressBars, packs: Path, *, sweep_tokens: int = 
         step(f"against {RANDOM_DIRECTIONS} random directions")
         odds, tested = control(subject, SCALES, SCALE)
         step(f"sweeping {len(SCALES)} scales")
-        pushes = [subject.push.add(scale) if scale else None for scale in SCALES]
-        generated = Capture(layers=subject.steered, tokens="generated")
-        unsteered_only = [None if scale else generated for scale in SCALES]
-        swept = answers(subject, SWEEP_PROMPTS, pushes, sweep_tokens, unsteered_only)
+        swept = sweep(subject, sweep_tokens)
         curve = doses(subject, swept, odds)
         step("unsteered, steered, capped, ablated")
         steered, caps = steerings(subject, swept[SCALES.index(0.0)])
         shown = answers(subject, SHOWN_PROMPTS, list(steered.values()), answer_tokens, [Capture()] * len(steered))
         step("projecting every token at every layer")
-        asked = [(name, prompt) for name in steered for prompt in SHOWN_PROMPTS]
-        flat = [generation for group in shown for generation in group]
-        nats = surprises(subject, flat)
-        looks = [look(subject, *names, g, n) for names, g, n in zip(asked, flat, nats, strict=True)]
+        looks = looks_at(subject, list(steered), shown)
         step(f"lenses for {', '.join(CONCEPTS)}")
         pack = fit_small_pack(subject, packs)
         lenses = watch(subject, pack, SHOWN_PROMPTS[0], dict(list(steered.items())[:3]), answer_tokens)
@@ -186,36 +183,62 @@ def measure(model: str, bars: ProgressBars, packs: Path, *, sweep_tokens: int = 
         three = zip(list(steered)[:3], shown, (0.0, SCALE, -SCALE), strict=False)
         texts = {name: [g.text for g in [*group, *swept[SCALES.index(at)]]] for name, group, at in three}
         layer = subject.read_layer
-        ends = subject.place(subject.extraction[:, layer], layer).view(2, -1).mean(1)
         return Results(
-            model=model,
-            layers=engine.facts.layers,
-            hidden=engine.facts.hidden,
-            dtype=str(subject.hf.model.dtype).removeprefix("torch."),
-            positive=data.positive,
-            negative=data.negative,
-            pairs=len(data.extraction),
-            heldout_pairs=len(data.heldout),
-            steered_layers=subject.steered,
-            read_layer=layer,
-            scale=SCALE,
-            class_distance=float(ends[0] - ends[1]),
+            **facts(subject, model),
             cap_at=(caps[layer] - subject.middle[layer]) / subject.norms[layer],
             auroc=auroc,
             plane=plane(subject, texts),
             doses=curve,
-            sweep_prompts=SWEEP_PROMPTS,
             control=tested,
             answers=[answer for answer, _ in looks],
             heat=[heat for _, heat in looks if heat.prompt == SHOWN_PROMPTS[-1]][:3],
             lenses=lenses,
             seconds=time.perf_counter() - began,
-            version=steerscope.__version__,
         )
 
 
+def sweep(subject: Subject, tokens: int) -> list[list[Generation]]:
+    """Return answers to the sweep prompts at every scale; rows are captured of unsteered answers only."""
+    pushes = [subject.push.add(scale) if scale else None for scale in SCALES]
+    generated = Capture(layers=subject.steered, tokens="generated")
+    captures = [None if scale else generated for scale in SCALES]
+    return answers(subject, SWEEP_PROMPTS, pushes, tokens, captures)
+
+
+def looks_at(
+    subject: Subject, conditions: Sequence[str], shown: Sequence[Sequence[Generation]]
+) -> list[tuple[Answer, HeatMap]]:
+    """Measure the answers to all shown prompts under all conditions."""
+    asked = [(name, prompt) for name in conditions for prompt in SHOWN_PROMPTS]
+    flat = [generation for group in shown for generation in group]
+    nats = surprises(subject, flat)
+    return [look(subject, *names, g, n) for names, g, n in zip(asked, flat, nats, strict=True)]
+
+
+def facts(subject: Subject, model: str) -> dict[str, Any]:
+    """Return what is known without a measurement of steering."""
+    layer = subject.read_layer
+    ends = subject.place(subject.extraction[:, layer], layer).view(2, -1).mean(1)
+    return {
+        "model": model,
+        "layers": subject.engine.facts.layers,
+        "hidden": subject.engine.facts.hidden,
+        "dtype": str(subject.hf.model.dtype).removeprefix("torch."),
+        "positive": subject.data.positive,
+        "negative": subject.data.negative,
+        "pairs": len(subject.data.extraction),
+        "heldout_pairs": len(subject.data.heldout),
+        "steered_layers": subject.steered,
+        "read_layer": layer,
+        "scale": SCALE,
+        "class_distance": float(ends[0] - ends[1]),
+        "sweep_prompts": SWEEP_PROMPTS,
+        "version": steerscope.__version__,
+    }
+
+
 def run_demo(out: Path, model: str = "smollm2-135m") -> None:
-    """Measure, write `out`/index.html and the pack `out`/lenses, and say what was found."""
+    """Measure, write `out`/index.html and the pack `out`/lenses, and print what was found."""
     out.mkdir(parents=True, exist_ok=True)
     with ProgressBars() as bars:
         results = measure(model, bars, out / "lenses")
