@@ -18,7 +18,7 @@ from steerscope.core.slot_table import Key
 from steerscope.lenses.compile import Compiled
 from steerscope.lenses.reader import Read, Reader, Registered
 from steerscope.lenses.readings import Notes
-from steerscope.lenses.rules import Rules, Sizes
+from steerscope.lenses.rules import Rules
 from steerscope.specs.tokens import Positions
 from steerscope.specs.watch import Watch
 
@@ -98,7 +98,7 @@ class Monitor:
 
     def __init__(self, device: str | torch.device = "cpu", slots: int = 64) -> None:
         self.device = torch.device(device)
-        self.rules = Rules(self.device, Sizes(slots=slots))
+        self.rules = Rules(self.device, slots)
         self._readers: OrderedDict[object, Reader] = OrderedDict()
         self._kept: set[object] = set()  # registered packs
         self._dropped: set[object] = set()  # unregistered packs that watched requests still use
