@@ -212,7 +212,9 @@ def _agree(found: tuple[Tensor, Tensor, Tensor], wanted: tuple[Tensor, Tensor, T
 
 def _indices(pack: Pack, lenses: Lenses | None) -> list[int]:
     everything = range(len(pack))
-    chosen = list(everything if lenses is None else everything[lenses] if isinstance(lenses, slice) else lenses)
+    if lenses is None:
+        lenses = slice(None)
+    chosen = list(everything[lenses] if isinstance(lenses, slice) else lenses)
     problems = [
         Problem("lenses", f"{i} does not exist", f"the pack has lenses 0–{len(pack) - 1}")
         for i in chosen

@@ -121,7 +121,8 @@ class Tiers:
         workspace: int = WORKSPACE,
         at_once: bool | None = None,
     ) -> None:
-        self.pack, self.device = pack, torch.device(device)
+        self.pack = pack
+        self.device = torch.device(device)
         self.groups = Groups(pack, base_levels, self.device)
         self.pinned = [pack.index(each) if isinstance(each, str) else range(len(pack))[each] for each in pinned]
         always = list(dict.fromkeys([*self.groups.base, *self.pinned]))
@@ -141,12 +142,11 @@ class Tiers:
         self._named = self._plan(self.pinned)  # these slots never change
         self._plans: dict[Unit, _Plan] = {}
         self._plans_of = self.slots.changes
-        if at_once is None:
-            at_once = self.device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
+        at_once = on_gpu if at_once is None else at_once
         self._slab = Slab(self._stack, self.groups) if at_once else None
-        self._stream: torch.cuda.Stream | None = None
-        if self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device)
+        self._stream = torch.cuda.Stream(self.device) if on_gpu else None
+        if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))  # the slab is filled with zeros first
 
     def _slots_for(self, budget: int | None, budget_bytes: int | None, always: int, weights: Weights) -> int:
