@@ -350,7 +350,7 @@ def test_a_round_is_split_at_both_ends_of_its_first_step_the_end_of_its_prompts_
     ticks = [10.0, *(10.5, 11.0), *(11.0, 12.0), *(12.0, 13.0), *(13.0, 13.25), *(13.25, 13.5), 14.5]
     now = iter(ticks)  # the start, five steps, the end
     monkeypatch.setattr(steps_module.time, "perf_counter", lambda: next(now))
-    steps = steps_module.Steps(lambda: None)
+    steps = steps_module.StepTimes(lambda: None)
     seconds, _ = steps_module.clocked(lambda: [steps() for _ in range(5)], steps)
     assert seconds == 4.5
     names = ("coming", "starting", "prompts", "decoding", "going")
