@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from bench.gpu.vllm_rows import start_vllm
-from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model, make_pack
+from bench.random_packs import make_pack
+from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model
 from steerscope.engines.api import Engine
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt

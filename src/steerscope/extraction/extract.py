@@ -1,8 +1,7 @@
 """Contrast data to a steering vector, with its quality at every layer and a layer and scale to begin with."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.contrast import row_norms
 from steerscope.extraction.data import Examples
+from steerscope.extraction.jsonl import parse_all
 from steerscope.extraction.quality import LayerQuality, folds, heldout_split, measure
 from steerscope.extraction.reading import layer_numbers, parse_choice, read_rows
 from steerscope.extraction.strategies import strategy as strategy_of
@@ -19,7 +19,7 @@ from steerscope.vectors.vector import Json, SteeringVector
 
 NEAR_BEST = 0.01  # of AUROC
 PART_OF_NORM = 0.25
-_NORM_TEXTS = 32  # are enough to tell how long rows are
+_NORM_TEXTS = 32  # enough to measure how long rows are
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,10 @@ def extract(
     site: Site = "resid_post",
     name: str | None = None,
 ) -> Extraction:
-    """One pass over the examples at all layers. Quality is measured on `heldout`, or over folds where there is none.
+    """Make a vector in one pass over the examples. Quality is measured on `heldout`, or over folds without it.
 
-    Layer and scale are chosen from `examples` alone, over folds, so `heldout` measures what it had no part in.
-    Recommended is, of the layers whose AUROC is near the best (with few examples many reach it), that with the largest
-    effect, and a scale that adds a quarter of a mean row's length there; docs/vectors.md tells what that does.
+    Layer and scale are chosen from `examples` alone, over folds: the layer with the largest effect among those whose
+    AUROC is near the best, and a scale that adds a quarter of a mean row's length there.
 
     ```python
     import steerscope as ss
@@ -61,8 +60,12 @@ def extract(
     ```
     """
     run, choice, numbers = strategy_of(strategy), parse_choice(tokens), layer_numbers(engine, layers)
-    read = partial(read_rows, engine, tokens=choice, layers=layers, site=site)
-    rows = _rows({"": examples} | ({"heldout": heldout} if heldout else {}), read)
+
+    def read(part: Examples) -> Tensor:
+        return read_rows(engine, part.texts, choice, layers=layers, site=site, name=part.name)
+
+    # Each part is read by itself, so that held-out texts cannot change the rows of the examples.
+    rows = parse_all([("", examples)] + ([("heldout", heldout)] if heldout else []), read)
     positive = torch.tensor(examples.positive)
     pairs = None if examples.pairs is None else torch.tensor(examples.pairs)
     made = run(rows[0], positive, pairs)
@@ -93,17 +96,3 @@ def recommended(quality: Sequence[LayerQuality]) -> LayerQuality:
     """Of the layers near the best AUROC the one with the largest effect."""
     most = max(one.auroc for one in quality)
     return max((one for one in quality if one.auroc >= most - NEAR_BEST), key=lambda one: one.effect)
-
-
-def _rows(parts: Mapping[str, Examples], read: Callable[..., Tensor]) -> list[Tensor]:
-    """Rows of each part, read by itself so that no other part moves them, or one error that names every bad example."""
-    found: list[Tensor] = []
-    problems: list[Problem] = []
-    for name, part in parts.items():
-        try:
-            found.append(read(part.texts, name=part.name))
-        except InvalidRequest as error:
-            problems += [problem.under(name) for problem in error.problems]
-    if problems:
-        raise InvalidRequest(problems)
-    return found
