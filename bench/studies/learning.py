@@ -34,7 +34,7 @@ from steerscope.training.learnable import Learnable
 from steerscope.training.passes import CachedStreams
 from steerscope.training.settings import TrainSettings
 from steerscope.training.sweep import plan, sweep
-from steerscope.training.texts import TrainingSample, load_training_set
+from steerscope.training.texts import TrainingSample, load_training_set, samples
 from steerscope.vectors.files import load as load_vector
 from steerscope.vectors.files import save as save_vector
 from steerscope.vectors.vector import SteeringVector
@@ -103,7 +103,7 @@ def tested(engine: SyncEngine, work: Path, found: dict) -> dict[str, object]:
     data, vector = load_training_set(DATA), load_vector(work / found["vector"])
     average = load_vector(work / "averaged.safetensors")
     course = Course(engine, data, TrainSettings(layers=(LAYER,)))
-    texts, prompted = course.samples(data.test), course.samples(data.test, found["prompt"])
+    texts, prompted = samples(course.hf, data.test), samples(course.hf, data.test, prompt=found["prompt"])
     kept = course.passes.keep(texts, _added(vector[LAYER]))
     ways = {
         "unsteered": _nats(course, texts, None, kept),

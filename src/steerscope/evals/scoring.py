@@ -27,7 +27,7 @@ Row = dict[str, Any]
 def score(out: Path, run: EvalRun, scorers: Sequence[Scorer], progress: runs.Progress = runs.no_progress) -> None:
     """Make the missing scores. The failure of a scorer is raised after the others are done; its scores are kept."""
     failures = list[runs.Interrupted]()
-    with lock_folder(out):
+    with lock_folder(out / "scores"):  # answers may still be added
         answers = answers_of(out, run)
         for scorer in scorers:
             try:
@@ -83,9 +83,7 @@ def _write_facts(
         about["spent"] = {name: earlier.get(name, 0) + spent.get(name, 0) for name in {**earlier, **spent}}
     counts = dict(sorted(Counter(map(_status, found)).items()))
     facts = {"scorer": scorer.name, "identity": identity, "about": about, "counts": counts}
-    path = out / "scores" / f"{scorer.name}.json"
-    path.parent.mkdir(exist_ok=True)
-    runs.write_json(path, facts)
+    runs.write_json(out / "scores" / f"{scorer.name}.json", facts)
 
 
 def _status(one: runs.Record | None) -> str:

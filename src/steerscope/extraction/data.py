@@ -91,7 +91,7 @@ class Examples:
         return len(self.texts)
 
     def name(self, index: int) -> str:
-        """How errors call an example: by its number, or by its pair and side."""
+        """Return the name of an example in errors: its number, or its pair and side."""
         if self.pairs is None:
             return f"examples[{index}]"
         return f"pairs[{self.pairs[index]}].{'positive' if self.positive[index] else 'negative'}"
@@ -99,7 +99,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class ContrastSet:
-    """Pairs for making a vector, and pairs kept apart for testing it; `positive` and `negative` name the two sides."""
+    """Pairs for making a vector, and others for testing it; `positive` and `negative` name the two sides."""
 
     name: str
     positive: str

@@ -15,7 +15,7 @@ from steerscope.extraction.reading import layer_numbers, parse_choice, read_rows
 from steerscope.extraction.strategies import strategy as strategy_of
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.steering import LayersLike, Site
-from steerscope.vectors.vector import Json, SteeringVector
+from steerscope.vectors.vector import SteeringVector
 
 NEAR_BEST = 0.01  # of AUROC
 PART_OF_NORM = 0.25
@@ -70,26 +70,37 @@ def extract(
     pairs = None if examples.pairs is None else torch.tensor(examples.pairs)
     made = run(rows[0], positive, pairs)
     quality = measure(rows[0], positive, pairs, run, numbers, folds(positive, pairs))
-    best, n = recommended(quality), len(examples)
+    best = recommended(quality)
     if heldout:
-        labels, split = torch.tensor([*examples.positive, *heldout.positive]), heldout_split(n, len(heldout))
-        quality = measure(torch.cat(rows), labels, pairs, run, numbers, split)
-    length = float(made[numbers.index(best.layer)].norm())
-    if not length:
-        what = f"the direction at layer {best.layer} is zero"
-        raise InvalidRequest([Problem("examples", what, "the chosen tokens must differ between the two sides")])
-    norms = row_norms(engine, examples.texts[:_NORM_TEXTS], layers=best.layer, site=site)
-    scale = PART_OF_NORM * norms[best.layer] / length
-    found: dict[str, Json] = {"layer": best.layer, "scale": scale, "auroc": quality[numbers.index(best.layer)].auroc}
-    origin: dict[str, Json] = {"name": name or strategy, "data": name, "examples": n, "tokens": tokens}
+        labels = torch.tensor([*examples.positive, *heldout.positive])
+        splits = heldout_split(len(examples), len(heldout))
+        quality = measure(torch.cat(rows), labels, pairs, run, numbers, splits)
+    at = numbers.index(best.layer)
+    scale = _scale(engine, examples, made[at], best.layer, site)
     vector = SteeringVector(
         dict(zip(numbers, made, strict=True)),
         model=engine.facts.name,
         site=site,
         method=strategy,
-        provenance={**origin, "recommended": found},
+        provenance={
+            "name": name or strategy,
+            "data": name,
+            "examples": len(examples),
+            "tokens": tokens,
+            "recommended": {"layer": best.layer, "scale": scale, "auroc": quality[at].auroc},
+        },
     )
     return Extraction(vector, quality, best.layer, scale)
+
+
+def _scale(engine: SyncEngine, examples: Examples, direction: Tensor, layer: int, site: Site) -> float:
+    """Return the scale at which a direction adds a part of a mean row's length."""
+    length = float(direction.norm())
+    if not length:
+        what = f"the direction at layer {layer} is zero"
+        raise InvalidRequest([Problem("examples", what, "the chosen tokens must differ between the two sides")])
+    norms = row_norms(engine, examples.texts[:_NORM_TEXTS], layers=layer, site=site)
+    return PART_OF_NORM * norms[layer] / length
 
 
 def recommended(quality: Sequence[LayerQuality]) -> LayerQuality:

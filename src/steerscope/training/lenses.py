@@ -87,10 +87,6 @@ def fit_pack(
         shuffled = shuffled_labels(data, examples, settings.seed)
         wrong = _fit_groups(shuffled, concepts.relations, settings, folder, "fitting the control", progress)
         control = _measured(wrong, shuffled, concepts.relations)
-    metrics = [
-        {**by_row.of(i), **{f"text_{name}": value for name, value in by_text.of(i).items()}}
-        for i in range(len(concepts))
-    ]
     info = PackInfo(
         name=settings.name,
         model=engine.facts.name,
@@ -101,6 +97,7 @@ def fit_pack(
         training=_notes(settings, examples, parts, layers, by_row, by_text, control),
         calibration={"rows": "validation", "floor_quantile": FLOOR_QUANTILE},
     )
+    metrics = [by_row.of(i) | {f"text_{name}": x for name, x in by_text.of(i).items()} for i in range(len(concepts))]
     pack = Pack(info, concepts.lens_concepts(metrics), {**done.weights, **calibrate(validation)})
     pack.save(out)
     return LensFit(pack, by_row, by_text, control, layers)

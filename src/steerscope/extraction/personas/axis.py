@@ -27,8 +27,8 @@ def principal_axis(roles: Tensor, default: Tensor, model: str | None = None) -> 
         what = f"an axis of {len(roles)} roles says nothing"
         raise InvalidRequest([Problem("roles", what, f"give at least {FEWEST_ROLES}")])
     spread = roles.double() - roles.double().mean(0)
-    everybody = torch.cat([roles, default[None]])
-    first = towards(first_axis(spread), everybody, torch.arange(len(everybody)) == len(roles))
+    means = torch.cat([roles, default[None]])
+    first = towards(first_axis(spread), means, torch.arange(len(means)) == len(roles))
     along, whole = (spread * first).sum(-1).square().sum(0), spread.square().sum((0, 2))
     explained = [round(float(share), 4) for share in along / whole.clamp_min(1e-30)]  # 0 where all roles are alike
     return SteeringVector(

@@ -71,7 +71,7 @@ class PersonaRun(runs.AnswerRun):
         )
 
     @property
-    def everybody(self) -> tuple[Persona, ...]:
+    def all_personas(self) -> tuple[Persona, ...]:
         return (self.default, *self.personas)
 
     def problems(self) -> list[Problem]:
@@ -123,9 +123,9 @@ def generate(
 
 def _answer(engine: SyncEngine, run: PersonaRun, folder: Folder, batch: int, progress: runs.Progress) -> list[str]:
     failures = list[str]()
-    total = sum(len(run.asked(one)) for one in run.everybody)
+    total = sum(len(run.asked(one)) for one in run.all_personas)
     n_done = n_answered = 0
-    for persona in run.everybody:
+    for persona in run.all_personas:
         ledger, reasons = folder.answers(persona), list[str]()
         for n in answer_all(engine, run.asked(persona), run.rollouts, ledger, folder.shards, batch, reasons):
             n_done += n
@@ -141,7 +141,7 @@ def judge_answers(run: PersonaRun, out: Path, judge: Judge, progress: runs.Progr
     """Make the missing scores; return which personas have answers without one."""
     folder, unjudged, n_done = Folder(out), list[str](), 0
     total = sum(len(run.judged(one)) for one in run.personas)
-    texts = {id: text_of(record) for one in run.everybody for id, record in folder.answers(one).records.items()}
+    texts = {id: text_of(record) for one in run.all_personas for id, record in folder.answers(one).records.items()}
     for persona in run.personas:
         wanted = [one for one in run.judged(persona) if one.id in texts]
         n_done += len(run.judged(persona)) - len(wanted)
