@@ -1,4 +1,4 @@
-"""Watching while a model runs: readings belong to their rows, and rules act exactly when they say they do."""
+"""WorkerLenses while a model runs: readings belong to their rows, and rules act exactly when they say they do."""
 
 import random
 from collections.abc import Iterator
@@ -47,10 +47,10 @@ def begin(kind: str) -> SyncEngine:
 def monitor_of(engine: SyncEngine) -> Monitor:
     if isinstance(engine.aio, HFEngine):
         return engine.aio.monitor
-    from steerscope.engines.vllm.worker.worker import HERE
+    from steerscope.engines.vllm.worker.worker import LOCAL_WORKERS
 
     engine.aio._call(lambda: engine.aio._rpc("settle"))  # type: ignore[attr-defined]
-    return next(taps for taps in HERE if taps.delivery.arena is not None).watching.monitor
+    return next(taps for taps in LOCAL_WORKERS if taps.delivery.arena is not None).watching.monitor
 
 
 def scores_of(done: Generation, pack: Pack = PACK, layer: int = LAYER) -> torch.Tensor:
@@ -457,7 +457,7 @@ class TestLives:
         )
 
     def test_a_prefill_that_is_tried_again_reads_every_row_once(self, engine: SyncEngine, monkeypatch):
-        """Lenses and rules may have seen a batch that failed afterwards."""
+        """Lenses and rules may have seen a batch that failed after_copies."""
         import steerscope.engines.hf.engine as module
 
         if not isinstance(engine.aio, HFEngine):

@@ -46,7 +46,7 @@ class HookTimer:
     def __enter__(self) -> "HookTimer":
         from steerscope.engines.vllm.worker import delivery, pool, step_index, worker
 
-        classes: list[type] = [worker.WorkerTaps, step_index.Books, delivery.Delivery, pool.HostPool]
+        classes: list[type] = [worker.WorkerTaps, step_index.StepIndex, delivery.Delivery, pool.HostPool]
         if torch.cuda.is_available():
             from steerscope.engines.vllm.cuda import pool
 
@@ -93,7 +93,7 @@ class HookTimer:
 
 def profile(driver: Ours, setup: Setup, cell: str) -> dict[str, Any]:
     """Three rounds, one instrument each, after one that warms up. (What the worker took as a callable when it began is
-    not among its hooks: the two that are around vLLM's own work.)"""
+    not among its hooks: the two that are wrap_method vLLM's own work.)"""
     prompts, engine = setup.prompts(0), driver.engine.aio
 
     def inside(what: Callable[[], None]) -> None:

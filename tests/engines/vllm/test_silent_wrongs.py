@@ -57,7 +57,7 @@ def own_rows(engine: SyncEngine) -> None:
 
 
 def rows_stay(engine: SyncEngine) -> None:
-    """What was fetched is not written to again, whatever runs afterwards."""
+    """What was fetched is not written to again, whatever runs after_copies."""
     first = engine.generate(TokenPrompt(LONG), FEW, capture=Capture())
     kept, copy = first.rows[1], first.rows[1].clone()
     assert first.capture is not None
@@ -187,26 +187,27 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def rows_by_arrival(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm.worker.step_index import CELL, Books
+    from steerscope.engines.vllm.worker.index_layout import CELL
+    from steerscope.engines.vllm.worker.step_index import StepIndex
 
-    real = Books.fill
+    real = StepIndex.fill
 
     def wrong(self, *args):
-        filled = real(self, *args)
+        plan = real(self, *args)
         cells = self.index[:, CELL]
-        taken = cells[: filled.tokens] > 0
-        cells[: filled.tokens][taken] = np.roll(cells[: filled.tokens][taken], 2)
-        return filled
+        taken = cells[: plan.tokens] > 0
+        cells[: plan.tokens][taken] = np.roll(cells[: plan.tokens][taken], 2)
+        return plan
 
-    patch.setattr(Books, "fill", wrong)
+    patch.setattr(StepIndex, "fill", wrong)
 
 
 def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm.worker.step_index import Books
+    from steerscope.engines.vllm.worker.step_index import StepIndex
 
-    real = Books._steer
-    patch.setattr(Books, "_steer", lambda self, asker, first, at, stop, again: real(
-        self, asker, first, at + 1, stop + 1, again))  # fmt: skip
+    real = StepIndex._steer
+    patch.setattr(StepIndex, "_steer", lambda self, request, first, at, stop, again: real(
+        self, request, first, at + 1, stop + 1, again))  # fmt: skip
 
 
 def half_the_residual(patch: pytest.MonkeyPatch) -> None:
@@ -272,12 +273,12 @@ def memory_reused_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def overflows_remain(patch: pytest.MonkeyPatch) -> None:
     from steerscope.engines.vllm.worker import tap
-    from steerscope.engines.vllm.worker.step_index import ASKER
+    from steerscope.engines.vllm.worker.index_layout import FLAG
 
-    def wrong(lost, _delta, _residual, index, faults):
-        faults[index[lost, ASKER].long()] = 1
+    def wrong(lost, _delta, _residual, index, overflow_flags):
+        overflow_flags[index[lost, FLAG].long()] = 1
 
-    patch.setattr(tap, "_silence", wrong)
+    patch.setattr(tap, "_clear_overflow", wrong)
 
 
 def nobody_remembers(patch: pytest.MonkeyPatch) -> None:

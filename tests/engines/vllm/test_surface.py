@@ -135,7 +135,7 @@ def test_a_plugin_takes_every_call_of_every_version(one: Wrapped) -> None:
 
 
 def test_a_dummy_run_of_the_second_runner_says_so_by_name() -> None:
-    """`WorkerTaps._around_step` looks for the name."""
+    """`WorkerTaps._around_step` watched_rows for the name."""
     (one,) = (one for one in WRAPPED if one.wrapper.endswith("_around_step") and ".gpu.model_runner" in one.target)
     for entry in SURFACE[one.target]:
         named = [call for call in sites(entry) if any(keyword.arg == "dummy_run" for keyword in call.keywords)]
@@ -208,7 +208,11 @@ def test_everything_that_is_wrapped_is_in_the_table_and_the_other_way_round() ->
     found: set[str] = set()
     for file in (SOURCE / "engines" / "vllm").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("around", "wrap"):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("wrap_method", "wrap")
+            ):
                 found |= {arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant)}
             if isinstance(node, ast.FunctionDef) and node.name == "install":  # a table of its own
                 found |= {part.elts[1].value for part in ast.walk(node) if isinstance(part, ast.Tuple)

@@ -45,14 +45,14 @@ def _nothing_is_left(engine: SyncEngine) -> Iterator[None]:
 
 def broken_steps(monkeypatch: pytest.MonkeyPatch, *which: int) -> None:
     """These of the steps that follow fail before their forward."""
-    count, pump = iter(range(1 << 30)), HostPool.pump
+    count, copy_some = iter(range(1 << 30)), HostPool.copy_some
 
     def pumped(self: HostPool, tokens: int) -> None:
         if next(count) in which:
             raise MemoryError("no room for a step")
-        pump(self, tokens)
+        copy_some(self, tokens)
 
-    monkeypatch.setattr(HostPool, "pump", pumped)
+    monkeypatch.setattr(HostPool, "copy_some", pumped)
 
 
 async def begun(engine: SyncEngine, steer: Add | None = None) -> "asyncio.Task[Generation]":
@@ -116,13 +116,13 @@ def test_steps_that_fail_leave_no_cells_taken(engine: SyncEngine, monkeypatch: p
     def broken(*_: object) -> None:
         raise MemoryError("no room for a layer")
 
-    (taps,) = (one for one in worker.HERE if one.runner.vllm_config is engine.aio._llm.vllm_config)  # type: ignore[attr-defined]
+    (taps,) = (one for one in worker.LOCAL_WORKERS if one.runner.vllm_config is engine.aio._llm.vllm_config)  # type: ignore[attr-defined]
     monkeypatch.setattr("steerscope.engines.vllm.worker.tap._leave_rows", broken)
     with pytest.raises(RequestFailed, match="no room for a layer"):
         engine.generate(PROMPT, SHORT, capture=Capture())
     monkeypatch.undo()
     engine.generate(PROMPT, SHORT)  # the workers hear of an end with the next step
-    cells = len(taps.pool.cells) - len(taps.books.index)
+    cells = len(taps.pool.cells) - len(taps.step_index.index)
     assert taps.pool.take(cells) == 0
     taps.pool.give(0, cells)
 

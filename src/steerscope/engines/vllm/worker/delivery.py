@@ -191,8 +191,8 @@ class Delivery:
         self._finishing = names
 
     def complete(self, ended: list, requests: Sequence[TrackedRequest] = ()) -> None:
-        """Copy the rows, write the reductions and leave the regions of requests that have ended, [name, rows, offset] and
-        more of each. `requests` are those of them that are still tracked."""
+        """Copy the rows, write the reductions and leave the regions of ended requests: [name, rows, offset, …] each.
+        `requests` are those of them that are still tracked."""
         self.pool.wait_for_copies(self._finishing)
         counted: list[tuple[TrackedRequest, int]] = []
         for name, rows, *_ in ended:

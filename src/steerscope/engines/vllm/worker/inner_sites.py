@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steerscope.engines.vllm.worker.layer_call import EFFECT, EXACT, LayerRun, integers, on_host, relative_error, sum_of
+from steerscope.engines.vllm.worker.layer_call import (
+    EFFECT,
+    EXACT,
+    ExaminedLayer,
+    LayerRun,
+    integers,
+    on_host,
+    relative_error,
+    sum_of,
+)
 from steerscope.engines.vllm.worker.model_layout import Place, Where
 from steerscope.specs.steering import Site
 
@@ -16,7 +25,7 @@ _ROUNDINGS = 4  # of the dtype's epsilon: how far sums of rounded tensors may di
 
 
 class InnerSites:
-    """Finds the sites inside one layer, of which is known what the stream is."""
+    """Finds the sites inside one layer whose stream parts are known."""
 
     def __init__(self, examined: ExaminedLayer, parts: list[Where]) -> None:
         self._call, self._parts, self._candidates = examined.call, parts, examined.candidates
