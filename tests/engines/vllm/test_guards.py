@@ -211,18 +211,22 @@ def test_too_many_ops_and_untapped_layers_leave_the_engine_alive() -> None:
 
 @needs_vllm
 @pytest.mark.slow
-def test_under_stress_nothing_is_wrong_lost_or_left_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("requests", [120, pytest.param(500, marks=pytest.mark.long)])
+def test_under_stress_nothing_is_wrong_lost_or_left_over(tmp_path: Path, requests: int) -> None:
     output = tmp_path / "stress.json"
-    command = [sys.executable, "-m", "steerscope.cli.main", "stress", "--engine", "vllm", "--requests", "500"]
+    command = [sys.executable, "-m", "bench.stress", "--engine", "vllm", "--requests", str(requests)]
     environment = {**os.environ, **VLLM_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     options = ["--cached", "384", "--concurrent", "24", "--out", str(output)]
     done = subprocess.run([*command, *options], env=environment, timeout=HUNG_S, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(output.read_text())
     assert found["wrong"] == []
-    assert found["sent"] == found["finished"] + found["cancelled"] + found["refused"] == 500
+    assert found["sent"] == found["finished"] + found["cancelled"] + found["refused"] == requests
     assert found["reserved_bytes"] == found["delivered_bytes"] + found["released_bytes"] > 0
-    assert found["preempted"] > 10
+    assert found["preempted"] > requests / 50
+    assert {"length", "stop", "stop_string"} <= set(found["ends"])
+    if requests < 500:
+        return
     assert set(found["ends"]) == {"length", "stop", "stop_string", "cancelled", "left", "rule"}
     early, late = found["rss_mib"][len(found["rss_mib"]) // 3], found["rss_mib"][-1]
     assert late - early < 48, f"memory grew from {early} to {late} MiB"
