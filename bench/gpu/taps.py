@@ -32,8 +32,8 @@ from steerscope.specs import Ablate, Add
 from steerscope.specs.tokens import EVERYWHERE
 
 CASES = (
-    "norm", "nothing asked", "capture", "capture, precomputed out", "capture, nobody steers, precomputed out",
-    "capture, nobody steers, staged", "add", "add, precomputed out", "ablate", "ablate, precomputed out",
+    "norm", "nothing asked", "capture", "capture, precomputed", "capture, nobody steers, precomputed",
+    "capture, nobody steers, staged", "add", "add, precomputed", "ablate", "ablate, precomputed",
 )  # fmt: skip
 _COLUMNS, _GROUPS = 4, 64  # as an engine has them
 _SUM = 1e-5  # relative L2 that a sum may be off
@@ -74,7 +74,7 @@ class Layers:
         if case.startswith(("add", "ablate")):
             self.index[:, FLAG] = self.index[:, ENTRIES] = self.index[:, ENTRIES + 1] = numbers
             self.coefficients[:, 1:] = torch.tensor(op.coefficients(), device="cuda")
-        precomputed = case.endswith("precomputed out")
+        precomputed = case.endswith("precomputed")
         self.index[:, FLAG] += PRECOMPUTED * precomputed
         self.index[:, STRIDE] = 0
         self.laying.compute(self.tokens if precomputed else 0)
@@ -88,8 +88,8 @@ class Layers:
             tables = (self.pool, self.index, self.vectors[i], self.coefficients[i], self.gates, self.orders[i],
                       self.before, self.overflow_flags)  # fmt: skip
             normed, stream = cuda_tap_norm(
-                delta, stream, self.norm[i], 1e-6, False, self.laying.precomputed[i], self.stage[i] if staged else self.bare,
-                self.stage, self.orders, *tables, *taps, staged and i == self.layers - 1,
+                delta, stream, self.norm[i], 1e-6, False, self.laying.table[i],
+                self.stage[i] if staged else self.bare, self.stage, self.orders, *tables, *taps, staged and i == self.layers - 1,
             )  # fmt: skip
             torch.mm((normed @ self.attention[i])[:, : self.hidden], self.attention[i, :, : self.hidden])
             gate, up = (normed @ self.up[i]).chunk(2, 1)
@@ -120,10 +120,10 @@ def microseconds(run: Callable[[], object], times: int) -> float:
 
 
 def agree(layers: Layers) -> float:
-    """How far what is precomputed out lies from what is looked up, relative to the stream. Rows are the same either way."""
+    """Return how far precomputed ops are from ops that are looked up, relative to the stream; rows must be equal."""
     worst = 0.0
     kept = []
-    for way in ("capture", "capture, nobody steers, precomputed out", "capture, nobody steers, staged"):
+    for way in ("capture", "capture, nobody steers, precomputed", "capture, nobody steers, staged"):
         layers.ask(way)
         layers.pool.zero_()
         layers.run(way)
@@ -132,7 +132,7 @@ def agree(layers: Layers) -> float:
             raise SystemExit(f"{way}: other rows than by looking up")
     for case in ("add", "ablate"):
         found = []
-        for way in (case, f"{case}, precomputed out"):
+        for way in (case, f"{case}, precomputed"):
             layers.ask(way)
             found.append(layers.run(way).float())
         worst = max(worst, float((found[0] - found[1]).norm() / found[0].norm()))
@@ -268,7 +268,7 @@ def main() -> None:
     for case, value in result["more_us_per_layer"].items():
         low, high = result["spread_us"][case]
         print(f"{case:34} {value:+.3f} µs per layer over the norm alone [{low:+.3f}, {high:+.3f}]")  # noqa: T201
-    print(f"precomputed out against looked up: {worst:.2e}")  # noqa: T201
+    print(f"precomputed against looked up: {worst:.2e}")  # noqa: T201
     for case, value in whole.items():
         print(f"{case:34} {value:.1f} µs for {args.prompts} prompts")  # noqa: T201
     print(f"norms that summing rounds otherwise: {other:.1e}")  # noqa: T201

@@ -1,4 +1,4 @@
-"""WorkerLenses while a model runs: readings belong to their rows, and rules act exactly when they say they do."""
+"""Watching while a model runs: readings belong to their rows, and rules act exactly when they say they do."""
 
 import random
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def monitor_of(engine: SyncEngine) -> Monitor:
     from steerscope.engines.vllm.worker.worker import LOCAL_WORKERS
 
     engine.aio._call(lambda: engine.aio._rpc("settle"))  # type: ignore[attr-defined]
-    return next(taps for taps in LOCAL_WORKERS if taps.delivery.arena is not None).watching.monitor
+    return next(worker for worker in LOCAL_WORKERS if worker.delivery.arena is not None).lenses.monitor
 
 
 def scores_of(done: Generation, pack: Pack = PACK, layer: int = LAYER) -> torch.Tensor:
@@ -457,7 +457,7 @@ class TestLives:
         )
 
     def test_a_prefill_that_is_tried_again_reads_every_row_once(self, engine: SyncEngine, monkeypatch):
-        """Lenses and rules may have seen a batch that failed after_copies."""
+        """Lenses and rules may have seen a batch that failed afterwards."""
         import steerscope.engines.hf.engine as module
 
         if not isinstance(engine.aio, HFEngine):

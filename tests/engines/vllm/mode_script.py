@@ -130,7 +130,7 @@ def second_wave(engine: SyncEngine, oracle: Oracle, count: int, ledger: Ledger) 
 
 
 def third_wave(engine: SyncEngine, reference: SyncEngine, ledger: Ledger) -> dict[str, int]:
-    """WatchState requests beside others: the same tokens, concepts and firings as on transformers."""
+    """Watched requests beside others: the same tokens, concepts and firings as on transformers."""
     rng = np.random.default_rng(3)
     probes = {
         f"c{i}": SimpleNamespace(coef_=rng.normal(size=(1, HIDDEN)) / 4, intercept_=np.zeros(1)) for i in range(9)
@@ -221,7 +221,7 @@ def compiled() -> dict[str, int]:
 
 
 def both_waves(engines: list[SyncEngine], oracle: Oracle, requests: list[Request], ledger: Ledger) -> list[dict]:
-    """The first wave on all engines at once; all but one are closed after_copies."""
+    """The first wave on all engines at once; all but one are closed afterwards."""
     orders = [requests[i:] + requests[:i] for i in range(len(engines))]
     with ThreadPoolExecutor(len(engines)) as pool:
         waves = pool.map(lambda engine, order: first_wave(engine, oracle, order, ledger), engines, orders)

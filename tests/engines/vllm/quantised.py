@@ -81,11 +81,11 @@ def gptq(weight: Tensor) -> Quantised:
 def awq(weight: Tensor) -> Quantised:
     whole, scale = _rounded(weight, 7, GROUP)
 
-    def precomputed(values: Tensor) -> Tensor:
+    def laid(values: Tensor) -> Tensor:
         return _packed(values.view(len(values), -1, 8)[:, :, list(_AWQ_ORDER)].reshape(len(values), -1))
 
     zeros = torch.full((scale.shape[1], weight.shape[0]), 8)
-    stored = {"qweight": precomputed((whole + 8).T.contiguous()), "scales": scale.T, "qzeros": precomputed(zeros)}
+    stored = {"qweight": laid((whole + 8).T.contiguous()), "scales": scale.T, "qzeros": laid(zeros)}
     return stored, whole * _spread(scale, weight.shape[1])
 
 

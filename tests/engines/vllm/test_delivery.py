@@ -4,7 +4,6 @@ are played here."""
 import contextlib
 import importlib.util
 import random
-import sys
 import types
 from collections import deque
 from dataclasses import replace
@@ -16,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, TAKEN, Arena, Region, Regions
-from steerscope.engines.vllm.cuda import pacing
+from steerscope.engines.vllm.cuda import pacing, row_copies
+from steerscope.engines.vllm.cuda.index_upload import IndexUpload
 from steerscope.engines.vllm.cuda.pacing import Pace
+from steerscope.engines.vllm.cuda.row_copies import RowCopies
 from steerscope.engines.vllm.wire import Wire, WireCapture
 from steerscope.engines.vllm.worker.delivery import Delivery
 from steerscope.engines.vllm.worker.index_layout import FLAG, PRECOMPUTED
@@ -123,7 +124,7 @@ def test_what_was_foretold_is_taken_as_it_stands_and_nothing_is_kept_for_it(regi
     assert list(delivery.reducing) == ["after", "gone", "short", "open"]
     texts["after"].counters[TAKEN] = 1
     texts["gone"].counters[OWNER] += 1
-    delivery.hold({"short"})
+    delivery.hold_regions({"short"})
     delivery.complete([["short", 2, texts["short"].offset, False]])
     assert texts["short"].counters[ROWS] == 2
     assert torch.equal(texts["short"].tensor((HIDDEN,), torch.float32), torch.full((HIDDEN,), 0.5))
@@ -134,17 +135,17 @@ def test_what_was_foretold_is_taken_as_it_stands_and_nothing_is_kept_for_it(regi
     assert list(delivery.reducing) == ["next", "last"]
 
 
-def test_whoever_has_an_open_page_is_let_go_when_its_text_ends_and_others_with_the_next_step(regions):
+def test_finish_forgets_requests_with_an_open_page_at_once_and_others_with_the_next_step(regions):
     """A text that has all its rows may be computing one of them again, after it was preempted."""
     taps, pool = WorkerTaps.__new__(WorkerTaps), host_pool()
     taps.step_index, taps.pool, taps.delivery = StepIndex(4, 1), pool, deliver(regions, pool)
-    taps.watching = taps.overflow_flags = types.SimpleNamespace(release=lambda _: None)
+    taps.admission = types.SimpleNamespace(release=lambda _: None)
     texts = {name: allocate(regions) for name in ("open", "whole", "short")}
     for name, region in texts.items():
         request = asking(region, name, rows=2, more=0)
         taps.delivery.find_region(request)
         taps.delivery.reserve_rows(request)
-        request.moved = 1 if name == "short" else 2
+        request.flushed = 1 if name == "short" else 2
         if name == "open":
             request.page = Page(pool.take(2), 1, 2)
         taps.step_index.admit(name, request)
@@ -290,32 +291,35 @@ class PlayedEvent:
         PlayedEvent.happened = True
 
 
+class SideStream:
+    """A CUDA stream that waits for nothing, unless a test replaces `wait_event`."""
+
+    cuda_stream = 0
+
+    def __init__(self, _device: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+
+class QueuedPool(RowCopies):
+    """Cells on the host whose rows leave through the queue of a GPU."""
+
+    def __init__(self) -> None:
+        free = Cells(64)
+        super().__init__(torch.zeros(64, HIDDEN), free, types.SimpleNamespace(), lambda: None)  # type: ignore[arg-type,return-value]
+        self.take, self.give = free.take, free.give
+
+
 @pytest.fixture
 def cuda_pool(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", SideStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
+    monkeypatch.setattr(row_copies, "runtime_copy", lambda: None)
     monkeypatch.setattr(PlayedEvent, "happened", True)
-    fake = types.ModuleType("steerscope.engines.vllm.cuda.kernel")
-    monkeypatch.setitem(sys.modules, "steerscope.engines.vllm.cuda.kernel", fake)
-    monkeypatch.setattr("steerscope.engines.vllm.cuda.kernel", fake, raising=False)
-    monkeypatch.delitem(sys.modules, "steerscope.engines.vllm.cuda.pool", raising=False)
-    from steerscope.engines.vllm.cuda import pool as pool_module
-
-    pool = pool_module.CudaPool.__new__(pool_module.CudaPool)  # its tensors would need a GPU, its queue does not
-    free = Cells(64)
-    pool.take, pool.give = free.take, free.give
-    pool._side = types.SimpleNamespace(wait_event=lambda _event: None)
-    pool._ready, pool._moves, pool._unsent, pool._backlog, pool._whole = PlayedEvent(), deque(), deque(), 0, 0
-    pool._tokens_out, pool._runner, pool._here = PlayedEvent(), types.SimpleNamespace(), lambda: None
-    pool._answers, pool._behind, pool._spare = None, pool_module._PATIENT, []
-    pool._side.cuda_stream = 0
-    pool.cells = torch.zeros(64, HIDDEN)
-    pool._address, pool._cell, pool._copy = pool.cells.data_ptr(), HIDDEN * 4, pool._copy_by_torch
-    pool._parts, pool._pace, pool._mark = deque(), Pace(), None
-    monkeypatch.setattr(pacing, "_FIRST", 2 * HIDDEN * 4)  # two rows per step
-    monkeypatch.setattr(pool_module, "_CRUMB", 0)
-    yield pool
-    sys.modules.pop("steerscope.engines.vllm.cuda.pool", None)
+    monkeypatch.setattr(pacing, "_FIRST_BYTES", 2 * HIDDEN * 4)  # two rows per step
+    monkeypatch.setattr(row_copies, "_MIN_COPY_BYTES", 0)
+    return QueuedPool()
 
 
 def test_rows_leave_at_the_pace_and_count_when_they_are_there(cuda_pool, regions):
@@ -329,9 +333,9 @@ def test_rows_leave_at_the_pace_and_count_when_they_are_there(cuda_pool, regions
     delivery.leave(request)
     PlayedEvent.happened = False
     cuda_pool.copy_some(1)
-    assert cuda_pool._backlog == 2 * HIDDEN * 4  # half of it is under way
+    assert cuda_pool.backlog == 2 * HIDDEN * 4  # half of it is under way
     cuda_pool.copy_some(1)
-    assert cuda_pool._backlog == 0
+    assert cuda_pool.backlog == 0
     assert region.counters[ROWS] == region.counters[LEFT] == 0  # but not there
     assert cuda_pool.take(61) is None
     PlayedEvent.happened = True
@@ -348,13 +352,13 @@ def test_rows_are_cut_where_the_pace_ends_and_no_crumbs_are_left(cuda_pool, regi
     delivery.reserve_rows(request)
     cell = cuda_pool.take(5)
     cuda_pool.cells[cell : cell + 5] = torch.arange(5.0 * HIDDEN).view(5, HIDDEN)
-    monkeypatch.setattr(pacing, "_FIRST", 48)  # bytes
-    monkeypatch.setitem(type(cuda_pool)._send.__globals__, "_CRUMB", 16)
+    monkeypatch.setattr(pacing, "_FIRST_BYTES", 48)  # bytes
+    monkeypatch.setattr(row_copies, "_MIN_COPY_BYTES", 16)
     delivery.flush([RowSlice(request, 0, 3, cell, 3, 3), RowSlice(request, 3, 5, cell + 3, 5, 2)])
     waiting, there = [], []
     for _ in range(5):
         cuda_pool.copy_some(1)
-        waiting.append(cuda_pool._backlog)
+        waiting.append(cuda_pool.backlog)
         there.append(int(region.counters[ROWS]))
     assert waiting == [5 * row - 48, 2 * row, 0, 0, 0]
     assert there == [0, 0, 3, 5, 5]
@@ -368,25 +372,25 @@ def test_the_last_rows_of_a_text_leave_behind_their_step_and_others_with_the_nex
     delivery.reserve_rows(request)
     PlayedEvent.happened, waiting = False, []
     for start, stop in ((0, 4), (4, 6), (6, 12)):
-        request.moved = stop
+        request.flushed = stop
         delivery.flush([RowSlice(request, start, stop, cuda_pool.take(stop - start), stop, stop - start)])
-        waiting.append(cuda_pool._backlog // row)
+        waiting.append(cuda_pool.backlog // row)
     assert waiting == [4, 6, 0]
     assert region.counters[ROWS] == 0
-    delivery.hold({"a"})
+    delivery.hold_regions({"a"})
     delivery.complete([["a", 12, region.offset, False]], [request])
     assert (region.counters[ROWS], region.counters[LEFT]) == (12, 1)
     del region
     other = allocate(regions, rows=12)
-    request.moved, late = 12, cuda_pool.take(1)  # one row comes again
+    request.flushed, late = 12, cuda_pool.take(1)  # one row comes again
     delivery.flush([RowSlice(request, 11, 12, late, 12, 1)])
-    assert cuda_pool._backlog == 0
+    assert cuda_pool.backlog == 0
     delivery.leave(request)  # the next step says that it is gone: its region is another's
     assert not other.counters[LEFT]
     much = sending(regions, cuda_pool, 20)
-    monkeypatch.setitem(type(cuda_pool).copy_waiting_now.__globals__, "_DRAIN", 19 * row)
+    monkeypatch.setattr(row_copies, "_MAX_COPY_BYTES", 19 * row)
     cuda_pool.copy_waiting_now()
-    assert cuda_pool._backlog == 20 * row, "so many would keep the sampled tokens waiting"
+    assert cuda_pool.backlog == 20 * row, "so many would keep the sampled tokens waiting"
     assert much.counters[ROWS] == 0
 
 
@@ -406,19 +410,19 @@ def test_who_is_asked_for_waits_for_no_forward_behind_its_own(cuda_pool, regions
             assert self.behind <= over[0]
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(pacing, "_FIRST", sent * HIDDEN * 4)
-    cuda_pool._ready = Event()
+    monkeypatch.setattr(pacing, "_FIRST_BYTES", sent * HIDDEN * 4)
+    cuda_pool._forward_done = Event()
     cuda_pool._side.wait_event = lambda event: awaited.append(max(awaited.pop(), event.behind))
     mine, row = sending(regions, cuda_pool, 4), HIDDEN * 4
     cuda_pool.copy_some(1)
-    assert cuda_pool._backlog == (4 - sent) * row
+    assert cuda_pool.backlog == (4 - sent) * row
     launched[0] = 2
     other = sending(regions, cuda_pool, 3, "b")
     if others:  # theirs are under way, behind the other forward
         cuda_pool.copy_some(1)
     cuda_pool.wait_for_copies({"a"})
     assert (mine.counters[ROWS], other.counters[ROWS]) == (4, 0)
-    assert (cuda_pool._backlog, awaited) == ((0, [2]) if others else (3 * row, [1]))
+    assert (cuda_pool.backlog, awaited) == ((0, [2]) if others else (3 * row, [1]))
     over[0] = 2
     cuda_pool.wait_for_copies()
     assert other.counters[ROWS] == 3
@@ -479,10 +483,10 @@ def test_where_nothing_arrives_nothing_more_is_sent_and_nothing_is_lost(cuda_poo
     PlayedEvent.happened = False
     for _ in range(5):
         cuda_pool.copy_some(1)
-        waiting.append(cuda_pool._backlog // row)
+        waiting.append(cuda_pool.backlog // row)
     assert waiting == [10, 8, 6, 6, 6], "three parts are under way: no more until one is there"
     PlayedEvent.happened = True
-    while cuda_pool._backlog:
+    while cuda_pool.backlog:
         cuda_pool.copy_some(1)
     cuda_pool.copy_some(1)
     assert region.counters[ROWS] == 12
@@ -498,9 +502,9 @@ def test_rows_leave_behind_the_tokens_of_the_step_before(cuda_pool, regions, mon
             self.stream = stream
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    cuda_pool._tokens_out, cuda_pool._here = Event(), lambda: "main"
+    cuda_pool._tokens_copied, cuda_pool._current = Event(), lambda: "main"
     cuda_pool._side.wait_event = lambda event: happened.append(event.stream)
-    cuda_pool._copy = lambda _target, _source, size, _stream: happened.append(size // cuda_pool._cell)
+    cuda_pool._copy_bytes = lambda _target, _source, size, _stream: happened.append(size // cuda_pool._cell_bytes)
     cuda_pool._runner.async_output_copy_stream = None
     sending(regions, cuda_pool, 4)
     cuda_pool.copy_some(1)
@@ -521,14 +525,14 @@ def test_behind_a_prompt_rows_wait_while_the_device_waits_for_the_host(
             return answered is not None and step[0] <= answered
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    cuda_pool._tokens_out = Event()
+    cuda_pool._tokens_copied = Event()
     cuda_pool._runner.output_copy_stream = None if answered is None else object()
     region, left = sending(regions, cuda_pool, 60), list[int]()
     for turn, tokens in enumerate([600, *[32] * 12]):
-        step[0], before = turn, cuda_pool._backlog
+        step[0], before = turn, cuda_pool.backlog
         cuda_pool.copy_some(tokens)
-        left.append((before - cuda_pool._backlog) // (HIDDEN * 4))
-        for part in cuda_pool._parts:
+        left.append((before - cuda_pool.backlog) // (HIDDEN * 4))
+        for part in cuda_pool._batches:
             part.end.query = lambda: True  # rows arrive at once
     assert left == [2, *[0] * silent, *[2] * (12 - silent)]
     monkeypatch.setattr(Event, "query", lambda _event: True)
@@ -573,15 +577,15 @@ class Bus:
             self.side += row_ms * size / (HIDDEN * 4)
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(pacing, "_ENOUGH", 1)
-        pool._side.wait_event, pool._copy, pool._ready = wait, copy, Event()
+        monkeypatch.setattr(pacing, "_MIN_BYTES", 1)
+        pool._side.wait_event, pool._copy_bytes, pool._forward_done = wait, copy, Event()
 
     def step(self, tokens: int, ms: float) -> tuple[float, float]:
         """How long it took, and the rows that left beside it."""
-        before, self.now, began = self.pool._backlog, self.main, self.main
+        before, self.now, began = self.pool.backlog, self.main, self.main
         self.pool.copy_some(tokens)
         self.main = max(self.main + ms, self.side)
-        return self.main - began, (before - self.pool._backlog) / (HIDDEN * 4)
+        return self.main - began, (before - self.pool.backlog) / (HIDDEN * 4)
 
 
 def test_on_a_slow_bus_steps_are_not_held_up_by_rows(cuda_pool, regions, monkeypatch):
@@ -612,13 +616,13 @@ def test_beside_a_step_that_reads_prompts_more_leaves(cuda_pool, regions, monkey
 def test_a_step_without_room_waits_for_rows_on_their_way_and_not_for_the_step_before(cuda_pool, regions):
     """What that one leaves is complete at its end: the device would stand still from then on."""
     sending(regions, cuda_pool, 32)
-    while cuda_pool._backlog:
+    while cuda_pool.backlog:
         cuda_pool.copy_some(1)
     PlayedEvent.happened = False
     sending(regions, cuda_pool, 24)  # of the step that runs
     assert cuda_pool.take(32) is None
     assert cuda_pool.take_late(32) is not None
-    assert cuda_pool._backlog == 24 * HIDDEN * 4
+    assert cuda_pool.backlog == 24 * HIDDEN * 4
     assert cuda_pool.take_late(32) is None, "nothing is on its way"
 
 
@@ -628,14 +632,14 @@ def test_a_step_without_room_sends_what_earlier_steps_left_whatever_the_pace(cud
     cuda_pool.copy_some(1)
     PlayedEvent.happened = False
     sending(regions, cuda_pool, 28)
-    assert cuda_pool._backlog == (30 + 28) * HIDDEN * 4, "two have left beside the step"
+    assert cuda_pool.backlog == (30 + 28) * HIDDEN * 4, "two have left beside the step"
     assert cuda_pool.take(24) is None
     assert cuda_pool.take_late(24) is not None
     assert early.counters[ROWS] == 30
-    assert cuda_pool._backlog == 28 * HIDDEN * 4, "those of the step that runs are not complete"
+    assert cuda_pool.backlog == 28 * HIDDEN * 4, "those of the step that runs are not complete"
     assert cuda_pool.take_late(24) is None
     cuda_pool.wait_for_copies()
-    assert (late.counters[ROWS], cuda_pool._backlog) == (2, 0)
+    assert (late.counters[ROWS], cuda_pool.backlog) == (2, 0)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -657,8 +661,8 @@ def test_no_row_leaves_before_the_forward_that_writes_it(cuda_pool, regions, mon
         waited[0] = max(waited[0], event.forwards)
 
     def copy(_target: int, source: int, size: int, _stream: int) -> None:
-        first = (source - cuda_pool._address) // cuda_pool._cell
-        cells = range(first, first + size // cuda_pool._cell)
+        first = (source - cuda_pool._address) // cuda_pool._cell_bytes
+        cells = range(first, first + size // cuda_pool._cell_bytes)
         assert all(written[cell] <= waited[0] for cell in cells)
         copied.extend(cells)
 
@@ -668,8 +672,8 @@ def test_no_row_leaves_before_the_forward_that_writes_it(cuda_pool, regions, mon
         return first
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    cuda_pool._ready, cuda_pool._side.wait_event, cuda_pool._copy = Event(), wait, copy
-    free, cuda_pool.take, total = cuda_pool.take, take, 0
+    cuda_pool._forward_done, cuda_pool._side.wait_event, cuda_pool._copy_bytes = Event(), wait, copy
+    free, cuda_pool.take, cuda_pool._free.take, total = cuda_pool.take, take, take, 0
     for _ in range(60):
         rows = chance.randint(1, 24)
         first = cuda_pool.take(rows) if chance.random() < 0.7 else cuda_pool.take_late(rows)
@@ -711,29 +715,26 @@ def test_whatever_was_timed_rows_go_on_leaving():
     for _ in range(64):
         allowed = pace.beside(32)
         size = 16 << 20 if allowed > 0 else 0
-        pace.sent(size, allowed)
+        pace.copied(size, allowed)
         left += size
     assert left == 64 << 20
 
 
-def test_what_lies_ready_is_said_of_the_tokens_of_a_step_and_only_while_it_does(cuda_pool, monkeypatch):
-    """The index and what is precomputed out are sent together: a step without room for it takes it back."""
-    told: list[tuple[str, int]] = []
-    laying = types.SimpleNamespace(rows=3, lay=lambda tokens: told.append(("lay", tokens)))
-    cuda_pool._laying = laying
-    monkeypatch.setattr(cuda_pool, "_copy_index", lambda tokens: told.append(("index", tokens)))
-    step_index = torch.zeros(5, 16, dtype=torch.int32)
-    step_index[:, FLAG] = torch.tensor([7, 0, 9, 4, 0])
-    cuda_pool._books = step_index
-    cuda_pool.upload_index(3, lay=True)
-    assert step_index[:, FLAG].tolist() == [7 + PRECOMPUTED, PRECOMPUTED, 9 + PRECOMPUTED, 4, 0]
-    cuda_pool.upload_index(3, lay=True)  # the same step, another page
-    assert step_index[:, FLAG].tolist() == [7 + PRECOMPUTED, PRECOMPUTED, 9 + PRECOMPUTED, 4, 0]
-    step_index[:, FLAG] = torch.tensor([7, 0, 9, 4, 0])
-    cuda_pool.upload_index(5, lay=True)  # too many
-    cuda_pool.upload_index(3)
-    assert step_index[:, FLAG].tolist() == [7, 0, 9, 4, 0]
-    assert told == [("index", 3), ("lay", 3)] * 2 + [("index", 5), ("lay", 0), ("index", 3), ("lay", 0)]
+def test_precomputed_ops_are_flagged_in_the_index_of_steps_that_have_room_for_them():
+    calls: list[tuple[str, int]] = []
+    upload = IndexUpload.__new__(IndexUpload)  # its pinned memory would need a GPU
+    upload._host = index = torch.zeros(5, 16, dtype=torch.int32)
+    upload._copy = lambda tokens: calls.append(("index", tokens))
+    upload._precomputed = types.SimpleNamespace(rows=3, compute=lambda tokens: calls.append(("ops", tokens)))
+    index[:, FLAG] = torch.tensor([7, 0, 9, 4, 0])
+    for _ in range(2):  # the second time as after a page was opened
+        upload.upload(3, precompute=True)
+        assert index[:, FLAG].tolist() == [7 + PRECOMPUTED, PRECOMPUTED, 9 + PRECOMPUTED, 4, 0]
+    index[:, FLAG] = torch.tensor([7, 0, 9, 4, 0])
+    upload.upload(5, precompute=True)  # too many tokens
+    upload.upload(3, precompute=False)
+    assert index[:, FLAG].tolist() == [7, 0, 9, 4, 0]
+    assert calls == [("index", 3), ("ops", 3)] * 2 + [("index", 5), ("ops", 0), ("index", 3), ("ops", 0)]
 
 
 def test_a_region_is_left_only_behind_its_own_rows_and_never_twice(cuda_pool, regions):
@@ -747,7 +748,7 @@ def test_a_region_is_left_only_behind_its_own_rows_and_never_twice(cuda_pool, re
     delivery.flush([RowSlice(first, 0, 4, cuda_pool.take(4), 4, 4)])
     delivery.leave(second)
     assert quick.counters[LEFT] == 0
-    delivery.hold({"quick"})
+    delivery.hold_regions({"quick"})
     delivery.complete([["quick", 0, quick.offset]])
     assert quick.counters[LEFT] == 1
     offset = quick.offset

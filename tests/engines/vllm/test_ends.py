@@ -94,7 +94,7 @@ def test_the_last_one_asks_since_no_step_would_bring_its_rows(
 def test_an_overflow_in_the_last_steps_is_told_though_nobody_foresaw_the_end(
     engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU watched_rows at the overflow_flags every few steps; here the text ends between two watched_rows, and asks for one."""
+    """A GPU checks the overflow flags every few steps; here the text ends between two checks, and asks for one."""
     take_overflows = HostPool.take_overflows
     monkeypatch.setattr(HostPool, "take_overflows", lambda pool, wait=False: take_overflows(pool, wait) if wait else [])
     huge = Add(vector=np.full(engine.facts.hidden, 3e38, np.float32), scale=1.0, layers="all", tokens="positions=[50:]")

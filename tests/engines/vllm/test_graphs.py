@@ -136,8 +136,8 @@ def test_what_is_asked_comes_late_only_where_a_dummy_batch_has_shown_that_taps_a
     index, ran = torch.zeros(1), []
     config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes))
     taps = SimpleNamespace(
-        runner=SimpleNamespace(vllm_config=config), keys=[(0, "resid_post")], pool=SimpleNamespace(index=index),
-        device=index.device,
+        runner=SimpleNamespace(vllm_config=config), taps=SimpleNamespace(keys=[(0, "resid_post")], span=0),
+        pool=SimpleNamespace(index=index), device=index.device,
     )  # fmt: skip
 
     def dummy_run(tokens: int) -> None:
@@ -147,7 +147,7 @@ def test_what_is_asked_comes_late_only_where_a_dummy_batch_has_shown_that_taps_a
 
     assert largest_replayed(taps, dummy_run, 64) == wanted  # type: ignore[arg-type]
     assert ran == ([] if sizes == [1, 64] else [max(2, max(sizes, default=0) + 1)])
-    assert not tap._steps
+    assert not tap._pending
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_every_kernel_of_a_step_that_is_not_replayed_has_run_before_the_first_re
     index, ran = torch.zeros(1), []
     config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes))
     taps = SimpleNamespace(
-        runner=SimpleNamespace(vllm_config=config), keys=[(0, "resid_post")], pool=SimpleNamespace(index=index),
-        device=SimpleNamespace(type="cuda"), span=span, settings=SimpleNamespace(steer=steer),
+        runner=SimpleNamespace(vllm_config=config), taps=SimpleNamespace(keys=[(0, "resid_post")], span=span),
+        pool=SimpleNamespace(index=index), device=SimpleNamespace(type="cuda"), settings=SimpleNamespace(steer=steer),
     )  # fmt: skip
 
     def dummy_run(tokens: int) -> None:
@@ -216,5 +216,5 @@ def test_the_first_tap_of_a_step_brings_what_is_asked_unless_the_step_may_be_rep
     monkeypatch.setattr(tap, "come", lambda _: tap.TapMode())
     with pytest.raises(RequestFailed, match="no tap ran in a step"):
         engine.generate(prompts, sampling, steer=add)
-    assert not tap._steps
+    assert not tap._pending
     engine.close()

@@ -155,7 +155,7 @@ class Model(nn.Module):
         return self.norm(hidden, residual)[0] if pair else self.norm(hidden)
 
 
-def check_taps(model: Model, sites: tuple[Site, ...] = INSIDE) -> Layers:
+def prove(model: Model, sites: tuple[Site, ...] = INSIDE) -> Layers:
     dtype = next(model.parameters()).dtype
     return prove_layers(find_layers(model, LAYERS), HIDDEN, sites, lambda: model(torch.randn(TOKENS, HIDDEN).to(dtype)))
 
@@ -167,7 +167,7 @@ def test_rows_at_proven_places_are_the_streams_and_addends(kind: type[nn.Module]
     """The oracle is the model's own loop, which knows the stream between layers."""
     model = Model(kind, dtype)
     sites = tuple(site for site in INSIDE if kind is not Parallel or site != "resid_mid")
-    layers = check_taps(model, sites)
+    layers = prove(model, sites)
     rows: dict[tuple[int, str], Tensor] = {}
     for number, layer in layers.found.items():
         for site in sites:
@@ -194,7 +194,7 @@ def test_rows_at_proven_places_are_the_streams_and_addends(kind: type[nn.Module]
 def test_the_proof_leaves_the_model_as_it_was(dtype: torch.dtype) -> None:
     model, hidden = Model(Pair, dtype), torch.randn(TOKENS, HIDDEN).to(dtype)
     wanted = model(hidden.clone())
-    check_taps(model)
+    prove(model)
     assert torch.equal(model(hidden.clone()), wanted)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -212,22 +212,22 @@ def test_the_proof_leaves_the_model_as_it_was(dtype: torch.dtype) -> None:
 def test_what_cannot_be_proven_is_refused_by_name(kind: type[nn.Module], refused: set[str], dtype: torch.dtype) -> None:
     model = Model(kind, dtype)
     with pytest.raises(UnsupportedModel, match=f"{kind.__name__} cannot be tapped at") as caught:
-        check_taps(model)
+        prove(model)
     assert {site for site in INSIDE if f"{site}: layer 0: " in str(caught.value)} == refused
-    check_taps(model, tuple(site for site in INSIDE if site not in refused))
+    prove(model, tuple(site for site in INSIDE if site not in refused))
 
 
 @DTYPES
 def test_two_parts_that_do_not_count_as_their_sum_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(UnsupportedModel, match="its two inputs do not count as their sum"):
-        check_taps(Model(Weighted, dtype), ("resid_post",))
+        prove(Model(Weighted, dtype), ("resid_post",))
 
 
 def test_a_stream_that_is_changed_between_layers_is_refused() -> None:
     model = Model(Whole, torch.float32)
     model.layers[1].register_forward_pre_hook(lambda _module, args: (args[0], 1.02 * args[1], args[2]))
     with pytest.raises(UnsupportedModel, match="of the 2 tensors that layer 0 returns, neither one nor the sum of two"):
-        check_taps(model, ("resid_post",))
+        prove(model, ("resid_post",))
 
 
 def test_layers_with_a_batch_dimension_are_refused() -> None:
@@ -242,4 +242,4 @@ def test_deepseek_in_float16_is_refused_with_the_dtype_that_works() -> None:
     for layer in model.layers:
         layer.routed_scaling_factor = 2.5
     with pytest.raises(UnsupportedModel, match=r"divides the residual stream by 2\.5 in float16.*dtype bfloat16"):
-        check_taps(model, ("resid_post",))
+        prove(model, ("resid_post",))

@@ -1,4 +1,4 @@
-"""The way out of vLLM: tokens come from its core, and its step_index beside that are passed by."""
+"""The way out of vLLM: tokens come from its core, and its books beside that are passed by."""
 
 import asyncio
 import enum
@@ -31,7 +31,7 @@ class LLM:
 
     def __init__(self, *steps: list[Any], booked: Sequence[str] = (), log: bool = False, trace: bool = False) -> None:
         self._steps, self.log_stats = list(steps), log
-        self.passed: list[str] = []  # through vLLM's step_index
+        self.passed: list[str] = []  # through vLLM's books
         self.aborted: list[tuple[str, list[str]]] = []
         states = dict.fromkeys(booked, object())
         self.output_processor = SimpleNamespace(
@@ -47,7 +47,7 @@ class LLM:
         return SimpleNamespace(request_outputs=[f"told of {one.request_id}" for one in outputs])
 
     def abort_request(self, names: list[str]) -> None:
-        self.aborted.append(("step_index", names))
+        self.aborted.append(("books", names))
 
     def step(self) -> list[str]:
         return ["vLLM's own step"]
@@ -89,14 +89,14 @@ def test_whoever_is_given_up_is_given_up_where_it_is_known() -> None:
     out = way_out(llm)
     out.keep("quiet", kept)
     out.abort(["quiet", "booked", "loud"])
-    assert llm.aborted == [("step_index", ["booked"]), ("core", ["quiet", "loud"])]
+    assert llm.aborted == [("books", ["booked"]), ("core", ["quiet", "loud"])]
     out.step()
     assert kept == [1]
     out.abort(["loud"])
-    assert llm.aborted[2:] == [("core", ["loud"])]  # nothing is asked of the step_index that they do not know
+    assert llm.aborted[2:] == [("core", ["loud"])]  # nothing is asked of the books that they do not know
 
 
-def step_index(engine: SyncEngine) -> tuple[Any, Exit]:
+def books(engine: SyncEngine) -> tuple[Any, Exit]:
     return engine.aio._llm.output_processor, engine.aio.exit  # type: ignore[attr-defined]
 
 
@@ -119,7 +119,7 @@ async def together(engine: SyncEngine, asked: dict[str, Sampling], streams: Sequ
 def test_only_who_asks_for_log_probabilities_is_in_vllms_books_and_all_read_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Against an engine that logs, where vLLM keeps step_index of everybody."""
+    """Against an engine that logs, where vLLM keeps books of everybody."""
     folder, plain = saved("llama", "bytes", None, {}), Sampling(max_tokens=12, ignore_eos=True)
     asked = {"quiet": plain.model_copy(update={"max_tokens": 200}), "stream": plain, "one": Sampling(max_tokens=1)}
     asked["asking"] = Sampling(max_tokens=12, ignore_eos=True, logprobs=2)
@@ -130,7 +130,7 @@ def test_only_who_asks_for_log_probabilities_is_in_vllms_books_and_all_read_the_
         options: dict[str, object] = {"sites": ("resid_post",), "disable_log_stats": not logs, "stream_interval": 5}
         engine = start_vllm(folder, "llama", options)
         try:
-            processor, out = step_index(engine)
+            processor, out = books(engine)
             assert out.direct == (not logs)
             names: list[str] = []
             process = processor.process_outputs

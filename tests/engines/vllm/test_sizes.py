@@ -44,7 +44,7 @@ def test_tables_have_room_for_every_request_within_their_memory(
 ) -> None:
     found = Settings.parse(asked).sized(config(shape, requests, 8192))
     assert (found.slots, found.groups) == (slots, groups)
-    assert found.sized(config(shape, 7, 8192)) == found, "what is plan in stays"
+    assert found.sized(config(shape, 7, 8192)) == found, "what is filled in stays"
 
 
 @pytest.mark.parametrize("name", ["slots", "groups"])

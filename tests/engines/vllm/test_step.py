@@ -1,4 +1,4 @@
-"""The step_index of a step, driven with what a scheduler can order: chunks, mixed batches, preemption, steps too many.
+"""The index of a step, driven with what a scheduler can order: chunks, mixed batches, preemption, steps too many.
 
 An independent oracle recomputes, token by token, what every index row must say.
 """
@@ -114,7 +114,7 @@ def test_a_token_that_is_steered_says_whose_it_is() -> None:
     step_index, pool = StepIndex(TOKENS, COLUMNS), Pool()
     for number, name in enumerate("ab", start=7):
         step_index.requests[name] = request(name, None, (Positions(((1, END),)),))
-        step_index.requests[name].number = number
+        step_index.requests[name].flag = number
     step(step_index, pool, ("a", 0, 3), ("x", 0, 1), ("b", 4, 1))
     assert step_index.index[:6, FLAG].tolist() == [0, 7, 7, 0, 8, 0]
 
@@ -164,10 +164,8 @@ def test_a_void_capture_goes_on_being_steered() -> None:
 def test_a_slice_says_how_many_rows_are_there_with_it_and_not_with_the_next() -> None:
     step_index, pool = StepIndex(TOKENS, COLUMNS), Pool()
     step_index.requests["a"] = request("a", Positions(((0, 2), (4, 5), (7, 10))))
-    assert [part.reached for part in step(step_index, pool, ("a", 0, 9)).slices] == [2, 3, 5]
-    assert [part.reached for part in step(step_index, pool, ("a", 0, 10)).slices] == [5, 5, 6], (
-        "fed again: none is lost"
-    )
+    assert [part.n_rows for part in step(step_index, pool, ("a", 0, 9)).slices] == [2, 3, 5]
+    assert [part.n_rows for part in step(step_index, pool, ("a", 0, 10)).slices] == [5, 5, 6], "fed again: none is lost"
 
 
 def test_steps_too_many_have_no_rows() -> None:
@@ -228,8 +226,8 @@ class Oracle:
                 if self.written[key] == part.cell + 2 * i:  # else it was fed again meanwhile
                     self.owed.discard(key)
             assert part.request.wire.capture is not None
-            assert part.reached >= part.request.wire.capture.positions.count(part.stop)
-            first, count = part.room
+            assert part.n_rows >= part.request.wire.capture.positions.count(part.stop)
+            first, count = part.freed
             free = set(range(first, first + count))
             assert not free & self.free, "nothing is given back twice"
             assert not free & {self.written[key] for key in self.owed}, "nor before its rows are out"
@@ -407,7 +405,7 @@ def test_the_rows_of_a_step_always_fit_the_smallest_pool(seed: int) -> None:
             for one in step_index.requests.values():
                 waiting.extend(step_index.close_page(one))
             while waiting:
-                free.give(*waiting.pop().room)
+                free.give(*waiting.pop().freed)
             first = free.take(cells)
         assert first is not None
         return first
@@ -449,14 +447,14 @@ def test_rows_of_large_pages_leave_a_few_at_a_time() -> None:
         for part in found:
             parts[part.request.wire.name].append(part)
             assert part.stop == at + 1, "with the row of this step"
-            assert (part.size > 0) == (at == 99)
+            assert (part.n_freed > 0) == (at == 99)
     leaving = {at: count for at, count in enumerate(most, start=3) if count}
     early = {at: 3 if at % 64 == 33 else 4 for at in (31, 32, 33, 34, 95, 96, 97, 98)}  # the ninth is reduced
     assert leaving == early | {99: 16}, "what is there before the last row does not keep it waiting"
     for name, mine in parts.items():
         assert [part.start for part in mine] == [3, *(part.stop for part in mine[:-1])], "each row once, in order"
         assert [part.cell - mine[0].cell for part in mine] == [2 * (part.start - 3) for part in mine]
-        assert mine[-1].room == (mine[0].cell, 2 * 97)
+        assert mine[-1].freed == (mine[0].cell, 2 * 97)
         assert len(mine) == (1 if name == "9" else 3)
         assert name == "9" or len(range(mine[-1].start, 100)) == 1 + int(name) % 4
     assert step_index.requests["9"].page is None
@@ -482,7 +480,7 @@ def test_rows_leave_as_often_where_no_step_is_like_the_last(page: int, early: li
     step(step_index, pool, ("a", 0, 3), ("b", 0, 3))
     for at in range(3, 100):
         found = step(step_index, pool, ("a", at, 1), ("b", at, 1 + changes * (at % 2))).slices
-        left += [at for one in found if not one.size]
+        left += [at for one in found if not one.n_freed]
     assert left == early
 
 
@@ -589,7 +587,7 @@ def test_watched_tokens_have_a_group_of_their_own_and_positions_that_move_on(
         plan = step(step_index, pool, ("other", at, count), ("w", at, count))
         found = []
         for _, token, start, stop in plan.watched_rows.parts if plan.watched_rows else ():
-            found += [(token + i, start + i + plan.watched_rows.moved) for i in range(stop - start)]  # type: ignore[union-attr]
+            found += [(token + i, start + i + plan.watched_rows.offset) for i in range(stop - start)]  # type: ignore[union-attr]
         wanted = [(count + i, at + i) for i in range(count) if at + i in read]
         assert found == wanted
         for i in range(count):

@@ -1,5 +1,5 @@
 """Rows of prompts that taps sum: which they are, against what a step without sums does; and, in Triton's interpreter
-(the process that test_kernel.py starts), the whole road from the step_index to a result."""
+(the process that test_kernel.py starts), the whole road from the step index to a result."""
 
 import os
 from dataclasses import dataclass
@@ -103,8 +103,8 @@ def test_every_token_is_kept_or_summed_once_and_only_old_rows_of_means_are_summe
         wanted, index = plain.step(number, back * number)
         found, mine = summing.step(number, back * number)
         assert wanted.runs is None
-        assert [(s.start, s.stop, s.reached) for s in found.slices] == [
-            (s.start, s.stop, s.reached) for s in wanted.slices
+        assert [(s.start, s.stop, s.n_rows) for s in found.slices] == [
+            (s.start, s.stop, s.n_rows) for s in wanted.slices
         ]
         summed = np.zeros(TOKENS, dtype=bool)
         runs = np.zeros((0, RUN_NUMBERS), dtype=int) if found.runs is None else found.runs.astype(int)
@@ -132,7 +132,7 @@ def test_every_token_is_kept_or_summed_once_and_only_old_rows_of_means_are_summe
             assert sums == list(range(part.cell - len(sums) * SPAN * width, part.cell, SPAN * width))
             assert len(sums) == -(-part.summed // ROWS)
         for part in found.slices:
-            first, size = part.room
+            first, size = part.freed
             cells = set(range(first, first + size))
             assert not cells & used
             used |= cells
@@ -212,7 +212,7 @@ def test_from_the_books_to_the_result(tmp_path: Path, kinds: list[Kind], dtype: 
                 rows[i] = found[0][1][:tokens]
             for part in plan.slices:
                 name = part.request.wire.name
-                if name not in held or part.size == 0:
+                if name not in held or part.n_freed == 0:
                     continue
                 first = int(steps.first[name]) + max(0, part.start - (steps.at[name] - steps_of(kinds, name, number)))
                 mine = rows[: part.request.width, first : first + part.stop - part.start].transpose(0, 1)

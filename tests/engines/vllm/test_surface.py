@@ -135,7 +135,7 @@ def test_a_plugin_takes_every_call_of_every_version(one: Wrapped) -> None:
 
 
 def test_a_dummy_run_of_the_second_runner_says_so_by_name() -> None:
-    """`WorkerTaps._around_step` watched_rows for the name."""
+    """`WorkerTaps._around_step` looks for the name."""
     (one,) = (one for one in WRAPPED if one.wrapper.endswith("_around_step") and ".gpu.model_runner" in one.target)
     for entry in SURFACE[one.target]:
         named = [call for call in sites(entry) if any(keyword.arg == "dummy_run" for keyword in call.keywords)]

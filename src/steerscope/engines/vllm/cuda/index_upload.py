@@ -1,12 +1,16 @@
 """The step index on a GPU, uploaded from pinned memory, with the ops that are precomputed from it."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from steerscope.engines.vllm.cuda.precomputed_ops import PrecomputedOps
 from steerscope.engines.vllm.cuda.streams import CurrentStream
 from steerscope.engines.vllm.worker.index_layout import FLAG, PRECOMPUTED
+
+if TYPE_CHECKING:
+    from steerscope.engines.vllm.cuda.precomputed_ops import PrecomputedOps
 
 _STAGES = 8  # steps that may be prepared while earlier ones run
 
@@ -23,6 +27,8 @@ class IndexUpload:
     def make_precomputed(
         self, vectors: Tensor, coefficients: Tensor, orders: Tensor, before: Tensor, max_requests: int
     ) -> Tensor:
+        from steerscope.engines.vllm.cuda.precomputed_ops import PrecomputedOps  # needs Triton
+
         self._precomputed = PrecomputedOps(vectors, coefficients, orders, before, self.index, max_requests)
         return self._precomputed.table
 

@@ -1,7 +1,5 @@
 """The row pool on a GPU."""
 
-import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,11 +9,10 @@ from torch import Tensor
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm.cuda import kernel
 from steerscope.engines.vllm.cuda.index_upload import IndexUpload
-from steerscope.engines.vllm.cuda.row_copies import RowCopies, RowCopy, runtime_copy
+from steerscope.engines.vllm.cuda.row_copies import RowCopies
 from steerscope.engines.vllm.cuda.row_store import make_stage
 from steerscope.engines.vllm.cuda.streams import CurrentStream
 from steerscope.engines.vllm.worker.pool import Cells, watched_rows
-from steerscope.engines.vllm.worker.requests import RowSlice
 from steerscope.specs.errors import CapacityExceeded
 
 _FLAG_STEPS = 4  # between two copies of the overflow flags
@@ -42,14 +39,14 @@ class CudaPool:
                 f"no device memory for {cells * hidden * dtype.itemsize >> 20} MiB of rows: tap fewer layers, or "
                 "lower max_num_batched_tokens"
             ) from error
-        self._address, self._cell_bytes = self.cells.data_ptr(), hidden * dtype.itemsize
         free = Cells(cells)
         self.take, self.give = free.take, free.give
         self._upload = IndexUpload(index, device, self._current)
         self.index, self.make_precomputed = self._upload.index, self._upload.make_precomputed
-        self._copies = RowCopies(device, runner, self._current, runtime_copy() or self._copy_by_torch, self.give)
-        self.copy_some, self.copy_waiting_now = self._copies.copy_some, self._copies.copy_waiting_now
-        self.after_copies, self.wait_for_copies = self._copies.after_all, self._copies.wait_for
+        self._copies = copies = RowCopies(self.cells, free, runner, self._current)
+        self.copy_rows, self.take_late = copies.copy_rows, copies.take_late
+        self.copy_some, self.copy_waiting_now = copies.copy_some, copies.copy_waiting_now
+        self.after_copies, self.wait_for_copies = copies.after_copies, copies.wait_for_copies
         self.overflow_flags = torch.zeros(max_flags, dtype=torch.int32, device=device)
         self._host_flags = torch.zeros(max_flags, dtype=torch.int32, pin_memory=True)
         self._flags_copied = torch.cuda.Event()
@@ -64,26 +61,8 @@ class CudaPool:
     def advance(self, tokens: int) -> None:
         del tokens  # the last tap of the step before has done it
 
-    def take_late(self, count: int) -> int | None:
-        while self._copies.wait_for_any():
-            if (first := self.take(count)) is not None:
-                return first
-        return None
-
     def rows(self, cell: int, count: int, width: int) -> Tensor:
         return self.cells[cell : cell + count * width].view(count, width, -1)
-
-    def copy_rows(self, part: RowSlice, n_cells: int, offset: int, publish: Callable[[], None]) -> None:
-        assert part.request.arena is not None
-        source, target = self._address + part.cell * self._cell_bytes, part.request.arena.address + offset
-        self._copies.add(RowCopy(part.request, publish, part.freed, source, target, n_cells * self._cell_bytes))
-
-    def _copy_by_torch(self, target: int, source: int, size: int, _stream: int) -> None:
-        memory = (ctypes.c_uint8 * size).from_address(target)
-        start = source - self._address
-        flat = self.cells.view(torch.uint8).view(-1)[start : start + size]
-        with torch.cuda.stream(self._copies.side):
-            torch.frombuffer(memory, dtype=torch.uint8).copy_(flat, non_blocking=True)
 
     def take_overflows(self, wait: bool = False) -> list[int]:
         """Return flags of a copy that has arrived, and start the next copy every few steps."""

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from steerscope.engines.vllm.cuda.pacing import Pace
-from steerscope.engines.vllm.cuda.streams import CurrentStream
 from steerscope.engines.vllm.worker.index_layout import FEW
-from steerscope.engines.vllm.worker.requests import TrackedRequest
+from steerscope.engines.vllm.worker.pool import Cells
+from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest
 
 _MAX_COPY_BYTES = 64 << 20  # of one batch that is not paced
 _MIN_COPY_BYTES = 1 << 20  # a smaller rest is added to the copy before it
@@ -56,18 +57,14 @@ CopyBytes = Callable[[int, int, int, int], None]  # target, source, bytes, strea
 
 
 class RowCopies:
-    def __init__(
-        self,
-        device: torch.device,
-        runner: Any,
-        current: CurrentStream,
-        copy_bytes: CopyBytes,
-        give: Callable[[int, int], None],
-    ) -> None:
-        """`copy_bytes` launches a copy to the host, `give` frees cells."""
+    def __init__(self, cells: Tensor, free: Cells, runner: Any, current: Callable[[], torch.cuda.Stream]) -> None:
+        """Copy rows of `cells` and give the cells back to `free`. `current` returns the stream that runs forwards,
+        `runner` is vLLM's model runner."""
+        self.cells, self._free = cells, free
+        self._address, self._cell_bytes = cells.data_ptr(), cells.shape[1] * cells.dtype.itemsize
         self._runner, self._current = runner, current
-        self._copy_bytes, self._give = copy_bytes, give
-        self.side = torch.cuda.Stream(device)
+        self._copy_bytes = runtime_copy() or self._copy_by_torch
+        self._side = torch.cuda.Stream(cells.device)
         self._forward_done, self._tokens_copied = torch.cuda.Event(), torch.cuda.Event()
         self._token_stream: torch.cuda.Stream | None = None  # on which vLLM copies the sampled tokens
         self._spare_events: list[torch.cuda.Event] = []
@@ -82,20 +79,32 @@ class RowCopies:
 
     # --- the queue
 
-    def add(self, copy: RowCopy) -> None:
+    def copy_rows(self, part: RowSlice, n_cells: int, offset: int, publish: Callable[[], None]) -> None:
+        """Queue a copy of cells of a slice to its request's arena; see `worker.pool.Pool`."""
+        assert part.request.arena is not None
+        source, target = self._address + part.cell * self._cell_bytes, part.request.arena.address + offset
+        copy = RowCopy(part.request, publish, part.freed, source, target, n_cells * self._cell_bytes)
         self._copies.append(copy)
         self._waiting.append(copy)
         self.backlog += copy.left
 
-    def after_all(
+    def after_copies(
         self, request: TrackedRequest, call: Callable[[], None], event: torch.cuda.Event | None = None
     ) -> None:
         """Call a function when everything queued so far has arrived and the event is reached."""
         self._copies.append(RowCopy(request, call, done=event))
         self._finish()
 
-    def wait_for_any(self) -> bool:
-        """Wait until the first copy has arrived; return False if none is left that may be launched."""
+    def take_late(self, count: int) -> int | None:
+        """Return the first of `count` adjacent cells once enough copies have arrived; None if no copy is left whose
+        forward has ended."""
+        while self._wait_for_first():
+            if (first := self._free.take(count)) is not None:
+                return first
+        return None
+
+    def _wait_for_first(self) -> bool:
+        """Wait for the first copy, or launch those that may be; return False if there is none."""
         if self._copies and (done := self._copies[0].done) is not None:
             done.synchronize()
             self._finish()
@@ -105,7 +114,7 @@ class RowCopies:
         self._launch(_MAX_COPY_BYTES, torch.cuda.Event())
         return True
 
-    def wait_for(self, names: set[str] | None = None) -> None:
+    def wait_for_copies(self, names: set[str] | None = None) -> None:
         """Wait for the copies of the named requests, or for all. Copies behind them are not waited for: they may belong
         to a forward that has just begun."""
         self._mark = None
@@ -138,14 +147,14 @@ class RowCopies:
             self._mark = mark, tokens
         if not free:
             return
-        self.side.wait_event(mark)
+        self._side.wait_event(mark)
         if self._record_tokens_copied():
-            self.side.wait_event(self._tokens_copied)
+            self._side.wait_event(self._tokens_copied)
         self._ready = len(self._waiting)
         allowed = self.pace.beside(tokens)
         if timed:
             begin, end = _timed_event(), _timed_event()
-            begin.record(self.side)
+            begin.record(self._side)
             size = self._launch(allowed, end)
             batch = CopyBatch(end, size, begin, step_before, mark)
         else:
@@ -185,13 +194,13 @@ class RowCopies:
     def _must_wait(self, step_before: tuple[torch.cuda.Event, int] | None) -> bool:
         """Return whether rows wait in this step. For some steps after a prompt the device waits for the host, and
         launching copies would delay the host. Rows wait until a step is prepared before the tokens of the step before
-        have arrived; about the first step after a prompt nothing is known. `wait_for_any` copies rows all the same."""
+        have arrived; about the first step after a prompt nothing is known. `take_late` copies rows all the same."""
         if not 0 < self._steps_since_prompt <= _PROMPT_STEPS:
             return False
         if self._steps_since_prompt == 1:
             mark = _timed_event() if step_before is not None else self._forward_done
             mark.record(self._current())
-            self.side.wait_event(mark)
+            self._side.wait_event(mark)
             self._ready = len(self._waiting)
             if step_before is not None:  # still measure the step with the prompts
                 self._batches.append(CopyBatch(mark, 0, mark, step_before, mark))
@@ -218,13 +227,13 @@ class RowCopies:
         """Launch the first waiting copies behind the forwards queued so far."""
         if n_copies > self._ready:
             self._forward_done.record(self._current())
-            self.side.wait_event(self._forward_done)
+            self._side.wait_event(self._forward_done)
             self._ready = len(self._waiting)
         self._launch(n_bytes, torch.cuda.Event())
 
     def _launch(self, n_bytes: int, done: torch.cuda.Event) -> int:
         """Launch copies of up to about `n_bytes`, and record the event behind them; return the bytes launched."""
-        stream, launched = self.side.cuda_stream, 0
+        stream, launched = self._side.cuda_stream, 0
         while self._ready and launched < n_bytes:
             copy = self._waiting[0]
             allowed = n_bytes - launched
@@ -239,8 +248,15 @@ class RowCopies:
             copy.source += count
             copy.target += count
         self.backlog -= launched
-        done.record(self.side)
+        done.record(self._side)
         return launched
+
+    def _copy_by_torch(self, target: int, source: int, size: int, _stream: int) -> None:
+        memory = (ctypes.c_uint8 * size).from_address(target)
+        start = source - self._address
+        flat = self.cells.view(torch.uint8).view(-1)[start : start + size]
+        with torch.cuda.stream(self._side):
+            torch.frombuffer(memory, dtype=torch.uint8).copy_(flat, non_blocking=True)
 
     def _finish(self, wait: int = 0, reached: torch.cuda.Event | None = None) -> None:
         """Finish the copies that have arrived, in order, and wait for the first `wait` of them. Many share an event;
@@ -259,7 +275,7 @@ class RowCopies:
             wait -= 1
             self._copies.popleft()
             if copy.freed[1]:
-                self._give(*copy.freed)
+                self._free.give(*copy.freed)
             copy.call()
 
 

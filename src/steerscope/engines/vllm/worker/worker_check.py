@@ -86,7 +86,7 @@ def largest_replayed(worker: "WorkerTaps", dummy_run: Callable[..., Any], most: 
     if worker.device.type == "cuda":
         _compile_kernels(worker, run, [few] if most < many else sorted({few, many}))
         if worker.taps.span and most >= many:
-            runs = torch.zeros(1, RUN_NUMBERS, dtype=torch.int32, device=worker.device)
+            runs = torch.zeros(1, RUN_NUMBERS, dtype=torch.int32, device=worker.pool.index.device)
             run(many, TapMode(False, True, runs))
     return largest
 
