@@ -89,7 +89,8 @@ class Layers:
                       self.before, self.overflow_flags)  # fmt: skip
             normed, stream = cuda_tap_norm(
                 delta, stream, self.norm[i], 1e-6, False, self.laying.table[i],
-                self.stage[i] if staged else self.bare, self.stage, self.orders, *tables, *taps, staged and i == self.layers - 1,
+                self.stage[i] if staged else self.bare, self.stage, self.orders, *tables, *taps,
+                staged and i == self.layers - 1,
             )  # fmt: skip
             torch.mm((normed @ self.attention[i])[:, : self.hidden], self.attention[i, :, : self.hidden])
             gate, up = (normed @ self.up[i]).chunk(2, 1)

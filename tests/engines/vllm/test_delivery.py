@@ -767,7 +767,7 @@ def test_the_region_lies_where_the_client_looks(regions):
 
 
 @pytest.mark.parametrize("numbers", [[], [2], [1, 3, 4, 6, 7]])
-def test_new_askers_begin_without_a_fault_and_others_keep_theirs(numbers: list[int]) -> None:
+def test_new_requests_begin_without_an_overflow_flag_and_others_keep_theirs(numbers: list[int]) -> None:
     overflow_flags = torch.ones(9, dtype=torch.int32)
     clear_overflow_flags(overflow_flags, numbers)
     assert overflow_flags.tolist() == [int(number not in numbers) for number in range(9)]

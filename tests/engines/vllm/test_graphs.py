@@ -31,9 +31,9 @@ def capture(found: SimpleNamespace) -> int:
     manager = found.cudagraph_manager
     for mode, names in manager._capture_descs.items():
         for name in names:
-            found.captured.append((name, tap._working[:2]))
+            found.captured.append((name, tap._launch_mode[:2]))
             if mode is Mode.FULL:
-                manager.graphs[name] = tap._working[:2]
+                manager.graphs[name] = tap._launch_mode[:2]
     return 10
 
 
@@ -55,7 +55,7 @@ def test_a_capture_that_fails_leaves_the_switches_as_they_were():
     turns = iter([lambda: capture(found), lambda: (_ for _ in ()).throw(MemoryError)])
     with pytest.raises(MemoryError):
         GraphSets(found).capture(lambda: next(turns)())
-    assert tap._working == tap.TapMode(True, True)
+    assert tap._launch_mode == tap.TapMode(True, True)
     assert set(found.cudagraph_manager._capture_descs) == set(Mode)
 
 

@@ -398,8 +398,8 @@ def test_rows_left_on_a_stage_are_where_each_tap_would_have_kept_them() -> None:
 
 
 @interpreted
-def test_what_is_laid_out() -> None:
-    """Each kind of row: nothing, a sum of additions, one op that depends on the stream, and those that are looked up."""
+def test_precomputed_rows() -> None:
+    """Each kind of row: no op, a sum of additions, one op that depends on the stream, and ops that are looked up."""
     from steerscope.engines.vllm.cuda.precomputed_ops import BEFORE, PLACE
 
     given_tables = tables(8, 16, 2, torch.float32, 0)

@@ -83,7 +83,7 @@ def test_when_nothing_runs_the_workers_hear_of_ends_without_a_next_request(
     del done
     gc.collect()
     until = time.monotonic() + HUNG_S
-    while engine.stats()["worker_askers"] or regions.untidy:
+    while engine.stats()["worker_requests"] or regions.untidy:
         assert time.monotonic() < until, "an idle engine has not tidied up"
         time.sleep(0.02)
     assert regions.used == 0

@@ -248,7 +248,7 @@ def test_every_index_row_says_what_an_oracle_says(
     page: int,
     shared: int,
 ) -> None:
-    step_index, oracle = StepIndex(TOKENS, COLUMNS, page=page, shared=shared), Oracle()
+    step_index, oracle = StepIndex(TOKENS, COLUMNS, page_rows=page, shared_rows=shared), Oracle()
     pool = TightPool(step_index) if tight else Pool()
     for i, name in enumerate("abc"):  # "d" asks for nothing
         step_index.requests[name] = request(name, captured[i] if i else None, (steered[i],), most=50, slot=1 + i)
@@ -292,9 +292,9 @@ def test_steering_ends_where_it_should_whatever_is_captured(captured: Positions,
 
 def test_a_text_with_all_its_rows_may_have_a_page_open_again() -> None:
     """After a preemption: whoever lets it go must look at both."""
-    step_index, pool = StepIndex(TOKENS, COLUMNS, page=8), Pool()
+    step_index, pool = StepIndex(TOKENS, COLUMNS, page_rows=8), Pool()
     step_index.requests["a"] = request("a", Positions(((0, 5),)), most=20)
-    step_index.requests["a"].most = 5
+    step_index.requests["a"].max_rows = 5
     step(step_index, pool, ("a", 0, 5))
     assert step_index.requests["a"].complete
     for at, count in ((0, 4), (4, 1), (5, 1)):
@@ -305,7 +305,7 @@ def test_a_text_with_all_its_rows_may_have_a_page_open_again() -> None:
 
 def test_decoding_requests_cost_no_python_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a batch decodes, nobody is looked up by name."""
-    step_index, pool = StepIndex(TOKENS, COLUMNS, page=16), Pool()
+    step_index, pool = StepIndex(TOKENS, COLUMNS, page_rows=16), Pool()
     for i in range(20):
         step_index.requests[str(i)] = request(str(i), EVERYWHERE, (EVERYWHERE,))
         step(step_index, pool, (str(i), 0, 3))
@@ -324,13 +324,13 @@ def test_a_batch_that_goes_on_is_looked_at_once() -> None:
         step_index.requests[name] = request(name, None, (EVERYWHERE,))
     parts = ("a", 3), ("plain", 90), ("b", 7)
     step(step_index, pool, *((name, at, 1) for name, at in parts))
-    known = step_index._steady
+    known = step_index._fast
     assert known is not None
     for later in range(1, 200):
         assert step(step_index, pool, *((name, at + later, 1) for name, at in parts)).same
-        assert step_index._steady is known
+        assert step_index._fast is known
     step(step_index, pool, *((name, at + 201, 1) for name, at in parts))  # a position was left out
-    assert step_index._steady is not known
+    assert step_index._fast is not known
 
 
 def test_who_begins_again_in_its_place_is_not_taken_for_one_who_goes_on() -> None:
@@ -365,7 +365,7 @@ def test_prompts_side_by_side_have_cells_side_by_side() -> None:
 def test_the_index_is_sent_once_a_page() -> None:
     """Between two pages the device moves the cells on by itself. What is there before the last row does not wait for
     it."""
-    step_index, pool = StepIndex(TOKENS, COLUMNS, page=8), Pool()
+    step_index, pool = StepIndex(TOKENS, COLUMNS, page_rows=8), Pool()
     for name in "ab":
         step_index.requests[name] = request(name, EVERYWHERE, most=40)
     step(step_index, pool, ("a", 0, 3), ("b", 0, 3))
@@ -381,7 +381,7 @@ def test_the_index_is_sent_once_a_page() -> None:
 
 def test_pages_are_as_long_as_those_who_ask_leave_room_for() -> None:
     """Not as all who might: few requests in an engine for many have long ones."""
-    step_index, pool = StepIndex(TOKENS, COLUMNS, page=4, shared=80), Pool()
+    step_index, pool = StepIndex(TOKENS, COLUMNS, page_rows=4, shared_rows=80), Pool()
     sizes = []
     for i in range(30):
         step_index.requests[str(i)] = request(str(i), EVERYWHERE)
@@ -390,7 +390,7 @@ def test_pages_are_as_long_as_those_who_ask_leave_room_for() -> None:
         assert page is not None
         sizes.append(page.size)
     assert sizes == [20] * 4 + [16, 13, 11, 10, 8, 8, 7, 6, 6] + [5] * 3 + [4] * 14
-    assert StepIndex(TOKENS, COLUMNS, page=4, shared=80_000).page == PAGE
+    assert StepIndex(TOKENS, COLUMNS, page_rows=4, shared_rows=80_000).page == PAGE
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -432,7 +432,7 @@ def test_the_rows_of_a_step_always_fit_the_smallest_pool(seed: int) -> None:
 def test_rows_of_large_pages_leave_a_few_at_a_time() -> None:
     """Of a few requests in a step, and of each again before long; the page is free when the last of them are out. A
     reduction takes them in at once."""
-    step_index, pool, names = StepIndex(TOKENS, COLUMNS, page=128), Pool(), [str(i) for i in range(16)]
+    step_index, pool, names = StepIndex(TOKENS, COLUMNS, page_rows=128), Pool(), [str(i) for i in range(16)]
     for name in names:
         step_index.requests[name] = request(name, EVERYWHERE, most=100)
     step_index.requests["9"].wire = replace(
@@ -461,7 +461,7 @@ def test_rows_of_large_pages_leave_a_few_at_a_time() -> None:
 
 
 def test_rows_that_are_due_when_anothers_page_ends_leave_with_it() -> None:
-    step_index, pool = StepIndex(TOKENS, COLUMNS, page=128), Pool()
+    step_index, pool = StepIndex(TOKENS, COLUMNS, page_rows=128), Pool()
     step_index.requests |= {"a": request("a", EVERYWHERE, most=40), "b": request("b", EVERYWHERE, most=123)}
     step(step_index, pool, ("a", 0, 3), ("b", 0, 20))
     found = [step(step_index, pool, ("a", 3 + k, 1), ("b", 20 + k, 1)).slices for k in range(37)]
@@ -475,7 +475,7 @@ def test_rows_that_are_due_when_anothers_page_ends_leave_with_it() -> None:
 @pytest.mark.parametrize("changes", [False, True])
 def test_rows_leave_as_often_where_no_step_is_like_the_last(page: int, early: list[int], changes: bool) -> None:
     """And small pages leave when they are full: those of the last row have company that left before it."""
-    step_index, pool, left = StepIndex(TOKENS, COLUMNS, page=page), Pool(), list[int]()
+    step_index, pool, left = StepIndex(TOKENS, COLUMNS, page_rows=page), Pool(), list[int]()
     step_index.requests |= {"a": request("a", EVERYWHERE, most=100), "b": request("b", None)}
     step(step_index, pool, ("a", 0, 3), ("b", 0, 3))
     for at in range(3, 100):

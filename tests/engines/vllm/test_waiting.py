@@ -40,7 +40,7 @@ def _nothing_is_left(engine: SyncEngine) -> Iterator[None]:
     gc.collect()
     engine.generate(TokenPrompt([9]), SHORT)
     found = engine.stats()
-    assert not any(found[name] for name in ("running", "waiting", "slots_in_use", "capture_bytes", "worker_askers"))
+    assert not any(found[name] for name in ("running", "waiting", "slots_in_use", "capture_bytes", "worker_requests"))
 
 
 def broken_steps(monkeypatch: pytest.MonkeyPatch, *which: int) -> None:

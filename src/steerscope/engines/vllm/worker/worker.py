@@ -306,7 +306,7 @@ class WorkerTaps:
     def stats(self) -> dict[str, float]:
         now = {
             "slots_in_use": self.taps.table.in_use,
-            "tracked_requests": len(self.step_index.requests),
+            "requests": len(self.step_index.requests),
             "packs": len(self.lenses.monitor),
         }
         return {**self.counts, **self.lenses.counts, **self.delivery.counts, **self.pool.stats(), **now}
