@@ -194,15 +194,15 @@ def test_rows_that_will_never_come_are_asked_for_though_others_run(
     """The workers have left it, and said so: it fails alone, and at once."""
     from steerscope.engines.vllm.worker.delivery import Delivery
 
-    send = Delivery._send
+    copy = Delivery._copy
 
     def lost(self: Delivery, part: Any, capture: Any) -> None:
         if part.request.wire.name.startswith("lost"):
             self.drop(part)
         else:
-            send(self, part, capture)
+            copy(self, part, capture)
 
-    monkeypatch.setattr(Delivery, "_send", lost)
+    monkeypatch.setattr(Delivery, "_copy", lost)
     asked = asked_of(engine, monkeypatch)
 
     async def both() -> tuple[Any, ...]:

@@ -186,18 +186,18 @@ def test_the_first_tap_of_a_step_brings_what_is_asked_unless_the_step_may_be_rep
 
     engine = start_vllm(saved("llama", "bytes", None, {}), "llama", {"enable_prefix_caching": False})
     (taps,) = (one for one in worker.LOCAL_WORKERS if one.runner.vllm_config is engine.aio._llm.vllm_config)
-    assert taps._replayed == 0, "a CPU has no graphs"
+    assert taps._largest_replayed == 0, "a CPU has no graphs"
     late: list[int] = []
     order: list[str] = []
-    fill, join, reductions = taps.step_index.fill, taps.delivery.reductions.join, taps.delivery.reductions
-    monkeypatch.setattr(taps.step_index, "fill", lambda *args: (order.append("fill"), fill(*args))[1])
+    plan, join, reductions = taps.step_index.plan, taps.delivery.reductions.join, taps.delivery.reductions
+    monkeypatch.setattr(taps.step_index, "plan", lambda *args: (order.append("plan"), plan(*args))[1])
     monkeypatch.setattr(reductions, "join", lambda: (order.append("join"), join())[1])
     monkeypatch.setattr(worker, "at_first_tap", lambda *args: (late.append(1), tap.at_first_tap(*args)))
     add = Add(vector=np.ones(engine.facts.hidden, np.float32), scale=0.1, layers="all")
     prompts, sampling = [TokenPrompt([5, 6, 7]), TokenPrompt([8, 9, 10])], Sampling(max_tokens=4, ignore_eos=True)
     found = []
     for most in (0, 3, 1000):
-        taps._replayed = most
+        taps._largest_replayed = most
         late.clear()
         done = engine.generate(prompts, sampling, steer=[add, None], capture=Capture())
         assert bool(late) == (most < 6)
@@ -210,10 +210,10 @@ def test_the_first_tap_of_a_step_brings_what_is_asked_unless_the_step_may_be_rep
     for i in range(2):
         assert torch.equal(found[0][1][i], found[1][1][i])
         assert torch.equal(found[0][1][i], found[2][1][i])
-    assert order == ["fill", "join"] * (len(order) // 2), "cells that a step is given may just have been read"
+    assert order == ["plan", "join"] * (len(order) // 2), "cells that a step is given may just have been read"
     assert len(order) >= 24
-    taps._replayed = 0
-    monkeypatch.setattr(tap, "come", lambda _: tap.TapMode())
+    taps._largest_replayed = 0
+    monkeypatch.setattr(tap, "mode_of", lambda _: tap.TapMode())
     with pytest.raises(RequestFailed, match="no tap ran in a step"):
         engine.generate(prompts, sampling, steer=add)
     assert not tap._pending

@@ -54,7 +54,7 @@ def made(function: Any, **fixed: Any) -> Any:
 
     now: dict[str, Any] = {"COLUMNS": 4, "BLOCK": 2048, "STEER": True, "CAPTURE": True, "RESIDUAL": True}
     now |= {"STAGED": False, "RUN_NUMBERS": RUN_NUMBERS, "ROWS": ROWS, "SPAN": 2, "TILE": 2}
-    now |= {"BESIDE_ONE": False, "LAST": True, "LARGE": 3e38, "WATCHED": WATCHED}
+    now |= {"ADDS_ONE": False, "LAST": True, "LARGE": 3e38, "WATCHED": WATCHED}
     now |= {"FLAG": FLAG, "CELL": CELL, "GROUP": GROUP, "STRIDE": STRIDE, "ENTRIES": ENTRIES}
     now |= {
         "PRECOMPUTED": PRECOMPUTED,
@@ -76,7 +76,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
     from steerscope.engines.vllm.cuda import fused_norm, kernel, precomputed_ops, row_store
 
     for function in (
-        kernel._kernel, row_store.end_kernel, row_store.gather_kernel, precomputed_ops._lay_kernel,
+        kernel._kernel, row_store.end_kernel, row_store.gather_kernel, precomputed_ops._precompute_kernel,
         fused_norm.few_kernel, fused_norm.many_kernel, fused_norm.sum_kernel,
     ):  # fmt: skip
         assert ".entry" in made(function).asm["ptx"]
@@ -282,7 +282,7 @@ def laid_out(given: list, rows: int) -> torch.Tensor:
     ready.compute(min(2, rows))
     ready.compute(rows)
     index[:, FLAG] += PRECOMPUTED
-    return ready.precomputed[0]
+    return ready.table[0]
 
 
 def both_normed(
@@ -362,7 +362,7 @@ def test_any_tokens_through_the_norm(
     drawn = tables(tokens, hidden, columns, dtype, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_norm, "FEW", few)  # more tokens than that go the other way
-        patch.setattr(tap, "_working", tap.TapMode(columns=columns if told else 0))
+        patch.setattr(tap, "_launch_mode", tap.TapMode(columns=columns if told else 0))
         kernel, wanted = both_normed(delta, residual, weight, adds_one, drawn, steer, min(rows, tokens), staged)
     assert all(close(mine, theirs) for mine, theirs in zip(kernel[:3], wanted[:3], strict=True))
     assert torch.equal(kernel[3], wanted[3])

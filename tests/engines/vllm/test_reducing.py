@@ -173,16 +173,16 @@ def test_rows_are_taken_in_behind_their_forward_and_before_the_next(arena, monke
             return False
 
     @contextmanager
-    def aside(here: Stream, stream: Stream) -> Iterator[None]:
+    def on_stream(here: Stream, stream: Stream) -> Iterator[None]:
         current[0] = stream.name
         yield
         current[0] = here.name
 
     cells, one = torch.arange(60.0).view(12, 5), request("mean", 1, 1)
     road = reductions.DeviceReductions(cells)
-    monkeypatch.setattr(reductions, "aside", aside)
+    monkeypatch.setattr(reductions, "on_stream", on_stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    road._here, road._side = lambda: Stream("main"), Stream("side")  # type: ignore[assignment]
+    road._current, road._side = lambda: Stream("main"), Stream("side")  # type: ignore[assignment]
     empty = torch.empty
     made: list[str] = []
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: (made.append(current[0]), empty(*args, **kwargs))[1])

@@ -6,6 +6,7 @@ in its blocks.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -190,7 +191,7 @@ def rows_by_arrival(patch: pytest.MonkeyPatch) -> None:
     from steerscope.engines.vllm.worker.index_layout import CELL
     from steerscope.engines.vllm.worker.step_index import StepIndex
 
-    real = StepIndex.fill
+    real = StepIndex.plan
 
     def wrong(self, *args):
         plan = real(self, *args)
@@ -199,15 +200,15 @@ def rows_by_arrival(patch: pytest.MonkeyPatch) -> None:
         cells[: plan.tokens][taken] = np.roll(cells[: plan.tokens][taken], 2)
         return plan
 
-    patch.setattr(StepIndex, "fill", wrong)
+    patch.setattr(StepIndex, "plan", wrong)
 
 
 def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     from steerscope.engines.vllm.worker.step_index import StepIndex
 
-    real = StepIndex._steer
-    patch.setattr(StepIndex, "_steer", lambda self, request, first, at, stop, again: real(
-        self, request, first, at + 1, stop + 1, again))  # fmt: skip
+    real = StepIndex._write_ops
+    patch.setattr(StepIndex, "_write_ops", lambda self, part, recomputed: real(
+        self, replace(part, position=part.position + 1), recomputed))  # fmt: skip
 
 
 def half_the_residual(patch: pytest.MonkeyPatch) -> None:
@@ -310,7 +311,7 @@ def test_without_its_guard_the_wrong_shows(
 ) -> None:
     """Some show at the start already, where the self-tests refuse to serve: they are switched off to see the check."""
     mutation(monkeypatch)
-    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.prove", lambda *_: None)
+    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.check_taps", lambda *_: None)
     monkeypatch.setattr("steerscope.engines.vllm.client.engine.self_test", lambda _engine: None)
     engine = begin(max_num_batched_tokens=BLOCK)
     try:
@@ -329,6 +330,6 @@ def test_a_worker_refuses_to_serve_a_tap_that_does_not_steer(monkeypatch: pytest
 
 def test_so_does_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     no_steering(monkeypatch)
-    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.prove", lambda *_: None)
+    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.check_taps", lambda *_: None)
     with pytest.raises(UnsupportedModel, match="self-test of llama failed: a vector added at resid_post"):
         begin()

@@ -117,7 +117,7 @@ def test_steps_that_fail_leave_no_cells_taken(engine: SyncEngine, monkeypatch: p
         raise MemoryError("no room for a layer")
 
     (taps,) = (one for one in worker.LOCAL_WORKERS if one.runner.vllm_config is engine.aio._llm.vllm_config)  # type: ignore[attr-defined]
-    monkeypatch.setattr("steerscope.engines.vllm.worker.tap._leave_rows", broken)
+    monkeypatch.setattr("steerscope.engines.vllm.worker.tap._store_watched_rows", broken)
     with pytest.raises(RequestFailed, match="no room for a layer"):
         engine.generate(PROMPT, SHORT, capture=Capture())
     monkeypatch.undo()
@@ -130,7 +130,7 @@ def test_steps_that_fail_leave_no_cells_taken(engine: SyncEngine, monkeypatch: p
 def test_a_fault_behind_the_forward_is_survived(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's runner refuses a step while the forward of another one waits to be sampled."""
     wanted = engine.generate(PROMPT, SHORT).token_ids
-    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.over", lambda _: True)
+    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.end_forward", lambda _: True)
     with pytest.raises(RequestFailed, match="no tap ran in a step"):
         engine.generate(PROMPT, SHORT)
     monkeypatch.undo()
