@@ -91,12 +91,12 @@ def serve_ours(args: argparse.Namespace) -> None:
     from steerscope.engines.load import load_engine
     from steerscope.serving.app import create_app
     from steerscope.serving.run import serve_app
-    from steerscope.serving.settings import Settings
+    from steerscope.serving.settings import ServerSettings
 
     serve_app(
         create_app(
             lambda: load_engine(args.model, engine="vllm", vllm=options_of(args, args.child)),
-            Settings(port=args.port, model_name="model"),
+            ServerSettings(port=args.port, model_name="model"),
         )
     )
 

@@ -34,7 +34,7 @@ from steerscope.specs.watch import flag, steer, stop, when
 
 LIMITS = {"float32": 1e-3, "bfloat16": 0.15}  # of a probability; what rows rounded to bf16 do to random lenses
 PACK = "random"
-_LEFT = ("running", "waiting", "slots_in_use", "worker_slots_in_use", "worker_askers", "capture_bytes")
+_LEFT = ("running", "waiting", "slots_in_use", "worker_slots_in_use", "worker_requests", "capture_bytes")
 
 
 def watches(hidden: int) -> list[Watch | None]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from steerscope.bench.shapes import NoTokenizer, load_model, model_config, vllm_model
-from steerscope.bench.steps import Steps, clocked
+from steerscope.bench.steps import StepTimes, clocked
 from steerscope.bench.workload import NotMeasured, Setup, capture_of, check_batched, steering_of, steers, wanted_rows
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.private import private, private_bytes
@@ -111,7 +111,7 @@ class BareVLLM:
         self._params = functools.cache(lambda tokens: SamplingParams(max_tokens=tokens, output_kind=kind, **asked))
         self.engine = self._start(vllm_arguments(setup, scratch) | more)
         self._thread = ThreadPoolExecutor(1)
-        self.steps = Steps(self.engine.step)
+        self.steps = StepTimes(self.engine.step)
         self.engine.step = self.steps
 
     def _start(self, arguments: dict[str, Any]) -> Any:
@@ -195,10 +195,10 @@ class Ours:
         self._sampling = functools.cache(lambda tokens: Sampling(max_tokens=tokens, ignore_eos=True))
         self._room = torch.empty(0, dtype=torch.uint8)
         self.noop = setup.engine == "vllm" and self.engine.aio.settings.noop  # type: ignore[attr-defined]
-        self._steps: Steps | None = None
+        self._steps: StepTimes | None = None
         if setup.engine == "vllm":
             leaving = self.engine.aio.exit  # type: ignore[attr-defined]
-            leaving.step = self._steps = Steps(leaving.step)
+            leaving.step = self._steps = StepTimes(leaving.step)
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
         before = self.engine.stats()

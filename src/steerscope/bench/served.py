@@ -25,7 +25,7 @@ from steerscope.bench.workload import NotMeasured, Setup, check_streams, steerin
 from steerscope.engines.detokenizer import Decoder
 from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
-from steerscope.serving.settings import Settings
+from steerscope.serving.settings import ServerSettings
 from steerscope.specs import Steering
 
 LENGTHS = 5  # of the prompts
@@ -77,7 +77,7 @@ def _speak(driver: Ours, setup: Setup) -> None:
 
 @contextmanager
 def _running(driver: Ours) -> Iterator[tuple[Server, threading.Thread]]:
-    server = Server(create_app(driver.engine.aio, Settings(port=0, max_running=4096)))
+    server = Server(create_app(driver.engine.aio, ServerSettings(port=0, max_running=4096)))
     thread = threading.Thread(target=server.run, name="server", daemon=True)
     thread.start()
     try:

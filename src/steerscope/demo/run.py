@@ -4,6 +4,7 @@ Prompts serve one purpose each: the scale was chosen on `SWEEP_PROMPTS`, the tex
 the statistics come from the test prompts in `measures`.
 """
 
+import itertools
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,6 @@ from steerscope.demo.measures import (
     set_up,
     surprises,
 )
-from steerscope.demo.progress import Steps
 from steerscope.demo.report import html_report, telling_lines
 from steerscope.demo.results import Answer, Dose, HeatMap, Plane, Point, Results
 from steerscope.demo.watching import CONCEPTS, fit_small_pack, watch
@@ -34,6 +34,7 @@ from steerscope.engines.load import load
 from steerscope.engines.results import Generation
 from steerscope.extraction import load_contrast_set, sentence_rows, sentences
 from steerscope.files import atomic_path
+from steerscope.progress import ProgressBars
 from steerscope.specs.capture import Capture
 from steerscope.specs.steering import Steering
 
@@ -153,30 +154,34 @@ def _finished(text: str) -> str:
     return (found[0] if found and len(found[0]) > 20 else text).strip()
 
 
-def measure(model: str, steps: Steps, packs: Path, *, sweep_tokens: int = 24, answer_tokens: int = 40) -> Results:
+def measure(model: str, bars: ProgressBars, packs: Path, *, sweep_tokens: int = 24, answer_tokens: int = 40) -> Results:
     """Measure everything on one model, and write its lens pack to `packs`."""
     began = time.perf_counter()
-    steps(f"loading {model}")
-    with load(model, max_batch=64, progress=steps.say) as engine:
-        steps.count_rows(lambda: engine.stats()["rows"])
+    numbers = itertools.count()
+
+    def step(text: str) -> None:
+        bars("demo", next(numbers), STEPS, text, log=True)
+
+    step(f"loading {model}")
+    with load(model, max_batch=64, progress=bars.say) as engine:
         data = load_contrast_set("happy_sad")
-        steps(f"vector from {len(data.extraction)} sentence pairs")
+        step(f"vector from {len(data.extraction)} sentence pairs")
         subject = set_up(engine, data)
         auroc = heldout_auroc(subject)
-        steps(f"against {RANDOM_DIRECTIONS} random directions")
+        step(f"against {RANDOM_DIRECTIONS} random directions")
         odds, tested = control(subject, SCALES, SCALE)
-        steps(f"sweeping {len(SCALES)} scales")
+        step(f"sweeping {len(SCALES)} scales")
         swept = sweep(subject, sweep_tokens)
         curve = doses(subject, swept, odds)
-        steps("unsteered, steered, capped, ablated")
+        step("unsteered, steered, capped, ablated")
         steered, caps = steerings(subject, swept[SCALES.index(0.0)])
         shown = answers(subject, SHOWN_PROMPTS, list(steered.values()), answer_tokens, [Capture()] * len(steered))
-        steps("projecting every token at every layer")
+        step("projecting every token at every layer")
         looks = looks_at(subject, list(steered), shown)
-        steps(f"lenses for {', '.join(CONCEPTS)}")
+        step(f"lenses for {', '.join(CONCEPTS)}")
         pack = fit_small_pack(subject, packs)
         lenses = watch(subject, pack, SHOWN_PROMPTS[0], dict(list(steered.items())[:3]), answer_tokens)
-        steps("principal components")
+        step("principal components")
         three = zip(list(steered)[:3], shown, (0.0, SCALE, -SCALE), strict=False)
         texts = {name: [g.text for g in [*group, *swept[SCALES.index(at)]]] for name, group, at in three}
         layer = subject.read_layer
@@ -237,8 +242,9 @@ def facts(subject: Subject, model: str) -> dict[str, Any]:
 def run_demo(out: Path, model: str = "smollm2-135m") -> None:
     """Measure, write `out`/index.html and the pack `out`/lenses, and print what was found."""
     out.mkdir(parents=True, exist_ok=True)
-    with Steps(STEPS) as steps:
-        results = measure(model, steps, out / "lenses")
+    with ProgressBars() as bars:
+        results = measure(model, bars, out / "lenses")
+        bars("demo", STEPS, STEPS, "done")
     page = out / "index.html"
     with atomic_path(page) as temporary:
         temporary.write_text(html_report(results), encoding="utf-8")
