@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu.stream_client import play
 from steerscope.bench.one import hardware, versions
 from steerscope.bench.shapes import shape_config
 from steerscope.bench.stats import paired
+from steerscope.bench.stream_client import play
 
 KINDS = ("stock-http", "ours-http", "stock-library", "ours-library")
 NARROW = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}  # of vLLM without a usage context: `ours-narrow`

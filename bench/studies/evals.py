@@ -50,7 +50,7 @@ from steerscope.evals.summary import compare
 from steerscope.extraction import Examples, extract, load_contrast_set
 from steerscope.extraction.endpoint import Endpoint
 from steerscope.extraction.personas.definitions import load_personas
-from steerscope.extraction.personas.rollouts import RolloutSettings
+from steerscope.extraction.runs import RolloutSettings
 from steerscope.vectors.vector import SteeringVector
 
 MODEL, TRAIT, PARTS = "smollm2-135m", "cheerful", (-1.0, -0.5, 0.5, 1.0)
