@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from serving.live import Live, eventually
 from steerscope.engines.api import Engine
-from steerscope.serving.app import create_app
-from steerscope.serving.run import Server
 from steerscope.serving.settings import ServerSettings
 from support.waiting import HUNG_S
 
@@ -37,25 +34,16 @@ def chromium_path() -> str:
 @contextlib.contextmanager
 def served(start: Callable[[], Engine], settings: ServerSettings, ready: bool = True) -> Iterator[str]:
     """The address of a server that is ready, or only listens; it ends with the block."""
-    server = Server(create_app(start, settings))
-    thread = threading.Thread(target=server.run, name="page-server")
-    thread.start()
+    server = Live(start, settings)
     try:
-        came = lambda: server.started and (server.serving.ready or not ready)  # noqa: E731
-        wait_for(lambda: came() or not thread.is_alive(), "the server")
-        assert server.serving.failure is None, server.serving.failure
-        yield server.address
+        yield server.ready().url if ready else server.url
     finally:
-        server.should_exit = True
-        thread.join()
+        server.stop()
 
 
 def wait_for(done: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + HUNG_S
-    while not done():
-        if time.monotonic() > end:
-            raise TimeoutError(f"{what} did not come")
-        time.sleep(0.05)
+    if not eventually(lambda: bool(done())):
+        raise TimeoutError(f"{what} did not come")
 
 
 @dataclass

@@ -1,70 +1,27 @@
 """A real server on a real socket, over each engine that is installed."""
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
-from openai import AsyncOpenAI, OpenAI
 
 from engines.conftest import ENGINES, saved, start_vllm
 from lenses import packs
+from serving.live import KEY as KEY
+from serving.live import Live
 from steerscope import SteeringVector, save_vector
 from steerscope.engines.api import Engine
 from steerscope.engines.hf import HFEngine
-from steerscope.serving.app import create_app
-from steerscope.serving.run import Server
 from steerscope.serving.settings import ServerSettings
-from steerscope.serving.state import Serving
 from support import tiny
 from support.waiting import HUNG_S
 
 NAME = "tiny"
-KEY = "sk-test"
 
 for part in ("connect", "read", "write", "pool"):  # five seconds otherwise, wherever a test names none
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, part, HUNG_S)
-
-
-class Live:
-    """A server in a thread of its own."""
-
-    def __init__(self, start: Callable[[], Engine] | Engine, settings: ServerSettings) -> None:
-        self.server = Server(create_app(start, settings))
-        self.serving: Serving = self.server.serving
-        self._thread = threading.Thread(target=self.server.run, daemon=True)
-        self._thread.start()
-        self.until(lambda: self.server.started)
-        self.url = self.server.address
-        self.http = httpx.Client(base_url=self.url, timeout=HUNG_S)
-
-    def until(self, holds: Callable[[], bool], seconds: float = HUNG_S) -> None:
-        deadline = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < deadline, "it never came true"
-            time.sleep(0.01)
-
-    def ready(self) -> "Live":
-        self.until(lambda: self.serving.ready or self.serving.failure is not None)
-        assert self.serving.failure is None, self.serving.failure
-        return self
-
-    @property
-    def openai(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=HUNG_S)
-
-    @property
-    def async_openai(self) -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=HUNG_S)
-
-    def stop(self) -> None:
-        self.http.close()
-        self.server.should_exit = True
-        self._thread.join(timeout=HUNG_S)
-        assert not self._thread.is_alive()
 
 
 def hf_engine(kind: str = "bytes", **options: object) -> HFEngine:

@@ -4,11 +4,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import httpx
 import torch
 from fastapi import FastAPI
+from openai import AsyncOpenAI, OpenAI
 
 from steerscope.engines.api import Engine
 from steerscope.engines.hf import HFEngine
@@ -19,23 +19,44 @@ from steerscope.serving.state import Serving
 from support import tiny
 from support.waiting import HUNG_S
 
+KEY = "sk-test"
 
-@dataclass
+
 class Live:
-    url: str
-    server: Server
+    """A server in a thread of its own; `ready` waits until it takes requests."""
+
+    def __init__(self, start: Callable[[], Engine] | Engine, settings: ServerSettings) -> None:
+        self.server = Server(create_app(start, settings))
+        self.serving: Serving = self.server.serving
+        self._thread = threading.Thread(target=self.server.run, name="server", daemon=True)
+        self._thread.start()
+        self.until(lambda: self.server.started or not self._thread.is_alive())
+        self.url = self.server.address
+        self.http = httpx.Client(base_url=self.url, timeout=HUNG_S)
+
+    def ready(self) -> "Live":
+        self.until(lambda: self.serving.ready or self.serving.failure is not None)
+        assert self.serving.failure is None, self.serving.failure
+        return self
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        assert eventually(holds), "it never came true"
 
     @property
     def app(self) -> FastAPI:
         return self.server.config.app  # type: ignore[return-value]
 
     @property
-    def serving(self) -> Serving:
-        return self.server.serving
+    def engine(self) -> Engine:
+        return self.serving.engine
 
     @property
-    def engine(self) -> Engine:
-        return self.server.serving.engine
+    def openai(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=HUNG_S)
+
+    @property
+    def async_openai(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=HUNG_S)
 
     def idle(self, seconds: float = HUNG_S) -> bool:
         """Whether the engine comes to rest with all memory given back."""
@@ -46,6 +67,12 @@ class Live:
             return not busy and not stats["running"] and not stats["waiting"]
 
         return eventually(rests, seconds)
+
+    def stop(self) -> None:
+        self.http.close()
+        self.server.should_exit = True
+        self._thread.join(HUNG_S)
+        assert not self._thread.is_alive()
 
 
 def eventually(holds: Callable[[], bool], seconds: float = HUNG_S) -> bool:
@@ -75,16 +102,10 @@ def tiny_engine(**options: object) -> HFEngine:
 
 @contextmanager
 def live(start: Callable[[], Engine] | Engine = tiny_engine, **settings: object) -> Iterator[Live]:
-    server = Server(create_app(start, ServerSettings.parse({"port": 0, "drain_s": 2.0, **settings})))
-    thread = threading.Thread(target=server.run, name="server")
-    thread.start()
+    server = Live(start, ServerSettings.parse({"port": 0, "drain_s": 2.0, **settings}))
     try:
-        assert eventually(lambda: server.started or not thread.is_alive(), HUNG_S)
-        assert eventually(lambda: server.serving.ready or server.serving.failure is not None, HUNG_S)
-        assert server.serving.failure is None, server.serving.failure
-        assert httpx.get(f"{server.address}/ready").status_code == 200
-        yield Live(server.address, server)
+        server.ready()
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+        yield server
     finally:
-        server.should_exit = True
-        thread.join(HUNG_S)
-        assert not thread.is_alive()
+        server.stop()
