@@ -25,7 +25,7 @@ class HookTimer:
     def __enter__(self) -> "HookTimer":
         from steerscope.engines.vllm.worker import delivery, pool, step_index, worker
 
-        classes: list[type] = [worker.WorkerTaps, step_index.Books, delivery.Delivery, pool.HostPool]
+        classes: list[type] = [worker.WorkerTaps, step_index.StepIndex, delivery.Delivery, pool.HostPool]
         if torch.cuda.is_available():
             from steerscope.engines.vllm.cuda import pool
 

@@ -197,8 +197,8 @@ class WholePrompts:
         summed = self.run()
         if not torch.allclose(plain.float(), summed.float(), rtol=torch.finfo(plain.dtype).eps, atol=0):
             raise SystemExit("summed: another norm than where rows are kept")
-        for one in self.prompts.taken:
-            sums = self.pool[one.cell : one.cell + one.sums].view(-1).view(torch.float32).view(-1, self.hidden)
+        for one in self.prompts.prompts:
+            sums = self.pool[one.cell : one.cell + one.sum_cells].view(-1).view(torch.float32).view(-1, self.hidden)
             mine = rows[one.token : one.token + one.summed].double()
             if float((sums.double().sum(0) - mine.sum(0)).norm() / mine.sum(0).norm()) > _SUM:
                 raise SystemExit("summed: other sums than those of the rows")

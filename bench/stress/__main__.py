@@ -8,7 +8,6 @@ import typer
 
 from bench.stress.run import Plan, prepare, run
 from steerscope.bench.one import write
-from steerscope.cli import options as o
 from support.targets import check_loopback
 
 app = typer.Typer()
@@ -20,7 +19,9 @@ def stress(
         Path | None,
         typer.Argument(help="Where the small model and its lenses are, or are put; a scratch one if left out."),
     ] = None,
-    engine_name: o.EngineName = "hf",
+    engine_name: Annotated[
+        Literal["hf", "vllm"], typer.Option("--engine", help="hf: transformers; vllm: vLLM, where installed.")
+    ] = "hf",
     server: Annotated[str | None, typer.Option(help="A server on this machine that runs the folder's model.")] = None,
     requests: Annotated[int, typer.Option(min=0, help="At most so many; 0 only makes the folder.")] = 1000,
     seconds: Annotated[float, typer.Option(min=1, help="No new round after so long.")] = 600.0,

@@ -80,7 +80,8 @@ def divergence(
     from scipy.stats import rankdata
     from sklearn.preprocessing import normalize
 
-    similar = normalize(np.asarray(embed(contexts))) @ normalize(np.asarray(embed(described))).T
+    meanings = np.asarray(normalize(np.asarray(embed(described))))
+    similar = np.asarray(normalize(np.asarray(embed(contexts)))) @ meanings.T
     text_ranks = rankdata(-np.round(similar, 9), axis=1) - 1
     return [_of(readings, i, text_ranks[i]) for i in range(len(readings))]
 

@@ -41,7 +41,7 @@ class PrefillRows:
 
     def __init__(self, prompts: list[PromptSlice], span: int) -> None:
         """`span` is the number of cells of one row of sums; 0: the taps of this step sum nothing."""
-        self._prompts, self._span = prompts, span
+        self.prompts, self._span = prompts, span
         if span:
             for prompt in prompts:
                 prompt.summed = _rows_to_sum(prompt)
@@ -54,7 +54,7 @@ class PrefillRows:
         batch and the pool are written together."""
         blocks: list[tuple[TrackedRequest, int, int, int]] = []  # of one group: first token, tokens, first cell
         slices = []
-        for prompt in self._prompts:
+        for prompt in self.prompts:
             request, prompt.cell = prompt.request, cell
             first = cell + prompt.sum_cells
             slices.append(
@@ -79,7 +79,7 @@ class PrefillRows:
         The tokens of one run lie as far apart as the request has runs, so that tokens that are computed at the same
         time lie side by side."""
         found, done = [], 0
-        for prompt in self._prompts:
+        for prompt in self.prompts:
             if not prompt.summed:
                 continue
             found.append(_runs_without_sums(done, prompt.token))
