@@ -9,7 +9,7 @@ TORCH_OPTIONS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP_INSTALL := -m pip install -q --disable-pip-version-check --progress-bar off
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check --progress-bar off
 PIP := $(BIN)/python $(PIP_INSTALL) -c constraints.txt
 # vLLM has an environment of its own: it is large, and the demo does not need it.
 VLLM := .venv-vllm

@@ -169,7 +169,7 @@ def test_passes_give_every_cell_a_part_of_its_rounds_in_turn(run: Any) -> None:
     assert found["zero-layer"]["rounds"] == 6
 
 
-def test_two_untouched_engines_are_compared_like_any_others(run: Any) -> None:
+def test_two_unmodified_engines_are_compared_like_any_others(run: Any) -> None:
     found = run("twin", "zero-layer")["cells"]["twin"]
     assert found["ratio"]["median"] == 1.0
     assert "goal" not in found
@@ -296,17 +296,17 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     profile = {"cell": "add", "hooks": {"WorkerTaps._stage": times}}
     (tmp_path / "gpu" / "profile-add.json").write_text(json.dumps({"profile": profile}))
     found["cells"].pop("cap")
-    head = "| ms more than untouched vLLM | coming | step | rounds | it starts in |\n|---|---|---|---|---|"
+    head = "| ms more than unmodified vLLM | coming | step | rounds | it starts in |\n|---|---|---|---|---|"
     assert head in phases(tmp_path)
-    assert "| nothing is asked | +0.01 | +0.00 | 6 |" in phases(tmp_path)
+    assert "| nothing requested | +0.01 | +0.00 | 6 |" in phases(tmp_path)
     text = speed(tmp_path)
     assert "**tiny, 2 × (6 + 4)**" in text
-    assert "| nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | ≤ +0.5 %: holds | +0.0 % |  |" in text
+    assert "| nothing requested | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | ≤ +0.5 %: holds | +0.0 % |  |" in text
     assert "| ≤ +1.0 %: **missed** | +0.0 % (goal ≤ 1 %) | 100.0; 10.0 (goal ≥ 10) | 100.0 % |" in text
     assert "the process died" in text
     waited = "| +0.40 % [+0.40, +0.40] | 250 | 6 |"
-    assert f"| tiny, 2 × (6 + 4) | nothing is asked | 1.0000 | 1.0040 {waited}" in shapes(tmp_path)
-    assert "| tiny, 2 × (6 + 4) | cap, likewise | — | — |" in shapes(tmp_path)
+    assert f"| tiny, 2 × (6 + 4) | nothing requested | 1.0000 | 1.0040 {waited}" in shapes(tmp_path)
+    assert "| tiny, 2 × (6 + 4) | cap at every layer, one vector per request | — | — |" in shapes(tmp_path)
     assert "| `WorkerTaps._stage` | 12.3 | 1 | 5.0 |" in hooks(tmp_path)
     told = {"baseline": [9.0, 9.0, 9.0, 3.0, 3.0, 3.0, 3.0], "tapped": [1.0, 1.0, 1.0, 3.01, 3.01, 3.5, 3.01]}
     many = {"baseline": [3.0] * 33, "tapped": [3.2] * 33}
@@ -319,12 +319,12 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     assert "| +0 | +0.0 | +0.0 | none |" in steps(tmp_path)
     found["configuration"] |= {"stagger": 3, "eager": True}
     (tmp_path / "gpu" / "speed-ends.json").write_text(json.dumps(found))
-    assert "| tiny, 2 × (6 + 1 to 4), eager | nothing is asked |" in shapes(tmp_path)
+    assert "| tiny, 2 × (6 + 1 to 4), eager | nothing requested |" in shapes(tmp_path)
     found["configuration"] |= {"stagger": 0, "eager": False, "pool_bytes": 5_800_000_000}
     (tmp_path / "gpu" / "speed-room.json").write_text(json.dumps(found))
-    assert "| tiny, 2 × (6 + 4), 5.8 GB for rows | nothing is asked |" in shapes(tmp_path)
+    assert "| tiny, 2 × (6 + 4), 5.8 GB for rows | nothing requested |" in shapes(tmp_path)
     (tmp_path / "gpu" / "speed-room-again.json").write_text(json.dumps(found))
-    assert "| tiny, 2 × (6 + 4), 5.8 GB for rows, again | nothing is asked |" in shapes(tmp_path)
+    assert "| tiny, 2 × (6 + 4), 5.8 GB for rows, again | nothing requested |" in shapes(tmp_path)
 
 
 def test_the_table_of_vllms_own_way_to_get_at_rows(run: Any, tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_the_table_of_vllms_own_way_to_get_at_rows(run: Any, tmp_path: Path) -> 
     step, rows = cell["phases"]["tapped"]["step"], f"{cell['rows']:,} ({cell['bytes'] / 1e9:.2f} GB)"
     assert f"] | {step:.2f} | {rows} | {cell['rounds']} |" in text
     assert f"| {step:.2f} |  | 6 |" in next(line for line in text.splitlines() if "against itself" in line)
-    assert "| cap, likewise | — | — |" in text
+    assert "| cap at every layer, one vector per request | — | — |" in text
     assert "No figures yet" in shapes(tmp_path)
 
 
@@ -377,13 +377,13 @@ def test_ops_are_shown_by_the_run_that_proved_that_they_act(run: Any, tmp_path: 
     del found["cells"]["cap"]["verified"]
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "speed-qwen2.5-3b.json").write_text(json.dumps(found))
-    assert "| cap, likewise | +0.4 %" in costs(tmp_path)
+    assert "| cap at every layer, one vector per request | +0.4 %" in costs(tmp_path)
     assert ", again" not in speed(tmp_path)
     for cell in found["cells"].values():
         cell["ratio"] |= {"median": 1.015, "interval": [1.01, 1.02]}
     (tmp_path / "gpu" / "speed-qwen2.5-3b-again-32x512-128.json").write_text(json.dumps(found))
     text = costs(tmp_path)
-    assert "| cap, likewise (another run) | +1.5 % [+1.0, +2.0] |" in text
+    assert "| cap at every layer, one vector per request (another run) | +1.5 % [+1.0, +2.0] |" in text
     assert text.count("another run") == 1
     assert "| all layers, generated tokens | +0.4 %" in text
     first, second = speed(tmp_path).split("**tiny, 2 × (6 + 4), again**")
