@@ -84,6 +84,7 @@ def acceptance(results: Path) -> str:
     )
 
 
+_PROOF = "[proof on a GPU](vllm-internals.md#proof-on-a-gpu)"
 _CELLS = {
     "qwen": "Qwen2.5-3B shape, V2 runner, graphs",
     "warm": "the same, from a warm compile cache",
@@ -145,7 +146,7 @@ def versions(results: Path) -> str:
         lines.append((_minor(run["vllm"]), line))
     for version, found in _on_gpu(results).items():
         first, rows = found[0], sum(run["rows"] for run in found)
-        line = f"| {version} | {first['torch']} | GPU ({first['device']}) | see below | {rows:,} |"
+        line = f"| {version} | {first['torch']} | GPU ({first['device']}) | {_PROOF} | {rows:,} |"
         lines.append((_minor(version), line))
     for version, pins in _load(results, "vllm_surface.json")["versions"].items():
         if _minor(version) not in [minor for minor, _ in lines]:
