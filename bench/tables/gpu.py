@@ -95,7 +95,7 @@ def interval(cell: dict, digits: int, of: str = "ratio") -> str:
 
 
 def speed(results: Path) -> str:
-    """What each kind of request costs against unmodified vLLM, next to its goal; and some of them by a later version."""
+    """Return what each kind of request costs, next to its goal, and some of them by a later version."""
     if not (results / "gpu" / _MAIN).exists():
         return "*No figures yet: run `bench/gpu/speed.sh` where there is a GPU.*"
     found = [_speed(main_run(results), "")]
@@ -105,9 +105,8 @@ def speed(results: Path) -> str:
 
 
 def _speed(data: dict, which: str) -> str:
-    head = (
-        "| request | unmodified s | steerscope s | overhead, 95 % interval | goal | drift | copies, GB/s | same texts |"
-    )
+    times = "unmodified, s | steerscope, s | overhead, 95 % interval"
+    head = f"| request | {times} | goal | drift | copies, GB/s | same texts |"
     lines = [f"**{_shape(data)}{which}**", "", head, "|---" * 8 + "|", *_cells(data, _goals)]
     rounds = [cell["rounds"] for cell in data["cells"].values() if "rounds" in cell]
     versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("vllm", "torch") if name in data["versions"])
@@ -163,7 +162,7 @@ def shapes(results: Path) -> str:
     """Other models and batches, which have no goals."""
     found = sorted((results / "gpu").glob("speed*.json"), key=lambda file: file.stem)
     files = [file for file in found if file.name not in (_MAIN, AGAIN, _PEER)]
-    head = "| shape | request | unmodified s | steerscope s | overhead, 95 % interval | a step waited, ms | rounds |"
+    head = "| shape | request | unmodified, s | steerscope, s | overhead, 95 % interval | a step waited, ms | rounds |"
     lines = [head, "|---" * 7 + "|"]
     for file in files:
         shape = _shape(data := json.loads(file.read_text())) + (", again" if file.stem.endswith("-again") else "")
@@ -188,7 +187,7 @@ def hidden_states(results: Path) -> str:
         rows = f"{cell['rows']:,} ({cell['bytes'] / 1e9:.2f} GB)" if cell.get("rows") else ""
         return f"{cell['phases']['tapped']['step']:.2f} | {rows} | {cell['rounds']}"
 
-    head = "| request | unmodified s | it takes s | overhead, 95 % interval | step, ms | rows | rounds |"
+    head = "| request | unmodified, s | this way, s | overhead, 95 % interval | step, ms | rows | rounds |"
     return "\n".join([f"**{_shape(data)}**", "", head, "|---" * 7 + "|", *_cells(data, ending)])
 
 

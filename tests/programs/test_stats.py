@@ -80,13 +80,14 @@ def test_a_pair_that_was_measured_again_is_not_left_out_of_the_table_of_every_pa
     for name, cells in runs.items():
         (folder / f"{name}-qwen2.5-3b.json").write_text(json.dumps({"cells": cells}))
     same = "+0.00 % [+0.00, +0.00], 5 pairs"
+    cap = "cap at every layer, one vector per request"
     assert pairs(tmp_path).splitlines() == [
         "| every pair | this run | goal | 1 before it | 2 before it |",
         "|---|---|---|---|---|",
         f"| unmodified vLLM against itself | {same} |  | {same} | {same} |",
         f"| all layers, last prompt token | +0.20 % [+0.20, +0.20], 5 pairs | ≤ +0.5 %: holds | {same} |  |",
         "| all layers, mean | no room |  |  |  |",
-        f"| cap at every layer, one vector per request | +5.00 % [+0.68, +6.12], 5 pairs | ≤ +2.0 %: **missed** |  | {same} |",
+        f"| {cap} | +5.00 % [+0.68, +6.12], 5 pairs | ≤ +2.0 %: **missed** |  | {same} |",
     ]
 
 
