@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from bench.gpu.taps import microseconds
+from bench.random_packs import make_pack
 from steerscope.bench.one import write
-from steerscope.bench.shapes import make_pack
 from steerscope.lenses import fused
 from steerscope.lenses.bank import Bank
-from steerscope.lenses.stack import SlotRange, Weights
+from steerscope.lenses.stack import Weights
 
 BYTES, WARPS, STAGES = (64, 128, 256), (4, 8), (2, 3, 4)
 _OTHER, _MEMORY = "other", "memory"
@@ -30,20 +30,20 @@ _OTHER, _MEMORY = "other", "memory"
 
 def ways(bank: Bank, rows: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Each gives logits [rows, lenses], but for `memory`."""
-    stack, run = bank._stack, SlotRange(0, len(bank), False)
-    x = stack.inputs(rows, [run])[False]
+    stack = bank._stack
+    _, x = stack.inputs(rows)[0]
     out, words = torch.empty(len(rows), len(bank), device=rows.device), stack.tensors["w0"].view(torch.int32)
 
     def way(how: fused.Shape | None) -> Callable[[], Tensor]:
         def run_it() -> Tensor:
-            fused.evaluate(stack.tensors, x, run.start, run.stop, out, how)
+            fused.evaluate(stack.tensors, x, 0, stack.slots, out, how)
             return out
 
         return run_it
 
     def other() -> Tensor:
         step = stack.tiles(len(rows)).lenses
-        parts = [stack._tile(x, start, min(start + step, run.stop)).T for start in range(0, run.stop, step)]
+        parts = [stack._products(x, slice(start, start + step)).T for start in range(0, stack.slots, step)]
         return torch.cat(parts, 1)
 
     found = {_OTHER: other, _MEMORY: lambda: words.amax(), "as it is": way(None)}

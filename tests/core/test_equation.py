@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steerscope.core.equation import NOTHING, apply, change, change_float64, look_up, settle
+from steerscope.core.equation import NOTHING, apply, change, look_up, settle
 from steerscope.specs.steering import Ablate, Add, Cap, Coefficients
+from support.float64 import change_float64
 
 HIDDEN = 48
 GATES = torch.tensor([1.0, 0.0, 0.5])  # gate 0 is the constant 1

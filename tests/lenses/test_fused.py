@@ -183,7 +183,7 @@ def test_nothing_is_written_beside_the_lenses_that_were_asked_for() -> None:
 
     bank = Bank(make(hidden=40, widths=(16, 8)))
     some, out = rows(3, 40), torch.full((5, len(bank)), 7.0)
-    fused.evaluate(bank._stack.tensors, bank._stack.inputs(some, bank._runs)[False], 2, 5, out[:3, 1:4])
+    fused.evaluate(bank._stack.tensors, bank._stack.inputs(some)[0][1], 2, 5, out[:3, 1:4])
     torch.testing.assert_close(out[:3, 1:4], bank.logits(some)[:, 2:5], atol=1e-5, rtol=1e-5)
     out[:3, 1:4] = 7.0
     assert (out == 7).all()

@@ -334,8 +334,8 @@ def test_every_problem_of_a_directory_is_in_one_error(tmp_path: Path):
         "colour",
         "[1].id",
         "level",
-        "w1: is in pack.json but not",
-        "zzz: is in",
+        "w1: is missing, pack.json says",
+        "zzz: is float32 [1], pack.json says nothing",
         "b0: is",
     ):
         assert expected in text

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lenses.packs import make
 from steerscope.lenses.compile import MOST_CLAUSES, MOST_RULES, compile_rules
-from steerscope.lenses.rules import Rules, Sizes
+from steerscope.lenses.rules import Rules
 from steerscope.specs import Add
 from steerscope.specs.errors import CapacityExceeded
 from steerscope.specs.watch import Condition, Rule, all_of, any_of, flag, not_, steer, stop, when
@@ -68,7 +68,7 @@ class SteppedRequests:
     """Requests that go through the tensors in steps, some rows of each at a time."""
 
     def __init__(self, requests: list[tuple[list[Rule], list[dict[str, float]]]]) -> None:
-        self.rules = Rules(sizes=Sizes(slots=8))
+        self.rules = Rules(slots=8)
         self.requests = requests
         self.compiled = [compile_rules(mine, PACK)[0] for mine, _ in requests]
         self.slots = [self.rules.admit(c, [term.lens for term in c.terms]) for c in self.compiled]
@@ -143,7 +143,7 @@ def test_hysteresis_holds_between_the_two_thresholds():
 
 def test_a_slot_that_is_used_again_remembers_nothing():
     rule = when("c0.0", above=0.5, for_tokens=2).then(flag("x"))
-    tensors = Rules(sizes=Sizes(slots=1))
+    tensors = Rules(slots=1)
     compiled, _ = compile_rules([rule], PACK)
     high = torch.full((1, tensors.sizes.terms), 0.9)
     for _ in range(2):
@@ -166,7 +166,7 @@ def test_a_score_that_lies_on_a_threshold_is_on_neither_side_of_it(bound: str):
 
 def test_a_score_that_is_not_a_number_meets_nothing():
     compiled, _ = compile_rules([when("c0.0", above=0.1).then(flag("x"))], PACK)
-    tensors = Rules(sizes=Sizes(slots=1))
+    tensors = Rules(slots=1)
     slot = tensors.admit(compiled, [0])
     scores = torch.full((1, tensors.sizes.terms), torch.nan)
     assert not tensors.advance(scores, torch.tensor([slot]), torch.tensor([0])).on.any()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from steerscope.core.equation import change_float64
 from steerscope.specs.steering import Coefficients
+from support.float64 import change_float64
 
 _POST = ("post_attention_layernorm", "post_feedforward_layernorm")
 _TRANSFORMER = ("transformer.h", "attn", "mlp", "transformer.ln_f")

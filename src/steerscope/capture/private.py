@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from steerscope.capture.rows import Rows
-from steerscope.core.slot_table import Key
 from steerscope.specs.errors import InvalidRequest, Problem
 
+Identity = tuple[int, torch.Size, tuple[int, ...]]  # address, shape and strides
 THREADS = min(8, os.cpu_count() or 1)
 _ALIGN = 64
 _PART = 4 << 20  # bytes that one thread copies at a time
@@ -30,15 +30,19 @@ def private(rows: Sequence[Rows], room: Tensor | None = None, threads: int = THR
     """Copy all rows: each to fresh memory, or side by side to `room`, of at least `private_bytes(rows)` bytes."""
     if room is not None:
         _check(room, private_bytes(rows))
-    made, parts, start = [], list[tuple[Tensor, Tensor]](), 0
+    made: list[Rows] = []
+    parts: list[tuple[Tensor, Tensor]] = []
+    start = 0
     for one in rows:
         size = private_bytes([one])
         where = _fresh(size) if room is None else room[start : start + size]
         copies = _placed(one, where)
-        parts += [part for key in _once(one) for part in _parts(copies[key], one.tensors[key])]
-        made.append(replace(one, tensors=copies))
+        for identity, tensor in _distinct(one).items():
+            parts += _parts(copies[identity], tensor)
+        made.append(replace(one, tensors={key: copies[_identity(tensor)] for key, tensor in one.tensors.items()}))
         start += size
-    if (threads := min(threads, -(-sum(to.nbytes for to, _ in parts) // _PART))) > 1:  # one part is not worth a thread
+    threads = min(threads, -(-sum(to.nbytes for to, _ in parts) // _PART))  # one part is not worth a thread
+    if threads > 1:
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(_copy, parts))
     else:
@@ -49,7 +53,7 @@ def private(rows: Sequence[Rows], room: Tensor | None = None, threads: int = THR
 
 def private_bytes(rows: Sequence[Rows]) -> int:
     """Return the bytes of their copies."""
-    return sum(_aligned(one.tensors[key].nbytes) for one in rows for key in _once(one))
+    return sum(_aligned(tensor.nbytes) for one in rows for tensor in _distinct(one).values())
 
 
 def _check(room: Tensor, size: int) -> None:
@@ -65,20 +69,23 @@ def _check(room: Tensor, size: int) -> None:
     raise InvalidRequest([Problem("room", what, remedy)])
 
 
-def _once(rows: Rows) -> list[Key]:
-    """Return one key per tensor: two sites of one tap share a tensor."""
-    found = {(tensor.data_ptr(), tensor.shape, tensor.stride()): key for key, tensor in rows.tensors.items()}
-    return list(found.values())
+def _identity(tensor: Tensor) -> Identity:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-def _placed(rows: Rows, where: Tensor) -> dict[Key, Tensor]:
-    known, start = dict[tuple, Tensor](), 0
-    for key in _once(rows):
-        tensor = rows.tensors[key]
-        to = where[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        known[tensor.data_ptr(), tensor.shape, tensor.stride()] = to
+def _distinct(rows: Rows) -> dict[Identity, Tensor]:
+    """Return each tensor once: two sites of one tap share a tensor."""
+    return {_identity(tensor): tensor for tensor in rows.tensors.values()}
+
+
+def _placed(rows: Rows, where: Tensor) -> dict[Identity, Tensor]:
+    """Return the parts of `where` that hold the copies, side by side."""
+    found: dict[Identity, Tensor] = {}
+    start = 0
+    for identity, tensor in _distinct(rows).items():
+        found[identity] = where[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         start += _aligned(tensor.nbytes)
-    return {key: known[one.data_ptr(), one.shape, one.stride()] for key, one in rows.tensors.items()}
+    return found
 
 
 def _aligned(size: int) -> int:

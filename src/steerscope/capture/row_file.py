@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _PIECE_BYTES = 256 << 10
-_TYPES = {
+TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -34,7 +34,7 @@ class RowFile:
         for name in ordered:
             tensor = tensors[name]
             size = tensor.numel() * tensor.element_size()
-            header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+            header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
             self._parts.append((at, tensor))
             at += size
         text = json.dumps(header, separators=(",", ":")).encode()

@@ -17,6 +17,7 @@ from pydantic import Field, JsonValue
 from torch import Tensor
 
 from steerscope.capture.index import DocumentEntry, Indexer
+from steerscope.capture.row_file import TYPES
 from steerscope.core.rows import Labels
 from steerscope.core.slot_table import Key
 from steerscope.files import atomic_path
@@ -27,7 +28,6 @@ from steerscope.specs.steering import Site
 HEADER = 4096  # bytes; rows begin on a page
 _PIECE = 4 << 20
 RowType = Literal["bfloat16", "float16", "float32"]
-_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 class StoreInfo(Spec):
@@ -48,7 +48,7 @@ class StoreInfo(Spec):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[self.dtype]
+        return getattr(torch, self.dtype)
 
 
 class Commit(Spec):
@@ -117,7 +117,7 @@ class ShardWriter:
     def finish(self) -> str:
         """Write the header and return the checksum of the rows."""
         size, shape = self.rows * self.info.row_bytes, [self.rows, len(self.info.keys), self.info.hidden]
-        tensor = {"dtype": _NAMES[self.info.dtype], "shape": shape, "data_offsets": [0, size]}
+        tensor = {"dtype": TYPES[self.info.torch_dtype], "shape": shape, "data_offsets": [0, size]}
         header = {"__metadata__": {"format": "pt", "model": self.info.model}, "rows": tensor}
         text = json.dumps(header).encode()
         self._file.seek(0)

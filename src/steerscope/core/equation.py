@@ -3,14 +3,13 @@
     p  = ⟨h, v⟩                                        (float32)
     h' = h + gate · ( c + clip(s·p, lo, hi) − m·p ) · v
 
-`change` is the definition. Every fast path is tested against it, and it is tested against `change_float64`, which is
-written separately, row by row, so that the two share no mistake.
+`change` is the definition. Every fast path is tested against it, and it is tested against a float64 version that is
+written separately, row by row.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,17 +78,3 @@ def change(h: Tensor, vectors: Tensor, coefficients: Tensor, entries: Tensor, ga
     the projection is not used, so it may be NaN.
     """
     return apply(h, look_up(vectors, coefficients, entries), gates)
-
-
-def change_float64(h: np.ndarray, ops: Sequence[tuple[np.ndarray, Coefficients, float]]) -> np.ndarray:
-    """Return the change of one row h [hidden] by ops (v, coefficients, gate), in float64. This is the oracle of
-    tests."""
-    start = np.asarray(h, dtype=np.float64)
-    now = start.copy()
-    for v, (c, s, m, lo, hi), gate in ops:
-        if gate == 0 or c == s == m == 0:
-            continue
-        v = np.asarray(v, dtype=np.float64)
-        p = float(np.dot(now, v)) if s or m else 0.0
-        now = now + gate * (c + min(max(s * p, lo), hi) - m * p) * v
-    return now - start

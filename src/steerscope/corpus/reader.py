@@ -139,13 +139,13 @@ class ShardReader:
         try:
             return [done if isinstance(done, str) else _rows(done) for done in self._generate(prompts)]
         except InvalidRequest as error:  # the error names the refused prompts; the others are read without them
-            named = {
-                int(m[1]): m[2] for p in error.problems if (m := re.match(r"prompts\[(\d+)\]\.?(.*)", str(p), re.S))
-            }
-            if not named:
+            found = (re.match(r"prompts\[(\d+)\]\.?(.*)", str(problem), re.S) for problem in error.problems)
+            refused = {int(match[1]): match[2] for match in found if match}
+            if not refused:
                 raise
-        rest = iter(self._read_group(kept) if (kept := [p for i, p in enumerate(prompts) if i not in named]) else ())
-        return [named[i] if i in named else next(rest) for i in range(len(prompts))]
+        kept = [prompt for i, prompt in enumerate(prompts) if i not in refused]
+        read = iter(self._read_group(kept) if kept else ())
+        return [refused[i] if i in refused else next(read) for i in range(len(prompts))]
 
     def _generate(self, prompts: list[Prompt]) -> Sequence[Generation | str]:
         try:

@@ -8,45 +8,22 @@ graph. `workspace` bounds the memory beside weights and results.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from steerscope.lenses.hierarchy import as_slice
 from steerscope.lenses.pack import Calibration, Pack
-from steerscope.lenses.spec import Output
-from steerscope.lenses.stack import WORKSPACE, Stack, Weights, slot_ranges, warn_unused
-from steerscope.lenses.tensors import PER_LENS
+from steerscope.lenses.stack import WORKSPACE, Stack, Weights, warn_unused
 from steerscope.specs.errors import InvalidRequest, Problem
 
 Lenses = slice | Sequence[int]
 
 
-def gather(pack: Pack, lenses: Lenses) -> dict[str, Tensor]:
-    """Return the tensors of some lenses. A slice of a pack on disk is not read yet."""
-    chosen = lenses if isinstance(lenses, slice) else torch.tensor(list(lenses), dtype=torch.long)
-    return {name: tensor[chosen] for name, tensor in pack.tensors.items() if name not in ("decoder", "normed")}
-
-
-def normed_flags(pack: Pack) -> list[bool]:
-    """Return for each lens whether it normalises its input once more."""
-    return pack.tensors["normed"].tolist() if "normed" in pack.tensors else [False] * len(pack)
-
-
-def activate(logits: Tensor, output: Output, k: int | None, threshold: Tensor) -> Tensor:
-    """Apply the output function to logits [n, lenses], in place where possible."""
-    match output:
-        case "sigmoid":
-            return logits.sigmoid_()
-        case "relu":
-            return logits.relu_()
-        case "jumprelu":
-            return logits.mul_(logits > threshold).relu_()
-        case "topk":
-            values, indices = logits.topk(k or 1, dim=-1)
-            return logits.zero_().scatter_(-1, indices, values.relu_())
+def input_kinds(pack: Pack) -> set[bool]:
+    """Return whether lenses normalise their input once more, as the kinds that occur."""
+    return set(pack.tensors["normed"].tolist()) if "normed" in pack.tensors else {False}
 
 
 def calibrate(probabilities: Tensor, floor: Tensor, calibration: Calibration | None) -> Tensor:
@@ -67,6 +44,37 @@ def best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores.gather(1, lenses), lenses
 
 
+class Scoring:
+    """Turns logits [n, lenses] of some lenses of a pack into scores, given their tensors by name."""
+
+    def __init__(self, pack: Pack, per_lens: Mapping[str, Tensor]) -> None:
+        self.per_lens = per_lens
+        self.calibrated = pack.calibration is not None
+        self.floored = self.calibrated or "floor" in pack.tensors
+        self._architecture = pack.info.architecture
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Apply the output function, in place where possible."""
+        match self._architecture.output:
+            case "sigmoid":
+                return logits.sigmoid_()
+            case "relu":
+                return logits.relu_()
+            case "jumprelu":
+                return logits.mul_(logits > self.per_lens["threshold"]).relu_()
+            case "topk":
+                values, indices = logits.topk(self._architecture.k or 1, dim=-1)
+                return logits.zero_().scatter_(-1, indices, values.relu_())
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Apply the output function, the calibration and the noise floor, in place."""
+        result = self.probabilities(logits)
+        if not self.floored:
+            return result
+        curve = Calibration(*(self.per_lens[name] for name in Calibration._fields)) if self.calibrated else None
+        return result.copy_(calibrate(result, self.per_lens["floor"], curve))
+
+
 class Bank:
     """All lenses of a pack, or some: a slice such as `pack.level(1)`, or indices, whose order results keep."""
 
@@ -81,27 +89,10 @@ class Bank:
     ) -> None:
         self.pack, self.device = pack, torch.device(device)
         self.lenses = _indices(pack, lenses)
-        flags = normed_flags(pack)
-        # Lenses with the same input are stored together; `_columns` restores the requested order.
-        places = sorted(range(len(self.lenses)), key=lambda place: flags[self.lenses[place]])
-        inside = [self.lenses[place] for place in places]
-        self._runs = slot_ranges(range(len(inside)), [flags[lens] for lens in inside])
-        self._columns = None
-        if inside != self.lenses:
-            self._columns = torch.tensor(places).argsort().to(self.device)
-        self._stack = Stack(pack.info, len(inside), self.device, weights, workspace)
-        step = max(1, workspace // max(1, self._stack.lens_bytes) // 2)
-        for start in range(0, len(inside), step):  # in parts: the pack may not fit into host memory
-            part = as_slice(inside[start : start + step])
-            self._stack.write(slice(start, start + step), self._stack.encode(gather(pack, part)))
+        self._stack = Stack(pack.info, len(self.lenses), self.device, weights, workspace, input_kinds(pack))
+        self._stack.fill(pack.tensors, self.lenses)
         self._index = torch.tensor(self.lenses, device=self.device)
-        order = slice(None) if self._columns is None else self._columns
-        self._per_lens = {name: self._stack.tensors[name][order] for name in PER_LENS}
-        self._threshold, self._floor = self._per_lens["threshold"], self._per_lens["floor"]
-        self._calibration = None
-        if pack.calibration:
-            self._calibration = Calibration(*(self._per_lens[name] for name in Calibration._fields))
-        self._floored = self._calibration is not None or "floor" in pack.tensors
+        self._scoring = Scoring(pack, self._stack.tensors)
         self._chooses = False  # whether a kernel finds the top k, see `warm_up`
 
     def __len__(self) -> int:
@@ -139,30 +130,18 @@ class Bank:
     def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [n, lenses] of rows [n, hidden] of any float dtype."""
         result = self._result(rows, out)
-        if self._columns is None:
-            self._stack.logits(rows, self._runs, result)
-            return result
-        together = torch.empty_like(result)
-        self._stack.logits(rows, self._runs, together)
-        return torch.index_select(together, 1, self._columns, out=result)
+        self._stack.logits(rows, [range(len(self))], result)
+        return result
 
     @torch.no_grad()
     def probabilities(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Return each lens's own output: a probability, or the activation of a sparse autoencoder's feature."""
-        return self._activated(self.logits(rows, out))
+        return self._scoring.probabilities(self.logits(rows, out))
 
     @torch.no_grad()
     def scores(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Return probabilities, calibrated if the pack has a calibration, and 0 at or below the noise floor."""
-        return self._scored(self.logits(rows, out))
-
-    def _activated(self, logits: Tensor) -> Tensor:
-        architecture = self.pack.info.architecture
-        return activate(logits, architecture.output, architecture.k, self._threshold)
-
-    def _scored(self, logits: Tensor) -> Tensor:
-        result = self._activated(logits)
-        return result.copy_(calibrate(result, self._floor, self._calibration)) if self._floored else result
+        return self._scoring.scores(self.logits(rows, out))
 
     @torch.no_grad()
     def best(self, rows: Tensor, k: int, views: Tensor, view: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,12 +160,13 @@ class Bank:
     def _chosen(self, logits: Tensor, k: int, views: Tensor, view: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return `best` of logits by the kernel, which turns them into scores in place."""
         assert self._stack.kernels is not None
-        how = self.pack.info.architecture.output, self._per_lens, self._floored, self._calibration is not None
+        scoring, output = self._scoring, self.pack.info.architecture.output
+        how = output, scoring.per_lens, scoring.floored, scoring.calibrated
         return *self._stack.kernels.choose(logits, k, *how, views, view), logits
 
     def _sorted(self, logits: Tensor, k: int, views: Tensor, view: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return `best` of logits by torch operations."""
-        scores = self._scored(logits)
+        scores = self._scoring.scores(logits)
         values, indices = best_of(scores if view is None else torch.where(views[view], scores, 0.0), k)
         positive = values > 0
         return torch.where(positive, values, 0.0), torch.where(positive, indices, -1), scores
@@ -232,7 +212,9 @@ def _agree(found: tuple[Tensor, Tensor, Tensor], wanted: tuple[Tensor, Tensor, T
 
 def _indices(pack: Pack, lenses: Lenses | None) -> list[int]:
     everything = range(len(pack))
-    chosen = list(everything if lenses is None else everything[lenses] if isinstance(lenses, slice) else lenses)
+    if lenses is None:
+        lenses = slice(None)
+    chosen = list(everything[lenses] if isinstance(lenses, slice) else lenses)
     problems = [
         Problem("lenses", f"{i} does not exist", f"the pack has lenses 0–{len(pack) - 1}")
         for i in chosen

@@ -77,23 +77,23 @@ def divergence(
     contexts = ["".join(texts[max(0, t + 1 - window) : t + 1]) for t in readings.positions.tolist()]
     if not contexts:
         return []
-    similar = _unit(embed(contexts)) @ _unit(embed(described)).T
-    return [_of(readings, i, similar[i]) for i in range(len(readings))]
+    from scipy.stats import rankdata
+    from sklearn.preprocessing import normalize
+
+    similar = normalize(np.asarray(embed(contexts))) @ normalize(np.asarray(embed(described))).T
+    text_ranks = rankdata(-np.round(similar, 9), axis=1) - 1
+    return [_of(readings, i, text_ranks[i]) for i in range(len(readings))]
 
 
-def _unit(vectors: np.ndarray) -> np.ndarray:
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return vectors / np.where(lengths > 0, lengths, 1.0)
-
-
-def _of(readings: Readings, i: int, similar: np.ndarray) -> Divergence:
-    lenses = [(lens, value) for lens, value in zip(readings.indices[i], readings.values[i], strict=True) if lens >= 0]
-    most, ranks, gap, weight = max(1, len(similar) - 1), [], 0.0, 0.0
+def _of(readings: Readings, i: int, text_ranks: np.ndarray) -> Divergence:
+    found = zip(readings.indices[i].tolist(), readings.values[i].tolist(), strict=True)
+    lenses = [(lens, value) for lens, value in found if lens >= 0]
+    most = max(1, len(text_ranks) - 1)
+    ranks: list[tuple[str, float, int, float]] = []
+    gap = weight = 0.0
     for rank, (lens, value) in enumerate(lenses):
-        ahead = similar > similar[lens]
-        level = np.isclose(similar, similar[lens], rtol=0, atol=1e-9)
-        text = float((ahead & ~level).sum() + (level.sum() - 1) / 2)
-        ranks.append((readings.pack.concepts[int(lens)].id, float(value), rank, text))
-        gap += float(value) * max(0.0, text - rank) / most
-        weight += float(value)
+        text = float(text_ranks[lens])
+        ranks.append((readings.pack.concepts[lens].id, value, rank, text))
+        gap += value * max(0.0, text - rank) / most
+        weight += value
     return Divergence(int(readings.positions[i]), gap / weight if weight else 0.0, tuple(ranks))

@@ -5,12 +5,12 @@ times or until the top k has no new concept. A concept is then left out if one o
 because the child is more specific. Places that become free stay empty.
 
 A score of 0 is noise (see calibration): it is neither followed nor reported. Equal scores are ordered as the lenses
-are. Results are the same whether all weights are on the device (`BankExpander`) or not (`Tiers`, a `LensScorer`).
+are. Results are the same whether all weights are on the device (`BankExpander`) or not (`Tiers`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,29 +21,17 @@ from steerscope.lenses.pack import Pack
 from steerscope.lenses.spec import Concept
 from steerscope.specs.errors import InvalidRequest, Problem
 
-_ROWS = 256  # expanded together: their scores of all lenses are in memory
+MOST_ROWS = 256  # expanded together: their scores of all lenses are in memory
 
 
-class LensScores(NamedTuple):
-    """Scores [n, m] and the m lenses that they belong to."""
+class Expanded(NamedTuple):
+    """Results of n rows: `values` and `lenses` [n, k], all `scores` and the concepts whose groups were used
+    [n, lenses]."""
 
+    values: Tensor
     lenses: Tensor
     scores: Tensor
-
-
-class LensScorer(Protocol):
-    """Scores the groups of lenses that an expansion needs."""
-
-    @property
-    def groups(self) -> "Groups": ...
-
-    def base(self, rows: Tensor) -> LensScores:
-        """Return scores of the base levels."""
-        ...
-
-    def children(self, rows: Tensor, parents: Sequence[int]) -> Iterable[LensScores]:
-        """Return scores of the groups of these parents, in any order, each lens at least once."""
-        ...
+    used: Tensor
 
 
 class Groups:
@@ -89,64 +77,47 @@ class Expansion:
         return [(self.pack.concepts[lens], value) for lens, value in found if lens >= 0]
 
 
-@torch.no_grad()
-def expand(scorer: LensScorer, rows: Tensor, top_k: int = 10, depth: int = 5, keep_scores: bool = False) -> Expansion:
-    """Return the top concepts of rows [n, hidden]. After every step down the host reads the top k."""
-    check(top_k, depth)
-    parts = [_expand(scorer, part, top_k, depth) for part in rows.split(_ROWS)]
-    return joined(scorer.groups, parts, keep_scores)
-
-
 def check(top_k: int, depth: int) -> None:
     if top_k < 1 or depth < 0:
         raise InvalidRequest([Problem("top_k, depth", f"are {top_k} and {depth}", "give at least 1 and 0")])
 
 
-def joined(groups: Groups, parts: Sequence[tuple[Tensor, ...]], keep_scores: bool) -> Expansion:
-    """Join parts of rows, each (values, lenses, scores), to one expansion."""
-    values, found, scores = (torch.cat(column) for column in zip(*parts, strict=True))
-    return Expansion(groups.pack, values, found, scores if keep_scores else None)
+def joined(groups: Groups, parts: Sequence[Expanded], keep_scores: bool) -> Expansion:
+    """Join the results of parts of the rows."""
+    values, lenses = (torch.cat([getattr(part, name) for part in parts]) for name in ("values", "lenses"))
+    scores = torch.cat([part.scores for part in parts]) if keep_scores else None
+    return Expansion(groups.pack, values, lenses, scores)
 
 
-def _expand(scorer: LensScorer, rows: Tensor, top_k: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    groups = scorer.groups
-    first = scorer.base(rows)
-    scores = torch.full((len(rows), len(groups.pack)), -torch.inf, device=first.scores.device)
-    scores[:, first.lenses] = first.scores
-    k = min(top_k, scores.shape[1])
-    expanded = torch.zeros_like(scores, dtype=torch.bool)
-    for _ in range(depth):
-        wanted = _wanted(groups, scores, k, expanded)
-        parents = wanted.any(0).nonzero().flatten().tolist()
-        if not parents:
-            break
-        expanded |= wanted
-        asked = _any_over(wanted, groups.parent, groups.child)
-        for lenses, found in scorer.children(rows, parents):
-            scores[:, lenses] = torch.where(asked[:, lenses], found, scores[:, lenses])
-    return *_suppress(groups, *best_of(scores, k), expanded), scores
+def expand(
+    groups: Groups, known: Tensor, top_k: int, depth: int, load: Callable[[Sequence[int]], None] | None = None
+) -> Expanded:
+    """Expand over scores `known` [n, lenses].
 
-
-def expand_known(groups: Groups, known: Tensor, top_k: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Expand on scores `known` [n, lenses] that are already there, without the host, so that a CUDA graph can hold it.
-
-    Returns values, lenses, scores, and the concepts [n, lenses] whose groups were used.
+    `load`, if given, adds the scores of the groups of some parents to `known` before they are used; the host reads the
+    top k for it after every step down. Without it the host reads nothing, so that a CUDA graph can hold the expansion.
     """
     scores = known.clone()
     scores[:, groups.base.stop :] = -torch.inf
     k = min(top_k, scores.shape[1])
-    expanded = torch.zeros_like(scores, dtype=torch.bool)
+    used = torch.zeros_like(scores, dtype=torch.bool)
     for _ in range(min(depth, groups.steps)):
-        wanted = _wanted(groups, scores, k, expanded)
-        expanded = expanded | wanted
+        wanted = _wanted(groups, scores, k, used)
+        if load is not None:
+            parents = wanted.any(0).nonzero().flatten().tolist()
+            if not parents:
+                break
+            load(parents)
+        used = used | wanted
         scores = torch.where(_any_over(wanted, groups.parent, groups.child), known, scores)
-    return *_suppress(groups, *best_of(scores, k), expanded), scores, expanded
+    values, lenses = _suppress(groups, *best_of(scores, k))
+    return Expanded(values, lenses, scores, used)
 
 
-def _wanted(groups: Groups, scores: Tensor, k: int, expanded: Tensor) -> Tensor:
+def _wanted(groups: Groups, scores: Tensor, k: int, used: Tensor) -> Tensor:
     """Mark [n, lenses] the concepts of the top k whose groups come next."""
     best, lenses = best_of(scores, k)
-    return torch.zeros_like(expanded).scatter_(1, lenses, best > 0) & groups.has_group & ~expanded
+    return torch.zeros_like(used).scatter_(1, lenses, best > 0) & groups.has_group & ~used
 
 
 def _any_over(flags: Tensor, source: Tensor, target: Tensor) -> Tensor:
@@ -155,9 +126,10 @@ def _any_over(flags: Tensor, source: Tensor, target: Tensor) -> Tensor:
     return counts.index_add_(1, target, flags[:, source].float()) > 0
 
 
-def _suppress(groups: Groups, values: Tensor, lenses: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+def _suppress(groups: Groups, values: Tensor, lenses: Tensor) -> tuple[Tensor, Tensor]:
     """Remove concepts with score 0 or a child beside them, and move the others to the front."""
-    inside = torch.zeros_like(like).scatter_(1, lenses, values > 0)
+    inside = torch.zeros(len(values), len(groups.pack), dtype=torch.bool, device=values.device)
+    inside.scatter_(1, lenses, values > 0)
     covered = _any_over(inside, groups.child, groups.parent).gather(1, lenses)
     kept = (values > 0) & ~covered
     first = (~kept).to(torch.uint8).argsort(dim=1, stable=True)
@@ -176,5 +148,5 @@ class BankExpander:
     @torch.no_grad()
     def expand(self, rows: Tensor, top_k: int = 10, depth: int = 5, keep_scores: bool = False) -> Expansion:
         check(top_k, depth)
-        parts = [expand_known(self.groups, self.bank.scores(part), top_k, depth)[:3] for part in rows.split(_ROWS)]
+        parts = [expand(self.groups, self.bank.scores(part), top_k, depth) for part in rows.split(MOST_ROWS)]
         return joined(self.groups, parts, keep_scores)

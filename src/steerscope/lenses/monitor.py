@@ -18,7 +18,7 @@ from steerscope.core.slot_table import Key
 from steerscope.lenses.compile import Compiled
 from steerscope.lenses.reader import Read, Reader, Registered
 from steerscope.lenses.readings import Notes
-from steerscope.lenses.rules import Rules, Sizes
+from steerscope.lenses.rules import Rules
 from steerscope.specs.tokens import Positions
 from steerscope.specs.watch import Watch
 
@@ -93,16 +93,23 @@ class HostStepReadings(NamedTuple):
             notes.fire(int(positions[i]), on, off, self.scores[at])
 
 
+@dataclass(slots=True)
+class _LoadedPack:
+    """A pack on the device. One that was unregistered while in use (`leaves`) is closed with its last seat."""
+
+    reader: Reader
+    registered: bool = False
+    leaves: bool = False
+    seats: int = 0
+
+
 class Monitor:
     """Readers of all packs in use, and the rules. Used only by the thread (and stream) that runs the model."""
 
     def __init__(self, device: str | torch.device = "cpu", slots: int = 64) -> None:
         self.device = torch.device(device)
-        self.rules = Rules(self.device, Sizes(slots=slots))
-        self._readers: OrderedDict[object, Reader] = OrderedDict()
-        self._kept: set[object] = set()  # registered packs
-        self._dropped: set[object] = set()  # unregistered packs that watched requests still use
-        self._seats: dict[object, int] = {}
+        self.rules = Rules(self.device, slots)
+        self._packs: OrderedDict[object, _LoadedPack] = OrderedDict()  # by key, the last used at the end
         self.closing: Callable[[Reader], None] | None = None  # called before a pack leaves the device
 
     # --- packs
@@ -110,37 +117,37 @@ class Monitor:
     def keep(self, reader: Reader) -> None:
         """Register a pack: it stays on the device until it is dropped."""
         key = reader.registered.key
-        if key in self._readers:
+        if key in self._packs:
             reader.close()
         else:
-            self._readers[key] = reader
-        self._kept.add(key)
-        self._dropped.discard(key)
+            self._packs[key] = _LoadedPack(reader)
+        self._packs[key].registered = True
+        self._packs[key].leaves = False
 
     def drop(self, registered: Registered) -> None:
         """Unregister a pack. Requests that use it keep it until they end."""
-        self._kept.discard(registered.key)
-        if self._seats.get(registered.key):
-            self._dropped.add(registered.key)
-        elif registered.key in self._readers:
+        pack = self._packs.get(registered.key)
+        if pack is None:
+            return
+        pack.registered = False
+        pack.leaves = True
+        if not pack.seats:
             self._close(registered.key)
 
-    def _reader(self, registered: Registered) -> Reader:
-        reader = self._readers.get(registered.key)
-        if reader is None:
+    def _loaded(self, registered: Registered) -> _LoadedPack:
+        if registered.key not in self._packs:
             self._make_room()
-            reader = self._readers[registered.key] = Reader(registered, self.device)
-        self._readers.move_to_end(registered.key)
-        return reader
+            self._packs[registered.key] = _LoadedPack(Reader(registered, self.device))
+        self._packs.move_to_end(registered.key)
+        return self._packs[registered.key]
 
     def _make_room(self) -> None:
-        idle = [key for key in self._readers if key not in self._kept and not self._seats.get(key)]
+        idle = [key for key, pack in self._packs.items() if not pack.registered and not pack.seats]
         for key in idle[: max(0, len(idle) - _MAX_IDLE + 1)]:
             self._close(key)
 
     def _close(self, key: object) -> None:
-        reader = self._readers.pop(key)
-        self._dropped.discard(key)
+        reader = self._packs.pop(key).reader
         if self.device.type == "cuda":  # streams other than the memory's own may still read it
             torch.cuda.synchronize(self.device)
         if self.closing is not None:
@@ -149,25 +156,28 @@ class Monitor:
 
     def __len__(self) -> int:
         """Return the number of packs on the device."""
-        return len(self._readers)
+        return len(self._packs)
 
     # --- requests
 
     def admit(self, plan: WatchPlan) -> Seat:
         """Return a seat for a request."""
-        reader, compiled = self._reader(plan.registered), plan.compiled
+        pack, compiled = self._loaded(plan.registered), plan.compiled
         slot = 0
         if compiled.rules:
             slot = self.rules.admit(compiled, [plan.registered.column(term.lens) for term in compiled.terms])
-        self._seats[plan.registered.key] = self._seats.get(plan.registered.key, 0) + 1
-        return Seat(reader, slot, reader.view(plan.levels), plan.spec.top_k)
+        pack.seats += 1
+        return Seat(pack.reader, slot, pack.reader.view(plan.levels), plan.spec.top_k)
 
     def release(self, seat: Seat) -> None:
         if seat.slot:
             self.rules.release(seat.slot)
         key = seat.reader.registered.key
-        self._seats[key] -= 1
-        if not self._seats[key] and key in self._dropped:
+        pack = self._packs.get(key)
+        if pack is None:  # the monitor was closed
+            return
+        pack.seats -= 1
+        if pack.leaves and not pack.seats:
             self._close(key)
 
     def gate(self, seat: Seat, number: int) -> int:
@@ -199,5 +209,5 @@ class Monitor:
         return StepReadings(*read, *self.rules.advance(read.scores, slot, position))
 
     def close(self) -> None:
-        for key in list(self._readers):
+        for key in list(self._packs):
             self._close(key)

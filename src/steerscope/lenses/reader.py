@@ -120,9 +120,8 @@ class Reader:
         else:
             self.bank = Bank(self.pack, device=self.device, weights=options.weights, workspace=options.workspace)
         self._views: dict[tuple[int, ...] | None, int] = {None: 0}
-        self.views = torch.ones(
-            1, len(self.pack), dtype=torch.bool, device=self.device
-        )  # lenses that count, one line per view
+        # One line per view: the lenses that count.
+        self.views = torch.ones(1, len(self.pack), dtype=torch.bool, device=self.device)
         if self.bank is not None:
             self.bank.warm_up()
 
@@ -146,19 +145,15 @@ class Reader:
             return Read(found.values, found.indices, scores)
         assert self.bank is not None
         step = max(1, self.registered.options.workspace // (40 * len(self.pack)))  # bytes of scores, keys and views
-        parts = [
-            self._part(rows[at : at + step], top_k, _cut(columns, at, step), _cut(view, at, step))
-            for at in range(0, max(1, len(rows)), step)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        values, indices = torch.cat([p.values for p in parts]), torch.cat([p.indices for p in parts])
-        return Read(values, indices, None if columns is None else torch.cat([p.scores for p in parts]))  # type: ignore[arg-type]
-
-    def _part(self, rows: Tensor, top_k: int, columns: Tensor | None, view: Tensor | None) -> Read:
-        assert self.bank is not None
-        values, indices, scores = self.bank.best(rows, min(top_k, len(self.pack)), self.views, view)
-        return Read(values, indices, None if columns is None else scores.gather(1, columns))
+        parts: list[tuple[Tensor, ...]] = []
+        for start in range(0, max(1, len(rows)), step):
+            here = slice(start, start + step)
+            values, indices, scores = self.bank.best(
+                rows[here], top_k, self.views, None if view is None else view[here]
+            )
+            parts.append((values, indices) if columns is None else (values, indices, scores.gather(1, columns[here])))
+        values, indices, *scores = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        return Read(values, indices, scores[0] if scores else None)
 
     def close(self) -> None:
         if self.tiers is not None:
@@ -181,7 +176,3 @@ def load_reader(registered: Registered, device: torch.device) -> Reader:
         reader = Reader(registered, device)
     stream.synchronize()
     return reader
-
-
-def _cut(tensor: Tensor | None, at: int, step: int) -> Tensor | None:
-    return None if tensor is None else tensor[at : at + step]

@@ -9,7 +9,6 @@ A rule is a latch. It goes on with the row on which its condition holds, and off
 next step, so steering acts from the row after the one on which its rule fired.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,23 +27,16 @@ class Changes(NamedTuple):
     off: Tensor
 
 
-@dataclass(slots=True)
-class Sizes:
-    """Sizes of the tables. `slots` is the number of requests that can have rules at a time."""
-
-    slots: int = 64
-    terms: int = MOST_TERMS
-    rules: int = MOST_RULES
-    clauses: int = MOST_CLAUSES
-
-
 class Rules:
-    """Tables and states by slot. Slot 0 is for rows without rules, and padding."""
+    """Tables and states by slot. Slot 0 is for rows without rules, and padding.
 
-    def __init__(self, device: str | torch.device = "cpu", sizes: Sizes | None = None) -> None:
-        self.sizes = sizes or Sizes()
+    `slots` is the number of requests that can have rules at a time.
+    """
+
+    def __init__(self, device: str | torch.device = "cpu", slots: int = 64) -> None:
+        self.slots = slots
         self.device = torch.device(device)
-        s, t, r, c = self.sizes.slots + 2, self.sizes.terms, self.sizes.rules, self.sizes.clauses
+        s, t, r, c = slots + 2, MOST_TERMS, MOST_RULES, MOST_CLAUSES
         self._trash = s - 1  # slot whose states are never read
 
         def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
@@ -66,14 +58,14 @@ class Rules:
         self.gates = full((s * r,), 0, torch.float32)  # gate 0 is the constant 1
         self.gates[0] = 1.0
         self._weights = 1 << torch.arange(t, device=self.device)
-        self._free = list(range(self.sizes.slots, 0, -1))
+        self._free = list(range(slots, 0, -1))
 
     # --- slots
 
     def admit(self, compiled: Compiled, columns: list[int]) -> int:
         """Return a slot for these rules; `columns` are the columns of the terms' scores."""
         if not self._free:
-            what = f"all {self.sizes.slots} places for requests with rules are taken"
+            what = f"all {self.slots} places for requests with rules are taken"
             raise CapacityExceeded(f"{what}: wait for some to finish, or start the engine with a larger batch")
         slot = self._free.pop()  # cleared when it was released
         self._write(slot, compiled, columns)
@@ -90,10 +82,10 @@ class Rules:
 
     def gate(self, slot: int, rule: int) -> int:
         """Return the gate id of a rule."""
-        return slot * self.sizes.rules + rule
+        return slot * MOST_RULES + rule
 
     def _gates(self) -> Tensor:
-        return self.gates.view(-1, self.sizes.rules)
+        return self.gates.view(-1, MOST_RULES)
 
     def _clear(self, slot: int) -> None:
         self.restart(slot)
@@ -103,13 +95,13 @@ class Rules:
 
     def _write(self, slot: int, compiled: Compiled, columns: list[int]) -> None:
         terms, rules = compiled.terms, compiled.rules
-        count, clauses = len(terms), self.sizes.clauses
+        count = len(terms)
         self.column[slot, :count] = torch.tensor(columns, dtype=torch.long).to(self.device)
         both = torch.tensor([[term.above, term.below] for term in terms]).reshape(-1, 2).to(self.device)
         self.above[slot, :count], self.below[slot, :count] = both[:, 0], both[:, 1]
         self.need[slot, :count] = torch.tensor([term.need for term in terms], dtype=torch.int32).to(self.device)
-        padded = [(*rule.clauses, *[(_NEVER, 0)] * (clauses - len(rule.clauses))) for rule in rules]
-        bits = torch.tensor(padded, dtype=torch.long).reshape(-1, clauses, 2).to(self.device)
+        padded = [(*rule.clauses, *[(_NEVER, 0)] * (MOST_CLAUSES - len(rule.clauses))) for rule in rules]
+        bits = torch.tensor(padded, dtype=torch.long).reshape(-1, MOST_CLAUSES, 2).to(self.device)
         self.positive[slot, : len(rules)], self.negative[slot, : len(rules)] = bits[..., 0], bits[..., 1]
         off = [[_NEVER if rule.off is None else rule.off, rule.off is None, rule.off_for] for rule in rules]
         table = torch.tensor(off, dtype=torch.long).reshape(-1, 3).to(self.device)
@@ -126,7 +118,7 @@ class Rules:
         """
         n = len(slot)
         if n == 0:
-            nothing = torch.zeros(0, self.sizes.rules, dtype=torch.bool, device=self.device)
+            nothing = torch.zeros(0, MOST_RULES, dtype=torch.bool, device=self.device)
             return Changes(nothing, nothing)
         fresh = (slot > 0) & (position >= self.next[slot])
         slot = torch.where(fresh, slot, 0)

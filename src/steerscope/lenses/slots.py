@@ -1,84 +1,63 @@
-"""LensSlots: which lens is in which slot of the hot slab, and which are evicted. Holds no weights.
-
-Lenses are placed and evicted in units (the children of one concept, or a part of them). A lens of several units has one
-slot and stays until the last of them is evicted. The least recently used unit goes first; pinned lenses stay.
-"""
+"""LensSlots: which lens is in which slot of the hot slab, and which are evicted. Holds no weights."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 
 from steerscope.specs.errors import CapacityExceeded
 
 
 class LensSlots:
+    """Slots by lens. Pinned lenses have the first slots and stay; of the others the least recently used goes first."""
+
     def __init__(self, count: int, pinned: Sequence[int]) -> None:
-        """Give pinned lenses the first slots, in order."""
         if len(pinned) > count:
             raise CapacityExceeded(f"{len(pinned)} pinned lenses do not fit into {count} slots; raise the budget")
         self.of: dict[int, int] = {lens: slot for slot, lens in enumerate(pinned)}
-        self._pinned = frozenset(pinned)
-        self._free = set(range(len(pinned), count))
-        self._units: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
-        self._uses: dict[int, int] = {}
         self.room = count - len(pinned)
         self.changes = 0  # number of placements and evictions
+        self._free = set(range(len(pinned), count))
+        self._recent: OrderedDict[int, None] = OrderedDict()  # lenses that are not pinned, last used at the end
 
-    def __contains__(self, unit: Hashable) -> bool:
-        return unit in self._units
+    def holds(self, lenses: Iterable[int]) -> bool:
+        """Return whether all these lenses have slots."""
+        return all(lens in self.of for lens in lenses)
 
-    def __iter__(self) -> Iterator[Hashable]:
-        """Iterate units, the least recently used first."""
-        return iter(self._units)
+    def touch(self, lenses: Iterable[int]) -> None:
+        """Mark these lenses as used now."""
+        for lens in lenses:
+            if lens in self._recent:
+                self._recent.move_to_end(lens)
 
-    def lenses(self, unit: Hashable) -> tuple[int, ...]:
-        return self._units[unit]
-
-    def touch(self, unit: Hashable) -> None:
-        self._units.move_to_end(unit)
-
-    def place(self, unit: Hashable, lenses: tuple[int, ...], locked: Collection[Hashable]) -> dict[int, int] | None:
-        """Place a unit. Return slots of lenses to be loaded, or None if only locked units could be evicted."""
-        moving = [lens for lens in lenses if lens not in self._pinned]
-        for lens in moving:  # first, so that evicting other units keeps lenses of this one
-            self._uses[lens] = self._uses.get(lens, 0) + 1
-        self._units[unit] = lenses
-        self.changes += 1
-        missing = [lens for lens in moving if lens not in self.of]
-        while len(self._free) < len(missing):
-            oldest = next((other for other in self._units if other != unit and other not in locked), None)
-            if oldest is None:
-                self.evict(unit)
+    def place(self, lenses: Sequence[int], locked: Collection[int]) -> dict[int, int] | None:
+        """Return slots for those of the lenses that have none, or None if only locked lenses could be evicted."""
+        missing = [lens for lens in lenses if lens not in self.of]
+        excess = len(missing) - len(self._free)
+        if excess > 0:
+            stay = {*lenses, *locked}
+            evicted = list(islice((lens for lens in self._recent if lens not in stay), excess))
+            if len(evicted) < excess:
                 return None
-            self.evict(oldest)
-        slots = self._take(len(missing))
-        found = dict(zip(missing, slots, strict=True))
+            self.evict(evicted)
+        found = dict(zip(missing, self._take(len(missing)), strict=True))
         self.of.update(found)
+        self._recent.update(dict.fromkeys(missing))
+        self.touch(lenses)
+        self.changes += 1
         return found
 
-    def evict(self, unit: Hashable) -> None:
+    def evict(self, lenses: Iterable[int]) -> None:
+        """Free the slots of lenses that are not pinned."""
         self.changes += 1
-        for lens in self._units.pop(unit):
-            if lens in self._pinned:
-                continue
-            self._uses[lens] -= 1
-            if not self._uses[lens]:
-                del self._uses[lens]
-                if lens in self.of:
-                    self._free.add(self.of.pop(lens))
-
-    def holders(self, lenses: Iterable[int]) -> list[Hashable]:
-        """Return the units that contain any of these lenses."""
-        wanted = set(lenses)
-        return [unit for unit, members in self._units.items() if wanted.intersection(members)]
+        for lens in lenses:
+            del self._recent[lens]
+            self._free.add(self.of.pop(lens))
 
     def _take(self, count: int) -> list[int]:
         """Take free slots, consecutive ones if possible, so that a group is evaluated in one piece."""
-        run: list[int] = []
         free = sorted(self._free)
-        for slot in free:
-            run = [*run, slot] if run and run[-1] + 1 == slot else [slot]
-            if len(run) >= count:
-                break
-        chosen = run[:count] if len(run) >= count else free[:count]
+        starts = range(len(free) - count + 1)
+        first = next((i for i in starts if count and free[i + count - 1] - free[i] == count - 1), 0)
+        chosen = free[first : first + count]
         self._free.difference_update(chosen)
         return chosen

@@ -6,7 +6,11 @@ times as fast as rows first.
 
 Weights are stored as float32, bfloat16, or int8 with one scale per output. The last of several layers stays float32:
 it is small, and rounding shows most there. Arithmetic is float32 on a CPU; on a GPU it is bfloat16 with float32 sums,
-unless weights are float32. Weights stored in another type are converted tile by tile.
+unless weights are float32. Weights stored in another type are converted when they are used, on a CPU in blocks that fit
+its cache.
+
+Some packs mix lenses that normalise their input once more with lenses that do not. Their stack evaluates all lenses on
+both inputs.
 
 On a GPU, one Triton kernel (`fused`) evaluates up to 64 rows of bfloat16 or int8 lenses. It is compared with the matrix
 products when the stack is made, and is not used if it differs. An evaluation never synchronises and no shape depends
@@ -17,14 +21,14 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Literal, NamedTuple, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from steerscope.lenses.hierarchy import as_slice
 from steerscope.lenses.spec import EPSILON, PackInfo
 from steerscope.lenses.tensors import PER_LENS, layout
 from steerscope.specs.errors import InvalidRequest, Problem
@@ -35,16 +39,8 @@ WORKSPACE = 256 << 20
 _STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 _MIN_CAPABILITY = (8, 0)
 _MAX_ERROR = 0.03  # relative to the largest logit: another order of rounding makes up to 0.008
-_CONVERTED = 8 << 20  # bytes of weights that are converted at a time on a CPU, so that they stay in its cache
+_CONVERTED = 3 << 18  # bytes of weights that are converted at a time on a CPU, so that they stay in its cache
 _MAX_ROWS = 1024  # of one tile: enough for any matrix product to be efficient
-
-
-class SlotRange(NamedTuple):
-    """Consecutive slots whose lenses take the same input: rows normalised once more (`normed`) or not."""
-
-    start: int
-    stop: int
-    normed: bool
 
 
 class Tiles(NamedTuple):
@@ -53,10 +49,19 @@ class Tiles(NamedTuple):
 
 
 class Stack:
-    """Weights of `slots` lenses on a device. `write` fills slots, `logits` evaluates ranges of them."""
+    """Weights of `slots` lenses on a device. `write` fills slots, `logits` evaluates ranges of them.
+
+    `normed` holds the kinds of inputs that its lenses take: normalised once more (True) or not (False).
+    """
 
     def __init__(
-        self, info: PackInfo, slots: int, device: torch.device, weights: Weights = "fp32", workspace: int = WORKSPACE
+        self,
+        info: PackInfo,
+        slots: int,
+        device: torch.device,
+        weights: Weights = "fp32",
+        workspace: int = WORKSPACE,
+        normed: Collection[bool] = (False,),
     ) -> None:
         if weights not in get_args(Weights):
             known = ", ".join(get_args(Weights))
@@ -66,6 +71,7 @@ class Stack:
         self.device = device
         self.weights = weights
         self.workspace = workspace
+        self.normed = sorted(set(normed))
         self.compute = torch.bfloat16 if weights != "fp32" and device.type != "cpu" else torch.float32
         self.depth = len(info.architecture.widths) + 1
         self.tensors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape, dtype in self._parts()}
@@ -82,20 +88,20 @@ class Stack:
 
         This also compiles the kernels, so that no request waits for the compiler.
         """
-        run = SlotRange(max(0, self.slots - 2), self.slots, False)
-        here = slice(run.start, run.stop)
+        last = range(self.slots)[-2:]
+        here = slice(last.start, last.stop)
         generator = torch.Generator().manual_seed(0)
-        shapes = layout(self.info, run.stop - run.start).items()
+        shapes = layout(self.info, len(last)).items()
         random = {name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for name, shape in shapes}
         self.write(here, self.encode(random))
         errors: list[float] = []
         try:
             for n_rows in (most - 1 for most in kernels.ROWS if self._evaluates(kernels, most)):
                 rows = torch.randn(n_rows, self.info.hidden, generator=generator).to(self.device)
-                inputs = self.inputs(rows, [run])[False]
-                found = rows.new_full((n_rows, run.stop - run.start), torch.nan)
-                kernels.evaluate(self.tensors, inputs, run.start, run.stop, found)
-                expected = self._tile(inputs, run.start, run.stop).T
+                _, inputs = self.inputs(rows)[0]
+                found = rows.new_full((n_rows, len(last)), torch.nan)
+                kernels.evaluate(self.tensors, inputs, last.start, last.stop, found)
+                expected = self._products(inputs, here).T
                 errors.append(float((found - expected).abs().max() / expected.abs().max()))
         except Exception as error:
             warn_unused(f"{type(error).__name__}: {error}")
@@ -126,6 +132,8 @@ class Stack:
                 yield f"s{i}", shapes[f"b{i}"], self._computed(i)
         for name in PER_LENS:
             yield name, (self.slots,), torch.float32
+        if len(self.normed) > 1:
+            yield "normed", (self.slots,), torch.bool
 
     @property
     def lens_bytes(self) -> int:
@@ -145,9 +153,9 @@ class Stack:
                 result[f"s{i}"] = scale.to(self._computed(i))
             result[f"w{i}"] = weight.to(self._stored(i))
             result[f"b{i}"] = bias.to(self._computed(i))
-        neutral = {"low": 0.0, "high": 0.0, "confidence": 1.0, "floor": -torch.inf, "threshold": 0.0}
-        for name, value in neutral.items():
-            result[name] = tensors[name] if name in tensors else torch.full((lenses,), value)
+        neutral = {"low": 0.0, "high": 0.0, "confidence": 1.0, "floor": -torch.inf, "threshold": 0.0, "normed": False}
+        for name in neutral.keys() & self.tensors.keys():
+            result[name] = tensors[name] if name in tensors else torch.full((lenses,), neutral[name])
         return result
 
     def write(self, slots: slice, encoded: Mapping[str, Tensor], non_blocking: bool = False) -> None:
@@ -155,16 +163,24 @@ class Stack:
         for name, tensor in self.tensors.items():
             tensor[slots].copy_(encoded[name], non_blocking=non_blocking)
 
+    def fill(self, tensors: Mapping[str, Tensor], lenses: Sequence[int]) -> None:
+        """Write these lenses of a pack into the first slots, in parts: the pack may not fit into host memory."""
+        step = max(1, self.workspace // max(1, self.lens_bytes) // 2)
+        for start in range(0, len(lenses), step):
+            part = lenses[start : start + step]
+            self.write(slice(start, start + len(part)), self.encode(gather(tensors, part)))
+
     # --- evaluating
 
     def workspace_bytes(self, rows: int, lenses: int) -> int:
         """Return an upper bound of the memory, beside its result, of an evaluation of that many rows and lenses."""
         hidden, widths = self.info.hidden, self.info.architecture.widths
-        inputs = rows * hidden * (2 * 4 + 2 * self.compute.itemsize)  # plain and normalised, as float32 and cast
+        inputs = rows * hidden * (2 * 4 + 2 * self.compute.itemsize)  # both kinds, as float32 and cast
         sizes = [hidden, *widths, 1]
         wide = 4 if self.compute == torch.float32 else 6  # the last layer's input exists narrow and wide
         pairs = [rows * (into * wide + out * 4) for into, out in zip(sizes[1:], sizes[2:], strict=False)]
         states = max([*pairs, rows * 8])  # two layers' states live at a time
+        states += rows * 4 * (len(self.normed) - 1)  # the logits on the second input
         widened = [
             into * out * self._computed(i).itemsize
             for i, (into, out) in enumerate(zip(sizes, sizes[1:], strict=False))
@@ -179,57 +195,69 @@ class Stack:
             most = (most + 1) // 2
         inputs, one = self.workspace_bytes(most, 0), self.workspace_bytes(most, 1)
         lenses = (self.workspace - inputs) // (one - inputs)
-        if self.device.type == "cpu" and self.weights != "fp32":
-            lens_bytes = 4 * self.info.hidden * (self.info.architecture.widths or (1,))[0]
-            lenses = min(lenses, _CONVERTED // lens_bytes)
         return Tiles(most, max(1, min(lenses, self.slots)))
 
-    def inputs(self, rows: Tensor, runs: Sequence[SlotRange]) -> dict[bool, Tensor]:
-        """Return the input of lenses that normalise once more (True) and of the others (False), where runs need it."""
-        needed = {run.normed for run in runs}
+    def inputs(self, rows: Tensor) -> list[tuple[bool, Tensor]]:
+        """Return the inputs of the lenses, and for each whether it is normalised once more."""
         layernorm = self.info.normalisation == "layernorm"
-        if layernorm and needed == {False} and rows.dtype == self.compute:
-            return {False: _layer_norm(rows)}  # its sums are float32 in any dtype
+        if layernorm and self.normed == [False] and rows.dtype == self.compute:
+            return [(False, _layer_norm(rows))]  # its sums are float32 in any dtype
         plain = _layer_norm(rows.float()) if layernorm else rows.float()
-        return {normed: (_layer_norm(plain) if normed else plain).to(self.compute) for normed in needed}
+        return [(normed, (_layer_norm(plain) if normed else plain).to(self.compute)) for normed in self.normed]
 
-    def logits(self, rows: Tensor, runs: Sequence[SlotRange], out: Tensor) -> None:
-        """Write float32 logits of rows [n, hidden] into `out` [n, lenses of the runs], in the order of the runs."""
+    def logits(self, rows: Tensor, ranges: Sequence[range], out: Tensor) -> None:
+        """Write float32 logits of rows [n, hidden] into `out` [n, lenses of the ranges], in the order of the ranges."""
         tiles = self.tiles(len(rows))
         kernels = self.kernels if self.kernels and self._evaluates(self.kernels, len(rows)) else None
+        most = self.slots if kernels and len(self.normed) == 1 else tiles.lenses  # a kernel needs no workspace
         for first in range(0, len(rows), tiles.rows):
-            inputs = self.inputs(rows[first : first + tiles.rows], runs)
+            inputs = self.inputs(rows[first : first + tiles.rows])
             target, column = out[first : first + tiles.rows], 0
-            for run in runs:
-                step = run.stop - run.start if kernels else tiles.lenses  # a kernel needs no workspace
-                for start in range(run.start, run.stop, step):
-                    stop = min(start + step, run.stop)
-                    here, x = target[:, column : column + stop - start], inputs[run.normed]
-                    if kernels:
-                        kernels.evaluate(self.tensors, x, start, stop, here)
-                    else:
-                        here.copy_(self._tile(x, start, stop).T)
-                    column += stop - start
+            for part in (slots[at : at + most] for slots in ranges for at in range(0, len(slots), most)):
+                self._evaluate(inputs, part, target[:, column : column + len(part)], kernels)
+                column += len(part)
 
-    def _tile(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Return logits [lenses, n] of consecutive slots by matrix products."""
+    def _evaluate(
+        self, inputs: Sequence[tuple[bool, Tensor]], slots: range, out: Tensor, kernels: ModuleType | None
+    ) -> None:
+        """Write logits of consecutive slots."""
+        for normed, x in inputs:
+            second = normed and len(inputs) > 1
+            found = torch.empty_like(out) if second else out
+            if kernels:
+                kernels.evaluate(self.tensors, x, slots.start, slots.stop, found)
+            else:
+                found.copy_(self._products(x, slice(slots.start, slots.stop)).T)
+            if second:
+                out.copy_(torch.where(self.tensors["normed"][slots.start : slots.stop], found, out))
+
+    def _products(self, x: Tensor, slots: slice) -> Tensor:
+        """Return logits [lenses, n] by matrix products."""
         h = x.T
         for i in range(self.depth):
-            w, b = self.tensors[f"w{i}"][start:stop], self.tensors[f"b{i}"][start:stop].unsqueeze(-1)
-            dtype = self._computed(i)
-            wide, h = w.to(dtype), h.to(dtype)
-            if w.dtype == torch.int8:
-                scale = self.tensors[f"s{i}"][start:stop].unsqueeze(-1)
-                product = _product(wide, h) if i == 0 else _products(wide, h)
-                h = product.mul_(scale).add_(b)
-            elif i == 0:
-                flat = torch.addmm(b.flatten(0, 1), wide.flatten(0, 1), h)
-                h = flat.unflatten(0, wide.shape[:2])
-            else:
-                h = torch.baddbmm(b, wide, h) if h.is_cuda else _products(wide, h).add_(b)
+            h = self._linear(i, slots, h.to(self._computed(i)))
             if i < self.depth - 1:
                 h = h.relu_()
         return h.squeeze(1).float()
+
+    def _linear(self, i: int, slots: slice, h: Tensor) -> Tensor:
+        """Apply layer i to h, [hidden, n] for the first layer and [lenses, in, n] for the others."""
+        w, b = self.tensors[f"w{i}"][slots], self.tensors[f"b{i}"][slots].unsqueeze(-1)
+        if w.dtype == h.dtype and i == 0:
+            return torch.addmm(b.flatten(0, 1), w.flatten(0, 1), h).unflatten(0, w.shape[:2])
+        if w.dtype == h.dtype:
+            return torch.baddbmm(b, w, h)
+        product = _converted_product(w, h)
+        if w.dtype == torch.int8:
+            product.mul_(self.tensors[f"s{i}"][slots].unsqueeze(-1))
+        return product.add_(b)
+
+
+def gather(tensors: Mapping[str, Tensor], lenses: Sequence[int]) -> dict[str, Tensor]:
+    """Return the tensors of some lenses. Consecutive lenses of a pack on disk are not read yet."""
+    chosen = as_slice(lenses)
+    index = chosen if isinstance(chosen, slice) else torch.tensor(chosen, dtype=torch.long)
+    return {name: tensor[index] for name, tensor in tensors.items() if name != "decoder"}
 
 
 @functools.cache
@@ -250,16 +278,17 @@ def warn_unused(reason: str) -> None:
     log.warning("lens kernels are not used: %s", reason)
 
 
-def _product(weights: Tensor, columns: Tensor) -> Tensor:
-    """Multiply [lenses, out, in] × [in, n] as one matrix product."""
-    return torch.mm(weights.flatten(0, 1), columns).unflatten(0, weights.shape[:2])
-
-
-def _products(weights: Tensor, columns: Tensor) -> Tensor:
-    """Multiply [lenses, out, in] × [lenses, in, n]. On a CPU torch would dispatch once per lens."""
-    if weights.device.type == "cpu":
-        return torch.from_numpy(np.matmul(weights.numpy(), columns.numpy()))
-    return torch.bmm(weights, columns)
+def _converted_product(weights: Tensor, columns: Tensor) -> Tensor:
+    """Multiply weights [lenses, out, in], converted to the dtype of `columns`, by [in, n] or [lenses, in, n]."""
+    if weights.is_cuda:
+        return weights.to(columns.dtype) @ columns
+    result = columns.new_empty(*weights.shape[:2], columns.shape[-1])
+    step = max(1, _CONVERTED // (4 * weights[0].numel()))
+    for start in range(0, len(weights), step):
+        part = slice(start, start + step)
+        wide = weights[part].to(columns.dtype)
+        torch.matmul(wide, columns if columns.dim() == 2 else columns[part], out=result[part])
+    return result
 
 
 def _layer_norm(rows: Tensor) -> Tensor:
@@ -274,24 +303,12 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scale.unsqueeze(-1)).round_().to(torch.int8), scale
 
 
-def slot_ranges(slots: Sequence[int], normed: Sequence[bool], bridge: int = 0) -> list[SlotRange]:
-    """Group ascending slots into ranges, which end where the input changes or more than `bridge` slots are missing."""
-    runs: list[SlotRange] = []
-    for slot, flag in zip(slots, normed, strict=True):
-        if runs and slot - runs[-1].stop <= bridge and runs[-1].normed == flag:
-            runs[-1] = runs[-1]._replace(stop=slot + 1)
+def slot_ranges(slots: Sequence[int], bridge: int = 0) -> list[range]:
+    """Group ascending slots into ranges, which end where more than `bridge` slots are missing."""
+    ranges: list[range] = []
+    for slot in slots:
+        if ranges and slot - ranges[-1].stop <= bridge:
+            ranges[-1] = range(ranges[-1].start, slot + 1)
         else:
-            runs.append(SlotRange(slot, slot + 1, flag))
-    return runs
-
-
-def columns_of(slots: Sequence[int], runs: Sequence[SlotRange]) -> list[int]:
-    """Return the result column of each of the ascending slots among the columns of runs that bridge gaps."""
-    found: list[int] = []
-    done, start = 0, 0
-    for run in runs:
-        while done < len(slots) and slots[done] < run.stop:
-            found.append(start + slots[done] - run.start)
-            done += 1
-        start += run.stop - run.start
-    return found
+            ranges.append(range(slot, slot + 1))
+    return ranges

@@ -4,9 +4,9 @@
 - **warm**: lenses encoded as in the slab, in host memory (pinned for a GPU), up to a number of bytes.
 - **cold**: the pack's mapped file.
 
-The children of a concept are loaded together, and the least recently used ones are evicted. A thread loads them, on a
-GPU through its own stream, while hot lenses are scored. A late load delays a result and never changes it. The smallest
-budget is the pinned lenses and one more; a group larger than the rest of the slab is scored in parts.
+The children of a concept are loaded together, and the least recently used lenses are evicted. A thread loads them, on
+a GPU through its own stream, while hot lenses are scored. A late load delays a result and never changes it. The
+smallest budget is the pinned lenses and one more; a group larger than the rest of the slab is scored in parts.
 """
 
 import time
@@ -21,17 +21,17 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from steerscope.lenses.bank import activate, calibrate, gather, normed_flags
-from steerscope.lenses.expand import Expansion, Groups, LensScores, check, expand, joined
-from steerscope.lenses.hierarchy import as_slice
-from steerscope.lenses.pack import Calibration, Pack
-from steerscope.lenses.slab import MOST_ROWS, Slab
+from steerscope.lenses.bank import Scoring, input_kinds
+from steerscope.lenses.expand import MOST_ROWS, Expanded, Expansion, Groups, check, expand, joined
+from steerscope.lenses.pack import Pack
+from steerscope.lenses.slab import MOST_ROWS as SLAB_ROWS
+from steerscope.lenses.slab import Slab
 from steerscope.lenses.slots import LensSlots
-from steerscope.lenses.stack import WORKSPACE, SlotRange, Stack, Weights, columns_of, slot_ranges
+from steerscope.lenses.stack import WORKSPACE, Stack, Weights, gather, slot_ranges
+from steerscope.lenses.tensors import PER_LENS
 from steerscope.specs.errors import InvalidRequest, Problem
 
-Unit = tuple[int, int]  # a concept, and the first of its children that belong to the unit
-_PER_LENS = ("low", "high", "confidence", "floor", "threshold")
+Unit = tuple[int, ...]  # children of one concept, at most as many as the slab has room for
 _MAX_PLANS = 256  # cached; one is a few kilobytes
 COMPONENTS = ("base detection", "child loading", "child detection", "cache management", "python")
 
@@ -68,14 +68,14 @@ class WarmCache:
         self.max_bytes = max_bytes
         self.stats = stats
         self.nbytes = 0
-        self._units: OrderedDict[tuple[int, ...], dict[str, Tensor]] = OrderedDict()
+        self._units: OrderedDict[Unit, dict[str, Tensor]] = OrderedDict()
 
-    def get(self, lenses: tuple[int, ...]) -> dict[str, Tensor]:
+    def get(self, lenses: Unit) -> dict[str, Tensor]:
         """Return encoded lenses, read from the pack if they are not cached."""
         if lenses in self._units:
             self._units.move_to_end(lenses)
             return self._units[lenses]
-        cold = gather(self.pack, as_slice(lenses))
+        cold = gather(self.pack.tensors, lenses)
         # Copied even if nothing is converted: a mapped page may be dropped and read from disk again.
         encoded = {name: tensor.clone() for name, tensor in self.stack.encode(cold).items()}
         if self.stack.device.type == "cuda":
@@ -93,14 +93,11 @@ class WarmCache:
 class _Plan(NamedTuple):
     """How some hot lenses are evaluated: their slots, and what turns their logits into scores."""
 
-    slots: list[int]
     lenses: Tensor
-    runs: list[SlotRange]
-    width: int  # lenses of the runs
-    columns: Tensor | None  # of the lenses among those of the runs, if these bridge gaps
-    floor: Tensor
-    threshold: Tensor
-    curve: Calibration | None
+    slots: list[int]
+    ranges: list[range]
+    columns: Tensor | None  # of the lenses among those of the ranges, where these differ
+    scoring: Scoring
 
 
 class Tiers:
@@ -124,14 +121,14 @@ class Tiers:
         workspace: int = WORKSPACE,
         at_once: bool | None = None,
     ) -> None:
-        self.pack, self.device = pack, torch.device(device)
+        self.pack = pack
+        self.device = torch.device(device)
         self.groups = Groups(pack, base_levels, self.device)
-        self._flags = normed_flags(pack)
         self.pinned = [pack.index(each) if isinstance(each, str) else range(len(pack))[each] for each in pinned]
-        always = sorted(self.groups.base, key=self._flags.__getitem__)
-        always += [lens for lens in dict.fromkeys(self.pinned) if lens not in self.groups.base]
+        always = list(dict.fromkeys([*self.groups.base, *self.pinned]))
         count = self._slots_for(budget, budget_bytes, len(always), weights)
-        self._stack = Stack(pack.info, count, self.device, weights, workspace)
+        self._stack = Stack(pack.info, count, self.device, weights, workspace, input_kinds(pack))
+        self._stack.fill(pack.tensors, always)
         self.slots = LensSlots(count, always)
         # Unneeded slots between needed ones are evaluated too if that costs less than another launch.
         self._bridge = (1 << 20 if self.device.type == "cpu" else 64 << 20) // self._stack.lens_bytes
@@ -139,24 +136,18 @@ class Tiers:
         self._warm = WarmCache(pack, self._stack, warm_bytes, self.stats)
         self._loading: dict[int, Future[torch.cuda.Event | None]] = {}
         self._read_at: list[torch.cuda.Event | None] = [None] * count  # last evaluation of each slot, on a GPU
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._worker = ThreadPoolExecutor(1, "steerscope-lenses")
         self._lock = RLock()
-        step = max(1, workspace // self._stack.lens_bytes // 2)
-        for start in range(0, len(always), step):
-            part = always[start : start + step]
-            self._stack.write(slice(start, start + len(part)), self._stack.encode(gather(pack, part)))
-        self._base, self._named = self._plan(self.groups.base), self._plan(self.pinned)  # pinned: slots never change
-        place = {lens: i for i, lens in enumerate(self._named.lenses.tolist())}
-        self._as_named = torch.tensor([place[lens] for lens in self.pinned], dtype=torch.long, device=self.device)
-        self._plans: dict[tuple[Unit, ...], _Plan] = {}
+        self._base = self._plan(self.groups.base)
+        self._named = self._plan(self.pinned)  # these slots never change
+        self._plans: dict[Unit, _Plan] = {}
         self._plans_of = self.slots.changes
-        one_input = len(set(self._flags)) == 1  # otherwise the input of a slot depends on the lens in it
-        if at_once is None:
-            at_once = self.device.type == "cuda"
-        self._slab = Slab(self._stack, self.groups, self._flags[0]) if at_once and one_input else None
-        if self._stream is not None:  # the slab is filled with zeros first
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        on_gpu = self.device.type == "cuda"
+        at_once = on_gpu if at_once is None else at_once
+        self._slab = Slab(self._stack, self.groups) if at_once else None
+        self._stream = torch.cuda.Stream(self.device) if on_gpu else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # the slab is filled with zeros first
 
     def _slots_for(self, budget: int | None, budget_bytes: int | None, always: int, weights: Weights) -> int:
         if (budget is None) == (budget_bytes is None):
@@ -170,65 +161,62 @@ class Tiers:
             raise InvalidRequest([Problem("budget", what, remedy)])
         return min(count, len(self.pack))
 
-    # --- LensScorer
+    def expand(self, rows: Tensor, top_k: int = 10, depth: int = 5, keep_scores: bool = False) -> Expansion:
+        """Return the top concepts of rows [n, hidden]."""
+        check(top_k, depth)
+        with self._lock, torch.no_grad():
+            before, start = sum(self.stats.seconds.values()), time.perf_counter()
+            all_hot = self._all_hot(rows, top_k, depth)
+            parts = [all_hot] if all_hot else [self._expand(part, top_k, depth) for part in rows.split(MOST_ROWS)]
+            inside = sum(self.stats.seconds.values()) - before
+            self.stats.seconds["python"] += time.perf_counter() - start - inside
+            return joined(self.groups, parts, keep_scores)
 
-    def base(self, rows: Tensor) -> LensScores:
+    def _all_hot(self, rows: Tensor, top_k: int, depth: int) -> Expanded | None:
+        """Expand in one pass over the slab; return None if it lacks a group that the expansion needed."""
+        if self._slab is None or not 1 <= len(rows) <= SLAB_ROWS:
+            return None
         with self.stats.timed("base detection"):
-            return self._score(rows, self._base)
+            found = self._slab.expand(rows, top_k, depth, self.slots)
+            self._mark_read(range(len(self._read_at)))
+            parents = found.used.nonzero().flatten().tolist()
+        with self.stats.timed("cache management"):
+            lenses = [lens for parent in parents for lens in self.groups.of(parent)]
+            if not self.slots.holds(lenses) or not self._loading.keys().isdisjoint(lenses):
+                return None
+            self.slots.touch(lenses)
+            self.stats.hits += len(lenses)
+        return found
 
-    def children(self, rows: Tensor, parents: Sequence[int]) -> Iterable[LensScores]:
-        """Yield scores of hot groups first, while the thread loads the others."""
+    def _expand(self, rows: Tensor, top_k: int, depth: int) -> Expanded:
+        """Expand step by step, and load what each step needs."""
+        known = torch.full((len(rows), len(self.pack)), -torch.inf, device=self.device)
+        with self.stats.timed("base detection"):
+            known[:, self._base.lenses] = self._score(rows, self._base)
+        return expand(self.groups, known, top_k, depth, lambda parents: self._score_children(rows, parents, known))
+
+    def _score_children(self, rows: Tensor, parents: Sequence[int], known: Tensor) -> None:
+        """Write the scores of the groups of these parents to `known`, hot lenses first while a thread loads others."""
         with self.stats.timed("cache management"):
             self._forget_failed()
             units = [unit for parent in parents for unit in self._units(parent)]
-            ready = [unit for unit in units if unit in self.slots]
-            missing = [unit for unit in units if unit not in self.slots]
+            ready = [unit for unit in units if self.slots.holds(unit)]
+            missing = [unit for unit in units if not self.slots.holds(unit)]
             for unit in ready:
                 self.slots.touch(unit)
-            self.stats.hits += sum(len(self.slots.lenses(unit)) for unit in ready)
+                self.stats.hits += len(unit)
         while ready or missing:
             with self.stats.timed("cache management"):
                 coming = self._place(missing, locked=ready)
                 missing = missing[len(coming) :]
             if ready:
-                if self._loading:
-                    with self.stats.timed("child loading"):
-                        self._wait_for([lens for unit in ready for lens in self.slots.lenses(unit)])
+                lenses = tuple(dict.fromkeys(lens for unit in ready for lens in unit))
+                with self.stats.timed("child loading"):
+                    self._wait_for(lenses)
                 with self.stats.timed("child detection"):
-                    scored = self._score(rows, self._plan_of(ready))
-                yield scored
+                    plan = self._plan_of(lenses)
+                    known[:, plan.lenses] = self._score(rows, plan)
             ready = coming
-
-    def expand(self, rows: Tensor, top_k: int = 10, depth: int = 5, keep_scores: bool = False) -> Expansion:
-        """Return the top concepts of rows [n, hidden]."""
-        with self._lock:
-            before, start = sum(self.stats.seconds.values()), time.perf_counter()
-            result = self._all_hot(rows, top_k, depth, keep_scores) or expand(self, rows, top_k, depth, keep_scores)
-            inside = sum(self.stats.seconds.values()) - before
-            self.stats.seconds["python"] += time.perf_counter() - start - inside
-            return result
-
-    @torch.no_grad()
-    def _all_hot(self, rows: Tensor, top_k: int, depth: int, keep_scores: bool) -> Expansion | None:
-        """Expand in one pass over the slab; return None if it lacks a group that the expansion needed."""
-        if self._slab is None or not 1 <= len(rows) <= MOST_ROWS:
-            return None
-        check(top_k, depth)
-        with self.stats.timed("base detection"):
-            found = self._slab(rows, top_k, depth, self.slots)
-            if self._stream is not None:
-                self._read_at = [_event(torch.cuda.current_stream(self.device))] * len(self._read_at)
-        with self.stats.timed("cache management"):
-            units = [unit for parent in found.parents for unit in self._units(parent)]
-            if not all(unit in self.slots for unit in units):
-                return None
-            lenses = [lens for unit in units for lens in self.slots.lenses(unit)]
-            if self._loading and not self._loading.keys().isdisjoint(lenses):
-                return None
-            for unit in units:
-                self.slots.touch(unit)
-            self.stats.hits += len(lenses)
-        return joined(self.groups, [found[:3]], keep_scores)
 
     def prewarm(self, rows: Tensor, top_k: int = 10, depth: int = 5) -> None:
         """Make hot what these rows need, such as the rows of a prompt."""
@@ -239,43 +227,42 @@ class Tiers:
         with self._lock:
             asked = [unit for parent in parents for unit in self._units(parent)]
             for unit in asked:
-                if unit in self.slots:
+                if self.slots.holds(unit):
                     self.slots.touch(unit)
-            self._place([unit for unit in asked if unit not in self.slots], locked=asked, count=False)
+            self._place([unit for unit in asked if not self.slots.holds(unit)], locked=asked, count=False)
 
     def pinned_scores(self, rows: Tensor) -> Tensor:
         """Return scores [n, pinned] of the pinned concepts, in the given order, without loading anything."""
         with torch.no_grad():
-            return self._score(rows, self._named).scores[:, self._as_named]
+            return self._score(rows, self._named)
 
     # --- inside
 
     def _units(self, parent: int) -> list[Unit]:
-        return [(parent, start) for start in range(0, len(self.groups.of(parent)), max(1, self.slots.room))]
+        members, size = self.groups.of(parent), max(1, self.slots.room)
+        return [members[start : start + size] for start in range(0, len(members), size)]
 
     def _place(self, units: Sequence[Unit], locked: Sequence[Unit], count: bool = True) -> list[Unit]:
         """Find slots for as many of these units as fit beside the locked ones, and start loading them."""
         placed: list[Unit] = []
+        stay = {lens for unit in locked for lens in unit}
         for unit in units:
-            parent, start = unit
-            members = self.groups.of(parent)[start : start + self.slots.room]
-            found = self.slots.place(unit, members, {*locked, *placed})
+            found = self.slots.place(unit, stay)
             if found is None:
                 break
             placed.append(unit)
+            stay.update(unit)
             if count:
-                self.stats.hits += len(members) - len(found)
+                self.stats.hits += len(unit) - len(found)
                 self.stats.misses += len(found)
             if found:
-                ordered = sorted(found, key=lambda lens: (self._flags[lens], lens))
-                slots = sorted(found.values())
-                self.slots.of.update(zip(ordered, slots, strict=True))
-                job = self._worker.submit(self._load, tuple(ordered), slots, [self._read_at[slot] for slot in slots])
-                self._loading.update(dict.fromkeys(ordered, job))
+                slots = list(found.values())
+                job = self._worker.submit(self._load, tuple(found), slots, [self._read_at[slot] for slot in slots])
+                self._loading.update(dict.fromkeys(found, job))
         return placed
 
     def _load(
-        self, lenses: tuple[int, ...], slots: Sequence[int], after: Sequence[torch.cuda.Event | None]
+        self, lenses: Unit, slots: Sequence[int], after: Sequence[torch.cuda.Event | None]
     ) -> torch.cuda.Event | None:
         """Load lenses into slots, in the loading thread, after the last evaluations that read these slots."""
         encoded = self._warm.get(lenses)
@@ -284,11 +271,10 @@ class Tiers:
                 assert self._stream is not None
                 self._stream.wait_event(event)
             done = 0
-            for run in slot_ranges(slots, [False] * len(slots)):
-                size = run.stop - run.start
-                part = {name: tensor[done : done + size] for name, tensor in encoded.items()}
+            for run in slot_ranges(slots):
+                part = {name: tensor[done : done + len(run)] for name, tensor in encoded.items()}
                 self._stack.write(slice(run.start, run.stop), part, non_blocking=True)
-                done += size
+                done += len(run)
             self.stats.bytes_moved += _nbytes(encoded)
             return _event(self._stream) if self._stream else None
 
@@ -307,50 +293,49 @@ class Tiers:
                 torch.cuda.current_stream(self.device).wait_event(event)
 
     def _forget_failed(self) -> None:
-        """Evict units of loads that failed, so that they are loaded again when they are needed."""
+        """Evict lenses whose load failed, so that they are loaded again when they are needed."""
         failed = [lens for lens, job in self._loading.items() if job.done() and job.exception() is not None]
-        for unit in self.slots.holders(failed):
-            self.slots.evict(unit)
+        self.slots.evict(lens for lens in failed if lens in self.slots.of)
         for lens in failed:
             del self._loading[lens]
 
     def _plan(self, lenses: Iterable[int]) -> _Plan:
-        """Return the plan of hot lenses, in the order of their slots. Valid while they keep their slots."""
-        inside = sorted({self.slots.of[lens]: lens for lens in lenses}.items())
-        slots, members = [slot for slot, _ in inside], [lens for _, lens in inside]
-        runs = slot_ranges(slots, [self._flags[lens] for lens in members], self._bridge)
-        width = sum(run.stop - run.start for run in runs)
-        columns = torch.tensor(columns_of(slots, runs), device=self.device) if width > len(slots) else None
+        """Return the plan of hot lenses, in this order. Valid while they keep their slots."""
+        members = list(lenses)
+        slots = [self.slots.of[lens] for lens in members]
+        ranges = slot_ranges(sorted(set(slots)), self._bridge)
+        evaluated = [slot for part in ranges for slot in part]
+        column_of = {slot: column for column, slot in enumerate(evaluated)}
+        columns = None
+        if evaluated != slots:
+            columns = torch.tensor([column_of[slot] for slot in slots], device=self.device)
         at = torch.tensor(slots, dtype=torch.long, device=self.device)
-        low, high, confidence, floor, threshold = (self._stack.tensors[name][at] for name in _PER_LENS)
-        curve = Calibration(low, high, confidence) if self.pack.calibration else None
-        return _Plan(slots, torch.tensor(members, device=self.device), runs, width, columns, floor, threshold, curve)
+        scoring = Scoring(self.pack, {name: self._stack.tensors[name][at] for name in PER_LENS})
+        return _Plan(torch.tensor(members, dtype=torch.long, device=self.device), slots, ranges, columns, scoring)
 
-    def _plan_of(self, units: Sequence[Unit]) -> _Plan:
-        """Return the plan of hot units, cached: a text needs the same ones again and again."""
-        if self._plans_of != self.slots.changes:
+    def _plan_of(self, lenses: Unit) -> _Plan:
+        """Return the plan of hot lenses, cached: a text needs the same ones again and again."""
+        if self._plans_of != self.slots.changes or len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
             self._plans_of = self.slots.changes
-        key = tuple(units)
-        if key not in self._plans:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            self._plans[key] = self._plan(lens for unit in units for lens in self.slots.lenses(unit))
-        return self._plans[key]
+        if lenses not in self._plans:
+            self._plans[lenses] = self._plan(lenses)
+        return self._plans[lenses]
 
-    def _score(self, rows: Tensor, plan: _Plan) -> LensScores:
-        """Evaluate the lenses of a plan."""
-        logits = torch.empty(len(rows), plan.width, device=self.device)
-        self._stack.logits(rows, plan.runs, logits)
-        if plan.columns is not None:
-            logits = logits[:, plan.columns]
-        architecture = self.pack.info.architecture
-        found = activate(logits, architecture.output, architecture.k, plan.threshold)
-        if self._stream is not None:
-            event = _event(torch.cuda.current_stream(self.device))
-            for slot in plan.slots:
-                self._read_at[slot] = event
-        return LensScores(plan.lenses, calibrate(found, plan.floor, plan.curve))
+    def _score(self, rows: Tensor, plan: _Plan) -> Tensor:
+        """Return the scores [n, lenses] of a plan."""
+        logits = torch.empty(len(rows), sum(map(len, plan.ranges)), device=self.device)
+        self._stack.logits(rows, plan.ranges, logits)
+        self._mark_read(plan.slots)
+        return plan.scoring.scores(logits if plan.columns is None else logits[:, plan.columns])
+
+    def _mark_read(self, slots: Iterable[int]) -> None:
+        """Note when the device reads these slots, so that a load waits for it."""
+        if self._stream is None:
+            return
+        event = _event(torch.cuda.current_stream(self.device))
+        for slot in slots:
+            self._read_at[slot] = event
 
     def close(self) -> None:
         """Stop the loading thread and wait for its copies, because the slab is freed next."""

@@ -7,6 +7,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from steerscope.specs.errors import InvalidRequest, problems_of
 
 
+def one_or_many(value: object) -> object:
+    """Return a single text or number as a tuple of one."""
+    return (value,) if isinstance(value, str | int) else value
+
+
 class Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_bytes="base64")
 

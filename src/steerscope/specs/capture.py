@@ -5,19 +5,14 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from steerscope.specs.base import Spec
+from steerscope.specs.base import Spec, one_or_many
 from steerscope.specs.steering import Layers, Site
 from steerscope.specs.tokens import Tokens
-
-
-def _sites(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
 
 if TYPE_CHECKING:
     Sites = Site | Sequence[Site]
 else:
-    Sites = Annotated[tuple[Site, ...], BeforeValidator(_sites), Field(min_length=1)]
+    Sites = Annotated[tuple[Site, ...], BeforeValidator(one_or_many), Field(min_length=1)]
 
 
 class Capture(Spec):

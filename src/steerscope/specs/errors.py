@@ -105,41 +105,29 @@ class PackNotLoaded(SteerscopeError):
     """A lens pack that could not be loaded to the device."""
 
 
-# Remedy by kind of pydantic error; fields are filled from the error's context.
+# Remedy by kind of pydantic error, or by the kind's first word; fields are filled from the error's context.
 _WANTED = {
-    "string_type": "text",
-    "string_sub_type": "text",
+    "string": "text",
     "string_unicode": "text in UTF-8",
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
+    "string_pattern_mismatch": "text that matches {pattern}",
+    "string_too_short": "text of at least {min_length} characters",
+    "string_too_long": "text of at most {max_length} characters",
+    "int": "a whole number",
     "int_parsing_size": "a whole number of fewer digits",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "bytes_type": "bytes",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "set_type": "a list",
-    "frozen_set_type": "a list",
-    "iterable_type": "a list",
-    "dict_type": "an object",
-    "mapping_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-    "path_type": "a path",
-    "none_required": "null",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "bytes": "bytes",
+    **dict.fromkeys(("list", "tuple", "set", "frozen_set_type", "iterable"), "a list"),
+    **dict.fromkeys(("dict", "mapping", "model"), "an object"),
+    "path": "a path",
+    "none": "null",
     "is_instance_of": "a {class}",
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
     "multiple_of": "a multiple of {multiple_of}",
-    "string_pattern_mismatch": "text that matches {pattern}",
-    "string_too_short": "text of at least {min_length} characters",
-    "string_too_long": "text of at most {max_length} characters",
 }
 # Fault and remedy of the other kinds.
 _OTHERS = {
@@ -189,7 +177,7 @@ def _fault(detail: ErrorDetails) -> tuple[str, str]:
     context["input"] = shown if len(shown) <= 60 else shown[:57] + "…"
     if kind == "json_invalid":
         return not_json(context["error"]), "correct it"
-    wanted = _WANTED.get(kind)
+    wanted = _WANTED.get(kind) or _WANTED.get(kind.partition("_")[0])
     what, remedy = _OTHERS.get(kind, _UNKNOWN) if wanted is None else ("cannot be {input}", f"give {wanted}")
     return what.format_map(context), remedy.format_map(context)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self, runtime_ch
 
 from pydantic import BeforeValidator, Field, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
-from steerscope.specs.base import Spec
+from steerscope.specs.base import Spec, one_or_many
 from steerscope.specs.steering import Ablate, Add, Cap, Steering
 from steerscope.specs.tokens import Tokens
 
@@ -241,7 +241,7 @@ else:
     Rules = Annotated[tuple[Rule, ...], Field(max_length=MOST_RULES)]
     Levels = Annotated[
         tuple[Annotated[int, Field(ge=0)], ...],
-        BeforeValidator(lambda value: (value,) if isinstance(value, int) else value),
+        BeforeValidator(one_or_many),
         Field(min_length=1),
     ]
 

@@ -3,20 +3,13 @@
 `.safetensors` is the own format: one tensor `layer.{i}` per layer or one tensor `shared`, in the dtype the vector has,
 and model, site, method and provenance as JSON in the header. Every bit survives.
 
-`.gguf` is the control vector of llama.cpp and repeng: float32 tensors `direction.{i}`. Numbering, as read in their
-sources: llama.cpp puts `direction.N` at offset n_embd·(N−1) (common/common.cpp, common_control_vector_load_one) and
-fills the tensor of layer il from offset n_embd·(il−1) (src/llama-adapter.cpp, llama_adapter_cvec::apply); the two −1
-cancel, and build_cvec(cur, il) adds it after the FFN's residual add, il counted from 0. repeng trains `direction.N`
-on hidden_states[N+1] and adds it to the output of block N, counted from 0 (repeng/extract.py, control.py). So
-`direction.N` is our layer N at resid_post, with no shift. "1-based" only means that llama.cpp refuses `direction.0`:
-layer 0 cannot be stored. Where another program wrote `direction.0` all the same, it is read as layer 0, as repeng
-counts, and the other numbers stay. (llama.cpp's own cvector-generator names what it read after layer il
-`direction.{il+1}`; its files act on layer il+1 in llama.cpp and here alike.)
+`.gguf` is the control vector of llama.cpp and repeng: float32 tensors `direction.{i}`. In both programs `direction.N`
+acts on the output of block N, counted from 0, which is our layer N at resid_post (llama.cpp: llama_adapter_cvec::apply
+and build_cvec; repeng: control.py). llama.cpp refuses `direction.0`, so layer 0 cannot be stored; a file of another
+program that has it is read as layer 0. Other programs read only model_hint and the directions. Ours also reads the key
+`steerscope.metadata`, which keeps model, method, provenance and a narrower dtype; float64 is rounded to float32.
 
 The same vector gives the same bytes: nothing in a file depends on its name or the time, and JSON keys are sorted.
-
-Other programs read only model_hint and the directions. Ours also reads the key `steerscope.metadata`, which keeps
-model, method, provenance and a narrower dtype; float64 is rounded to float32 for good.
 """
 
 import json
@@ -40,8 +33,8 @@ from steerscope.files import atomic_path, check_folder, reading
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import BadFile
 from steerscope.specs.steering import Site
-from steerscope.vectors.legacy import DTYPES, load_chatspace, load_pt, plain_tensor
-from steerscope.vectors.vector import Json, SteeringVector
+from steerscope.vectors.legacy import load_chatspace, load_pt, plain_tensor
+from steerscope.vectors.vector import DTYPES, Json, SteeringVector
 
 FORMAT, VERSION = "steerscope-vector", "1"
 CONTROL_VECTOR = "controlvector"

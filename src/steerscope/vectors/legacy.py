@@ -17,15 +17,10 @@ from torch import Tensor
 from steerscope.files import reading
 from steerscope.specs.errors import BadFile
 from steerscope.specs.steering import Cap, Steering, VectorData
-from steerscope.vectors.vector import Json, SteeringVector
+from steerscope.vectors.vector import DTYPES, Json, SteeringVector
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-DEFAULT_KEYS = (
-    "pos_neg_50",
-    "pos_neg",
-    "pos_3-default_1",
-    "pos_all-default_1",
-)  # of traits and roles; the first there
+# Of traits and roles; the first that is there.
+DEFAULT_KEYS = ("pos_neg_50", "pos_neg", "pos_3-default_1", "pos_all-default_1")
 _VECTOR_FILE, _CONFIG_FILE, _DEFAULTS_FILE = "steering_vector.pt", "steering_config.json", "default_vectors.pt"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.steering import Ablate, Add, Cap, LayersLike, Site, VectorData, checked_layers
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
 
@@ -54,7 +54,7 @@ class SteeringVector:
             if direction.dim() != 1 or not direction.numel():
                 shape = list(direction.shape)
                 problems.append(Problem(where, f"has shape {shape}", "give one direction of shape [hidden] per layer"))
-            elif direction.dtype not in _DTYPES:
+            elif direction.dtype not in DTYPES:
                 problems.append(Problem(where, f"has dtype {direction.dtype}", "convert it to float32 or bfloat16"))
             elif layer is not None and layer < 0:
                 problems.append(Problem(where, "is negative", "layers count from 0"))

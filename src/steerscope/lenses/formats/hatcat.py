@@ -31,6 +31,7 @@ from torch import Tensor
 from steerscope.files import reading
 from steerscope.lenses.formats.hatcat_tree import Record, Tree, read_tree
 from steerscope.lenses.pack import Architecture, Concept, Pack, PackInfo
+from steerscope.lenses.tensors import CALIBRATION
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 from steerscope.specs.steering import Site
 from steerscope.vectors.legacy import read_pt
@@ -77,28 +78,21 @@ def load_hatcat(
         raise BadFile(f"{path} is not a readable lens pack of HatCat: {InvalidRequest(problems)}")
     with reading(path, "lens pack of HatCat"):
         tree = read_tree(path, Path(concept_pack) if concept_pack else path, records)
-        tensors = _stack(lenses)
-        notes: dict[str, object] = {"source": "hatcat", "pack_info": about, **tree.notes}
+        hidden, *widths, _ = lenses[0].sizes
         calibration = _calibration(path, records)
-        if calibration is not None:
-            tensors |= calibration
         info = PackInfo(
             name=str(about.get("lens_pack_id") or about.get("pack_id") or path.absolute().name),
             version=str(about.get("version") or about.get("pack_version") or "1"),
             model=model,
-            hidden=tensors["w0"].shape[2],
+            hidden=hidden,
             layer=layer,
             site=site,
             normalisation="layernorm",
-            architecture=Architecture(widths=tuple(tensors[f"w{i}"].shape[1] for i in range(_depth(tensors) - 1))),
-            training=notes,
-            calibration={"method": "hatcat"} if calibration is not None else {},
+            architecture=Architecture(widths=tuple(widths)),
+            training={"source": "hatcat", "pack_info": about, **tree.notes},
+            calibration={"method": "hatcat"} if calibration else {},
         )
-        return Pack(info, _concepts(path, records, tree), tensors)
-
-
-def _depth(tensors: Mapping[str, Tensor]) -> int:
-    return sum(name.startswith("w") for name in tensors)
+        return Pack(info, _concepts(path, records, tree), _stack(lenses) | calibration)
 
 
 # --- pack_info.json
@@ -214,16 +208,16 @@ def _stack(lenses: list[_Lens]) -> dict[str, Tensor]:
 # --- calibration and concepts
 
 
-def _calibration(path: Path, records: list[Record]) -> dict[str, Tensor] | None:
+def _calibration(path: Path, records: list[Record]) -> dict[str, Tensor]:
     file = path / "calibration.json"
     if not file.is_file():
-        return None
+        return {}
     with reading(file, "calibration"):
         data = json.loads(file.read_bytes())
         found = data.get("calibration", data)
         curves = [_curve(found.get(f"{record.name}_L{record.level}")) for record in records]
     columns = torch.tensor(curves, dtype=torch.float32).T
-    return {name: column.contiguous() for name, column in zip(("low", "high", "confidence"), columns, strict=True)}
+    return {name: column.contiguous() for name, column in zip(CALIBRATION, columns, strict=True)}
 
 
 def _curve(entry: object) -> tuple[float, float, float]:

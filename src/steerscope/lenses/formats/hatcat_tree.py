@@ -27,38 +27,47 @@ class Tree:
     notes: dict[str, object] = field(default_factory=dict)
 
 
-def read_tree(pack: Path, concept_pack: Path, records: Sequence[Record]) -> Tree:
-    """Return the hierarchy of these records. Links to other concepts are left out and counted."""
-    known, tree = set(records), Tree()
-    by_name: dict[str, list[Record]] = {}
-    for record in sorted(records, key=lambda record: record.level):
-        by_name.setdefault(record.name, []).append(record)
+def read_tree(pack: Path, concept_pack: Path, concepts: Sequence[Record]) -> Tree:
+    """Return the hierarchy of these concepts. Links to other concepts are left out and counted."""
+    tree = Tree()
+    finder = _Finder(concepts)
+    folders = list(dict.fromkeys((concept_pack, pack)))
+    described = list(_described(folders))
     left_out: set[tuple[str, str]] = set()
-
-    def find(name: str, above: int | None = None, below: int | None = None) -> Record | None:
-        """Find `Name:level`, or the nearest of that name above or below a level."""
-        bare, _, level = name.rpartition(":")
-        if bare and level.isdigit():
-            return Record(bare, int(level)) if Record(bare, int(level)) in known else None
-        fits = [r for r in by_name.get(name, ()) if (above is None or r.level < above)]
-        fits = [r for r in fits if below is None or r.level > below]
-        if not fits:
-            return None
-        return fits[-1] if above is not None else fits[0]
-
-    for child_name, parent_name in _links(pack, concept_pack):
-        child_level, parent_level = _level(child_name), _level(parent_name)
-        child = find(child_name, below=parent_level)
-        parent = find(parent_name, above=child.level if child else child_level)
+    for child_name, parent_name in (*_links(folders), *_links_of(described)):
+        child = finder.find(child_name, below=_level(parent_name))
+        parent = finder.find(parent_name, above=child.level if child else _level(child_name))
         if child is None or parent is None or parent.level >= child.level:
             left_out.add((child_name, parent_name))
         elif parent not in tree.parents.setdefault(child, []):
             tree.parents[child].append(parent)
-    for record, definition in _definitions(pack, concept_pack):
-        if record in known and definition:
-            tree.definitions.setdefault(record, definition)
-    tree.notes = {"parents_left_out": len(left_out)} if left_out else {}
+    for concept, fields in described:
+        definition = str(fields.get("definition") or fields.get("sumo_definition") or "")
+        if concept in finder.known and definition:
+            tree.definitions.setdefault(concept, definition)
+    if left_out:
+        tree.notes["parents_left_out"] = len(left_out)
     return tree
+
+
+class _Finder:
+    """Finds concepts by `Name:level`, or by a bare name the nearest above or below a level."""
+
+    def __init__(self, concepts: Sequence[Record]) -> None:
+        self.known = set(concepts)
+        self._by_name: dict[str, list[Record]] = {}
+        for concept in sorted(concepts, key=lambda concept: concept.level):
+            self._by_name.setdefault(concept.name, []).append(concept)
+
+    def find(self, name: str, above: int | None = None, below: int | None = None) -> Record | None:
+        level = _level(name)
+        if level is not None:
+            concept = Record(name.rpartition(":")[0], level)
+            return concept if concept in self.known else None
+        named = self._by_name.get(name, ())
+        if above is not None:
+            return next((one for one in reversed(named) if one.level < above), None)
+        return next((one for one in named if below is None or one.level > below), None)
 
 
 def _level(name: str) -> int | None:
@@ -66,44 +75,45 @@ def _level(name: str) -> int | None:
     return int(level) if bare and level.isdigit() else None
 
 
-def _links(pack: Path, concept_pack: Path) -> Iterable[tuple[str, str]]:
-    """Yield (child, parent) as in the files; the first parent of a child is its main one."""
-    for data in _files(pack, concept_pack, ("hierarchy.json", "hierarchy/hierarchy.json")):
-        if isinstance(data, Mapping):
-            for child, parents in data.get("child_to_parent", {}).items():
-                for parent in [parents] if isinstance(parents, str) else parents or ():
-                    yield child, parent
-            for parent, children in data.get("parent_to_children", {}).items():
-                for child in children or ():
-                    yield child, parent
-    for term, level, record in _records(pack, concept_pack):
-        single = record.get("parent")
-        for parent in [*(record.get("parent_concepts") or ()), *([single] if single else ())]:
-            yield f"{term}:{level}", str(parent)
-    for term, level, record in _records(pack, concept_pack):
-        for child in record.get("category_children") or ():
-            yield str(child), f"{term}:{level}"
+def _links(folders: Sequence[Path]) -> Iterable[tuple[str, str]]:
+    """Yield (child, parent) of `hierarchy.json`; the first parent of a child is its main one."""
+    data = _read(folders, "hierarchy.json", "hierarchy/hierarchy.json")
+    if not isinstance(data, Mapping):
+        return
+    for child, parents in data.get("child_to_parent", {}).items():
+        for parent in [parents] if isinstance(parents, str) else parents or ():
+            yield child, parent
+    for parent, children in data.get("parent_to_children", {}).items():
+        for child in children or ():
+            yield child, parent
 
 
-def _definitions(pack: Path, concept_pack: Path) -> Iterable[tuple[Record, str]]:
-    for term, level, record in _records(pack, concept_pack):
-        yield Record(term, level), str(record.get("definition") or record.get("sumo_definition") or "")
+def _links_of(described: Sequence[tuple[Record, Mapping]]) -> Iterable[tuple[str, str]]:
+    """Yield (child, parent) of the records of concepts: those that name parents, then those that name children."""
+    for concept, fields in described:
+        single = fields.get("parent")
+        for parent in [*(fields.get("parent_concepts") or ()), *([single] if single else ())]:
+            yield concept.id, str(parent)
+    for concept, fields in described:
+        for child in fields.get("category_children") or ():
+            yield str(child), concept.id
 
 
-def _records(pack: Path, concept_pack: Path) -> Iterable[tuple[str, int, Mapping]]:
+def _described(folders: Sequence[Path]) -> Iterable[tuple[Record, Mapping]]:
+    """Yield the concepts of the files of all levels, with their fields."""
     for level in range(100):
-        for data in _files(pack, concept_pack, (f"hierarchy/layer{level}.json", f"layer{level}.json")):
-            found = data.get("concepts", ()) if isinstance(data, Mapping) else data
-            for record in found if isinstance(found, list) else ():
-                term = record.get("sumo_term") or record.get("term") or record.get("name")
-                if term:
-                    yield str(term), int(record.get("layer", level)), record
+        data = _read(folders, f"hierarchy/layer{level}.json", f"layer{level}.json")
+        found = data.get("concepts") if isinstance(data, Mapping) else data
+        for fields in found if isinstance(found, list) else ():
+            term = fields.get("sumo_term") or fields.get("term") or fields.get("name")
+            if term:
+                yield Record(str(term), int(fields.get("layer", level))), fields
 
 
-def _files(pack: Path, concept_pack: Path, names: Sequence[str]) -> Iterable[object]:
-    """Yield the content of the first of these files that exists, in the concept pack or else in the pack."""
-    for file in (folder / name for folder in dict.fromkeys((concept_pack, pack)) for name in names):
+def _read(folders: Sequence[Path], *names: str) -> object:
+    """Return the content of the first of these files that exists."""
+    for file in (folder / name for folder in folders for name in names):
         if file.is_file():
             with reading(file, "hierarchy"):
-                yield json.loads(file.read_bytes())
-            return
+                return json.loads(file.read_bytes())
+    return None

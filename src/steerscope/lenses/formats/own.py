@@ -154,15 +154,17 @@ def _open_tensors(path: Path, manifest: Manifest) -> tuple[list[Problem], dict[s
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError, ValueError, RuntimeError):
         return [Problem(TENSORS, "is damaged or of another kind", "copy the pack again")], {}
-    for name in sorted(tensors.keys() ^ manifest.entries.keys()):
-        where = f"{MANIFEST} but not in {TENSORS}" if name in manifest.entries else f"{TENSORS} but not in {MANIFEST}"
-        problems.append(Problem(name, f"is in {where}", "copy the pack again"))
-    for name in sorted(tensors.keys() & manifest.entries.keys()):
-        said, there = manifest.entries[name], arrays.entry(tensors[name])
-        if (said.dtype, said.shape) != (there.dtype, there.shape):
-            what = f"is {there.dtype} {list(there.shape)}, {MANIFEST} says {said.dtype} {list(said.shape)}"
+    named = {name: _described(entry) for name, entry in manifest.entries.items()}
+    found = {name: _described(arrays.entry(tensor)) for name, tensor in tensors.items()}
+    for name in sorted(named.keys() | found.keys()):
+        if named.get(name) != found.get(name):
+            what = f"is {found.get(name, 'missing')}, {MANIFEST} says {named.get(name, 'nothing of it')}"
             problems.append(Problem(name, what, "copy the pack again"))
     return problems, tensors
+
+
+def _described(entry: TensorEntry) -> str:
+    return f"{entry.dtype} {list(entry.shape)}"
 
 
 def _verify(manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[Problem]:
