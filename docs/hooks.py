@@ -20,6 +20,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {
         "index.md": (ROOT / "README.md").read_text(encoding="utf-8"),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
+        "contributing.md": (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"),
         "reference/cli.md": command_line(),
     }
     for name, text in made.items():
@@ -31,9 +32,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Links are written for a reader of the repository; here its files have other places, or none."""
-    if page.file.src_uri in ("index.md", "changelog.md"):
+    if page.file.src_uri in ("index.md", "changelog.md", "contributing.md"):
         page.meta["hide"] = ["navigation"]
         markdown = markdown.replace("](docs/", "](").replace("](CHANGELOG.md)", "](changelog.md)")
+        markdown = markdown.replace("](CONTRIBUTING.md)", "](contributing.md)")
     markdown = markdown.replace("](../notebooks/", "](notebooks/")
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)*(?:tests|src|bench)/[^)]*\)", r"`\1`", markdown)
 

@@ -10,7 +10,8 @@ from bench.tables.__main__ import TABLES, refresh, seen
 from steerscope.engines.vllm import guards
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+FIRST = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [*FIRST, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -56,7 +57,7 @@ def test_every_dependency_is_pinned_exactly() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     pinned = {name.lower().replace("_", "-") for name in pins}
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    wanted += [item for extra in ("demo", "serve", "docs") for item in project["optional-dependencies"][extra]]
+    extras = {name: items for name, items in project["optional-dependencies"].items() if name != "vllm"}
+    wanted = [*project["dependencies"], *(item for items in extras.values() for item in items)]
     names = {re.split(r"[<>=\[; ]", item)[0].lower() for item in wanted}
     assert names - {"steerscope"} <= pinned

@@ -30,8 +30,8 @@ class Fault:
 FAULTS = (
     Fault(
         "an engine's worker is killed",
-        "requests in flight fail within a minute and say why, later ones are refused, closing does not hang; a server "
-        "starts the engine again with its vectors and steering, or ends",
+        "requests in flight fail within a minute with the reason, later ones are refused, closing does not hang; a "
+        "server starts the engine again with its vectors and steering, or ends",
         (
             "tests/engines/vllm/test_lifetimes.py::test_a_killed_engine_core_ends_its_requests_and_refuses_others",
             "tests/serving/test_life.py::test_an_engine_that_dies_is_started_again_with_its_vectors_and_steering",
@@ -48,7 +48,7 @@ FAULTS = (
     ),
     Fault(
         "a client is killed while it fetches rows",
-        "nobody else notices, and the rows can be fetched again until they are dropped",
+        "other clients are not affected, and the rows can be fetched again until they are dropped",
         (
             "tests/serving/test_faults.py::"
             "test_a_client_that_is_killed_while_it_fetches_hurts_nobody_and_the_rows_can_be_fetched_again",
@@ -65,8 +65,8 @@ FAULTS = (
     ),
     Fault(
         "shared memory or the capture budget is full",
-        "a file system that is too small is found at the start; a capture waits for room, and is refused with who "
-        "holds it when none comes",
+        "a file system that is too small is found at the start; a capture waits for room, and is refused with the "
+        "holders' names when none is freed",
         (
             "tests/capture/test_transport.py::test_a_full_disk_is_found_at_the_start_and_nothing_is_left",
             "tests/engines/test_contract.py::test_a_capture_waits_for_room_and_is_refused_when_none_comes",
@@ -90,7 +90,7 @@ FAULTS = (
     ),
     Fault(
         "a client does not read, or does not send",
-        "it is hung up on after a while, and its request ends",
+        "its connection is closed after a while, and its request ends",
         (
             "tests/serving/test_life.py::test_one_that_does_not_read_is_not_written_to_for_ever",
             "tests/serving/test_hostile.py::test_a_head_that_trickles_in_is_not_waited_for",
@@ -115,7 +115,8 @@ FAULTS = (
     ),
     Fault(
         "a step runs out of memory",
-        "the requests in it fail (HTTP 503), those who wait go on, and the engine lives; a prefill is tried one by one",
+        "the requests in it fail (HTTP 503), waiting requests continue, and the engine lives; a prefill is tried one "
+        "by one",
         (
             "tests/serving/test_life.py::test_a_step_that_fails_is_a_503_and_the_next_request_works",
             "tests/engines/test_lifecycle.py::test_a_fault_in_a_step_spares_those_who_wait",
@@ -124,7 +125,7 @@ FAULTS = (
     ),
     Fault(
         "SIGTERM under load",
-        "every stream ends with its text, or is told that the server stops; exit code 0, no file left",
+        "every stream ends with its text, or with the reason; exit code 0, no file left",
         (
             "tests/serving/test_faults.py::"
             "test_sigterm_under_load_ends_every_stream_with_its_text_or_with_the_reason",

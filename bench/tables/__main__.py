@@ -1,6 +1,6 @@
 """The figures in README and docs are generated from bench/results/*.json and never typed.
 
-    python -m bench.tables.__main__          rewrites the blocks
+    python -m bench.tables                     rewrites the blocks
     tests/test_docs.py                         fails when one is stale
 
 A block stands between `<!-- figures: NAME -->` and `<!-- end -->`.
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.tables import analysis, evals, layers, learning, soak, vectors
+from bench.tables import analysis, evals, layers, learning, overhead, soak, vectors
 from bench.tables import gpu as gpu_tables
 from bench.tables import stress as stress_tables
 from bench.tables.scale import scale, store
@@ -84,6 +84,7 @@ def acceptance(results: Path) -> str:
     )
 
 
+_PROOF = "[proof on a GPU](vllm-internals.md#proof-on-a-gpu)"
 _CELLS = {
     "qwen": "Qwen2.5-3B shape, V2 runner, graphs",
     "warm": "the same, from a warm compile cache",
@@ -145,7 +146,7 @@ def versions(results: Path) -> str:
         lines.append((_minor(run["vllm"]), line))
     for version, found in _on_gpu(results).items():
         first, rows = found[0], sum(run["rows"] for run in found)
-        line = f"| {version} | {first['torch']} | GPU ({first['device']}) | see below | {rows:,} |"
+        line = f"| {version} | {first['torch']} | GPU ({first['device']}) | {_PROOF} | {rows:,} |"
         lines.append((_minor(version), line))
     for version, pins in _load(results, "vllm_surface.json")["versions"].items():
         if _minor(version) not in [minor for minor, _ in lines]:
@@ -315,7 +316,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "speed": gpu_tables.speed, "shapes": gpu_tables.shapes, "phases": gpu_tables.phases, "hooks": gpu_tables.hooks,
     "steps": gpu_tables.steps, "pairs": gpu_tables.pairs, "hidden_states": gpu_tables.hidden_states,
     "lenses": lenses, "packs": packs, "served": served, "store": store,
-    "streams": gpu_tables.streams,
+    "streams": gpu_tables.streams, "headline": overhead.headline,
     "scale": scale, "costs": gpu_tables.costs, "taps": gpu_tables.taps,
     "vectors": vectors.study, "vector_answers": vectors.answers,
     "extraction_peers": vectors.peers, "precision": vectors.precision, "evals": evals.study,
@@ -341,7 +342,7 @@ def main() -> None:
     Path("docs/vectors.svg").write_text(vectors.plot(results), encoding="utf-8")
     Path("docs/speed.svg").write_text(gpu_tables.plot(results), encoding="utf-8")
     Path("docs/soak.svg").write_text(soak.plot(results), encoding="utf-8")
-    for name, plot in learning.PLOTS.items():
+    for name, plot in {**learning.PLOTS, **overhead.PLOTS}.items():
         Path("docs", name).write_text(plot(results), encoding="utf-8")
     for page in [Path("README.md"), *sorted(Path("docs").glob("*.md"))]:
         page.write_text(refresh(page.read_text(encoding="utf-8"), results), encoding="utf-8")

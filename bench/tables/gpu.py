@@ -11,32 +11,32 @@ from steerscope.report.colours import NEUTRAL, POSITIVE
 from steerscope.report.svg import HEIGHT, WIDTH, Axes, drawing
 
 _MAIN = "speed-qwen2.5-3b.json"  # the run that has goals
-_AGAIN = "speed-qwen2.5-3b-again-32x512-128.json"  # some of its lines by a later version, which proves that ops act
+AGAIN = "speed-qwen2.5-3b-again-32x512-128.json"  # some of its lines by a later version, which proves that ops act
 _PEER = "speed-qwen2.5-3b-peer.json"  # and vLLM's own way to get at rows
 _BEFORE = "before-*-qwen2.5-3b.json"  # others before it, in order
 _SLOW_MS, _PROMPTS = 0.1, 3  # the first few read prompts
 _MANY = 20  # steps, not to be named
 _MUCH = 100_000_000  # bytes, of which the time of a copy says something
 _FAR = 5  # percent: as far as the plot goes
-_REQUESTS = {
-    "noise": "untouched against itself",
-    "twin": "untouched against another untouched",
-    "zero-layer": "nothing is asked",
+REQUESTS = {
+    "noise": "unmodified vLLM against itself",
+    "twin": "unmodified vLLM against a second one",
+    "zero-layer": "nothing requested",
     "all-layers": "every row of every layer",
     "one-layer": "every row of one layer",
     "generated": "all layers, generated tokens",
     "last": "all layers, last prompt token",
     "mean": "all layers, mean",
-    "add": "add at every layer, each request another vector",
-    "cap": "cap, likewise",
-    "ablate": "ablate, likewise",
-    "add:one": "add at one layer, likewise",
+    "add": "add at every layer, one vector per request",
+    "cap": "cap at every layer, one vector per request",
+    "ablate": "ablate at every layer, one vector per request",
+    "add:one": "add at one layer, one vector per request",
     "add:same": "add at every layer, one vector for all",
-    "cap:one": "cap at one layer, each request another vector",
+    "cap:one": "cap at one layer, one vector per request",
     "ablate:same": "ablate at every layer, one vector for all",
     "hidden-states": "vLLM's own `extract_hidden_states`",
     "watch": "267 lenses on every generated token",
-    "watch:int8": "267 lenses in int8, likewise",
+    "watch:int8": "267 lenses in int8 on every generated token",
 }
 
 
@@ -59,7 +59,7 @@ def taps(results: Path) -> str:
     return "\n".join(lines)
 
 
-def _main(results: Path, name: str = _MAIN) -> dict:
+def main_run(results: Path, name: str = _MAIN) -> dict:
     """Its cells in the order of CELLS, whatever order they were measured in."""
     data = json.loads((results / "gpu" / name).read_text())
     order = sorted(data["cells"], key=lambda name: CELLS.index(name) if name in CELLS else len(CELLS))
@@ -81,33 +81,32 @@ def _shape(data: dict) -> str:
 def _cells(data: dict, ending: Callable[[dict], str]) -> Iterator[str]:
     """A line for each: what was asked, both times, and how much longer ours is."""
     for name, cell in data["cells"].items():
-        asked = _REQUESTS.get(name, name)
+        asked = REQUESTS.get(name, name)
         if "error" in cell:
             yield f"| {asked} | — | — | {cell['error'].splitlines()[0][:80]} | {ending(cell)} |"
             continue
         base, mine = (statistics.median(cell[key]) for key in ("baseline_s", "tapped_s"))
-        yield f"| {asked} | {base:.4f} | {mine:.4f} | {_interval(cell, 2)} | {ending(cell)} |"
+        yield f"| {asked} | {base:.4f} | {mine:.4f} | {interval(cell, 2)} | {ending(cell)} |"
 
 
-def _interval(cell: dict, digits: int, of: str = "ratio") -> str:
+def interval(cell: dict, digits: int, of: str = "ratio") -> str:
     over, low, high = (f"{100 * (x - 1):+.{digits}f}" for x in (cell[of]["median"], *cell[of]["interval"]))
     return f"{over} % [{low}, {high}]"
 
 
 def speed(results: Path) -> str:
-    """What each kind of request costs against untouched vLLM, next to its goal; and some of them by a later version."""
+    """Return what each kind of request costs, next to its goal, and some of them by a later version."""
     if not (results / "gpu" / _MAIN).exists():
         return "*No figures yet: run `bench/gpu/speed.sh` where there is a GPU.*"
-    found = [_speed(_main(results), "")]
-    if (results / "gpu" / _AGAIN).exists():
-        found.append(_speed(_main(results, _AGAIN), ", again"))
+    found = [_speed(main_run(results), "")]
+    if (results / "gpu" / AGAIN).exists():
+        found.append(_speed(main_run(results, AGAIN), ", again"))
     return "\n\n".join(found)
 
 
 def _speed(data: dict, which: str) -> str:
-    head = (
-        "| request | untouched s | steerscope s | overhead, 95 % interval | goal | drift | copies, GB/s | same texts |"
-    )
+    times = "unmodified, s | steerscope, s | overhead, 95 % interval"
+    head = f"| request | {times} | goal | drift | copies, GB/s | same texts |"
     lines = [f"**{_shape(data)}{which}**", "", head, "|---" * 8 + "|", *_cells(data, _goals)]
     rounds = [cell["rounds"] for cell in data["cells"].values() if "rounds" in cell]
     versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("vllm", "torch") if name in data["versions"])
@@ -122,7 +121,7 @@ def pairs(results: Path) -> str:
         return "*No figures yet.*"
     before = sorted((results / "gpu").glob(_BEFORE), reverse=True)
     others: list[dict[str, dict]] = [json.loads(file.read_text())["cells"] for file in before]
-    now: dict[str, dict] = _main(results)["cells"]
+    now: dict[str, dict] = main_run(results)["cells"]
     heads = "".join(f" {i + 1} before it |" for i in range(len(others)))
     lines = [f"| every pair | this run | goal |{heads}", "|---" * (len(others) + 3) + "|"]
     for name, cell in now.items():
@@ -130,14 +129,14 @@ def pairs(results: Path) -> str:
         if name in GOALS and "error" not in cell:
             whole = {"goal": GOALS[name], "holds": cell["ratio_of_all"]["interval"][1] <= GOALS[name]}
         shown = [_alone(run[name]) if name in run else "" for run in others]
-        lines.append(f"| {' | '.join([_REQUESTS.get(name, name), _alone(cell), _goal(whole), *shown])} |")
+        lines.append(f"| {' | '.join([REQUESTS.get(name, name), _alone(cell), _goal(whole), *shown])} |")
     return "\n".join(lines)
 
 
 def _alone(cell: dict) -> str:
     if "error" in cell:
         return cell["error"].splitlines()[0][:80]
-    return f"{_interval(cell, 2, 'ratio_of_all')}, {len(cell['baseline_s']) + len(cell['measured_again'])} pairs"
+    return f"{interval(cell, 2, 'ratio_of_all')}, {len(cell['baseline_s']) + len(cell['measured_again'])} pairs"
 
 
 def _goal(cell: dict) -> str:
@@ -162,8 +161,8 @@ def _goals(cell: dict) -> str:
 def shapes(results: Path) -> str:
     """Other models and batches, which have no goals."""
     found = sorted((results / "gpu").glob("speed*.json"), key=lambda file: file.stem)
-    files = [file for file in found if file.name not in (_MAIN, _AGAIN, _PEER)]
-    head = "| shape | request | untouched s | steerscope s | overhead, 95 % interval | a step waited, ms | rounds |"
+    files = [file for file in found if file.name not in (_MAIN, AGAIN, _PEER)]
+    head = "| shape | request | unmodified, s | steerscope, s | overhead, 95 % interval | a step waited, ms | rounds |"
     lines = [head, "|---" * 7 + "|"]
     for file in files:
         shape = _shape(data := json.loads(file.read_text())) + (", again" if file.stem.endswith("-again") else "")
@@ -188,42 +187,51 @@ def hidden_states(results: Path) -> str:
         rows = f"{cell['rows']:,} ({cell['bytes'] / 1e9:.2f} GB)" if cell.get("rows") else ""
         return f"{cell['phases']['tapped']['step']:.2f} | {rows} | {cell['rounds']}"
 
-    head = "| request | untouched s | it takes s | overhead, 95 % interval | step, ms | rows | rounds |"
+    head = "| request | unmodified, s | this way, s | overhead, 95 % interval | step, ms | rows | rounds |"
     return "\n".join([f"**{_shape(data)}**", "", head, "|---" * 7 + "|", *_cells(data, ending)])
 
 
+def proven_cells(results: Path) -> dict[str, tuple[dict, bool]]:
+    """Return each cell, and whether it is of the later run: ops are taken from the run that shows that they act."""
+    again = main_run(results, AGAIN)["cells"] if (results / "gpu" / AGAIN).exists() else {}
+    found = {}
+    for name, cell in main_run(results)["cells"].items():
+        if "ratio" in cell:
+            is_later = steers(name) and not cell.get("verified") and name in again
+            found[name] = (again[name] if is_later else cell, is_later)
+    return found
+
+
 def costs(results: Path) -> str:
-    """The same for the README: how much longer a batch takes. Of ops, the run that proved that they act."""
-    data = _main(results)
-    again = _main(results, _AGAIN)["cells"] if (results / "gpu" / _AGAIN).exists() else {}
+    """Return how much longer a batch takes with each kind of request."""
+    data = main_run(results)
     work, gpu = data["configuration"], data["hardware"]["gpu"]
     size = f"{work['batch']} requests of {work['prefill']} + {work['decode']} tokens, {work['model']} on one {gpu}"
-    lines = [f"| {size} | longer than untouched vLLM, 95 % interval |", "|---|---|"]
-    for name, cell in data["cells"].items():
-        if "ratio" in cell and name not in ("noise", "twin"):
-            proven = steers(name) and not cell.get("verified") and name in again
-            where = " (another run)" if proven else ""
-            lines.append(f"| {_REQUESTS.get(name, name)}{where} | {_interval(again[name] if proven else cell, 1)} |")
+    lines = [f"| {size} | longer than unmodified vLLM, 95 % interval |", "|---|---|"]
+    for name, (cell, is_later) in proven_cells(results).items():
+        if name not in ("noise", "twin"):
+            where = " (another run)" if is_later else ""
+            lines.append(f"| {REQUESTS.get(name, name)}{where} | {interval(cell, 1)} |")
     if (results / "gpu" / _PEER).exists():
         own = json.loads((results / "gpu" / _PEER).read_text())["cells"]["hidden-states"]
-        asked = f"all layers but the last, by {_REQUESTS['hidden-states']} (another run)"
-        lines.append(f"| {asked} | {_interval(own, 1)} |")
+        asked = f"all layers but the last, by {REQUESTS['hidden-states']} (another run)"
+        lines.append(f"| {asked} | {interval(own, 1)} |")
     return "\n".join(lines)
 
 
 def phases(results: Path) -> str:
-    """Where in a round the difference to untouched vLLM arises."""
+    """Where in a round the difference to unmodified vLLM arises."""
     if not (results / "gpu" / _MAIN).exists():
         return "*No figures yet.*"
-    data = _main(results)
+    data = main_run(results)
     cells = {name: cell for name, cell in data["cells"].items() if "phases" in cell}
     names = list(next(iter(cells.values()))["phases"]["tapped"])
-    head = f"| ms more than untouched vLLM | {' | '.join(names)} | rounds | it starts in |"
+    head = f"| ms more than unmodified vLLM | {' | '.join(names)} | rounds | it starts in |"
     lines = [head, "|---" * (len(names) + 3) + "|"]
     for name, cell in cells.items():
         base, mine = cell["phases"]["baseline"], cell["phases"]["tapped"]
         shown = " | ".join(f"{mine[part] - base[part]:+.2f}" for part in names)
-        lines.append(f"| {_REQUESTS.get(name, name)} | {shown} | {cell['rounds']} | {base.get('starting', 0.0):.1f} |")
+        lines.append(f"| {REQUESTS.get(name, name)} | {shown} | {cell['rounds']} | {base.get('starting', 0.0):.1f} |")
     return "\n".join(lines)
 
 
@@ -232,9 +240,9 @@ def steps(results: Path) -> str:
     if not (results / "gpu" / _MAIN).exists():
         return "*No figures yet.*"
     off = f"of it in those {1e3 * _SLOW_MS:.0f} µs off, ms"
-    head = f"| more than untouched vLLM | whole round | median step, µs | all steps, ms | {off} | which |"
+    head = f"| more than unmodified vLLM | whole round | median step, µs | all steps, ms | {off} | which |"
     lines = [head, "|---" * 6 + "|"]
-    for name, cell in _main(results)["cells"].items():
+    for name, cell in main_run(results)["cells"].items():
         if "steps_ms" not in cell:
             continue
         both = zip(cell["steps_ms"]["tapped"], cell["steps_ms"]["baseline"], strict=False)
@@ -244,14 +252,14 @@ def steps(results: Path) -> str:
         middle = (
             f"{1e3 * statistics.median(more.values()):+.0f} | {sum(more.values()):+.1f} | {sum(slow.values()):+.1f}"
         )
-        lines.append(f"| {_REQUESTS.get(name, name)} | {_interval(cell, 2)} | {middle} | {shown or 'none'} |")
+        lines.append(f"| {REQUESTS.get(name, name)} | {interval(cell, 2)} | {middle} | {shown or 'none'} |")
     return "\n".join(lines)
 
 
 def plot(results: Path) -> str:
     """Whether a run drifts: how much longer each round was, with the median of each third."""
-    cells = _main(results)["cells"]
-    panels = [_rounds(cells[name], _REQUESTS[name]) for name in ("noise", "zero-layer", "all-layers") if name in cells]
+    cells = main_run(results)["cells"]
+    panels = [_rounds(cells[name], REQUESTS[name]) for name in ("noise", "zero-layer", "all-layers") if name in cells]
     content = [f'<g transform="translate({i * WIDTH} 0)">{panel}</g>' for i, panel in enumerate(panels)]
     return drawing("".join(content), WIDTH * len(panels), HEIGHT)
 
@@ -273,7 +281,7 @@ def hooks(results: Path) -> str:
     lines = []
     for file in sorted((results / "gpu").glob("profile*.json")):
         data = json.loads(file.read_text())["profile"]
-        asked = _REQUESTS.get(data["cell"], data["cell"])
+        asked = REQUESTS.get(data["cell"], data["cell"])
         lines += ["", f"| host work per step, {asked} | µs | calls | median call, µs |", "|---" * 4 + "|"]
         for name, one in list(data["hooks"].items())[:8]:
             times = f"{one['us_per_step']:.1f} | {one['calls_per_step']:.2g} | {one['median_call_us']:.1f}"

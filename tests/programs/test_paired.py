@@ -156,17 +156,17 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     profile = {"cell": "add", "hooks": {"WorkerTaps._stage": times}}
     (tmp_path / "gpu" / "profile-add.json").write_text(json.dumps({"profile": profile}))
     found["cells"].pop("cap")
-    head = "| ms more than untouched vLLM | coming | step | rounds | it starts in |\n|---|---|---|---|---|"
+    head = "| ms more than unmodified vLLM | coming | step | rounds | it starts in |\n|---|---|---|---|---|"
     assert head in phases(tmp_path)
-    assert "| nothing is asked | +0.01 | +0.00 | 6 |" in phases(tmp_path)
+    assert "| nothing requested | +0.01 | +0.00 | 6 |" in phases(tmp_path)
     text = speed(tmp_path)
     assert "**tiny, 2 × (6 + 4)**" in text
-    assert "| nothing is asked | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | ≤ +0.5 %: holds | +0.0 % |  |" in text
+    assert "| nothing requested | 1.0000 | 1.0040 | +0.40 % [+0.40, +0.40] | ≤ +0.5 %: holds | +0.0 % |  |" in text
     assert "| ≤ +1.0 %: **missed** | +0.0 % (goal ≤ 1 %) | 100.0; 10.0 (goal ≥ 10) | 100.0 % |" in text
     assert "the process died" in text
     waited = "| +0.40 % [+0.40, +0.40] | 250 | 6 |"
-    assert f"| tiny, 2 × (6 + 4) | nothing is asked | 1.0000 | 1.0040 {waited}" in shapes(tmp_path)
-    assert "| tiny, 2 × (6 + 4) | cap, likewise | — | — |" in shapes(tmp_path)
+    assert f"| tiny, 2 × (6 + 4) | nothing requested | 1.0000 | 1.0040 {waited}" in shapes(tmp_path)
+    assert "| tiny, 2 × (6 + 4) | cap at every layer, one vector per request | — | — |" in shapes(tmp_path)
     assert "| `WorkerTaps._stage` | 12.3 | 1 | 5.0 |" in hooks(tmp_path)
     told = {"baseline": [9.0, 9.0, 9.0, 3.0, 3.0, 3.0, 3.0], "tapped": [1.0, 1.0, 1.0, 3.01, 3.01, 3.5, 3.01]}
     many = {"baseline": [3.0] * 33, "tapped": [3.2] * 33}
@@ -179,12 +179,12 @@ def test_tables_of_a_gpu_run(run: Any, tmp_path: Path) -> None:
     assert "| +0 | +0.0 | +0.0 | none |" in steps(tmp_path)
     found["configuration"] |= {"stagger": 3, "eager": True}
     (tmp_path / "gpu" / "speed-ends.json").write_text(json.dumps(found))
-    assert "| tiny, 2 × (6 + 1 to 4), eager | nothing is asked |" in shapes(tmp_path)
+    assert "| tiny, 2 × (6 + 1 to 4), eager | nothing requested |" in shapes(tmp_path)
     found["configuration"] |= {"stagger": 0, "eager": False, "pool_bytes": 5_800_000_000}
     (tmp_path / "gpu" / "speed-room.json").write_text(json.dumps(found))
-    assert "| tiny, 2 × (6 + 4), 5.8 GB for rows | nothing is asked |" in shapes(tmp_path)
+    assert "| tiny, 2 × (6 + 4), 5.8 GB for rows | nothing requested |" in shapes(tmp_path)
     (tmp_path / "gpu" / "speed-room-again.json").write_text(json.dumps(found))
-    assert "| tiny, 2 × (6 + 4), 5.8 GB for rows, again | nothing is asked |" in shapes(tmp_path)
+    assert "| tiny, 2 × (6 + 4), 5.8 GB for rows, again | nothing requested |" in shapes(tmp_path)
 
 
 def test_a_cell_whose_rows_are_not_what_they_should_be_has_no_times(run: Any, tmp_path: Path) -> None:

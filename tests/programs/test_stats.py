@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bench.gpu.paired import DRIFT_GOAL, FETCH_GOAL, GOALS
+from bench.tables import overhead
 from bench.tables.gpu import pairs, plot
 from steerscope.bench.stats import drift, line, paired, summary
 
@@ -79,18 +80,21 @@ def test_a_pair_that_was_measured_again_is_not_left_out_of_the_table_of_every_pa
     for name, cells in runs.items():
         (folder / f"{name}-qwen2.5-3b.json").write_text(json.dumps({"cells": cells}))
     same = "+0.00 % [+0.00, +0.00], 5 pairs"
+    cap = "cap at every layer, one vector per request"
     assert pairs(tmp_path).splitlines() == [
         "| every pair | this run | goal | 1 before it | 2 before it |",
         "|---|---|---|---|---|",
-        f"| untouched against itself | {same} |  | {same} | {same} |",
+        f"| unmodified vLLM against itself | {same} |  | {same} | {same} |",
         f"| all layers, last prompt token | +0.20 % [+0.20, +0.20], 5 pairs | ≤ +0.5 %: holds | {same} |  |",
         "| all layers, mean | no room |  |  |  |",
-        f"| cap, likewise | +5.00 % [+0.68, +6.12], 5 pairs | ≤ +2.0 %: **missed** |  | {same} |",
+        f"| {cap} | +5.00 % [+0.68, +6.12], 5 pairs | ≤ +2.0 %: **missed** |  | {same} |",
     ]
 
 
 def test_the_plot_is_that_of_the_committed_run() -> None:
     assert (RESULTS.parents[1] / "docs" / "speed.svg").read_text() == plot(RESULTS)
+    for name, drawn in overhead.PLOTS.items():
+        assert (RESULTS.parents[1] / "docs" / name).read_text() == drawn(RESULTS)
 
 
 def test_rounds_too_far_off_for_the_plot_are_on_its_edge(tmp_path: Path) -> None:
