@@ -78,9 +78,9 @@ def divergence(
     if not contexts:
         return []
     from scipy.stats import rankdata
-    from sklearn.preprocessing import normalize
+    from sklearn.metrics.pairwise import cosine_similarity
 
-    similar = normalize(np.asarray(embed(contexts))) @ normalize(np.asarray(embed(described))).T
+    similar = cosine_similarity(embed(contexts), embed(described))
     text_ranks = rankdata(-np.round(similar, 9), axis=1) - 1
     return [_of(readings, i, text_ranks[i]) for i in range(len(readings))]
 
