@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from bench.machine import commit, machine
-from steerscope.bench.shapes import make_pack
+from bench.random_packs import make_pack
 from steerscope.files import atomic_path
 from steerscope.lenses.bank import Bank
 from steerscope.lenses.pack import Pack

@@ -25,8 +25,9 @@ class ChildFailed(SteerscopeError):
 def serve(pipe: Connection, kind: str, setup: Setup, scratch: Path, budget: int, noop: bool) -> None:
     """A child: start the engine, then answer one order at a time. vLLM is imported only from here on."""
     os.environ["STEERSCOPE_NOOP"] = str(int(noop))
-    from steerscope.bench.drivers import Ours, make_driver
-    from steerscope.bench.profiled import profile
+    from bench.gpu.drivers import make_driver
+    from bench.gpu.profiled import profile
+    from steerscope.bench.drivers import Ours
 
     try:
         driver = make_driver(kind, setup, scratch, budget)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from bench.gpu.taps import microseconds
+from bench.random_packs import make_pack
 from steerscope.bench.one import write
-from steerscope.bench.shapes import make_pack
 from steerscope.lenses import fused
 from steerscope.lenses.bank import Bank
 from steerscope.lenses.stack import Weights

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from bench.lens_speed import LIMITS
+from bench.random_packs import make_pack, small_share
 from steerscope.bench.one import hardware, versions
-from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model, make_pack, small_share
+from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
 from steerscope.engines.sync import SyncEngine

@@ -27,9 +27,10 @@ from typing import Any
 
 from bench.gpu.child import Child, ChildFailed
 from bench.gpu.cores import Cores, stolen
+from bench.gpu.drivers import WATCHES, load_of, widest
 from steerscope.bench.one import about, write
 from steerscope.bench.stats import drift, paired
-from steerscope.bench.workload import Setup, capture_of, check_cell, check_setup, load_of, steers, widest
+from steerscope.bench.workload import Setup, capture_of, check_cell, check_setup, steers
 from steerscope.specs.errors import InvalidRequest
 
 NOISE, TWIN, PEER = "noise", "twin", "hidden-states"
@@ -306,7 +307,7 @@ def parse() -> argparse.Namespace:
         args.loads = [load_of(args.setup, text) for text in args.loads]
         for load in args.loads or [args.setup]:
             check_setup(load)
-        for cell in {*args.cells, *args.profile} - set(UNTOUCHED):
+        for cell in {*args.cells, *args.profile} - {*UNTOUCHED, *WATCHES}:
             check_cell(cell)
     except InvalidRequest as error:
         parser.error(str(error))

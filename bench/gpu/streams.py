@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu.stream_client import play
 from steerscope.bench.one import hardware, versions
 from steerscope.bench.shapes import shape_config
 from steerscope.bench.stats import paired
+from steerscope.bench.stream_client import play
 
 KINDS = ("stock-http", "ours-http", "stock-library", "ours-library")
 NARROW = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}  # of vLLM without a usage context: `ours-narrow`
@@ -91,12 +91,12 @@ def serve_ours(args: argparse.Namespace) -> None:
     from steerscope.engines.load import load_engine
     from steerscope.serving.app import create_app
     from steerscope.serving.run import serve_app
-    from steerscope.serving.settings import Settings
+    from steerscope.serving.settings import ServerSettings
 
     serve_app(
         create_app(
             lambda: load_engine(args.model, engine="vllm", vllm=options_of(args, args.child)),
-            Settings(port=args.port, model_name="model"),
+            ServerSettings(port=args.port, model_name="model"),
         )
     )
 

@@ -20,19 +20,20 @@ from torch import Tensor
 from steerscope.bench.one import write
 from steerscope.core.equation import NOTHING
 from steerscope.engines.vllm.cuda.fused_norm import cuda_tap_norm
-from steerscope.engines.vllm.cuda.precomputed_ops import Laying
-from steerscope.engines.vllm.cuda.prefill_sums import Prompts, Taken
+from steerscope.engines.vllm.cuda.precomputed_ops import PrecomputedOps
 from steerscope.engines.vllm.cuda.row_store import make_stage
 from steerscope.engines.vllm.wire import Wire, WireCapture
-from steerscope.engines.vllm.worker.requests import Asker
-from steerscope.engines.vllm.worker.step_index import ASKER, CELL, ENTRIES, GROUP, LAID, PAGE, STRIDE
-from steerscope.engines.vllm.worker.tap import Doing, before_first, over
+from steerscope.engines.vllm.worker.index_layout import CELL, ENTRIES, FLAG, GROUP, PRECOMPUTED, STRIDE
+from steerscope.engines.vllm.worker.prefill_sums import PrefillRows, PromptSlice
+from steerscope.engines.vllm.worker.requests import TrackedRequest
+from steerscope.engines.vllm.worker.step_index import PAGE
+from steerscope.engines.vllm.worker.tap import TapMode, at_first_tap, end_forward
 from steerscope.specs import Ablate, Add
 from steerscope.specs.tokens import EVERYWHERE
 
 CASES = (
-    "norm", "nothing asked", "capture", "capture, laid out", "capture, nobody steers, laid out",
-    "capture, nobody steers, staged", "add", "add, laid out", "ablate", "ablate, laid out",
+    "norm", "nothing asked", "capture", "capture, precomputed", "capture, nobody steers, precomputed",
+    "capture, nobody steers, staged", "add", "add, precomputed", "ablate", "ablate, precomputed",
 )  # fmt: skip
 _COLUMNS, _GROUPS = 4, 64  # as an engine has them
 _SUM = 1e-5  # relative L2 that a sum may be off
@@ -56,9 +57,12 @@ class Layers:
         self.gates = torch.ones(8, **cuda)
         self.orders = torch.full((layers, _GROUPS), -1, dtype=torch.int32, **cuda)
         self.orders[:, 1] = torch.arange(layers)
-        self.before, self.faults = torch.zeros(_GROUPS, dtype=torch.bool, **cuda), torch.zeros(tokens + 2, **cuda).int()
+        self.before, self.overflow_flags = (
+            torch.zeros(_GROUPS, dtype=torch.bool, **cuda),
+            torch.zeros(tokens + 2, **cuda).int(),
+        )
         self.stage, self.bare = make_stage(layers, tokens, self.pool), torch.zeros(0, **half)
-        self.laying = Laying(self.vectors, self.coefficients, self.orders, self.before, self.index, tokens)
+        self.laying = PrecomputedOps(self.vectors, self.coefficients, self.orders, self.before, self.index, tokens)
 
     def ask(self, case: str) -> None:
         """Every token another vector."""
@@ -68,12 +72,12 @@ class Layers:
             self.index[:, GROUP], self.index[:, CELL] = 1, PAGE * self.layers * (numbers - 1)
         op = Add(vector=[1.0], scale=0.01) if case.startswith("add") else Ablate(vector=[1.0])
         if case.startswith(("add", "ablate")):
-            self.index[:, ASKER] = self.index[:, ENTRIES] = self.index[:, ENTRIES + 1] = numbers
+            self.index[:, FLAG] = self.index[:, ENTRIES] = self.index[:, ENTRIES + 1] = numbers
             self.coefficients[:, 1:] = torch.tensor(op.coefficients(), device="cuda")
-        laid = case.endswith("laid out")
-        self.index[:, ASKER] += LAID * laid
+        precomputed = case.endswith("precomputed")
+        self.index[:, FLAG] += PRECOMPUTED * precomputed
         self.index[:, STRIDE] = 0
-        self.laying.lay(self.tokens if laid else 0)
+        self.laying.compute(self.tokens if precomputed else 0)
 
     def run(self, case: str) -> Tensor:
         """All layers once; the stream that leaves the last."""
@@ -82,10 +86,11 @@ class Layers:
         staged = case.endswith("staged")
         for i in range(self.layers):
             tables = (self.pool, self.index, self.vectors[i], self.coefficients[i], self.gates, self.orders[i],
-                      self.before, self.faults)  # fmt: skip
+                      self.before, self.overflow_flags)  # fmt: skip
             normed, stream = cuda_tap_norm(
-                delta, stream, self.norm[i], 1e-6, False, self.laying.laid[i], self.stage[i] if staged else self.bare,
-                self.stage, self.orders, *tables, *taps, staged and i == self.layers - 1,
+                delta, stream, self.norm[i], 1e-6, False, self.laying.table[i],
+                self.stage[i] if staged else self.bare, self.stage, self.orders, *tables, *taps,
+                staged and i == self.layers - 1,
             )  # fmt: skip
             torch.mm((normed @ self.attention[i])[:, : self.hidden], self.attention[i, :, : self.hidden])
             gate, up = (normed @ self.up[i]).chunk(2, 1)
@@ -116,10 +121,10 @@ def microseconds(run: Callable[[], object], times: int) -> float:
 
 
 def agree(layers: Layers) -> float:
-    """How far what is laid out lies from what is looked up, relative to the stream. Rows are the same either way."""
+    """Return how far precomputed ops are from ops that are looked up, relative to the stream; rows must be equal."""
     worst = 0.0
     kept = []
-    for way in ("capture", "capture, nobody steers, laid out", "capture, nobody steers, staged"):
+    for way in ("capture", "capture, nobody steers, precomputed", "capture, nobody steers, staged"):
         layers.ask(way)
         layers.pool.zero_()
         layers.run(way)
@@ -128,7 +133,7 @@ def agree(layers: Layers) -> float:
             raise SystemExit(f"{way}: other rows than by looking up")
     for case in ("add", "ablate"):
         found = []
-        for way in (case, f"{case}, laid out"):
+        for way in (case, f"{case}, precomputed"):
             layers.ask(way)
             found.append(layers.run(way).float())
         worst = max(worst, float((found[0] - found[1]).norm() / found[0].norm()))
@@ -153,32 +158,34 @@ class WholePrompts:
         self.more = torch.zeros(_GROUPS, dtype=torch.bool, device=cuda), torch.zeros(count + 2, device=cuda).int()
         self.bare, self.flush = torch.zeros(0, device=cuda), torch.empty(256 << 20, dtype=torch.uint8, device=cuda)
         capture = WireCapture((), EVERYWHERE, False, "mean", hold, length)
-        self.askers = [Asker(Wire(str(i), None, 0, 1, (), capture), [], 1, 1) for i in range(count)]
-        self.length, self.doing, self.prompts = length, Doing(), Prompts([], 0)
+        self.requests = [TrackedRequest(Wire(str(i), None, 0, 1, (), capture), [], 1, 1) for i in range(count)]
+        self.length, self.doing, self.prompts = length, TapMode(), PrefillRows([], 0)
         self.numbers = torch.arange(tokens, dtype=torch.int32, device=cuda) // length + 1  # another op for each
 
     def ask(self, case: str) -> None:
         span = 2 if case == "summed" else 0
-        books = np.zeros(self.index.shape, dtype=np.int32)
-        taken = [Taken(one, i * self.length, 0, self.length, False) for i, one in enumerate(self.askers)]
-        self.prompts = Prompts(taken if "kept" in case or case == "summed" else [], span)
-        self.prompts.place(0, books, CELL, GROUP)
-        runs = self.prompts.runs(len(books))
-        self.index.copy_(torch.from_numpy(books))
+        step_index = np.zeros(self.index.shape, dtype=np.int32)
+        taken = [PromptSlice(one, i * self.length, 0, self.length, False) for i, one in enumerate(self.requests)]
+        self.prompts = PrefillRows(taken if "kept" in case or case == "summed" else [], span)
+        self.prompts.place(0, step_index, CELL, GROUP)
+        runs = self.prompts.runs(len(step_index))
+        self.index.copy_(torch.from_numpy(step_index))
         listed = None if runs is None else torch.from_numpy(runs).to(self.index.device)
         steers = case.startswith("steered")
         if steers:
-            self.index[:, ASKER] = self.index[:, ENTRIES] = self.index[:, ENTRIES + 1] = self.numbers
+            self.index[:, FLAG] = self.index[:, ENTRIES] = self.index[:, ENTRIES + 1] = self.numbers
         keeps = case not in ("nothing asked", "steered")
-        self.doing = Doing(steers or case == "kept, others steer", keeps, listed, len(books), int(case == "steered"))
+        self.doing = TapMode(
+            steers or case == "kept, others steer", keeps, listed, len(step_index), int(case == "steered")
+        )
 
     def run(self) -> Tensor:
-        before_first(self.index, lambda: self.doing)
+        at_first_tap(self.index, lambda: self.doing)
         normed, _ = cuda_tap_norm(
             self.delta, self.residual, self.norm, 1e-6, False, self.bare, self.bare, self.bare, self.bare, self.pool,
             self.index, *self.tables, self.order, *self.more, True, True, False,
         )  # fmt: skip
-        over(self.index)
+        end_forward(self.index)
         return normed
 
     def agree(self) -> float:
@@ -262,7 +269,7 @@ def main() -> None:
     for case, value in result["more_us_per_layer"].items():
         low, high = result["spread_us"][case]
         print(f"{case:34} {value:+.3f} µs per layer over the norm alone [{low:+.3f}, {high:+.3f}]")  # noqa: T201
-    print(f"laid out against looked up: {worst:.2e}")  # noqa: T201
+    print(f"precomputed against looked up: {worst:.2e}")  # noqa: T201
     for case, value in whole.items():
         print(f"{case:34} {value:.1f} µs for {args.prompts} prompts")  # noqa: T201
     print(f"norms that summing rounds otherwise: {other:.1e}")  # noqa: T201

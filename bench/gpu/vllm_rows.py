@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model, small_share
+from bench.random_packs import small_share
+from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.results import Generation, TokenPrompt
 from steerscope.engines.sync import SyncEngine

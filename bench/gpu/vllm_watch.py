@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from bench.gpu.vllm_rows import start_vllm
-from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model, make_pack
+from bench.random_packs import make_pack
+from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model
 from steerscope.engines.api import Engine
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
@@ -33,7 +34,7 @@ from steerscope.specs.watch import flag, steer, stop, when
 
 LIMITS = {"float32": 1e-3, "bfloat16": 0.15}  # of a probability; what rows rounded to bf16 do to random lenses
 PACK = "random"
-_LEFT = ("running", "waiting", "slots_in_use", "worker_slots_in_use", "worker_askers", "capture_bytes")
+_LEFT = ("running", "waiting", "slots_in_use", "worker_slots_in_use", "worker_requests", "capture_bytes")
 
 
 def watches(hidden: int) -> list[Watch | None]:

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.machine import commit
+from bench.random_packs import small_share
 from steerscope.bench.one import hardware, versions
-from steerscope.bench.shapes import small_share
 from steerscope.engines.api import Engine
 from steerscope.lenses import Pack
 from support.checking import check

@@ -27,10 +27,10 @@ from rich.console import Console
 from scipy.stats import theilslopes
 
 from bench.machine import commit
+from bench.random_packs import make_pack
 from bench.stress.mixture import HIDDEN, LAYER, PACK, Clients, Record, vector
 from bench.stress.processes import look, orphans
 from steerscope.bench.one import hardware, versions, write
-from steerscope.bench.shapes import make_pack
 from steerscope.client import AsyncClient
 
 MODEL = "smollm2-135m"

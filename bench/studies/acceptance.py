@@ -16,12 +16,12 @@ import torch
 from rich.console import Console
 
 from bench.machine import commit, machine
-from steerscope.demo.progress import Steps
-from steerscope.demo.run import STEPS, measure
+from steerscope.demo.run import measure
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.load import load
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction import load_contrast_set, mean_difference, sentences
+from steerscope.progress import ProgressBars
 from steerscope.specs import Add, Capture, Sampling, Steering
 
 MODEL = "smollm2-135m"
@@ -144,8 +144,8 @@ def main() -> None:
             result[name] = run()
             console.print_json(data=result[name])
     console.print("demo …")
-    with Steps(STEPS) as steps, tempfile.TemporaryDirectory() as folder:
-        demo = measure(MODEL, steps, Path(folder) / "lenses")
+    with ProgressBars() as bars, tempfile.TemporaryDirectory() as folder:
+        demo = measure(MODEL, bars, Path(folder) / "lenses")
     result["demo"] = {
         "seconds": demo.seconds,
         "heldout_auroc": demo.heldout_auroc,

@@ -50,7 +50,7 @@ from steerscope.evals.summary import compare
 from steerscope.extraction import Examples, extract, load_contrast_set
 from steerscope.extraction.endpoint import Endpoint
 from steerscope.extraction.personas.definitions import load_personas
-from steerscope.extraction.personas.rollouts import RolloutSettings
+from steerscope.extraction.runs import RolloutSettings
 from steerscope.vectors.vector import SteeringVector
 
 MODEL, TRAIT, PARTS = "smollm2-135m", "cheerful", (-1.0, -0.5, 0.5, 1.0)
@@ -124,9 +124,9 @@ def served(engine: SyncEngine) -> Iterator[str]:
     """Our own server over the same engine."""
     from steerscope.serving.app import create_app
     from steerscope.serving.run import Server
-    from steerscope.serving.settings import Settings
+    from steerscope.serving.settings import ServerSettings
 
-    server = Server(create_app(engine.aio, Settings(port=0)))
+    server = Server(create_app(engine.aio, ServerSettings(port=0)))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not (server.started and server.serving.ready):

@@ -22,11 +22,11 @@ from steerscope.analysis.attention import attention_pass, see
 from steerscope.analysis.attention_tables import BEYOND, columns
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions, components, load_directions
-from steerscope.analysis.layerwise import Inputs, along, where, z_by_rank
+from steerscope.analysis.layerwise import Inputs, along, z_by_rank
 from steerscope.analysis.mlp import mlp_pass
 from steerscope.analysis.onelayer import OneLayer
 from steerscope.analysis.report import analysis_page
-from steerscope.analysis.results import Result, load_results
+from steerscope.analysis.results import AnalysisResult, load_results, where
 from steerscope.files import atomic_path
 from steerscope.vectors.files import save
 
@@ -90,7 +90,7 @@ def passes(work: Path, progress: Callable[[str], None]) -> dict[str, object]:
     return found
 
 
-def _told(result: Result) -> dict[str, object]:
+def _told(result: AnalysisResult) -> dict[str, object]:
     ranked = result.tables["ranking"]
     first = {
         name: where(ranked, "measure", name).slice(0, 3).to_pylist()

@@ -27,14 +27,14 @@ from bench.studies.learning_judged import judged
 from steerscope.analysis.statistics import least_paired_p, mean_interval, permutation
 from steerscope.engines.load import load
 from steerscope.engines.sync import SyncEngine
-from steerscope.extraction.personas.folder import write_json
+from steerscope.extraction.runs import write_json
 from steerscope.specs import Sampling
 from steerscope.training.course import Course
 from steerscope.training.learnable import Learnable
-from steerscope.training.passes import Kept
+from steerscope.training.passes import CachedStreams
+from steerscope.training.settings import TrainSettings
 from steerscope.training.sweep import plan, sweep
-from steerscope.training.texts import Sample, load_training_set
-from steerscope.training.vectors import TrainSettings, course_for
+from steerscope.training.texts import TrainingSample, load_training_set, samples
 from steerscope.vectors.files import load as load_vector
 from steerscope.vectors.files import save as save_vector
 from steerscope.vectors.vector import SteeringVector
@@ -89,7 +89,7 @@ def swept(engine: Callable[[], SyncEngine], work: Path) -> dict[str, object]:
 
 def averaged(engine: SyncEngine, work: Path) -> dict[str, object]:
     """The mean difference of the training pairs at the same layer, at its best scale on the validation texts."""
-    course = course_for(engine, load_training_set(DATA), TrainSettings(layers=(LAYER,)))
+    course = Course(engine, load_training_set(DATA), TrainSettings(layers=(LAYER,)))
     vector = course.mean_difference((LAYER,), "resid_post")[LAYER]
     kept = course.passes.keep(course.validation, _added(vector))
     judged = {part: course.passes.nats(course.validation, _added(part * vector), kept) for part in PARTS}
@@ -102,8 +102,8 @@ def tested(engine: SyncEngine, work: Path, found: dict) -> dict[str, object]:
     """The four ways on the test texts, text by text."""
     data, vector = load_training_set(DATA), load_vector(work / found["vector"])
     average = load_vector(work / "averaged.safetensors")
-    course = course_for(engine, data, TrainSettings(layers=(LAYER,)))
-    texts, prompted = course.samples(data.test), course.samples(data.test, found["prompt"])
+    course = Course(engine, data, TrainSettings(layers=(LAYER,)))
+    texts, prompted = samples(course.hf, data.test), samples(course.hf, data.test, prompt=found["prompt"])
     kept = course.passes.keep(texts, _added(vector[LAYER]))
     ways = {
         "unsteered": _nats(course, texts, None, kept),
@@ -132,7 +132,9 @@ def _added(vector: torch.Tensor) -> Learnable:
     return Learnable((LAYER,), "resid_post", {LAYER: vector}, len(vector))
 
 
-def _nats(course: Course, texts: Sequence[Sample], ops: Learnable | None, kept: Kept | None) -> list[float]:
+def _nats(
+    course: Course, texts: Sequence[TrainingSample], ops: Learnable | None, kept: CachedStreams | None
+) -> list[float]:
     with torch.no_grad():
         return [float(course.passes.loss([text], ops, kept)) for text in texts]
 

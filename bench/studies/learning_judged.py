@@ -26,7 +26,7 @@ from steerscope.evals.run import PROMPTED, UNSTEERED, Condition, EvalRun, genera
 from steerscope.evals.scoring import question_means, score, scored_answers
 from steerscope.evals.summary import summarise
 from steerscope.extraction.personas.definitions import load_personas
-from steerscope.extraction.personas.rollouts import RolloutSettings
+from steerscope.extraction.runs import RolloutSettings
 from steerscope.vectors.vector import SteeringVector
 
 LEARNED, AVERAGED = "learned", "mean difference"

@@ -72,6 +72,22 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[int]:
+    """Create a folder and refuse other writers until every process with the yielded descriptor has ended."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".lock"
+    with path.open("w") as file:
+        try:
+            lock(file.fileno(), wait=False)
+        except BlockingIOError:
+            raise BadFile(f"another run is writing to {folder}: wait for it or stop it") from None
+        except OSError as error:
+            reason = f"{error.strerror}: choose a folder that can be locked"
+            raise BadFile(f"cannot lock {path}: {reason}") from error
+        yield file.fileno()
+
+
 def _lock_on_windows(handle: int, wait: bool) -> None:
     import msvcrt
 

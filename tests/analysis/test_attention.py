@@ -16,9 +16,9 @@ from steerscope.analysis.attention import attention_pass
 from steerscope.analysis.attention_tables import ALL
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
-from steerscope.analysis.layer_report import self_significance
 from steerscope.analysis.layerwise import z_by_rank
-from steerscope.analysis.results import Result, load_results
+from steerscope.analysis.report import self_significance
+from steerscope.analysis.results import AnalysisResult, load_results
 from steerscope.specs.errors import InvalidRequest
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who w
 UNBIASED = [name for name in FAMILIES if name != "qwen2"]
 
 
-def grid(result: Result, layer: int, column: str = "affinity") -> np.ndarray:
+def grid(result: AnalysisResult, layer: int, column: str = "affinity") -> np.ndarray:
     """[query, key] of a layer, all heads together."""
     table = result.tables["pairs"]
     values = table.filter(table["layer"].to_numpy() == layer)[column].to_numpy()
     return values.reshape(int(len(values) ** 0.5), -1)
 
 
-def heads(result: Result, layer: int, column: str, head: int = ALL) -> np.ndarray:
+def heads(result: AnalysisResult, layer: int, column: str, head: int = ALL) -> np.ndarray:
     table = result.tables["heads"]
     mine = (table["layer"].to_numpy() == layer) & (table["head"].to_numpy() == head)
     return table.filter(mine)[column].to_numpy()

@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 
 from analysis.families import family, named, saved
-from steerscope.analysis import layer_plots as plots
+from steerscope.analysis import figures
 from steerscope.analysis.attention import attention_pass
 from steerscope.analysis.checkpoint import Checkpoint
-from steerscope.analysis.layerwise import where
 from steerscope.analysis.mlp import mlp_pass
 from steerscope.analysis.report import analysis_page
-from steerscope.analysis.results import Result, load_results
+from steerscope.analysis.results import AnalysisResult, load_results, where
 
 NASTY = "<img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, AnalysisResult]:
     folder = tmp_path_factory.mktemp("layers")
     base, tuned = (Checkpoint(saved(family("llama", seed), folder / str(seed))) for seed in (0, 1))
     directions = replace(
@@ -33,7 +32,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     return load_results(folder / "out")
 
 
-def test_the_page_has_the_findings_and_no_markup_of_others(results: dict[str, Result]) -> None:
+def test_the_page_has_the_findings_and_no_markup_of_others(results: dict[str, AnalysisResult]) -> None:
     page = analysis_page(results)
     body = page[page.index("<main>") :]
     assert NASTY not in body
@@ -53,12 +52,12 @@ def test_the_page_has_the_findings_and_no_markup_of_others(results: dict[str, Re
     assert "Is the first component special for MLPs?" in headings
 
 
-def test_heat_maps_hold_the_numbers_of_the_tables(results: dict[str, Result]) -> None:
+def test_heat_maps_hold_the_numbers_of_the_tables(results: dict[str, AnalysisResult]) -> None:
     found = results["attention"]
-    figure = plots.pairs_figure(found, "z").to_dict()
+    figure = figures.pairs_figure(found, "z").to_dict()
     heat, buttons = figure["data"][0], figure["layout"]["updatemenus"][0]["buttons"]
     labels = figure["layout"]["yaxis"]["ticktext"]
-    assert len(labels) == plots.MOST_SHOWN
+    assert len(labels) == figures.MOST_SHOWN
     layer = int(buttons[0]["label"].removeprefix("layer "))
     rows = {(r["query"], r["key"]): r["z"] for r in where(found.tables["pairs"], "layer", layer).to_pylist()}
     for i, query in enumerate(labels):
@@ -67,14 +66,14 @@ def test_heat_maps_hold_the_numbers_of_the_tables(results: dict[str, Result]) ->
                 assert heat["z"][i][j] == pytest.approx(rows[query, key], rel=1e-3)
     largest = max(found.tables["pairs"].to_pylist(), key=lambda row: abs(row["z"]))
     assert layer == largest["layer"], "the layer with the most extreme pair comes first"
-    few = plots.pairs_figure(found, "z", most=2).to_dict()["layout"]["updatemenus"][0]["buttons"]
+    few = figures.pairs_figure(found, "z", most=2).to_dict()["layout"]["updatemenus"][0]["buttons"]
     extreme = {r["layer"]: abs(r["z"]) for r in sorted(found.tables["pairs"].to_pylist(), key=lambda r: abs(r["z"]))}
     assert [b["label"] for b in few] == [f"layer {n}" for n in sorted(extreme, key=lambda n: -extreme[n])[:2]]
 
 
-def test_profiles_are_means_over_groups_with_the_focus_marked(results: dict[str, Result]) -> None:
+def test_profiles_are_means_over_groups_with_the_focus_marked(results: dict[str, AnalysisResult]) -> None:
     found = results["mlp"]
-    lines = {line["name"]: line for line in plots.profile_figure(found, "change").to_dict()["data"]}
+    lines = {line["name"]: line for line in figures.profile_figure(found, "change").to_dict()["data"]}
     table = where(where(found.tables["written"], "sign", 1), "group", "roles")
     means = [np.mean(where(table, "layer", layer)["change"].to_numpy()) for layer in range(4)]
     np.testing.assert_allclose(lines["roles"]["y"], means, rtol=1e-4)

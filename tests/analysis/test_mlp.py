@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from scipy import stats
@@ -12,8 +13,10 @@ from torch import nn
 from analysis.families import FAMILIES, family, named, saved
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
-from steerscope.analysis.layerwise import component_ranks, group_tests, p_by_rank, ranking, table_of, where, z_by_rank
+from steerscope.analysis.findings import component_ranks, group_tests, ranking
+from steerscope.analysis.layerwise import p_by_rank, z_by_rank
 from steerscope.analysis.mlp import mlp_pass
+from steerscope.analysis.results import joined, where
 from steerscope.specs.errors import InvalidRequest
 from support import tiny
 
@@ -162,7 +165,7 @@ def test_groups_are_compared_with_welchs_test_corrected_over_measures() -> None:
         }
         for layer, row in enumerate(values)
     ]
-    ranked = ranking(table_of(parts), ("x", "y", "same"))
+    ranked = ranking(pa.table(joined(parts)), ("x", "y", "same"))
     top = ranked.slice(0, 1).to_pylist()[0]
     means = values.mean(0)
     assert top["name"] == f"v{means.argmax()}"
@@ -183,7 +186,7 @@ def test_the_first_component_is_special_only_where_it_is() -> None:
         names = np.array([*(f"components/pc{k}" for k in range(1, 21)), "other"], object)
         blank = np.full(21, "", object)
         parts = [{"layer": np.full(21, i), "name": names, "group": blank, "z": row} for i, row in enumerate(z)]
-        return component_ranks(table_of(parts), ("z",))
+        return component_ranks(pa.table(joined(parts)), ("z",))
 
     assert [one["component"] for one in table(1.0)] == list(range(1, 21))
     assert table(8.0)[0]["p"] == 0.05

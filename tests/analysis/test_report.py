@@ -8,12 +8,12 @@ import pyarrow as pa
 import pytest
 import torch
 
-from steerscope.analysis import plots
+from steerscope.analysis import figures
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions, components
 from steerscope.analysis.projections import project
 from steerscope.analysis.report import analysis_page, by_side, extremes, strongest
-from steerscope.analysis.results import Result, load_results
+from steerscope.analysis.results import AnalysisResult, load_results, pivot
 from steerscope.analysis.susceptibility import susceptibility
 from steerscope.specs.errors import BadFile
 from support import tiny
@@ -28,7 +28,7 @@ def named(count: int = 6) -> Directions:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, AnalysisResult]:
     folder = tmp_path_factory.mktemp("results")
     tiny.model(seed=0).save_pretrained(folder / "base")
     tiny.model(seed=1).save_pretrained(folder / "tuned")
@@ -46,7 +46,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
 
 def test_results_come_back_from_their_files(tmp_path: Path) -> None:
-    made = Result("kind", {"summary": "s", "n": 3}, {"t": pa.table({"x": [1.5, None], "name": ["a", "ü"]})})
+    made = AnalysisResult("kind", {"summary": "s", "n": 3}, {"t": pa.table({"x": [1.5, None], "name": ["a", "ü"]})})
     assert [path.name for path in made.save(tmp_path / "new")] == ["kind.t.parquet", "kind.json"]
     (tmp_path / "new" / "other.json").write_text('{"a": 1}')
     back = load_results(tmp_path / "new")
@@ -58,13 +58,15 @@ def test_results_come_back_from_their_files(tmp_path: Path) -> None:
 def test_a_folder_without_results_or_with_half_of_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="holds no results"):
         load_results(tmp_path)
-    Result("kind", {}, {"t": pa.table({"x": [1]})}).save(tmp_path)
+    AnalysisResult("kind", {}, {"t": pa.table({"x": [1]})}).save(tmp_path)
     (tmp_path / "kind.t.parquet").unlink()
     with pytest.raises(BadFile, match=r"kind.json is not a readable result"):
         load_results(tmp_path)
 
 
-def test_the_page_holds_every_section_and_nothing_that_others_wrote_unescaped(results: dict[str, Result]) -> None:
+def test_the_page_holds_every_section_and_nothing_that_others_wrote_unescaped(
+    results: dict[str, AnalysisResult],
+) -> None:
     page = analysis_page(results)
     assert re.findall(r"<h2>(.*?)</h2>", page) == [
         "Components",
@@ -81,27 +83,27 @@ def test_the_page_holds_every_section_and_nothing_that_others_wrote_unescaped(re
     assert "Along which" not in alone
 
 
-def test_plots_show_the_numbers_of_the_tables(results: dict[str, Result]) -> None:
+def test_plots_show_the_numbers_of_the_tables(results: dict[str, AnalysisResult]) -> None:
     result = results["susceptibility"]
-    rows, layers, grid = plots.pivot(result.tables["changes"], "matrix", "layer", "relative")
+    rows, layers, grid = pivot(result.tables["changes"], "matrix", "layer", "relative")
     assert layers == [0, 1, 2, 3]
-    drawn = plots.change_figure(result).data[0]
+    drawn = figures.change_figure(result).data[0]
     assert list(drawn.x) == ["0", "1", "2", "3"]
     assert np.array(drawn.z, dtype=float) == pytest.approx(grid, rel=1e-3, nan_ok=True)
     one = next(
         row for row in result.tables["changes"].to_pylist() if row["matrix"] == "mlp.up_proj" and row["layer"] == 2
     )
     assert grid[rows.index("mlp.up_proj"), 2] == one["relative"]
-    menu = plots.susceptibility_figure(result).layout.updatemenus[0].buttons
+    menu = figures.susceptibility_figure(result).layout.updatemenus[0].buttons
     assert len(menu) == 6
     last = [row for row in result.tables["cells"].to_pylist() if row["direction"] == "v5"]
     shown = np.array(menu[-1].args[0]["z"][0], dtype=float)
     assert shown[0][0] == pytest.approx(next(row["z"] for row in last), rel=1e-3)
-    profile = plots.profile_figure(result).data
+    profile = figures.peaks_figure(result).data
     assert [trace.name for trace in profile][1] == "v1"
 
 
-def test_summaries_are_the_extremes_of_the_tables(results: dict[str, Result]) -> None:
+def test_summaries_are_the_extremes_of_the_tables(results: dict[str, AnalysisResult]) -> None:
     scores = [row for row in results["directions"].tables["scores"].to_pylist() if row["layer"] == 2]
     first = max((row for row in scores if row["component"] == 1), key=lambda row: row["score"])
     assert extremes(results["directions"])[0]["highest"].split(", ")[0] == first["name"]
@@ -110,7 +112,7 @@ def test_summaries_are_the_extremes_of_the_tables(results: dict[str, Result]) ->
     assert [row["z"] for row in mine] == sorted((row["z"] for row in cells), reverse=True)[:3]
 
 
-def test_matrices_that_read_and_that_write_are_counted_apart(results: dict[str, Result]) -> None:
+def test_matrices_that_read_and_that_write_are_counted_apart(results: dict[str, AnalysisResult]) -> None:
     cells = results["susceptibility"].tables["cells"].to_pylist()
     rows = by_side(results["susceptibility"])
     assert sum(row["matrices"] for row in rows) == len(cells)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steerscope.analysis.changes import Tally, facing
+from steerscope.analysis.changes import ChangeSums, facing
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
 from steerscope.analysis.susceptibility import susceptibility
@@ -118,7 +118,7 @@ def test_rows_that_come_in_parts_keep_their_places() -> None:
     before, after = torch.zeros(9, HIDDEN), torch.randn(9, HIDDEN, generator=generator)
     after[4] = 0  # did not change
     units = torch.nn.functional.normalize(torch.randn(5, HIDDEN, generator=generator), dim=1)
-    whole, parts = Tally("reads"), Tally("reads")
+    whole, parts = ChangeSums("reads"), ChangeSums("reads")
     whole.add(before, after, units)
     for start in range(0, 9, 2):
         parts.add(before[start : start + 2], after[start : start + 2], units)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import Result
 
 from steerscope.capture.store import ActivationStore
-from steerscope.cli.capture import _Meter
+from steerscope.cli.capture import CorpusProgress
 from steerscope.corpus.run import Status
 
 Cli = Callable[..., Result]
@@ -75,7 +75,7 @@ def test_a_run_that_does_not_end_with_a_whole_store_is_told(cli: Cli, model: str
 def test_speed_and_time_left_are_those_of_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    meter = _Meter(elsewhere=True)
+    meter = CorpusProgress(elsewhere=True)
     task = meter._bar.tasks[0]
     meter._bar.get_time = task._get_time = time.monotonic
     for clock[0], shards in ((0.0, 0), (500.0, 1), (600.0, 2)):

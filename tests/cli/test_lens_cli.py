@@ -42,7 +42,7 @@ def test_fit_writes_a_pack_and_show_draws_its_tree(cli: Cli, model: str, concept
     pack = Pack.load(out)
     assert pack.info.architecture.widths == ()
     assert pack.info.training["settings"]["seed"] == 7  # type: ignore[index]
-    assert (tmp_path / "pack.work" / "manifest.json").is_file()
+    assert (tmp_path / "pack.work" / "rows.jsonl").is_file()
     shown = cli("lens", "show", out)
     assert shown.exit_code == 0, shown.output
     lines = shown.stdout.splitlines()

@@ -42,9 +42,9 @@ def test_it_runs_as_a_module() -> None:
 
 STUCK = """
 import signal, threading
-from steerscope.cli import main
-main._ENDING_S = 0.2
-main.end_when_told()
+from steerscope.cli import termination
+termination._ENDING_S = 0.2
+termination.end_on_sigterm()
 held = threading.Lock()
 held.acquire()
 try:
@@ -54,13 +54,13 @@ finally:
 """
 LOST = """
 import signal, time
-from steerscope.cli import main
+from steerscope.cli import termination
 
 class Going:
     def __del__(self):
         signal.raise_signal(signal.SIGTERM)
 
-main.end_when_told()
+termination.end_on_sigterm()
 try:
     Going()
     time.sleep(30)

@@ -41,7 +41,7 @@ def test_run_writes_the_folder_and_resume_and_axis_go_on_from_it(
     assert "axis at layer 3" in done.stdout
     assert f"{out}/steering/capping_config.pt#layers_2:4-p0.25" in done.stdout
     assert {path.name for path in (out / "vectors" / "roles").iterdir()} == {"fox.pt", "dog.pt", "rain.pt"}
-    assert refused(*run) == [f"{out}: holds a run already; go on with --resume, or choose another folder"]
+    assert refused(*run) == [f"{out}: holds answers already; go on with --resume, or choose another folder"]
     answers = (out / "responses" / "fox.jsonl").read_bytes()
     again = cli(*run, "--resume")
     assert again.exit_code == 0, again.output

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from steerscope.demo import run
-from steerscope.demo.progress import Steps
 from steerscope.demo.results import Results
 from steerscope.lenses import Pack
+from steerscope.progress import ProgressBars
 
 pytestmark = pytest.mark.smollm
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.smollm
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
     kept: list[Results] = []
 
-    def reduced(model: str, steps: Steps, packs: Path) -> Results:
-        kept.append(measure(model, steps, packs, sweep_tokens=16, answer_tokens=24))
+    def reduced(model: str, bars: ProgressBars, packs: Path) -> Results:
+        kept.append(measure(model, bars, packs, sweep_tokens=16, answer_tokens=24))
         return kept[-1]
 
     measure, out = run.measure, tmp_path_factory.mktemp("demo") / "demo-report"

@@ -34,7 +34,7 @@ ON_VLLM: dict[str, tuple[Site, ...]] = {
 }
 MODEL_OPTIONS = ("layers", "seed", "max_position_embeddings", "attn_logit_softcapping")
 Start = Callable[..., SyncEngine]
-CLEAN = ("running", "waiting", "failed", "slots_in_use", "capture_bytes", "worker_askers")  # all zero
+CLEAN = ("running", "waiting", "failed", "slots_in_use", "capture_bytes", "worker_requests")  # all zero
 
 
 @pytest.fixture(params=ENGINES)

@@ -14,10 +14,11 @@ from steerscope.evals.items import Item
 from steerscope.evals.parity import agreement, continued
 from steerscope.evals.run import EvalRun, answers_of, generate
 from steerscope.extraction.personas.definitions import Persona
-from steerscope.extraction.personas.rollouts import RolloutSettings
+from steerscope.extraction.runs import RolloutSettings
 from steerscope.specs import Sampling, Steering
+from steerscope.training.settings import TrainSettings
 from steerscope.training.texts import Completion, TrainingSet
-from steerscope.training.vectors import TrainSettings, train
+from steerscope.training.vectors import train
 from support import tiny
 
 TEXTS = tuple(

@@ -48,10 +48,10 @@ def begin(kind: str) -> SyncEngine:
 def monitor_of(engine: SyncEngine) -> Monitor:
     if isinstance(engine.aio, HFEngine):
         return engine.aio.monitor
-    from steerscope.engines.vllm.worker.worker import HERE
+    from steerscope.engines.vllm.worker.worker import LOCAL_WORKERS
 
     engine.aio._call(lambda: engine.aio._rpc("settle"))  # type: ignore[attr-defined]
-    return next(taps for taps in HERE if taps.delivery.arena is not None).watching.monitor
+    return next(worker for worker in LOCAL_WORKERS if worker.delivery.arena is not None).lenses.monitor
 
 
 def scores_of(done: Generation, pack: Pack = PACK, layer: int = LAYER) -> torch.Tensor:

@@ -11,7 +11,7 @@ from steerscope.evals.conditions import baselines, steered
 from steerscope.evals.items import Item
 from steerscope.evals.run import EvalRun
 from steerscope.extraction.personas.definitions import Persona
-from steerscope.extraction.personas.rollouts import RolloutSettings
+from steerscope.extraction.runs import RolloutSettings
 from steerscope.vectors.vector import SteeringVector
 from support import tiny
 

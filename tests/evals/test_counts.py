@@ -12,9 +12,9 @@ from steerscope.evals import scorers as s
 from steerscope.evals.judge import JudgeScorer
 from steerscope.evals.report import write_report
 from steerscope.evals.run import EvalRun, generate
-from steerscope.evals.scorers import Interrupted
 from steerscope.evals.scoring import score
 from steerscope.extraction.endpoint import Endpoint
+from steerscope.extraction.runs import Interrupted
 from support.fake_endpoint import endpoint, says
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it

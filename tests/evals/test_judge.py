@@ -15,13 +15,14 @@ from steerscope.engines.sync import SyncEngine
 from steerscope.evals import scoring
 from steerscope.evals.judge import JudgeScorer, rubric
 from steerscope.evals.run import EvalRun, answers_of, generate
-from steerscope.evals.scorers import Interrupted, Scored
+from steerscope.evals.scorers import Scored
 from steerscope.evals.scoring import score, scored_answers, scorer_facts
 from steerscope.extraction.endpoint import Endpoint
 from steerscope.extraction.personas.definitions import Persona
+from steerscope.extraction.runs import Interrupted
 from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
-from steerscope.serving.settings import Settings
+from steerscope.serving.settings import ServerSettings
 from steerscope.specs.errors import InvalidRequest
 from support import tiny
 from support.fake_endpoint import endpoint, says
@@ -128,8 +129,8 @@ def test_other_rubrics_and_scales_are_judged_anew(tmp_path: Path) -> None:
     names = {JudgeScorer(there, persona, highest).identity for persona in (QUICK, own) for highest in (3, 100)}
     assert len(names) == 4
     with endpoint(lambda *_: (200, says("2"))) as (url, seen):
-        found = JudgeScorer(Endpoint(url, "m"), own, 3)([{"id": "1", "question": "Why?", "text": "So."}])
-    assert [one.values for one in found if one] == [{"judge": 2.0}]
+        found = list(JudgeScorer(Endpoint(url, "m"), own, 3)([{"id": "1", "question": "Why?", "text": "So."}]))
+    assert found == [(0, Scored({"judge": 2.0}))]
     assert seen[0]["messages"][0]["content"] == "Rate So. to Why?, 0 to 3."
 
 
@@ -137,8 +138,9 @@ def test_other_rubrics_and_scales_are_judged_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("highest", [3, 100])
 def test_a_refusal_is_no_score_on_either_scale(reply: str, highest: Literal[3, 100]) -> None:
     with endpoint(lambda *_: (200, says(reply))) as (url, _):
-        (found,) = JudgeScorer(Endpoint(url, "m"), QUICK, highest)([{"id": "1", "question": "Why?", "text": "So."}])
-    assert found == Scored({}, f"refusal in {reply!r}")
+        asked = [{"id": "1", "question": "Why?", "text": "So."}]
+        found = list(JudgeScorer(Endpoint(url, "m"), QUICK, highest)(asked))
+    assert found == [(0, Scored({}, f"refusal in {reply!r}"))]
 
 
 def test_thinking_is_not_scored_and_more_tokens_are_another_judgement() -> None:
@@ -150,11 +152,10 @@ def test_thinking_is_not_scored_and_more_tokens_are_another_judgement() -> None:
 
     with endpoint(reply) as (url, _):
         judge = JudgeScorer(Endpoint(url, "m", at_once=1), QUICK)
-        whole, cut = judge(asked)
+        scores = dict(judge(asked))
         longer = JudgeScorer(Endpoint(url, "m", max_tokens=400, at_once=2), QUICK)
         same = JudgeScorer(Endpoint(url, "m", tries=2), QUICK)
-    assert whole == Scored({"judge": 40.0})
-    assert cut == Scored({}, "thinking cut off in '<think>3 of 5, so'")
+    assert scores == {0: Scored({"judge": 40.0}), 1: Scored({}, "thinking cut off in '<think>3 of 5, so'")}
     assert longer.identity != judge.identity == same.identity
 
 
@@ -212,7 +213,7 @@ def test_every_reply_is_on_the_disk_while_the_next_is_awaited(folder: tuple[Path
         if number == 4:
             deadline = time.monotonic() + HUNG_S
             while time.monotonic() < deadline and not (met and met[0] >= (3, 3)):
-                kept = lines.read_text().count("\n") if lines.is_file() else 0
+                kept = lines.read_text().count('"judge"') if lines.is_file() else 0
                 facts = scorer_facts(tmp_path / "run").get("judge")
                 met[:] = [(kept, facts["about"]["spent"]["requests: ok"] if facts else 0)]
                 time.sleep(0.02)
@@ -240,7 +241,7 @@ def test_a_rubric_must_show_the_answer_and_must_be_there(tmp_path: Path) -> None
 def test_our_own_server_can_be_the_judge(folder: tuple[Path, EvalRun]) -> None:
     """The tiny model says nothing of sense: its replies hold no score, are counted, and cost tokens."""
     out, run = folder
-    server = Server(create_app(HFEngine(tiny.model(), tiny.tokenizer(), name="tiny"), Settings(port=0)))
+    server = Server(create_app(HFEngine(tiny.model(), tiny.tokenizer(), name="tiny"), ServerSettings(port=0)))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not (server.started and server.serving.ready):
@@ -248,11 +249,11 @@ def test_our_own_server_can_be_the_judge(folder: tuple[Path, EvalRun]) -> None:
     try:
         short = Persona.parse({**QUICK.model_dump(), "eval_prompt": "Rate {answer}"})
         judge = JudgeScorer(Endpoint(f"{server.address}/v1", "tiny", tries=1), short)
-        found = judge([one for one in answers_of(out, run) if "logprobs" not in one][:4])
+        found = dict(judge([one for one in answers_of(out, run) if "logprobs" not in one][:4]))
     finally:
         server.should_exit = True
         thread.join(HUNG_S)
     assert len(found) == 4
-    assert all(one is not None for one in found)
-    assert judge.endpoint.tally.outcomes["ok"] == len({one["text"] for one in answers_of(out, run)[:4]})
-    assert judge.endpoint.tally.completion_tokens > 0
+    assert all(one is not None for one in found.values())
+    assert judge.endpoint.usage.outcomes["ok"] == len({one["text"] for one in answers_of(out, run)[:4]})
+    assert judge.endpoint.usage.completion_tokens > 0

@@ -11,7 +11,7 @@ from evals.conftest import CHOICE, OPEN, a_run
 from steerscope.engines.sync import SyncEngine
 from steerscope.evals.items import Item
 from steerscope.evals.run import Condition, answers_of, generate, load_run, load_vectors, wanted
-from steerscope.extraction.personas.rollouts import RolloutSettings
+from steerscope.extraction.runs import RolloutSettings
 from steerscope.specs import Sampling
 from steerscope.specs.errors import BadFile, InvalidRequest
 from steerscope.vectors.vector import SteeringVector
@@ -62,7 +62,7 @@ def test_answers_are_those_of_the_engine_under_that_steering_and_seed(
 
 
 def _seed(question: str, sample: int) -> int:
-    from steerscope.extraction.personas.folder import digest
+    from steerscope.extraction.runs import digest
 
     return int(digest(0, question, sample)[:12], 16)
 

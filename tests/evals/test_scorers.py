@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from steerscope.evals import scorers as s
 from steerscope.evals.run import answers_of, generate
 from steerscope.evals.scoring import score, scored_answers, scorer_facts
 from steerscope.extraction.personas.definitions import Persona
-from steerscope.extraction.personas.folder import Record
+from steerscope.extraction.runs import Interrupted, Record
 from steerscope.specs.errors import InvalidRequest
 from steerscope.vectors.vector import SteeringVector
 
@@ -75,14 +75,12 @@ class Counting:
     def about(self) -> dict[str, s.Json]:
         return {"spent": {"asked": len(self.asked)}}
 
-    def __call__(self, answers: Sequence[Record]) -> list[s.Scored | None]:
-        scores: list[s.Scored | None] = []
-        for one in answers:
+    def __call__(self, answers: Sequence[Record]) -> Iterator[tuple[int, s.Scored]]:
+        for i, one in enumerate(answers):
             if self.stops_at is not None and len(self.asked) >= self.stops_at:
-                raise s.Interrupted("gone", [*scores, *[None] * (len(answers) - len(scores))])
+                raise Interrupted("gone")
             self.asked.append(one["text"])
-            scores.append(s.Scored({"length": float(len(one["text"]))}))
-        return scores
+            yield i, s.Scored({"length": float(len(one["text"]))})
 
 
 def test_scores_are_kept_counted_and_never_made_twice(
@@ -91,7 +89,7 @@ def test_scores_are_kept_counted_and_never_made_twice(
     run, _ = generate(engine, a_run(vectors), tmp_path, vectors=vectors)
     answers = answers_of(tmp_path, run)
     broken = Counting("1", stops_at=5)
-    with pytest.raises(s.Interrupted, match="gone"):
+    with pytest.raises(Interrupted, match="gone"):
         score(tmp_path, run, [broken, s.refusal()])  # the others are asked all the same
     facts = scorer_facts(tmp_path)
     assert facts["length"]["counts"]["not scored yet"] == len(answers) - facts["length"]["counts"]["scored"]

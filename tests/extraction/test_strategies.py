@@ -132,7 +132,7 @@ def test_exchanging_the_labels_turns_the_direction_round(name: str) -> None:
 
 def test_a_probe_does_not_depend_on_the_scale_of_the_rows_or_on_their_number() -> None:
     rows, positive, pairs, _ = made()
-    run = logistic_probe()
+    run = logistic_probe
     found = run(rows, positive, pairs)
     torch.testing.assert_close(run(1000 * rows, positive, pairs), found, atol=1e-3, rtol=0)
     twice = run(torch.cat([rows, rows]), torch.cat([positive, positive]), torch.cat([pairs, pairs + PAIRS]))

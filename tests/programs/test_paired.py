@@ -10,8 +10,9 @@ import pytest
 from bench.gpu import paired
 from bench.gpu.child import ChildFailed
 from bench.gpu.cores import Cores
+from bench.gpu.drivers import load_of
 from bench.tables.gpu import costs, hooks, pairs, phases, shapes, speed, steps
-from steerscope.bench.workload import Setup, load_of
+from steerscope.bench.workload import Setup
 
 SETUP = Setup("tiny", batch=2, prefill=6, decode=4)
 TIMES = {"baseline": 1.0, "ours": 1.004}

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from bench.gpu.drivers import load_of, widest
 from steerscope.bench.workload import (
     NotMeasured,
     Setup,
@@ -12,10 +13,8 @@ from steerscope.bench.workload import (
     check_cell,
     check_setup,
     check_streams,
-    load_of,
     steering_of,
     wanted_rows,
-    widest,
 )
 from steerscope.specs import Add, Cap
 from steerscope.specs.errors import InvalidRequest

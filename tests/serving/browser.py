@@ -16,7 +16,7 @@ import pytest
 from steerscope.engines.api import Engine
 from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
-from steerscope.serving.settings import Settings
+from steerscope.serving.settings import ServerSettings
 from support.waiting import HUNG_S
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def chromium_path() -> str:
 
 
 @contextlib.contextmanager
-def served(start: Callable[[], Engine], settings: Settings, ready: bool = True) -> Iterator[str]:
+def served(start: Callable[[], Engine], settings: ServerSettings, ready: bool = True) -> Iterator[str]:
     """The address of a server that is ready, or only listens; it ends with the block."""
     server = Server(create_app(start, settings))
     thread = threading.Thread(target=server.run, name="page-server")

@@ -17,7 +17,7 @@ from steerscope.engines.api import Engine
 from steerscope.engines.hf import HFEngine
 from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
-from steerscope.serving.settings import Settings
+from steerscope.serving.settings import ServerSettings
 from steerscope.serving.state import Serving
 from support import tiny
 from support.waiting import HUNG_S
@@ -32,7 +32,7 @@ for part in ("connect", "read", "write", "pool"):  # five seconds otherwise, whe
 class Live:
     """A server in a thread of its own."""
 
-    def __init__(self, start: Callable[[], Engine] | Engine, settings: Settings) -> None:
+    def __init__(self, start: Callable[[], Engine] | Engine, settings: ServerSettings) -> None:
         self.server = Server(create_app(start, settings))
         self.serving: Serving = self.server.serving
         self._thread = threading.Thread(target=self.server.run, daemon=True)
@@ -97,7 +97,7 @@ def lens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=ENGINES)
 def live(request: pytest.FixtureRequest, vectors: Path, lens: Path) -> Iterator[Live]:
-    settings = Settings(port=0, vectors=str(vectors), lenses=(str(lens),), any_model=True)
+    settings = ServerSettings(port=0, vectors=str(vectors), lenses=(str(lens),), any_model=True)
     server = Live(lambda: make_engine(request.param), settings).ready()
     yield server
     server.stop()
@@ -112,7 +112,7 @@ def serve() -> Iterator[Serve]:
     running: list[Live] = []
 
     def begin(start: Callable[[], Engine] | Engine | None = None, **settings: object) -> Live:
-        one = Live(start or hf_engine, Settings.parse({"port": 0, **settings}))
+        one = Live(start or hf_engine, ServerSettings.parse({"port": 0, **settings}))
         running.append(one)
         return one
 

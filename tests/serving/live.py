@@ -14,7 +14,7 @@ from steerscope.engines.api import Engine
 from steerscope.engines.hf import HFEngine
 from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
-from steerscope.serving.settings import Settings
+from steerscope.serving.settings import ServerSettings
 from steerscope.serving.state import Serving
 from support import tiny
 from support.waiting import HUNG_S
@@ -75,7 +75,7 @@ def tiny_engine(**options: object) -> HFEngine:
 
 @contextmanager
 def live(start: Callable[[], Engine] | Engine = tiny_engine, **settings: object) -> Iterator[Live]:
-    server = Server(create_app(start, Settings.parse({"port": 0, "drain_s": 2.0, **settings})))
+    server = Server(create_app(start, ServerSettings.parse({"port": 0, "drain_s": 2.0, **settings})))
     thread = threading.Thread(target=server.run, name="server")
     thread.start()
     try:

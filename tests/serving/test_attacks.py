@@ -20,7 +20,7 @@ from steerscope.engines.api import Engine
 from steerscope.serving import jobs
 from steerscope.serving.app import create_app
 from steerscope.serving.logs import JsonLines
-from steerscope.serving.settings import Settings
+from steerscope.serving.settings import ServerSettings
 from steerscope.vectors.files import load_upload
 from support.waiting import HUNG_S
 
@@ -194,7 +194,7 @@ def test_who_has_no_key_learns_nothing_of_folders() -> None:
         go_on.wait(HUNG_S)
         raise OSError("/home/somebody/models is not there")
 
-    app = create_app(start, Settings.parse({"api_key": KEY}))
+    app = create_app(start, ServerSettings.parse({"api_key": KEY}))
     with TestClient(app) as client:
         assert told.wait(HUNG_S)
         assert client.get("/health").json() == {"status": "ok", "stage": "loading"}

@@ -317,7 +317,7 @@ def test_chat_with_a_server_takes_files_and_refuses_what_is_the_servers(
     assert said == [engine.chat([{"role": "user", "content": "hello"}], Sampling(max_tokens=6), steer=steer).text]
     for arguments, what in (
         (["chat"], "MODEL: is missing"),
-        (["chat", "--server", server.url, "--device", "cpu"], "is the server's business"),
+        (["chat", "--server", server.url, "--device", "cpu"], "cannot be combined with --server"),
         (["chat", "--server", "http://127.0.0.1:9"], "there is no server at"),
     ):
         result = CliRunner().invoke(app, arguments, input="hello\n")

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from serving.conftest import KEY, Serve
-from steerscope.serving.settings import Settings
+from steerscope.serving.settings import ServerSettings
 from steerscope.specs.errors import InvalidRequest
 from support.waiting import HUNG_S
 
@@ -21,19 +21,19 @@ BODY = {"prompt": "one two", "max_tokens": 2}
 class TestKeys:
     def test_without_a_key_only_loopback_is_bound(self) -> None:
         for host in ("127.0.0.1", "127.8.8.8", "localhost", "::1"):
-            assert Settings(host=host).loopback
+            assert ServerSettings(host=host).loopback
         for host in ("0.0.0.0", "::", "192.168.1.4", "example.org"):
             with pytest.raises(
                 InvalidRequest, match="without an API key only this machine may connect; bind 127.0.0.1"
             ):
-                Settings(host=host)
-            assert Settings.parse({"host": host, "api_key": "k"}).host == host
+                ServerSettings(host=host)
+            assert ServerSettings.parse({"host": host, "api_key": "k"}).host == host
 
     def test_a_key_is_never_shown(self) -> None:
-        settings = Settings.parse({"api_key": "very-secret"})
+        settings = ServerSettings.parse({"api_key": "very-secret"})
         assert "very-secret" not in repr(settings) + settings.to_json()
         with pytest.raises(InvalidRequest, match="the API key is empty"):
-            Settings.parse({"api_key": " "})
+            ServerSettings.parse({"api_key": " "})
 
     def test_every_route_but_health_and_the_page_asks_for_the_key(self, serve: Serve) -> None:
         live = serve(api_key=KEY).ready()

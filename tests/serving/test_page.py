@@ -22,7 +22,7 @@ from steerscope.engines.hf import HFEngine
 from steerscope.engines.load import load_engine
 from steerscope.extraction import load_contrast_set, mean_difference, row_norms, sentence_rows, sentences
 from steerscope.lenses.formats.probes import from_probes
-from steerscope.serving.settings import Settings
+from steerscope.serving.settings import ServerSettings
 from steerscope.specs.watch import flag, when
 from steerscope.vectors import files
 from steerscope.vectors.vector import SteeringVector
@@ -58,7 +58,7 @@ def tiny_engine() -> Engine:
 
 
 @pytest.fixture(scope="module")
-def furniture(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def furniture(tmp_path_factory: pytest.TempPathFactory) -> ServerSettings:
     """A pack of 21 lenses and two vectors."""
     folder = tmp_path_factory.mktemp("page")
     packs.make(hidden=HIDDEN).save(folder / "moods")
@@ -67,11 +67,11 @@ def furniture(tmp_path_factory: pytest.TempPathFactory) -> Settings:
         directions = {layer: torch.randn(HIDDEN, generator=draw) for layer in range(4)}
         (folder / "vectors").mkdir(exist_ok=True)
         files.save(SteeringVector(directions, model="tiny"), folder / "vectors" / f"{name}.safetensors")
-    return Settings(port=0, vectors=str(folder / "vectors"), lenses=(str(folder / "moods"),), any_model=True)
+    return ServerSettings(port=0, vectors=str(folder / "vectors"), lenses=(str(folder / "moods"),), any_model=True)
 
 
 @pytest.fixture(scope="module")
-def address(furniture: Settings) -> Iterator[str]:
+def address(furniture: ServerSettings) -> Iterator[str]:
     chromium_path()
     with served(tiny_engine, furniture) as found:
         yield found
@@ -453,8 +453,8 @@ def test_vectors_are_uploaded_and_deleted_while_the_server_runs(page: Screen, tm
     page.page.wait_for_selector('[data-vector="west"]', state="detached")
 
 
-def test_a_key_is_asked_for_when_the_server_wants_one(browser, furniture: Settings) -> None:  # type: ignore[no-untyped-def]
-    settings = Settings.parse({**dict(furniture), "api_key": "a-secret"})
+def test_a_key_is_asked_for_when_the_server_wants_one(browser, furniture: ServerSettings) -> None:  # type: ignore[no-untyped-def]
+    settings = ServerSettings.parse({**dict(furniture), "api_key": "a-secret"})
     context = browser.new_context()
     with served(tiny_engine, settings) as address:
         page = context.new_page()
@@ -469,7 +469,7 @@ def test_a_key_is_asked_for_when_the_server_wants_one(browser, furniture: Settin
     context.close()
 
 
-def test_a_server_that_still_loads_says_so_and_is_then_used(browser, furniture: Settings) -> None:  # type: ignore[no-untyped-def]
+def test_a_server_that_still_loads_says_so_and_is_then_used(browser, furniture: ServerSettings) -> None:  # type: ignore[no-untyped-def]
     loaded = threading.Event()
 
     def slow() -> Engine:
@@ -513,7 +513,7 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         probes = {"gladness": LogisticRegression(C=0.01, max_iter=500).fit(rows, glad)}
         probes["gloom"] = LogisticRegression(C=0.01, max_iter=500).fit(rows, ~glad)
         from_probes(probes, model=model.facts.name, layer=15).save(folder / "moods")
-    settings = Settings(port=0, vectors=str(folder / "vectors"), lenses=(str(folder / "moods"),))
+    settings = ServerSettings(port=0, vectors=str(folder / "vectors"), lenses=(str(folder / "moods"),))
     with served(lambda: load_engine("smollm2-135m"), settings) as address:
         yield address
 

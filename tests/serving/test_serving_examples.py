@@ -9,7 +9,7 @@ import pytest
 
 from serving.conftest import Live
 from steerscope.engines.load import load_engine
-from steerscope.serving.settings import Settings
+from steerscope.serving.settings import ServerSettings
 from support import examples
 
 PLACE = "http://127.0.0.1:8000"
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def example_server(folder: Path) -> Iterator[Live]:
     asked = {"vectors": str(folder / "vectors"), "lenses": [str(folder / "lenses")], "any_model": True}
-    settings = Settings.parse({"port": 0, "model_name": "smollm2-135m", **asked})
+    settings = ServerSettings.parse({"port": 0, "model_name": "smollm2-135m", **asked})
     server = Live(lambda: load_engine(folder / "model"), settings).ready()
     yield server
     server.stop()

@@ -12,8 +12,9 @@ from steerscope.engines.results import Generation
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.errors import EngineClosed, SteerscopeError
 from steerscope.training import passes as passes_module
+from steerscope.training.settings import TrainSettings
 from steerscope.training.texts import Completion, TrainingSet
-from steerscope.training.vectors import TrainSettings, train
+from steerscope.training.vectors import train
 from support import tiny
 from support.reference import distance
 from support.waiting import HUNG_S

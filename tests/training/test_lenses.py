@@ -215,7 +215,7 @@ def kept(engine: SyncEngine, concepts: ConceptSet, folder: Path) -> tuple[lenses
     choice = RowChoice(layers=(1,))
     found = read_texts(engine, [example.text for example in concepts.examples], folder, choice)
     data = lenses._data(found, 1, concepts.examples, concepts.parts())
-    return data, lenses._fit_groups(data, concepts.relations, SETTINGS, folder, "", None).weights
+    return data, lenses._fit_groups(data, concepts.relations, SETTINGS, folder, "", lambda *_: None).weights
 
 
 def test_the_same_seed_gives_the_same_pack_and_another_seed_another(

@@ -11,9 +11,9 @@ import pytest
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.sync import SyncEngine
 from steerscope.specs.errors import InvalidRequest
+from steerscope.training.settings import TrainSettings
 from steerscope.training.sweep import plan, sweep
 from steerscope.training.texts import Completion, TrainingSet
-from steerscope.training.vectors import TrainSettings
 from support import tiny
 
 pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it

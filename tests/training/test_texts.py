@@ -8,7 +8,7 @@ import pytest
 from steerscope.engines.hf import HFEngine
 from steerscope.extraction.personas.definitions import load_questions
 from steerscope.specs.errors import InvalidRequest
-from steerscope.training.texts import Completion, Sample, load_training_set, samples, shipped_training_sets
+from steerscope.training.texts import Completion, TrainingSample, load_training_set, samples, shipped_training_sets
 from support import tiny
 
 CHAT = [
@@ -27,11 +27,11 @@ def engine():
     made.sync.close()
 
 
-def words(engine: HFEngine, sample: Sample, positions: list[int]) -> str:
+def words(engine: HFEngine, sample: TrainingSample, positions: list[int]) -> str:
     return engine.tokenizer.decode([sample.token_ids[at] for at in positions])
 
 
-def steered(sample: Sample) -> list[int]:
+def steered(sample: TrainingSample) -> list[int]:
     return [at for a, b in sample.steered.within(0, len(sample.token_ids)) for at in range(a, b)]
 
 

@@ -20,10 +20,12 @@ from steerscope.extraction import DatasetEntry, Examples
 from steerscope.specs import Capture, Sampling, Steering
 from steerscope.specs.errors import InvalidRequest, SteerscopeError
 from steerscope.specs.steering import Site
+from steerscope.training.course import Course
 from steerscope.training.learnable import Learnable
-from steerscope.training.passes import Passes
-from steerscope.training.texts import Completion, Sample, TrainingSet, load_training_set, samples
-from steerscope.training.vectors import TrainSettings, course_for, train
+from steerscope.training.passes import TrainingPasses
+from steerscope.training.settings import TrainSettings
+from steerscope.training.texts import Completion, TrainingSample, TrainingSet, load_training_set, samples
+from steerscope.training.vectors import train
 from steerscope.vectors.files import save as save_vector
 from steerscope.vectors.vector import SteeringVector
 from support import tiny
@@ -56,7 +58,7 @@ def moved(site: Site, layers: tuple[int, ...] = (1, 2), rank: int = 2, hidden: i
     return ops
 
 
-def engine_nats(engine: HFEngine, found: list[Sample], ops: Learnable) -> float:
+def engine_nats(engine: HFEngine, found: list[TrainingSample], ops: Learnable) -> float:
     """The same loss from rows that the engine captured under the learned steering."""
     last = engine.facts.layers - 1
     total, count = 0.0, 0
@@ -76,7 +78,7 @@ def engine_nats(engine: HFEngine, found: list[Sample], ops: Learnable) -> float:
 @pytest.mark.parametrize("site", ["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"])
 def test_the_loss_is_that_of_the_engine_under_what_was_learned(engine: HFEngine, site: Site) -> None:
     ops, found = moved(site), samples(engine, TEXTS)
-    passes = Passes(engine, batch=4)
+    passes = TrainingPasses(engine, batch=4)
     mine = passes.nats(found, ops)
     kept = passes.keep(found, ops)
     assert kept is not None
@@ -92,7 +94,7 @@ def test_the_loss_is_that_of_the_engine_under_what_was_learned(engine: HFEngine,
 def test_every_architecture_learns_as_plain_hooks_steer(architecture: str) -> None:
     made = HFEngine(tiny.model(architecture), tiny.tokenizer(), name=architecture)
     ops, found = moved("resid_post"), samples(made, TEXTS[:3])
-    passes = Passes(made, batch=2)
+    passes = TrainingPasses(made, batch=2)
     mine, from_kept = passes.nats(found, ops), passes.nats(found, ops, passes.keep(found, ops))
     handles = [passes.blocks[layer].module.register_forward_hook(by_hand(ops, layer)) for layer in ops.layers]
     total = 0.0
@@ -126,7 +128,7 @@ def test_a_vector_that_begins_at_zero_has_the_gradient_of_finite_differences(arc
     """Behind these sites the block multiplies: what the tap undoes must not cut the gradient off."""
     made = HFEngine(tiny.model(architecture), tiny.tokenizer(), name=architecture)
     ops, found = Learnable((1,), site, {}, 64), samples(made, TEXTS[:2])
-    passes = Passes(made, batch=2)
+    passes = TrainingPasses(made, batch=2)
     passes.loss(found, ops, None, backward=True)
     slope = ops.added.grad
     assert slope is not None
@@ -165,7 +167,7 @@ def test_gradients_of_the_op_are_those_of_finite_differences() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_through_the_model_are_those_of_finite_differences(engine: HFEngine, checkpointing: bool) -> None:
     ops, found = moved("resid_mid"), samples(engine, TEXTS[:3])
-    passes = Passes(engine, batch=3, checkpointing=checkpointing)
+    passes = TrainingPasses(engine, batch=3, checkpointing=checkpointing)
     kept = passes.keep(found, ops)
     passes.loss(found, ops, kept, backward=True)
     for parameter in ops.parameters():
@@ -219,7 +221,7 @@ def test_a_learned_vector_beats_unsteered_and_prompted_and_is_a_small_file(engin
     assert sum(file.stat().st_size for file in (tmp_path / "a").iterdir()) < 20_000
     assert result.norms == {1: pytest.approx(vector.norms()[1])}
     found = samples(engine, TEXTS[4:])
-    passes = Passes(engine, 2)
+    passes = TrainingPasses(engine, 2)
     ops = Learnable((1,), "resid_post", {1: vector[1]}, 64)
     assert math.exp(passes.nats(found, ops)) == pytest.approx(result.steered, rel=1e-5)
     assert math.exp(passes.nats(found)) == pytest.approx(result.unsteered, rel=1e-5)
@@ -273,7 +275,7 @@ def test_the_best_is_kept_and_patience_ends_a_run(
     steady = QUICK.model_copy(update={"schedule": "constant", "patience": 2, "epochs": 9})
     once = train(engine.sync, DATA, tmp_path / "once", steady.model_copy(update={"epochs": 1}))
     judged = iter([5.0, 4.0, 4.5, 4.2])  # before the first epoch, and after each
-    monkeypatch.setattr(Passes, "nats", lambda *_: next(judged, 6.0))
+    monkeypatch.setattr(TrainingPasses, "nats", lambda *_: next(judged, 6.0))
     done = train(engine.sync, DATA, tmp_path / "long", steady)
     assert (done.result.best_epoch, done.result.epochs, done.result.steps) == (1, 3, 6)
     assert done.result.steered == pytest.approx(math.exp(4.0))
@@ -317,7 +319,7 @@ def test_an_epoch_that_cannot_be_judged_is_not_written_down(
     engine: HFEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beyond: float
 ) -> None:
     judged = iter([5.0, 4.0])
-    monkeypatch.setattr(Passes, "nats", lambda *_: next(judged, beyond))
+    monkeypatch.setattr(TrainingPasses, "nats", lambda *_: next(judged, beyond))
     with pytest.raises(SteerscopeError, match="not finite after step 4"):
         train(engine.sync, DATA, tmp_path, QUICK)
     assert [line["step"] for line in plain_json(tmp_path / "train.jsonl")] == [0, 1, 2, 3]
@@ -349,7 +351,7 @@ def test_training_begins_where_it_is_told(engine: HFEngine, tmp_path: Path) -> N
         DatasetEntry(yes, no) for yes, no in zip(shipped.examples.texts[:4], shipped.examples.texts[-4:], strict=True)
     ]
     few = TrainingSet("few", shipped.train[:2], shipped.validation[:1], examples=Examples.of_pairs(pairs))
-    course = course_for(engine.sync, few, QUICK)
+    course = Course(engine.sync, few, QUICK)
     start = course.start("mean-diff", (1, 2), "resid_post")
     assert set(start) == {1, 2}
     assert all(float(v.norm()) > 0 for v in start.values())
@@ -359,36 +361,36 @@ def test_training_begins_where_it_is_told(engine: HFEngine, tmp_path: Path) -> N
     with pytest.raises(InvalidRequest, match="this vector has no layer 2"):
         course.start(path, (2,), "resid_post")
     with pytest.raises(InvalidRequest, match="jumps has no other side"):
-        course_for(engine.sync, DATA, QUICK).start("mean-diff", (1,), "resid_post")
+        Course(engine.sync, DATA, QUICK).start("mean-diff", (1,), "resid_post")
 
 
 def test_budgets_count_the_tokens_that_count(engine: HFEngine) -> None:
-    whole = course_for(engine.sync, DATA, QUICK)
+    whole = Course(engine.sync, DATA, QUICK)
     sizes = [len(sample.targets) for sample in whole.train]
-    some = course_for(engine.sync, DATA, QUICK.model_copy(update={"target_tokens": sizes[0] + 1, "val_tokens": 1}))
+    some = Course(engine.sync, DATA, QUICK.model_copy(update={"target_tokens": sizes[0] + 1, "val_tokens": 1}))
     assert [sample.token_ids for sample in some.train] == [sample.token_ids for sample in whole.train[:2]]
     assert len(some.validation) == 1
-    split = course_for(engine.sync, TrainingSet("all", TEXTS), QUICK)
+    split = Course(engine.sync, TrainingSet("all", TEXTS), QUICK)
     assert len(split.train) + len(split.validation) == len(TEXTS)
     assert split.validation
     shared = {tuple(one.token_ids) for one in split.train} & {tuple(one.token_ids) for one in split.validation}
     assert not shared
     with pytest.raises(InvalidRequest, match="all 6 texts are held out"):
-        course_for(engine.sync, TrainingSet("all", TEXTS), QUICK.model_copy(update={"val_tokens": 10_000}))
+        Course(engine.sync, TrainingSet("all", TEXTS), QUICK.model_copy(update={"val_tokens": 10_000}))
 
 
 @pytest.mark.parametrize("validation", [(), TEXTS[1:3]])
 def test_a_text_that_is_there_twice_is_not_learned_and_judged_on(engine: HFEngine, validation: tuple) -> None:
     twice = TrainingSet("twice", TEXTS * 2, validation)
     for seed in range(4):
-        course = course_for(engine.sync, twice, QUICK.model_copy(update={"seed": seed}))
+        course = Course(engine.sync, twice, QUICK.model_copy(update={"seed": seed}))
         judged = {tuple(one.token_ids) for one in course.validation}
         learned = [tuple(one.token_ids) for one in course.train]
         assert judged
         assert not judged & set(learned)
         assert len(learned) == 2 * (len(TEXTS) - len(judged))
     with pytest.raises(InvalidRequest, match="all 3 texts are held out"):
-        course_for(engine.sync, TrainingSet("same", TEXTS[:1] * 3), QUICK)
+        Course(engine.sync, TrainingSet("same", TEXTS[:1] * 3), QUICK)
 
 
 def test_wrong_settings_are_refused_together(engine: HFEngine, tmp_path: Path) -> None:
@@ -419,9 +421,9 @@ def test_the_mean_difference_has_not_seen_what_is_held_out(engine: HFEngine) -> 
     def start(odd: str) -> torch.Tensor:
         pairs = [DatasetEntry(f"The fox jumps {i}.", f"The dog sits {i}.") for i in range(8)]
         data = TrainingSet("all", tuple(pair.positive for pair in pairs))
-        judged = course_for(engine.sync, data, QUICK)._held_out
+        judged = Course(engine.sync, data, QUICK)._held_out
         pairs = [DatasetEntry(pair.positive, odd if pair.positive in judged else pair.negative) for pair in pairs]
         data = TrainingSet("all", data.train, examples=Examples.of_pairs(pairs))
-        return course_for(engine.sync, data, QUICK).mean_difference((1,), "resid_post")[1]
+        return Course(engine.sync, data, QUICK).mean_difference((1,), "resid_post")[1]
 
     assert torch.equal(start("The world is a beach."), start("A week at the sea."))

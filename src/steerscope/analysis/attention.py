@@ -6,28 +6,30 @@ without RoPE, which rotates both alike then. An affinity is extreme when it is s
 and among those of random queries with b; a's own is held against that of random directions with themselves.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
-from steerscope.analysis.attention_tables import Seen, columns, finished
+from steerscope.analysis.attention_tables import ALL, LayerAttention, columns, whole_tables
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
-from steerscope.analysis.layerwise import Columns, Inputs, Progress, about, along, checked_layers, least_p
+from steerscope.analysis.layerwise import Inputs, LayerPass, PassOptions, along, least_p
 from steerscope.analysis.onelayer import Heads, OneLayer
-from steerscope.analysis.results import Result
+from steerscope.analysis.results import AnalysisResult, where
 from steerscope.specs.errors import InvalidRequest, Problem
 
 
 def logits(queries: Heads, keys: Heads, paired: bool = False) -> Tensor:
-    """[heads, queries, keys], or [heads, rows] of each query with the key of the same row."""
+    """Return [heads, queries, keys], or, `paired`, [heads, rows] of each query with the key of the same row."""
     shared = keys.keys.repeat_interleave(keys.group, 1)
     found = torch.einsum("nhd,nhd->hn" if paired else "nhd,mhd->hnm", queries.queries, shared) * queries.scaling
     cap = queries.softcap
     return found if cap is None else torch.tanh(found / cap) * cap
 
 
-def see(model: OneLayer, inputs: Inputs, distance: int) -> Seen:
-    """Of the layer whose weights `model` holds."""
+def see(model: OneLayer, inputs: Inputs, distance: int) -> LayerAttention:
+    """Return what the layer whose weights `model` holds makes of the inputs."""
     n = len(inputs)
     asking = torch.cat([inputs.named, inputs.others])
     queries = model.heads(asking, torch.full((len(asking),), distance))
@@ -37,7 +39,7 @@ def see(model: OneLayer, inputs: Inputs, distance: int) -> Seen:
     pairs = logits(named, keys)
     asked = logits(_part(queries, slice(n, None)), _part(keys, slice(0, n)))
     write, norm = _writes(model, keys, asking)
-    return Seen(
+    return LayerAttention(
         pairs=_with_sum(pairs[:, :, :n]),
         keys=_with_sum(pairs[:, :, n:]),
         queries=_with_sum(asked),
@@ -58,7 +60,7 @@ def _with_sum(heads: Tensor) -> Tensor:
 
 
 def _writes(model: OneLayer, heads: Heads, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Along each row and in length, per head and of all; the bias of the projection counts with all of them."""
+    """Return what is written along each row and its length, per head and by all; the bias counts with all of them."""
     out = model.writing()
     units = torch.nn.functional.normalize(rows, dim=1).to(out.bias.device)
     total = out.bias.expand(len(rows), -1)
@@ -76,38 +78,28 @@ def attention_pass(
     directions: Directions,
     tuned: Checkpoint | None = None,
     *,
-    layer: int | None = None,
     distance: int = 0,
-    random: int = 1024,
-    against: Directions | None = None,
-    seed: int = 0,
-    device: str = "cpu",
-    progress: Progress | None = None,
-) -> Result:
-    """Tables `pairs` (all heads together), `heads`, `top` (pairs of single heads), `beyond`, `written`, `ranking`.
+    **options: Unpack[PassOptions],
+) -> AnalysisResult:
+    """Return the tables `pairs` (all heads together), `heads`, `top` (pairs of single heads), `beyond`, `written`,
+    `ranking`.
 
-    Layer i meets the directions of layer i, or those of `layer` everywhere. z is against random directions, and against
-    those of `against`, if given.
+    Directions of layer i go through layer i, or those of `layer` through all. z is against `random` random directions,
+    and against those of `against`, if given.
     """
-    layers = checked_layers(base, tuned, directions, layer, random, against)
     longest = getattr(base.config, "max_position_embeddings", None)
     if distance < 0 or (longest and distance >= longest):
         what = f"{distance} is out of range"
         raise InvalidRequest([Problem("distance", what, f"{base.name} reaches from 0 to {(longest or 0) - 1}")])
-    models = [OneLayer(checkpoint, device) for checkpoint in (base, tuned) if checkpoint]
-    parts: dict[str, list[Columns]] = {}
-    for done, number in enumerate(layers):
-        inputs = Inputs.of(directions, number if layer is None else layer, random, seed, against)
-        seen = []
-        for model in models:
-            with model.at(number):
-                seen.append(see(model, inputs, distance))
-        for name, part in columns(inputs, number, seen).items():
-            parts.setdefault(name, []).append(part)
-        if progress:
-            progress("attention", done + 1, len(layers))
-    tables, found = finished(parts)
-    found["self_p"] = least_p(len(directions.names) * len(layers), random)
-    asked = {"layer": layer, "distance": distance, "random": random, "seed": seed}
-    told = about("attention", base, tuned, directions, against, **asked)
-    return Result("attention", {**told, **found}, tables)
+    run = LayerPass(base=base, directions=directions, tuned=tuned, **options)
+    parts = [
+        columns(inputs, number, seen)
+        for number, inputs, seen in run.layers("attention", lambda model, inputs: see(model, inputs, distance))
+    ]
+    tables = whole_tables(parts)
+    together = where(tables["heads"], "head", ALL)
+    measures = ("self", "write")
+    ranked = (*measures, "change_self", "change_write") if tuned else measures
+    self_p = least_p(len(directions.names) * len(parts), run.random)
+    more = {"distance": distance, "self_p": self_p}
+    return run.result("attention", "attention", tables, together, ranked, measures, **more)

@@ -38,7 +38,7 @@ def facing(weights: Mapping[str, Tensor], hidden: int) -> Iterator[tuple[str, Si
 
 
 @dataclass(slots=True)
-class Tally:
+class ChangeSums:
     """Sums over the vectors of one matrix; `along` and `cosines` have an entry per direction."""
 
     side: Side
@@ -72,24 +72,24 @@ class Tally:
         self.seen += len(delta)
 
 
-def layer_changes(base: Checkpoint, tuned: Checkpoint, number: int, units: Tensor) -> dict[str, Tally]:
+def layer_changes(base: Checkpoint, tuned: Checkpoint, number: int, units: Tensor) -> dict[str, ChangeSums]:
     """The embedding counts with the first layer, the head with the last."""
     before, after = base.layer(number), tuned.layer(number)
     other = {name for name in before.keys() | after.keys() if not _same(before.get(name), after.get(name))}
     if other:
         raise BadFile(f"layer {number} of {tuned.name} differs in the shape of {', '.join(sorted(other)[:4])}")
-    found: dict[str, Tally] = {}
+    found: dict[str, ChangeSums] = {}
     for (kind, side, a), (_, _, b) in zip(
         facing(before, base.hidden), facing({name: after[name] for name in before}, base.hidden), strict=True
     ):
-        found.setdefault(kind, Tally(side)).add(a, b, units)
+        found.setdefault(kind, ChangeSums(side)).add(a, b, units)
     ends: list[tuple[str, Side, bool]] = [
         ("embedding", "writes", number == 0),
         ("head", "reads", number == base.layers - 1),
     ]
     for kind, side, wanted in ends:
         if wanted:
-            found[kind] = Tally(side)
+            found[kind] = ChangeSums(side)
             names = getattr(base, kind), getattr(tuned, kind)
             for a, b in zip(base.rows(names[0]), tuned.rows(names[1]), strict=False):
                 rows = min(len(a), len(b))  # a vocabulary may have grown: new tokens have nothing to change from

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-from sklearn.cluster import AgglomerativeClustering
+from scipy.cluster import hierarchy
 
-from steerscope.files import atomic_path
+from steerscope.analysis.results import save_table
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 from steerscope.vectors.files import SUFFIXES, load
 from steerscope.vectors.vector import SteeringVector
@@ -26,7 +25,7 @@ _NO_VECTORS = ("default_vectors.pt", "capping_config.pt")  # what lies beside ve
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """A learned vector and the averaged one of the same name; `rank` 1: none of the averaged ones is nearer to it."""
+    """A learned vector and the averaged one of the same name; with `rank` 1 no averaged one is nearer to it."""
 
     learned: str
     averaged: str
@@ -49,12 +48,12 @@ class Comparison:
 
     @property
     def mean(self) -> np.ndarray:
-        """[vectors, vectors]: mean cosine over the layers both have, NaN where there is none."""
+        """Return the mean cosine [vectors, vectors] over the layers both have, NaN where there is none."""
         return _mean(self.cosine)
 
 
 def vector_files(paths: Sequence[Path]) -> list[tuple[Path, bool]]:
-    """The files themselves, and all that may be vector files below folders; whether each was named itself."""
+    """Return the files, and possible vector files below folders; with each, whether it was named itself."""
     found: list[tuple[Path, bool]] = []
     for path in paths:
         if not path.is_dir() or (path / _CHATSPACE).is_file():
@@ -70,7 +69,7 @@ def vector_files(paths: Sequence[Path]) -> list[tuple[Path, bool]]:
 
 
 def load_found(path: Path, named: bool) -> SteeringVector | BadFile:
-    """A vector. Folders hold other tensors, too: a file that nobody named may be none, which is told and not raised."""
+    """Return the vector of a file. The error of a file that was found in a folder is returned, not raised."""
     try:
         return load(path)
     except BadFile as error:
@@ -80,7 +79,7 @@ def load_found(path: Path, named: bool) -> SteeringVector | BadFile:
 
 
 def compare(names: Sequence[str], vectors: Sequence[SteeringVector]) -> Comparison:
-    """The last part of a name, without its suffix, says what a vector is of."""
+    """Return vectors side by side; those whose names have the same last part (without suffix) are of one concept."""
     layers = _layers(names, vectors)
     norms = np.array([[np.linalg.norm(_row(vector, layer)) for vector in vectors] for layer in layers])
     cosine = np.stack([_cosines(vectors, layer) for layer in layers])
@@ -91,31 +90,24 @@ def compare(names: Sequence[str], vectors: Sequence[SteeringVector]) -> Comparis
 
 
 def save_tables(found: Comparison, folder: Path) -> list[Path]:
-    """`cosine.parquet` (a, b, layer, cosine) and `vectors.parquet` (name, method, cluster, layer, norm)."""
-    pairs = [(i, j, k) for k in range(len(found.layers)) for i in range(len(found.names)) for j in range(i)]
-    whole = [(i, j, k) for i, j, k in pairs if not np.isnan(found.cosine[k, i, j])]
-    cosine = {
-        "a": [found.names[j] for _, j, _ in whole],
-        "b": [found.names[i] for i, _, _ in whole],
-        "layer": pa.array([found.layers[k] for *_, k in whole], pa.int32()),
-        "cosine": [float(found.cosine[k, i, j]) for i, j, k in whole],
+    """Write `cosine.parquet` (a, b, layer, cosine) and `vectors.parquet` (name, method, cluster, layer, norm)."""
+    names = np.array(found.names, object)
+    k, b, a = np.nonzero(~np.isnan(found.cosine) & np.tri(len(names), k=-1, dtype=bool))
+    cosine = {"a": names[a], "b": names[b], "layer": _numbers(found, k), "cosine": found.cosine[k, b, a]}
+    i, k = np.nonzero(~np.isnan(found.norms.T))
+    vectors = {
+        "name": names[i],
+        "method": pa.array([found.methods[one] for one in i], pa.string()),
+        "cluster": np.array(found.clusters)[i],
+        "layer": _numbers(found, k),
+        "norm": found.norms[k, i],
     }
-    there = [
-        (i, k) for i in range(len(found.names)) for k in range(len(found.layers)) if not np.isnan(found.norms[k, i])
-    ]
-    norms = {
-        "name": [found.names[i] for i, _ in there],
-        "method": pa.array([found.methods[i] for i, _ in there], pa.string()),
-        "cluster": [found.clusters[i] for i, _ in there],
-        "layer": pa.array([found.layers[k] for _, k in there], pa.int32()),
-        "norm": [float(found.norms[k, i]) for i, k in there],
-    }
-    paths = []
-    for name, columns in (("cosine", cosine), ("vectors", norms)):
-        paths.append(folder / f"{name}.parquet")
-        with atomic_path(paths[-1]) as temporary:
-            pq.write_table(pa.table(columns), temporary)
-    return paths
+    tables = {"cosine": cosine, "vectors": vectors}
+    return [save_table(pa.table(columns), folder / f"{name}.parquet") for name, columns in tables.items()]
+
+
+def _numbers(found: Comparison, places: np.ndarray) -> pa.Array:
+    return pa.array([found.layers[place] for place in places], pa.int32())
 
 
 def _layers(names: Sequence[str], vectors: Sequence[SteeringVector]) -> tuple[int | None, ...]:
@@ -137,7 +129,7 @@ def _layers(names: Sequence[str], vectors: Sequence[SteeringVector]) -> tuple[in
 
 
 def unlike(vectors: Mapping[str, SteeringVector]) -> list[Problem]:
-    """What keeps vectors from being looked at together."""
+    """Return the problems that keep vectors from being compared."""
     problems = []
     for field in ("hidden", "site"):
         found = {getattr(vector, field): name for name, vector in vectors.items()}
@@ -150,33 +142,29 @@ def unlike(vectors: Mapping[str, SteeringVector]) -> list[Problem]:
 def _cosines(vectors: Sequence[SteeringVector], layer: int | None) -> np.ndarray:
     rows = np.stack([_row(vector, layer) for vector in vectors])
     lengths = np.linalg.norm(rows, axis=1)
-    return (rows @ rows.T) / np.where(lengths == 0, 1.0, lengths)[:, None] / np.where(lengths == 0, 1.0, lengths)
+    lengths[lengths == 0] = 1.0
+    return (rows @ rows.T) / lengths[:, None] / lengths
 
 
 def _row(vector: SteeringVector, layer: int | None) -> np.ndarray:
-    """The direction at a layer, NaN where there is none."""
+    """Return the direction at a layer, NaN where there is none."""
     key = None if None in vector.directions else layer
     found = vector.directions.get(key)
     return np.full(vector.hidden, np.nan) if found is None else found.double().numpy()
 
 
 def _mean(cosine: np.ndarray) -> np.ndarray:
-    known = ~np.isnan(cosine)
-    total = np.where(known, cosine, 0.0).sum(0)
-    return np.where(known.any(0), total / np.maximum(known.sum(0), 1), np.nan)
+    return np.ma.masked_invalid(cosine).mean(0).filled(np.nan)
 
 
 def _cluster(mean: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Order of the vectors along the tree of clusters, and the cluster of each, numbered from 0 in that order."""
-    distance = 1 - np.where(np.isnan(mean), 0.0, mean)
-    options = {"n_clusters": None, "distance_threshold": 1 - TOGETHER}
-    tree = AgglomerativeClustering(metric="precomputed", linkage="average").set_params(**options).fit(distance)
-    members = [[i] for i in range(len(mean))]
-    for a, b in tree.children_:
-        members.append(members[a] + members[b])
-    order = tuple(members[-1])
-    numbers = {label: i for i, label in enumerate(dict.fromkeys(tree.labels_[i] for i in order))}
-    return order, tuple(numbers[label] for label in tree.labels_)
+    """Return the order of the vectors along the tree of clusters, and the cluster of each, numbered in that order."""
+    distance = 1 - np.nan_to_num(mean)
+    tree = hierarchy.linkage(distance[np.triu_indices(len(mean), 1)], "average")
+    order = hierarchy.leaves_list(tree).tolist()
+    labels = hierarchy.fcluster(tree, 1 - TOGETHER, "distance").tolist()
+    numbers = {label: i for i, label in enumerate(dict.fromkeys(labels[i] for i in order))}
+    return tuple(order), tuple(numbers[label] for label in labels)
 
 
 def _agreement(

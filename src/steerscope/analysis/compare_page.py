@@ -6,28 +6,29 @@ import numpy as np
 import plotly.graph_objects as go
 
 from steerscope.analysis.compare import TOGETHER, Comparison
-from steerscope.analysis.plots import layer_name
+from steerscope.analysis.figures import layer_name
 from steerscope.report.colours import Colours
-from steerscope.report.page import div, page, table
+from steerscope.report.page import Html, div, page, section, table
 from steerscope.report.plots import heat_figure, lines_figure
 from steerscope.vectors.files import SUFFIXES
 
 
 def comparison_page(found: Comparison) -> str:
-    names, size = _short(found.names), len(found.names)
+    names = _short(found.names)
     shown = "all layers" if found.layers == (None,) else f"{len(found.layers)} layers"
-    heat = (
-        "<p>Cosine of each pair: the mean over the layers both have, or one layer at a time. Near vectors stand "
-        f"together. Blank: no common layer.</p>{div(cosine_figure(found, names), 'plot-heat')}"
-    )
-    norms = f"<p>Length of each direction.</p>{div(norm_figure(found, names), 'plot-norms')}"
-    about = f"{size} vectors at {shown}, in {len(set(found.clusters))} clusters."
     sections = {
-        "Cosines": heat,
-        "Norms": norms,
-        "Clusters": _clusters(found, names),
+        "Cosines": section(
+            "Cosine of each pair: the mean over the layers both have, or one layer at a time. Near vectors stand "
+            "together. Blank: no common layer.",
+            div(cosine_figure(found, names), "plot-heat"),
+        ),
+        "Norms": section("Length of each direction.", div(norm_figure(found, names), "plot-norms")),
+        "Clusters": section(
+            f"Vectors whose mean cosine is at least {TOGETHER:g} on average are put together.", _clusters(found, names)
+        ),
         "Learned and averaged": _agree(found, names),
     }
+    about = f"{len(names)} vectors at {shown}, in {len(set(found.clusters))} clusters."
     return page("Steering vectors compared", about, sections)
 
 
@@ -46,15 +47,13 @@ def _short(names: tuple[str, ...]) -> list[str]:
 
 def cosine_figure(found: Comparison, names: list[str]) -> go.Figure:
     """Mean cosines, and those of each layer behind a menu."""
-    order, size = list(found.order), len(found.names)
     views = {"mean": found.mean}
     if len(found.layers) > 1:
         views |= {f"layer {layer}": view for layer, view in zip(found.layers, found.cosine, strict=True)}
-    grids = {title: view[order][:, order] for title, view in views.items()}
-    labels = [names[i] for i in order]
-    colours, hover = Colours(1.0), "%{z:+.4f}"
-    figure = heat_figure(grids, labels, labels, across="with", hover=hover, colours=colours, slant=-45)
-    return figure.update_traces(texttemplate="%{z:.2f}" if size <= 14 else None)
+    grids = {title: view[np.ix_(found.order, found.order)] for title, view in views.items()}
+    labels = [names[i] for i in found.order]
+    figure = heat_figure(grids, labels, labels, across="with", hover="%{z:+.4f}", colours=Colours(1.0), slant=-45)
+    return figure.update_traces(texttemplate="%{z:.2f}" if len(names) <= 14 else None)
 
 
 def norm_figure(found: Comparison, names: list[str]) -> go.Figure:
@@ -62,24 +61,23 @@ def norm_figure(found: Comparison, names: list[str]) -> go.Figure:
     for i, name in enumerate(names):
         there = np.flatnonzero(~np.isnan(found.norms[:, i]))
         lines[name] = [layer_name(found.layers[k]) for k in there], found.norms[there, i]
-    return lines_figure(lines, across="layer", up="norm").update_yaxes(type="log", dtick=1)
+    return lines_figure(lines, across="layer", up="norm").update_yaxes(type="log", dtick="D2")
 
 
-def _clusters(found: Comparison, names: list[str]) -> str:
+def _clusters(found: Comparison, names: list[str]) -> Html:
     groups: dict[int, list[str]] = {}
     for i in found.order:
         groups.setdefault(found.clusters[i], []).append(names[i])
-    said = f"<p>Vectors whose mean cosine is at least {TOGETHER:g} on average are put together.</p>"
-    return said + table(("cluster", "vectors"), [(number, ", ".join(group)) for number, group in groups.items()])
+    return table(("cluster", "vectors"), [(number, ", ".join(group)) for number, group in groups.items()])
 
 
-def _agree(found: Comparison, names: list[str]) -> str:
+def _agree(found: Comparison, names: list[str]) -> Html:
     if not found.agreement:
-        return "<p>No learned vector has an averaged one of the same name beside it.</p>"
+        return section("No learned vector has an averaged one of the same name beside it.")
     short = dict(zip(found.names, names, strict=True))
     rows = [
         (short[one.learned], short[one.averaged], layer_name(one.layer), one.cosine, f"{one.rank} of {one.of}")
         for one in found.agreement
     ]
-    said = "<p>Rank 1: of all averaged vectors none is nearer to the learned one than that of the same name.</p>"
-    return said + table(("learned", "averaged", "layer", ("cosine", "+.4f"), "rank"), rows)
+    said = "Rank 1: of all averaged vectors none is nearer to the learned one than that of the same name."
+    return section(said, table(("learned", "averaged", "layer", ("cosine", "+.4f"), "rank"), rows))

@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 
 from steerscope.analysis.compare import load_found, unlike, vector_files
-from steerscope.analysis.results import Result
+from steerscope.analysis.results import AnalysisResult, long_table
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 from steerscope.specs.steering import Site
 from steerscope.vectors.vector import SteeringVector
@@ -34,11 +34,11 @@ class Directions:
 
     @classmethod
     def of(cls, vectors: dict[str, SteeringVector], groups: Sequence[str] | None = None) -> "Directions":
-        """At the layers all of them have."""
-        layers, first = _common_layers(vectors), next(iter(vectors.values()))
-        pick = {layer: [_at(vector, layer) for vector in vectors.values()] for layer in layers}
-        rows = np.stack([np.stack(directions) for directions in pick.values()])
-        return cls(tuple(vectors), tuple(groups or [""] * len(vectors)), layers, rows, first.site)
+        """Return the vectors at the layers all of them have."""
+        layers = _common_layers(vectors)
+        rows = np.stack([np.stack([_at(vector, layer) for vector in vectors.values()]) for layer in layers])
+        site = next(iter(vectors.values())).site
+        return cls(tuple(vectors), tuple(groups or [""] * len(vectors)), layers, rows, site)
 
     @property
     def hidden(self) -> int:
@@ -46,31 +46,21 @@ class Directions:
 
     @property
     def norms(self) -> np.ndarray:
-        """[layers, vectors]"""
+        """Return the lengths, [layers, vectors]."""
         return np.linalg.norm(self.rows, axis=2)
 
     def has(self, layer: int) -> bool:
         return self.layers == (None,) or layer in self.layers
 
     def at(self, layer: int) -> np.ndarray:
-        """[vectors, hidden] of one layer."""
+        """Return the vectors of one layer, [vectors, hidden]."""
         if not self.has(layer):
             known = ", ".join(map(str, self.layers))
             raise InvalidRequest([Problem("layer", f"the vectors have no layer {layer}", f"common to all are {known}")])
         return self.rows[0 if self.layers == (None,) else self.layers.index(layer)]
 
-    def normalised(self) -> "Directions":
-        """All at length 1; one that is zero somewhere is refused by name."""
-        zero = sorted({self.names[i] for i in np.argwhere(self.norms == 0)[:, 1]})
-        if zero:
-            raise InvalidRequest([Problem(name, "is zero at a layer", "leave it out") for name in zero])
-        return replace(self, rows=self.rows / self.norms[..., None])
-
-    def negated(self) -> "Directions":
-        return replace(self, names=tuple(f"-{name}" for name in self.names), rows=-self.rows)
-
     def random(self, seed: int) -> "Directions":
-        """As many directions, each as long as the one it stands for at every layer, and otherwise random."""
+        """Return random directions, as many and as long at every layer as these."""
         drawn = np.random.default_rng(seed).standard_normal(self.rows.shape)
         drawn *= (self.norms / np.linalg.norm(drawn, axis=2))[..., None]
         names = tuple(f"random {i}" for i in range(len(self.names)))
@@ -80,7 +70,7 @@ class Directions:
 def load_directions(
     paths: Sequence[str | Path], note: Callable[[str], None] | None = None, layers: Sequence[int] | None = None
 ) -> Directions:
-    """Files and folders of vectors, at these layers or at all common ones; files in folders that are none are noted."""
+    """Load files and folders of vectors at these layers, or at all common ones; `note` gets files without a vector."""
     vectors: dict[Path, SteeringVector] = {}
     for file, named in vector_files([Path(path) for path in paths]):
         found = load_found(file, named)
@@ -93,7 +83,7 @@ def load_directions(
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """File names without suffixes, with as many of their folders as it takes to tell them apart."""
+    """Return file names without suffixes, with as many of their folders as make them distinct."""
     parts = [file.absolute().with_suffix("").parts for file in files]
     depth = 1
     while max(Counter(part[-depth:] for part in parts).values(), default=1) > 1 and depth < max(map(len, parts)):
@@ -135,14 +125,8 @@ class Components:
     chance_high: np.ndarray  # and their 95 % quantile
     draws: int
 
-    def extremes(self, layer: int | None, component: int, count: int = 5) -> tuple[list[str], list[str]]:
-        """Names with the lowest and with the highest scores, the most extreme first; components count from 1."""
-        order = np.argsort(self.scores[self.source.layers.index(layer), :, component - 1], kind="stable")
-        names = [self.source.names[i] for i in order]
-        return names[:count], names[::-1][:count]
-
     def vectors(self) -> dict[str, SteeringVector]:
-        """`pc1`, `pc2`, …, to steer with and to analyse."""
+        """Return the components as vectors `pc1`, `pc2`, …"""
         found = {}
         for k in range(self.axes.shape[1]):
             directions = {layer: torch.from_numpy(self.axes[i, k]) for i, layer in enumerate(self.source.layers)}
@@ -152,34 +136,27 @@ class Components:
             )
         return found
 
-    def result(self) -> Result:
-        source, (layers, count) = self.source, self.variance.shape
-        k, flat = np.arange(1, count + 1), np.repeat(np.arange(layers), count)
-        numbers = [source.layers[i] for i in flat]
-        components = {
-            "layer": pa.array(numbers, pa.int32()),
-            "component": np.tile(k, layers),
-            "variance": self.variance.ravel(),
-            "chance": self.chance.ravel(),
-            "chance_high": self.chance_high.ravel(),
+    def result(self) -> AnalysisResult:
+        source = self.source
+        layers = {"layer": pa.array(source.layers, pa.int32())}
+        numbers = {"component": np.arange(1, self.variance.shape[1] + 1)}
+        names = {"name": source.names, "group": source.groups}
+        shares = {"variance": self.variance, "chance": self.chance, "chance_high": self.chance_high}
+        tables = {
+            "components": long_table([layers, numbers], shares),
+            "scores": long_table([layers, names, numbers], {"score": self.scores}),
         }
         size = len(source.names)
-        scores = {
-            "layer": pa.array([source.layers[i] for i in np.repeat(np.arange(layers), size * count)], pa.int32()),
-            "name": np.tile(np.repeat(source.names, count), layers),
-            "group": np.tile(np.repeat(source.groups, count), layers),
-            "component": np.tile(k, layers * size),
-            "score": self.scores.ravel(),
-        }
-        summary = f"{size} directions at {layers} layers; random sets of the same lengths: {self.draws}."
+        depth = len(source.layers)
+        summary = f"{size} directions at {depth} layers; random sets of the same lengths: {self.draws}."
         about = {"summary": summary, "vectors": size, "site": source.site, "draws": self.draws}
-        return Result("directions", about, {"components": pa.table(components), "scores": pa.table(scores)})
+        return AnalysisResult("directions", about, tables)
 
 
 def components(
     source: Directions, count: int = 5, *, positive: str | None = None, draws: int = 20, seed: int = 0
 ) -> Components:
-    """Components of the centred vectors, beside those of `draws` random sets of vectors as long as these.
+    """Return the components of the centred vectors, and those of `draws` random sets of vectors as long as these.
 
     A component's sign means nothing by itself. `positive` names a vector that lies on the positive side of all; without
     it the largest score of the first layer is positive, and every further layer agrees with the one before it.

@@ -1,4 +1,4 @@
-"""What the passes through MLPs and attention share: directions put in, what comes out along them, random baselines.
+"""What the passes through MLPs and attention share: directions in, what comes out along them, random baselines.
 
 Every direction goes in at a length of √hidden (root mean square 1): the norm in front of an MLP or attention takes the
 length away, and at this one its epsilon does not count. The opposite of each direction goes in, too, and so do random
@@ -6,28 +6,27 @@ directions and those given to compare with, against which every measure gets a z
 """
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from typing import TypedDict, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import torch
-from scipy import stats
 from scipy.special import ndtri
 from torch import Tensor
 
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
-from steerscope.analysis.statistics import holm
+from steerscope.analysis.findings import component_ranks, group_tests, peaks, ranking
+from steerscope.analysis.onelayer import OneLayer
+from steerscope.analysis.results import AnalysisResult, Columns
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.vectors.vector import Json
 
 FEWEST_RANDOM, FEWEST_GIVEN = 100, 8
-_COMPONENT = re.compile(r"(?:^|/)pc(\d+)$")
 Progress = Callable[[str, int, int], None]
-Columns = dict[str, np.ndarray]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,18 +118,73 @@ def checked_layers(
     return layers
 
 
-def about(
-    what: str,
-    base: Checkpoint,
-    tuned: Checkpoint | None,
-    directions: Directions,
-    against: Directions | None,
-    **options: int | None,
-) -> dict[str, Json]:
-    second = f", and of {tuned.name}" if tuned else ""
-    summary = f"{len(directions.names)} directions through the {what} of {base.name}{second}."
-    given = len(against.names) if against else 0
-    return {"summary": summary, "base": base.name, "tuned": tuned.name if tuned else None, "against": given, **options}
+class PassOptions(TypedDict, total=False):
+    """Options of every pass; see `LayerPass`."""
+
+    layer: int | None
+    random: int
+    against: Directions | None
+    seed: int
+    device: str
+    progress: Progress | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerPass:
+    """A pass of directions through the layers of a checkpoint, or of two."""
+
+    base: Checkpoint
+    directions: Directions
+    tuned: Checkpoint | None
+    layer: int | None = None  # directions of this layer go through all layers, not each through its own
+    random: int = 1024  # number of random directions for the baseline
+    against: Directions | None = None  # directions for a second baseline
+    seed: int = 0
+    device: str = "cpu"
+    progress: Progress | None = None
+
+    def layers(self, what: str, measure: Callable[[OneLayer, Inputs], T]) -> Iterator[tuple[int, Inputs, list[T]]]:
+        """Yield the number and the inputs of every layer, and what `measure` finds in each checkpoint."""
+        layers = checked_layers(self.base, self.tuned, self.directions, self.layer, self.random, self.against)
+        models = [OneLayer(checkpoint, self.device) for checkpoint in (self.base, self.tuned) if checkpoint]
+        for done, number in enumerate(layers, 1):
+            source = number if self.layer is None else self.layer
+            inputs = Inputs.of(self.directions, source, self.random, self.seed, self.against)
+            found = []
+            for model in models:
+                with model.at(number):
+                    found.append(measure(model, inputs))
+            yield number, inputs, found
+            if self.progress:
+                self.progress(what, done, len(layers))
+
+    def result(
+        self,
+        kind: str,
+        what: str,
+        tables: Mapping[str, pa.Table],
+        measured: pa.Table,
+        ranked: Sequence[str],
+        measures: Sequence[str],
+        **more: Json,
+    ) -> AnalysisResult:
+        """Return the tables, a ranking of directions by the columns `ranked` of `measured`, and what is found there;
+        principal components are compared by `measures`."""
+        second = f", and of {self.tuned.name}" if self.tuned else ""
+        ranks = ranking(measured, ranked)
+        about = {
+            "summary": f"{len(self.directions.names)} directions through the {what} of {self.base.name}{second}.",
+            "base": self.base.name,
+            "tuned": self.tuned.name if self.tuned else None,
+            "against": len(self.against.names) if self.against else 0,
+            "layer": self.layer,
+            "random": self.random,
+            "seed": self.seed,
+            "focus": peaks(tables["written"], ("change", "turn") if self.tuned else ("norm", "parallel")),
+            "groups": group_tests(ranks),
+            "components": component_ranks(measured, [f"z_{name}" for name in measures]),
+        }
+        return AnalysisResult(kind, about | more, {**tables, "ranking": ranks})
 
 
 def z_by_rank(values: Tensor, baseline: Tensor) -> Tensor:
@@ -206,85 +260,3 @@ def written(inputs: Inputs, layer: int, outs: Sequence[Tensor]) -> Columns:
         for prefix, part in inputs.baselines.items():
             columns[f"{prefix}z_{name}"] = z_by_rank(values[: 2 * n], values[2 * n :][part]).cpu().numpy()
     return columns
-
-
-def table_of(parts: Sequence[Columns]) -> pa.Table:
-    return pa.table({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
-
-
-def where(table: pa.Table, column: str, value: object) -> pa.Table:
-    """The rows of a table that have this value."""
-    return table.filter(pa.array(table[column].to_numpy(zero_copy_only=False) == value))
-
-
-def grid(table: pa.Table, measure: str, sign: int = 1) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """Names, layers, and [names, layers] of a measure; where opposites are in the table, of one sign."""
-    mine = where(table, "sign", sign) if "sign" in table.column_names else table
-    layers = np.unique(mine["layer"].to_numpy())
-    names = list(dict.fromkeys(mine["name"].to_pylist()))
-    return names, layers, mine[measure].to_numpy().reshape(len(layers), len(names)).T
-
-
-def ranking(table: pa.Table, measures: Sequence[str]) -> pa.Table:
-    """Every direction by its mean over layers, largest first; std and maximum over layers, and where that is."""
-    groups = dict(zip(table["name"].to_pylist(), table["group"].to_pylist(), strict=True))
-    parts = []
-    for measure in measures:
-        names, layers, values = grid(table, measure)
-        order = np.argsort(-values.mean(1), kind="stable")
-        parts.append(
-            {
-                "measure": np.full(len(names), measure, object),
-                "rank": np.arange(1, len(names) + 1),
-                "name": np.array(names, object)[order],
-                "group": np.array([groups[name] for name in names], object)[order],
-                "mean": values.mean(1)[order],
-                "std": values.std(1)[order],
-                "max": values.max(1)[order],
-                "max_layer": layers[values.argmax(1)][order],
-            }
-        )
-    return table_of(parts)
-
-
-def group_tests(ranked: pa.Table) -> list[Json]:
-    """Welch's t-test of means over layers between every two groups of at least two directions; p by Holm over all.
-
-    Where neither group varies (nothing was tuned) there is no test."""
-    found: list[dict[str, Json]] = []
-    for measure in dict.fromkeys(ranked["measure"].to_pylist()):
-        mine = where(ranked, "measure", measure)
-        means, groups = mine["mean"].to_numpy(), mine["group"].to_pylist()
-        of = {group: means[[one == group for one in groups]] for group in sorted(set(groups))}
-        for a, b in combinations([group for group, values in of.items() if len(values) > 1], 2):
-            if not (np.ptp(of[a]) or np.ptp(of[b])):
-                continue
-            t, p = np.array(stats.ttest_ind(of[a], of[b], equal_var=False)).tolist()
-            one: dict[str, Json] = {"measure": measure, "a": a, "b": b, "t": t}
-            found.append({**one, "mean_a": of[a].mean().item(), "mean_b": of[b].mean().item(), "p": p})
-    corrected = holm(np.array([one["p"] for one in found]))
-    return [{**one, "p": float(p)} for one, p in zip(found, corrected, strict=True)]
-
-
-def component_ranks(table: pa.Table, measures: Sequence[str]) -> list[Json]:
-    """Is pc1 special? Mean |z| over layers of every component, and the share of components that have as large a one.
-
-    Components, not layers, are the cases: what one does in a layer it does in the next, so that share is p."""
-    found: list[Json] = []
-    for measure in measures:
-        names, _, z = grid(table, measure)
-        numbers = {int(match[1]): i for i, name in enumerate(names) if (match := _COMPONENT.search(name))}
-        size = {number: float(np.abs(z[i]).mean()) for number, i in sorted(numbers.items())}
-        for number, mean in size.items():
-            p = sum(other >= mean for other in size.values()) / len(size)
-            found.append({"measure": measure, "component": number, "mean": mean, "p": p})
-    return found
-
-
-def peaks(table: pa.Table, measures: Sequence[str]) -> dict[str, Json]:
-    """The layer where the mean over directions is largest, for each measure."""
-    found: dict[str, Json] = {}
-    for measure in measures:
-        _, layers, values = grid(table, measure)
-        found[measure] = int(layers[np.abs(values).mean(0).argmax()])
-    return found

@@ -9,40 +9,30 @@ import pyarrow as pa
 from scipy import stats
 
 from steerscope.analysis.directions import Directions
-from steerscope.analysis.results import Result
+from steerscope.analysis.results import AnalysisResult, long_table
 from steerscope.analysis.statistics import benjamini_hochberg
 from steerscope.specs.errors import InvalidRequest, Problem
 
 
-def project(vectors: Directions, onto: Directions) -> Result:
-    """At every layer both have: `cosines` with each named vector (p is corrected over the table), and `spans`."""
+def project(vectors: Directions, onto: Directions) -> AnalysisResult:
+    """Return `cosines` with each named vector (p is corrected over the table) and `spans`, at every layer both have."""
     layers = _common(vectors, onto)
-    cosines, spans = [], []
-    for layer in layers:
-        a, b = (one.rows[0] if layer is None else one.at(layer) for one in (vectors, onto))
-        cosines.append(_unit(a) @ _unit(b).T)
-        spans.append(_inside(_unit(a), b))
-    cosine, (share, chance) = np.stack(cosines), (np.stack([one[i] for one in spans]) for i in (0, 1))
+    pairs = [(_unit(_rows(vectors, layer)), _unit(_rows(onto, layer))) for layer in layers]
+    cosine = np.stack([a @ b.T for a, b in pairs])
+    share, chance = np.stack([_inside(a, b) for a, b in pairs], axis=1)
     freedom = vectors.hidden - 1
     t = cosine * np.sqrt(freedom / np.maximum(1 - cosine**2, 1e-15))
-    n, m, depth = len(vectors.names), len(onto.names), len(layers)
-    table = {
-        "layer": pa.array([layer for layer in layers for _ in range(n * m)], pa.int32()),
-        "vector": np.tile(np.repeat(vectors.names, m), depth),
-        "onto": np.tile(onto.names, depth * n),
-        "group": np.tile(onto.groups, depth * n),
-        "cosine": cosine.ravel(),
-        "z": cosine.ravel() * np.sqrt(vectors.hidden),
-        "p": benjamini_hochberg(2 * stats.t.sf(np.abs(t.ravel()), freedom)),
+    p = benjamini_hochberg(2 * stats.t.sf(np.abs(t.ravel()), freedom))
+    at = {"layer": pa.array(layers, pa.int32())}
+    names = {"vector": vectors.names}
+    named = {"onto": onto.names, "group": onto.groups}
+    values = {"cosine": cosine, "z": cosine * np.sqrt(vectors.hidden), "p": p}
+    tables = {
+        "cosines": long_table([at, names, named], values),
+        "spans": long_table([at, names], {"share": share, "chance": chance}),
     }
-    span = {
-        "layer": pa.array([layer for layer in layers for _ in range(n)], pa.int32()),
-        "vector": np.tile(vectors.names, depth),
-        "share": share.ravel(),
-        "chance": chance.ravel(),
-    }
-    summary = f"{n} vectors projected on {m} named ones at {depth} layers."
-    return Result("projections", {"summary": summary}, {"cosines": pa.table(table), "spans": pa.table(span)})
+    summary = f"{len(vectors.names)} vectors projected on {len(onto.names)} named ones at {len(layers)} layers."
+    return AnalysisResult("projections", {"summary": summary}, tables)
 
 
 def _common(vectors: Directions, onto: Directions) -> tuple[int | None, ...]:
@@ -61,15 +51,19 @@ def _common(vectors: Directions, onto: Directions) -> tuple[int | None, ...]:
     return layers
 
 
+def _rows(source: Directions, layer: int | None) -> np.ndarray:
+    return source.rows[0] if layer is None else source.at(layer)
+
+
 def _unit(rows: np.ndarray) -> np.ndarray:
-    """In float64; zero stays zero, whose cosine with anything is 0."""
+    """Return rows of length 1 in float64; zero stays zero, and its cosine with anything is 0."""
     exact = rows.astype(np.float64)
     lengths = np.linalg.norm(exact, axis=1, keepdims=True)
     return exact / np.where(lengths == 0, 1.0, lengths)
 
 
 def _inside(units: np.ndarray, named: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Share of each unit vector's squared length that lies in the span of the named ones, and what chance gives."""
-    _, lengths, basis = np.linalg.svd(_unit(named), full_matrices=False)
+    """Return the share of each unit vector's squared length in the span of the named ones, and what chance gives."""
+    _, lengths, basis = np.linalg.svd(named, full_matrices=False)
     basis = basis[lengths > 1e-6 * lengths.max(initial=0.0)]
     return ((units @ basis.T) ** 2).sum(1), np.full(len(units), len(basis) / units.shape[1])

@@ -5,17 +5,35 @@ from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import cast
 
-from steerscope.analysis import plots
-from steerscope.analysis.layer_report import attention, given, mlp
-from steerscope.analysis.results import Result
-from steerscope.report.page import div, page, table
+import numpy as np
+import plotly.graph_objects as go
+
+from steerscope.analysis import figures
+from steerscope.analysis.results import AnalysisResult, where
+from steerscope.report.page import Html, div, fill, page, section, table
 
 Sections = Mapping[str, str]
-_SHOWN, _LEVEL = 3, 0.05  # cells of a direction; of p
+_STRONGEST = 3  # cells of a direction
+_SHOWN = 10  # rows of a table
+_LEVEL = 0.05  # of p
+_MEASURES = {
+    "change": "length of the change",
+    "turn": "1 − cosine of before and after",
+    "norm": "length of what is written",
+    "parallel": "part along the direction",
+    "self": "affinity for itself",
+    "write": "what is written along it",
+    "change_self": "change of the affinity for itself",
+    "change_write": "change of what is written along it",
+}
+_GIVEN = (
+    "The same z, not against random directions but against {}. Where those were made of similar data, they share the "
+    "spread of activations, and what still stands out is more than that."
+)
 
 
-def analysis_page(results: Mapping[str, Result]) -> str:
-    """Sections in the order of `SECTIONS`; the functions that make them escape what others wrote."""
+def analysis_page(results: Mapping[str, AnalysisResult]) -> str:
+    """Return one page about all results, in the order of `SECTIONS`."""
     sections: dict[str, str] = {}
     for kind, make in SECTIONS.items():
         if kind in results:
@@ -24,23 +42,32 @@ def analysis_page(results: Mapping[str, Result]) -> str:
     return page("How directions meet weights", about, sections)
 
 
-def directions(result: Result) -> Sections:
+# --- directions
+
+
+def directions(result: AnalysisResult) -> Sections:
     rows = extremes(result)
     layer = rows[0]["layer"] if rows else None
     head = ("component", ("share", ".1%"), ("chance", ".1%"), "lowest", "highest")
     listed = map(itemgetter("component", "variance", "chance_high", "lowest", "highest"), rows)
-    where = "" if layer is None else f" at layer {layer}"
+    ends = "Who lies at the ends" if layer is None else f"Who lies at the ends at layer {layer}"
     return {
-        "Components": "<p>How much of the spread of the vectors each principal component holds. Dotted: what the first "
-        "component of random sets of the same lengths reaches (95 % of them stay below). A component near that line "
-        f"means nothing.</p>{div(plots.variance_figure(result), 'plot-variance')}",
-        f"Who lies at the ends{where}": "<p>The vectors with the lowest and the highest scores, the outermost first. "
-        "Signs agree from layer to layer.</p>" + table(head, listed) + div(plots.plane_figure(result), "plot-plane"),
+        "Components": section(
+            "How much of the spread of the vectors each principal component holds. Dotted: what the first component "
+            "of random sets of the same lengths reaches (95 % of them stay below). A component near that line means "
+            "nothing.",
+            div(figures.variance_figure(result), "plot-variance"),
+        ),
+        ends: section(
+            "The vectors with the lowest and the highest scores, the outermost first. Signs agree from layer to layer.",
+            table(head, listed),
+            div(figures.plane_figure(result), "plot-plane"),
+        ),
     }
 
 
-def extremes(result: Result, count: int = 4) -> list[dict]:
-    """Every component at the middle layer, with its share and the names at its ends."""
+def extremes(result: AnalysisResult, count: int = 4) -> list[dict]:
+    """Return every component at the middle layer, with its share and the names at its ends."""
     parts = result.tables["components"].to_pylist()
     layers = list(dict.fromkeys(row["layer"] for row in parts))
     layer = layers[len(layers) // 2]
@@ -53,67 +80,78 @@ def extremes(result: Result, count: int = 4) -> list[dict]:
     return found
 
 
-def projections(result: Result) -> Sections:
+def projections(result: AnalysisResult) -> Sections:
     said = (
-        "<p>Cosine of a vector with each of the named ones, the strongest on top. In this many dimensions a random "
-        "direction stays within a few hundredths of 0; p-values in the table of results are corrected over all "
-        "cells.</p>"
+        "Cosine of a vector with each of the named ones, the strongest on top. In this many dimensions a random "
+        "direction stays within a few hundredths of 0; p-values in the table of results are corrected over all cells."
     )
-    return {"What the vectors mean in named ones": said + div(plots.projection_figure(result), "plot-projections")}
+    drawn = div(figures.projection_figure(result), "plot-projections")
+    return {"What the vectors mean in named ones": section(said, drawn)}
 
 
-def susceptibility(result: Result) -> Sections:
-    best = strongest(result)
-    against = "against_z" in best[0]
-    more = [("z, given vectors", "+.1f")] if against else []
-    head = ("direction", "layer", "matrix", "", ("alignment", ".3f"), ("× chance", ".1f"), ("z", "+.1f"), ("p", ".3f"))
-    place = itemgetter("direction", "layer", "matrix", "side")
-    rows = [
-        (*place(row), row["alignment"], row["alignment"] / row["chance"], row["z"], row["p"], row.get("against_z"))
-        for row in best
-    ]
-    sides_head = ("direction", "", "p ≤ 0.05", ("median z", "+.1f"))
-    sides = [
-        (row["direction"], row["side"], f"{row['significant']} of {row['matrices']}", row["z"], row.get("against_z"))
-        for row in by_side(result)
-    ]
-    said = (
-        "<p>Alignment is the part of a matrix's change that lies along a direction (1: all of it), z says how far that "
-        "is from what random directions give, in their standard deviations. p is the chance that a random direction "
-        f"reaches as large a z anywhere; with {result.about['random']} of them it is {_least(result):.2g} or more. "
-        "First all matrices that read the stream, or write to it; then the three "
-        "strongest ones of each direction.</p>"
-    )
+# --- susceptibility
+
+
+def susceptibility(result: AnalysisResult) -> Sections:
+    against = "against_z" in result.tables["cells"].column_names
+    least = 1 / (1 + cast("int", result.about["random"]))
     found = {
-        "How much each matrix changed": "<p>Length of the change over the length of the weights. The embedding stands "
-        f"at the first layer, the head at the last.</p>{div(plots.change_figure(result), 'plot-change')}",
-        "Along which directions": said
-        + table((*sides_head, *(("median z, given vectors", form) for _, form in more)), sides)
-        + f"{table((*head, *more), rows)}{div(plots.susceptibility_figure(result), 'plot-cells')}",
-        "Over layers": "<p>All matrices of a layer together. Grey: |z| below 3. Large dots: peaks.</p>"
-        + div(plots.profile_figure(result), "plot-profile"),
+        "How much each matrix changed": section(
+            "Length of the change over the length of the weights. The embedding stands at the first layer, the head at "
+            "the last.",
+            div(figures.change_figure(result), "plot-change"),
+        ),
+        "Along which directions": section(
+            "Alignment is the part of a matrix's change that lies along a direction (1: all of it), z says how far "
+            "that is from what random directions give, in their standard deviations. p is the chance that a random "
+            f"direction reaches as large a z anywhere; with {result.about['random']} of them it is {least:.2g} or "
+            "more. First all matrices that read the stream, or write to it; then the three strongest ones of each "
+            "direction.",
+            _sides(result, against),
+            _cells(result, against),
+            div(figures.susceptibility_figure(result), "plot-cells"),
+        ),
+        "Over layers": section(
+            "All matrices of a layer together. Grey: |z| below 3. Large dots: peaks.",
+            div(figures.peaks_figure(result), "plot-profile"),
+        ),
     }
     if against:
-        drawn = div(plots.susceptibility_figure(result, "against_z"), "plot-against")
-        found["Against the vectors given for that"] = given("vectors that were given", drawn)
+        drawn = div(figures.susceptibility_figure(result, "against_z"), "plot-against")
+        found["Against the vectors given for that"] = section(_GIVEN.format("vectors that were given"), drawn)
     return found
 
 
-def _least(result: Result) -> float:
-    """The least p that counting random directions can give."""
-    return 1 / (1 + cast("int", result.about["random"]))
+def _sides(result: AnalysisResult, against: bool) -> Html:
+    head = ["direction", "", "p ≤ 0.05", ("median z", "+.1f")]
+    head += [("median z, given vectors", "+.1f")] if against else []
+    rows = [
+        (row["direction"], row["side"], f"{row['significant']} of {row['matrices']}", row["z"], row.get("against_z"))
+        for row in by_side(result)
+    ]
+    return table(head, rows)
 
 
-def strongest(result: Result, count: int = _SHOWN) -> list[dict]:
-    """Of each direction the matrices with the largest z, directions in the order they were given."""
-    cells = result.tables["cells"]
-    rows = cells.sort_by([("z", "descending")]).to_pylist()
-    names = dict.fromkeys(cells.column("direction").to_pylist())
-    return [row for name in names for row in [one for one in rows if one["direction"] == name][:count]]
+def _cells(result: AnalysisResult, against: bool) -> Html:
+    head = ["direction", "layer", "matrix", "", ("alignment", ".3f"), ("× chance", ".1f"), ("z", "+.1f"), ("p", ".3f")]
+    head += [("z, given vectors", "+.1f")] if against else []
+    place = itemgetter("direction", "layer", "matrix", "side")
+    rows = [
+        (*place(row), row["alignment"], row["alignment"] / row["chance"], row["z"], row["p"], row.get("against_z"))
+        for row in strongest(result)
+    ]
+    return table(head, rows)
 
 
-def by_side(result: Result) -> list[dict]:
-    """Of each direction, the matrices that read and those that write: how many are significant, and their median z."""
+def strongest(result: AnalysisResult, count: int = _STRONGEST) -> list[dict]:
+    """Return the matrices with the largest z of each direction, directions in the order they were given."""
+    cells = result.tables["cells"].sort_by([("z", "descending")])
+    names = dict.fromkeys(result.tables["cells"]["direction"].to_pylist())
+    return [row for name in names for row in where(cells, "direction", name).slice(0, count).to_pylist()]
+
+
+def by_side(result: AnalysisResult) -> list[dict]:
+    """Return how many matrices that read, and that write, are significant for each direction, and their median z."""
     found: dict[tuple[str, str], list[dict]] = {}
     for row in result.tables["cells"].to_pylist():
         found.setdefault((row["direction"], row["side"]), []).append(row)
@@ -129,7 +167,159 @@ def by_side(result: Result) -> list[dict]:
     ]
 
 
-SECTIONS: dict[str, Callable[[Result], Sections]] = {
+# --- MLPs and attention
+
+
+def mlp(result: AnalysisResult) -> Sections:
+    heading = "What MLPs make of directions"
+    said = (
+        "Each direction goes through the norm and MLP of every layer. z of the part of the output that lies along it, "
+        "against random directions: above 0 the layer reinforces it, below 0 it opposes it, more than others. The menu "
+        "has the opposite direction, for which an MLP may do something else."
+    )
+    return {
+        heading: section(said, div(figures.written_figure(result, "z_parallel"), "plot-mlp-parallel")),
+        **_given(result, heading, figures.written_figure, "against_z_parallel"),
+        **_passed(result, "MLPs"),
+    }
+
+
+def attention(result: AnalysisResult) -> Sections:
+    heading = "Which directions look at which"
+    far = f"at a distance of {result.about['distance']}" if result.about["distance"] else "without RoPE"
+    sections = {
+        heading: section(
+            f"Logits of attention between directions, all heads together, {far}: rows look at columns. z is the weaker "
+            "of two: the column among random keys, the row among random queries. " + _significant(result, "p"),
+            div(figures.pairs_figure(result, "z"), "plot-pairs"),
+        ),
+        **_given(result, heading, figures.pairs_figure, "against_z"),
+        "Single heads": section(
+            "How many of the pairs are beyond |z| = 3 in each head; of random directions 0.27 % are at most. Below, "
+            "the most extreme pairs.",
+            div(figures.heads_figure(result), "plot-heads"),
+            _top(result, "z"),
+        ),
+        "Directions that keep themselves": section(
+            "z of each direction's affinity for itself, and of what a token writes along it when all heads look at a "
+            "token that has it; all heads together, among random directions. " + self_significance(result),
+            div(figures.own_figure(result), "plot-own"),
+        ),
+    }
+    if result.about["tuned"] is not None:
+        sections["Where looking changed"] = section(
+            f"The same of the change from one checkpoint to the other. {_significant(result, 'p_change')}",
+            div(figures.pairs_figure(result, "z_change"), "plot-pairs-change"),
+            _top(result, "z_change"),
+        )
+    return {**sections, **_passed(result, "attention")}
+
+
+def _given(
+    result: AnalysisResult, heading: str, figure: Callable[[AnalysisResult, str], go.Figure], z: str
+) -> Sections:
+    """Return the section of z against the vectors that were given, if there were any."""
+    if not result.about.get("against"):
+        return {}
+    drawn = div(figure(result, z), f"plot-{result.kind}-against")
+    said = _GIVEN.format("vectors that were given and their opposites")
+    return {f"{heading}, against the vectors given": section(said, drawn)}
+
+
+def _passed(result: AnalysisResult, what: str) -> Sections:
+    """Return what both passes have: profiles over layers, ranks of directions, groups and components."""
+    focus = cast("dict[str, int]", result.about["focus"])
+    places = " and ".join(f"layer {layer} ({_MEASURES[name]})" for name, layer in focus.items())
+    title = what[:1].upper() + what[1:] + " over layers"
+    if result.about["tuned"] is not None:
+        title += " between the checkpoints"
+    profiles = [
+        fill("<h3>{}</h3>{}", _MEASURES[name], div(figures.profile_figure(result, name), f"plot-{result.kind}-{name}"))
+        for name in focus
+    ]
+    said = f"Mean over directions of what the {what} add to the stream, largest at {places}."
+    sections: dict[str, str] = {
+        title: section(said, *profiles),
+        f"Directions by what {what} do": section(*_ranks(result), *_groups(result)),
+    }
+    if result.about["components"]:
+        sections[f"Is the first component special for {what}?"] = _components(result)
+    return sections
+
+
+def _ranks(result: AnalysisResult) -> tuple[str, Html]:
+    ranked = result.tables["ranking"]
+    measure = ranked["measure"][0].as_py()
+    rows = where(ranked, "measure", measure).slice(0, _SHOWN).to_pylist()
+    head = ("rank", "direction", "group", ("mean", ".3g"), ("std", ".3g"), ("max", ".3g"), "at layer")
+    values = map(itemgetter("rank", "name", "group", "mean", "std", "max", "max_layer"), rows)
+    return f"By the mean over layers of: {_MEASURES[measure]}.", table(head, values)
+
+
+def _significant(result: AnalysisResult, p: str) -> str:
+    found = np.count_nonzero(result.tables["pairs"][p].to_numpy() < _LEVEL)
+    count = result.tables["pairs"].num_rows
+    return f"{found} of {count} pairs and layers have p < 0.05 after correction for that many (Benjamini and Hochberg)."
+
+
+def self_significance(result: AnalysisResult) -> str:
+    """Return how many directions are significant with themselves, and how many could be."""
+    pairs = result.tables["pairs"]
+    known = cast("dict[str, float]", result.about.get("self_p"))
+    if not known:  # results of an older version
+        return ""
+    own = [row for row in pairs.to_pylist() if row["query"] == row["key"]]
+    found = {name: sum(row[name] < _LEVEL for row in own) for name in ("p", "p_change") if name in pairs.column_names}
+    changed = f" ({found['p_change']} of the change)" if "p_change" in found else ""
+    said = (
+        f"{found['p']} of {known['tests']} directions and layers{changed} have p < {_LEVEL} for themselves after "
+        f"correction. With {result.about['random']} random directions a p is {known['least']:.2g} or more before "
+        "correction"
+    )
+    if known["least_corrected"] < _LEVEL:
+        return f"{said} and {known['least_corrected']:.2g} or more after it."
+    return (
+        f"{said}: a single direction cannot get below {known['least_corrected']:.2g} after it, only "
+        f"{known['together']} of them together below {_LEVEL}. For single ones take --random {known['random_needed']}."
+    )
+
+
+def _top(result: AnalysisResult, by: str) -> Html:
+    value = "affinity" if by == "z" else "change"
+    rows = where(result.tables["top"], "by", by).slice(0, _SHOWN).to_pylist()
+    head = ("layer", "head", "looks", "at", (value, "+.2f"), ("z", "+.1f"))
+    return table(head, map(itemgetter("layer", "head", "query", "key", value, by), rows))
+
+
+def _groups(result: AnalysisResult) -> tuple[str, ...]:
+    tests = cast("list[dict]", result.about["groups"])
+    if not tests:
+        return ()
+    said = (
+        f"Groups compared by the means of their directions, the smallest p of {len(tests)} tests first (Welch's "
+        "t-test, p corrected by Holm for all of them):"
+    )
+    smallest = sorted(tests, key=itemgetter("p"))[:_SHOWN]
+    head = ("measure", "group", ("mean", ".3g"), "group", ("mean", ".3g"), ("t", "+.2f"), ("p", ".3g"))
+    values = itemgetter("a", "mean_a", "b", "mean_b", "t", "p")
+    return said, table(head, [(_MEASURES[one["measure"]], *values(one)) for one in smallest])
+
+
+def _components(result: AnalysisResult) -> Html:
+    ones = cast("list[dict]", result.about["components"])
+    numbers = {one["component"] for one in ones}
+    first = [
+        f"{_MEASURES[one['measure'].removeprefix('z_')]}: mean |z| {one['mean']:.2f}, and {one['p']:.0%} of the "
+        "components have as much"
+        for one in ones
+        if one["component"] == min(numbers)
+    ]
+    least = f"Of {len(numbers)} components no share is below {1 / len(numbers):.0%}."
+    drawn = div(figures.components_figure(result), f"plot-{result.kind}-pc")
+    return section(f"The first one: {'; '.join(first)}. {least}", drawn)
+
+
+SECTIONS: dict[str, Callable[[AnalysisResult], Sections]] = {
     "directions": directions,
     "projections": projections,
     "susceptibility": susceptibility,

@@ -1,4 +1,4 @@
-"""Is it there, how large, how sure: intervals, tests and corrections that every room uses. Pure numpy and scipy."""
+"""Confidence intervals, tests and corrections for many tests, in numpy and scipy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,10 +51,9 @@ def share_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
     """Return the share of ones among zeros and ones, and Clopper and Pearson's interval of it: where all are the same,
     a t interval would have no width."""
     data = _checked(values)
-    n, ones, tail = len(data), int(data.sum()), (1 - level) / 2
-    low = float(stats.beta.ppf(tail, ones, n - ones + 1)) if ones else 0.0
-    high = float(stats.beta.ppf(1 - tail, ones + 1, n - ones)) if ones < n else 1.0
-    return Interval(ones / n, low, high)
+    ones = int(data.sum())
+    found = stats.binomtest(ones, len(data)).proportion_ci(level, method="exact")
+    return Interval(ones / len(data), float(found.low), float(found.high))
 
 
 def _checked(values: ArrayLike) -> Floats:
@@ -77,7 +76,9 @@ DRAWS = 9_999  # of labels, where there are more ways to exchange them
 
 
 def permutation(a: ArrayLike, b: ArrayLike, *, paired: bool = False, draws: int = DRAWS, seed: int = 0) -> float:
-    """Two-sided p of a difference of means; `paired`: a[i] and b[i] belong together. Exact where few ways exist."""
+    """Return the two-sided p of a difference of means; exact where there are at most `draws` ways to exchange labels.
+
+    With `paired`, a[i] and b[i] belong together."""
     first, second = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     result = stats.permutation_test(
         (first, second),
@@ -99,7 +100,7 @@ def least_paired_p(a: ArrayLike, b: ArrayLike, *, draws: int = DRAWS) -> float:
 
 
 def holm(p: ArrayLike) -> Floats:
-    """Adjusted p of many tests: below a level, the chance of even one false finding is below it."""
+    """Return adjusted p of many tests: below a level, the chance of even one false finding is below it."""
     values = np.asarray(p, dtype=np.float64)
     order = np.argsort(values)
     stepped = values[order] * np.arange(len(values), 0, -1)
@@ -109,13 +110,14 @@ def holm(p: ArrayLike) -> Floats:
 
 
 def benjamini_hochberg(p: ArrayLike) -> Floats:
-    """Adjusted p of many tests: below a level, the expected share of false findings is below it."""
+    """Return adjusted p of many tests: below a level, the expected share of false findings is below it."""
     return np.asarray(stats.false_discovery_control(np.asarray(p, dtype=np.float64)))
 
 
 def z_scores(values: ArrayLike, baseline: ArrayLike) -> Floats:
-    """How many standard deviations of `baseline` (its last axis) each value lies from its mean. With few baseline
-    values the result follows a t distribution, not a normal one; nan where the baseline does not vary."""
+    """Return the distance of each value from the mean of `baseline` (its last axis) in standard deviations.
+
+    With few baseline values it follows a t distribution, not a normal one; nan where the baseline does not vary."""
     random = np.asarray(baseline, dtype=np.float64)
     if random.shape[-1] < 2:
         raise ValueError("a z-score needs at least two baseline values")

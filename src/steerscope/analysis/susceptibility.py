@@ -12,6 +12,7 @@ always large. Weights are read a layer at a time from both checkpoints.
 """
 
 from collections.abc import Mapping
+from operator import itemgetter
 
 import numpy as np
 import pyarrow as pa
@@ -19,16 +20,26 @@ import torch
 from scipy import signal
 from torch import Tensor
 
-from steerscope.analysis.changes import Tally, layer_changes
+from steerscope.analysis.changes import ChangeSums, layer_changes
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
 from steerscope.analysis.layerwise import Progress, checked_layers
-from steerscope.analysis.results import Result
+from steerscope.analysis.results import AnalysisResult, column, long_table, where
 from steerscope.analysis.statistics import z_scores
 from steerscope.specs.errors import InvalidRequest, Problem
 
 _FEWEST_RANDOM = 20
 PEAK = 3.0  # z-scores, and how far a peak must stand out
+_PEAKS = pa.schema(
+    [
+        ("direction", pa.string()),
+        ("layer", pa.int64()),
+        ("z", pa.float64()),
+        ("prominence", pa.float64()),
+        ("matrix", pa.string()),
+        ("matrix_z", pa.float64()),
+    ]
+)
 
 
 def susceptibility(
@@ -42,7 +53,7 @@ def susceptibility(
     seed: int = 0,
     device: str = "cpu",
     progress: Progress | None = None,
-) -> Result:
+) -> AnalysisResult:
     """Tables `cells` (layer, matrix, direction), `changes` (layer, matrix), `profile` (layer, direction), `peaks`.
 
     Weights of layer i meet the directions of layer i, or those of `layer` everywhere. `against` are directions to
@@ -50,14 +61,14 @@ def susceptibility(
     random directions do not.
     """
     layers = checked_layers(base, tuned, directions, layer, random, against, _FEWEST_RANDOM)
-    measured: dict[tuple[int, str], Tally] = {}
+    measured: dict[tuple[int, str], ChangeSums] = {}
     for done, number in enumerate(layers):
         units = _units(number if layer is None else layer, directions, random, against, seed + 1000 * number, device)
-        for kind, tally in layer_changes(base, tuned, number, units).items():
-            measured[number, kind] = tally
+        changes = layer_changes(base, tuned, number, units)
+        measured |= {(number, kind): sums for kind, sums in changes.items()}
         if progress:
             progress("layers", done + 1, len(layers))
-    if not any(tally.change for tally in measured.values()):
+    if not any(sums.change for sums in measured.values()):
         remedy = f"{tuned.name} and {base.name} hold the same weights"
         raise InvalidRequest([Problem("tuned", "nothing changed at these layers", remedy)])
     about = {
@@ -71,7 +82,7 @@ def susceptibility(
         "summary": f"{tuned.name} against {base.name}: {len(directions.names)} directions, {len(measured)} matrices of "
         f"{len(layers)} layers, {random} random directions.",
     }
-    return Result("susceptibility", about, _tables(measured, directions.names, random))
+    return AnalysisResult("susceptibility", about, _tables(measured, directions.names, random))
 
 
 def _units(
@@ -90,59 +101,71 @@ def _units(
 # --- from sums to tables
 
 
-def _tables(measured: Mapping[tuple[int, str], Tally], names: tuple[str, ...], random: int) -> dict[str, pa.Table]:
-    keys = [key for key, tally in measured.items() if tally.change]
-    tallies = [measured[key] for key in keys]
-    change = np.array([tally.change for tally in tallies])[:, None]
-    alignment = np.sqrt(np.stack([tally.along for tally in tallies]) / change)
-    cosine = np.stack([tally.cosines / tally.count for tally in tallies])
+def _tables(measured: Mapping[tuple[int, str], ChangeSums], names: tuple[str, ...], random: int) -> dict[str, pa.Table]:
+    keys = [key for key, sums in measured.items() if sums.change]
+    found = [measured[key] for key in keys]
+    change = np.array([sums.change for sums in found])[:, None]
+    alignment = np.sqrt(np.stack([sums.along for sums in found]) / change)
+    cosine = np.stack([sums.cosines / sums.count for sums in found])
     n = len(names)
-    scores = {"z": _scores(alignment, n, random), "cosine_z": _scores(cosine, n, random)}
+    z = _scores(alignment, n, random)
     highest = _among_others(alignment[:, n : n + random]).max(0)
-    p = (1 + (highest >= scores["z"][:, :n, None]).sum(2)) / (1 + random)
-    chance = alignment[:, n : n + random]
-    cells = {
-        "layer": np.repeat([layer for layer, _ in keys], n),
-        "matrix": np.repeat([kind for _, kind in keys], n),
-        "side": np.repeat([tally.side for tally in tallies], n),
-        "direction": np.tile(names, len(keys)),
-        "alignment": alignment[:, :n].ravel(),
-        "chance": np.repeat(chance.mean(1), n),
-        "z": scores["z"][:, :n].ravel(),
-        "p": p.ravel(),
-        "cosine": cosine[:, :n].ravel(),
-        "cosine_chance": np.repeat(cosine[:, n : n + random].mean(1), n),
-        "cosine_z": scores["cosine_z"][:, :n].ravel(),
-        "largest": np.stack([tally.largest[:n] for tally in tallies]).ravel(),
-        "largest_at": np.stack([tally.where[:n] for tally in tallies]).ravel(),
+    p = (1 + (highest >= z[:, :n, None]).sum(2)) / (1 + random)
+    places = {
+        "layer": [layer for layer, _ in keys],
+        "matrix": [kind for _, kind in keys],
+        "side": [sums.side for sums in found],
+    }
+    values = {
+        "alignment": alignment[:, :n],
+        "chance": _chance(alignment, n, random),
+        "z": z[:, :n],
+        "p": p,
+        "cosine": cosine[:, :n],
+        "cosine_chance": _chance(cosine, n, random),
+        "cosine_z": _scores(cosine, n, random)[:, :n],
+        "largest": np.stack([sums.largest[:n] for sums in found]),
+        "largest_at": np.stack([sums.where[:n] for sums in found]),
     }
     other = alignment[:, n + random :]
     if other.shape[1]:
-        cells["against_z"] = z_scores(alignment[:, :n].T, other).T.ravel()
-    changes = {
-        "layer": [layer for layer, _ in measured],
-        "matrix": [kind for _, kind in measured],
-        "side": [tally.side for tally in measured.values()],
-        "norm": [tally.change**0.5 for tally in measured.values()],
-        "relative": [(tally.change / tally.weight) ** 0.5 if tally.weight else None for tally in measured.values()],
-    }
-    profile = _profile(keys, tallies, names, random)
+        values["against_z"] = z_scores(alignment[:, :n].T, other).T
+    cells = long_table([places, {"direction": names}], values)
+    profile = _profile(keys, found, names, random)
     return {
-        "cells": pa.table(cells),
-        "changes": pa.table(changes),
-        "profile": pa.table(profile),
-        "peaks": pa.table(_peaks(profile, cells, names)),
+        "cells": cells,
+        "changes": _changes(measured),
+        "profile": profile,
+        "peaks": _peaks(profile, cells, names),
     }
+
+
+def _changes(measured: Mapping[tuple[int, str], ChangeSums]) -> pa.Table:
+    return pa.table(
+        {
+            "layer": [layer for layer, _ in measured],
+            "matrix": [kind for _, kind in measured],
+            "side": [sums.side for sums in measured.values()],
+            "norm": [sums.change**0.5 for sums in measured.values()],
+            "relative": [(sums.change / sums.weight) ** 0.5 if sums.weight else None for sums in measured.values()],
+        }
+    )
+
+
+def _chance(values: np.ndarray, names: int, random: int) -> np.ndarray:
+    """Return the mean over the random columns, row by row, for each named column."""
+    return np.repeat(values[:, names : names + random].mean(1, keepdims=True), names, axis=1)
 
 
 def _scores(values: np.ndarray, names: int, random: int) -> np.ndarray:
-    """Of every column against the random ones, row by row."""
+    """Return z of every column against the random ones, row by row."""
     return z_scores(values.T, values[:, names : names + random]).T
 
 
 def _among_others(random: np.ndarray) -> np.ndarray:
-    """z of every random direction against the rest, row by row. With itself among them no z of r could exceed
-    (r − 1) / √r, a bound that named directions do not have."""
+    """Return z of every random direction against the others, row by row.
+
+    With itself among them, no z of r could exceed (r − 1) / √r, a bound that named directions do not have."""
     rest = random.shape[1] - 1
     centred = random - random.mean(1, keepdims=True)
     squares = (centred**2).sum(1, keepdims=True) - centred**2 * (rest + 1) / rest
@@ -150,35 +173,29 @@ def _among_others(random: np.ndarray) -> np.ndarray:
         return centred * (rest + 1) / rest / np.sqrt(np.maximum(squares, 0) / (rest - 1))
 
 
-def _profile(
-    keys: list[tuple[int, str]], tallies: list[Tally], names: tuple[str, ...], random: int
-) -> dict[str, np.ndarray]:
-    """All matrices of a layer together, the layer's embedding or head left out."""
-    inside = [(layer, tally) for (layer, kind), tally in zip(keys, tallies, strict=True) if "." in kind]
+def _profile(keys: list[tuple[int, str]], found: list[ChangeSums], names: tuple[str, ...], random: int) -> pa.Table:
+    """Return all matrices of a layer together; the embedding and the head are left out."""
+    inside = [(layer, sums) for (layer, kind), sums in zip(keys, found, strict=True) if "." in kind]
     layers = sorted({layer for layer, _ in inside})
-    along = np.stack([sum(t.along for at, t in inside if at == layer) for layer in layers])  # type: ignore[arg-type]
-    change = np.array([sum(t.change for at, t in inside if at == layer) for layer in layers])
-    alignment, n = np.sqrt(along / change[:, None]), len(names)
-    return {
-        "layer": np.repeat(layers, n),
-        "direction": np.tile(names, len(layers)),
-        "alignment": alignment[:, :n].ravel(),
-        "z": _scores(alignment, n, random)[:, :n].ravel(),
-    }
+    along = np.stack([np.sum([sums.along for at, sums in inside if at == layer], axis=0) for layer in layers])
+    change = np.array([sum(sums.change for at, sums in inside if at == layer) for layer in layers])
+    alignment = np.sqrt(along / change[:, None])
+    n = len(names)
+    values = {"alignment": alignment[:, :n], "z": _scores(alignment, n, random)[:, :n]}
+    return long_table([{"layer": layers}, {"direction": names}], values)
 
 
-def _peaks(profile: Mapping[str, np.ndarray], cells: Mapping[str, np.ndarray], names: tuple[str, ...]) -> dict:
-    """Layers whose z stands out among its neighbours, with the matrix of the largest z there."""
-    found: dict[str, list] = {"direction": [], "layer": [], "z": [], "prominence": [], "matrix": [], "matrix_z": []}
+def _peaks(profile: pa.Table, cells: pa.Table, names: tuple[str, ...]) -> pa.Table:
+    """Return the layers whose z stands out among its neighbours, with the matrix of the largest z there."""
+    rows = []
     for name in names:
-        own = profile["direction"] == name
-        z, layers = profile["z"][own], profile["layer"][own]
+        own = where(profile, "direction", name)
+        z = column(own, "z")
+        layers = column(own, "layer")
         padded = np.concatenate([[min(0.0, z.min())], z, [min(0.0, z.min())]])  # a peak may be at an end
         at, facts = signal.find_peaks(padded, height=PEAK, prominence=PEAK)
         for i, prominence in zip(at - 1, facts["prominences"], strict=True):
-            here = (cells["direction"] == name) & (cells["layer"] == layers[i])
-            best = cells["z"][here].argmax()
-            row = (name, layers[i], z[i], prominence, cells["matrix"][here][best], cells["z"][here][best])
-            for column, value in zip(found.values(), row, strict=True):
-                column.append(value)
-    return {**found, "layer": pa.array([int(layer) for layer in found["layer"]], pa.int64())}
+            here = where(where(cells, "direction", name), "layer", layers[i]).to_pylist()
+            best = max(here, key=itemgetter("z"))
+            rows.append((name, layers[i], z[i], prominence, best["matrix"], best["z"]))
+    return pa.table([list(values) for values in zip(*rows, strict=True)] or [[]] * len(_PEAKS), schema=_PEAKS)

@@ -1,59 +1,48 @@
-"""Whatever generates, driven alike: token prompts in, times and rows out. The clock runs until the last token, and the
-last row that was asked for, is in the client's memory; the device is synchronised before it starts and before it stops.
+"""Drivers of the engines under test: token prompts in, times and rows out.
+
+The clock runs until the last token and the last captured row are in the client's memory; the device is synchronised
+before it starts and before it stops.
 """
 
 import functools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from steerscope.bench.shapes import NoTokenizer, load_model, make_pack, model_config, vllm_model
-from steerscope.bench.steps import Steps, clocked
-from steerscope.bench.workload import (
-    WATCHES,
-    NotMeasured,
-    Setup,
-    capture_of,
-    check_batched,
-    steering_of,
-    steers,
-    wanted_rows,
-)
+from steerscope.bench.shapes import NoTokenizer, load_model, model_config, vllm_model
+from steerscope.bench.steps import StepTimes, clocked
+from steerscope.bench.workload import NotMeasured, Setup, capture_of, check_batched, steering_of, steers, wanted_rows
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.private import private, private_bytes
 from steerscope.capture.rows import Rows
-from steerscope.capture.transport import shared_folder
 from steerscope.engines.results import Generation, TokenPrompt
 from steerscope.engines.sync import SyncEngine
-from steerscope.lenses.stack import Weights
-from steerscope.specs import Capture, Sampling, Watch
+from steerscope.specs import Capture, Sampling
 
 _THREADS = min(8, os.cpu_count() or 1)  # that sum rows
 
 
 @dataclass
-class Run:
-    """One round."""
-
+class TimedRound:
     seconds: float
     tokens: list[list[int]]
-    steps: int | None = None  # of the engine, where it has such
+    steps: int | None = None  # of the engine, if it counts them
     fetch: float = 0.0  # seconds to copy the rows into the client's private memory
     rows: int = 0
     bytes: int = 0
-    checksum: float | None = None  # sum of absolute values, where it was verified
+    checksum: float | None = None  # sum of absolute values, if the rows were verified
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 class Driver(Protocol):
     setup: Setup
 
-    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run: ...
+    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> TimedRound: ...
 
     def describe(self) -> dict[str, Any]: ...
 
@@ -68,15 +57,15 @@ class BareHF:
         self.model: Any = load_model(setup.model, setup.device, setup.torch_dtype)
         self.model.generation_config.eos_token_id = None
 
-    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
-        """All rows as long as the longest: what is longer than it should be is cut off."""
+    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
+        """Generate texts as long as the longest one, then cut each to its own length."""
         del cell, verify, fetch
         ids = torch.tensor(prompts, device=self.model.device)
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": self.setup.decode, "do_sample": False}
         seconds, out = clocked(lambda: self.model.generate(ids, **options)[:, ids.shape[1] :].tolist())
         tokens = [made[:count] for made, count in zip(out, self.setup.decodes(), strict=False)]
         check_batched(self.setup, tokens, None)
-        return Run(seconds, tokens)
+        return TimedRound(seconds, tokens)
 
     def describe(self) -> dict[str, Any]:
         return {"mode": "eager"}
@@ -86,68 +75,76 @@ class BareHF:
 
 
 def vllm_arguments(setup: Setup, scratch: Path) -> dict[str, Any]:
-    """The same for every vLLM, tapped or not."""
-    found = vllm_model(setup.model, scratch) | {"dtype": str(setup.torch_dtype).removeprefix("torch.")}
-    found |= {"max_model_len": setup.prefill + setup.decode, "max_num_seqs": max(setup.batch, 32)}
-    found |= {"max_num_batched_tokens": setup.tokens, "enable_prefix_caching": False, "enforce_eager": setup.eager}
-    found |= {"skip_tokenizer_init": True, "disable_log_stats": True}
-    config, blocks = model_config(setup.model), -(-(setup.prefill + setup.decode) // 128) + 1
-    heads = config.num_key_value_heads * (
-        getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
-    )
-    per_token = 2 * config.num_hidden_layers * heads * setup.torch_dtype.itemsize
-    # Said, so that nobody has to measure what is free: engines start beside each other.
-    found |= {"kv_cache_memory_bytes": max(64 << 20, setup.batch * blocks * 128 * per_token)}
+    """Return vLLM's arguments, equal for the stock engine and ours."""
+    found = vllm_model(setup.model, scratch) | {
+        "dtype": str(setup.torch_dtype).removeprefix("torch."),
+        "max_model_len": setup.prefill + setup.decode,
+        "max_num_seqs": max(setup.batch, 32),
+        "max_num_batched_tokens": setup.tokens,
+        "enable_prefix_caching": False,
+        "enforce_eager": setup.eager,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "kv_cache_memory_bytes": _kv_cache_bytes(setup),
+    }
     return found | ({"gpu_memory_utilization": setup.utilisation} if setup.device == "cuda" else {})
 
 
+def _kv_cache_bytes(setup: Setup) -> int:
+    """Return what the batch needs. Without it vLLM measures free memory, which fails when two engines start at once."""
+    config = model_config(setup.model)
+    blocks = -(-(setup.prefill + setup.decode) // 128) + 1
+    head_dim = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * setup.torch_dtype.itemsize
+    return max(64 << 20, setup.batch * blocks * 128 * per_token)
+
+
 def vllm_environment(setup: Setup, plugins: bool) -> None:
-    """Before vLLM is imported."""
+    """Set vLLM's environment variables; call before vLLM is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(setup.core != "inside"))
     if not plugins:
         os.environ["VLLM_PLUGINS"] = ""
 
 
 class BareVLLM:
-    """Stock vLLM without any plugin: its engine in a loop of a thread of its own, as ours is driven, or its `LLM`."""
+    """Stock vLLM without any plugin: its engine in a loop of a thread of its own, as ours is driven."""
 
-    def __init__(
-        self, setup: Setup, scratch: Path, how: str = "engine", extra: dict[str, Any] | None = None, **more: Any
-    ) -> None:
+    def __init__(self, setup: Setup, scratch: Path, extra: dict[str, Any] | None = None, **more: Any) -> None:
         vllm_environment(setup, plugins=False)
-        from vllm import LLM, EngineArgs, SamplingParams
+        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.llm_engine import LLMEngine
 
-        self.setup, self._count = setup, 0
-        arguments = vllm_arguments(setup, scratch) | more
+        self.setup = setup
+        self._count = 0
         asked = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "extra_args": extra}
         kind = RequestOutputKind.FINAL_ONLY
         self._params = functools.cache(lambda tokens: SamplingParams(max_tokens=tokens, output_kind=kind, **asked))
-        self.llm: Any = LLM(**arguments) if how == "llm" else None
-        self.engine: Any = self.llm.llm_engine if self.llm else LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.engine = self._start(vllm_arguments(setup, scratch) | more)
         self._thread = ThreadPoolExecutor(1)
-        self.engine.step = self.steps = Steps(self.engine.step)
+        self.steps = StepTimes(self.engine.step)
+        self.engine.step = self.steps
 
-    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
+    def _start(self, arguments: dict[str, Any]) -> Any:
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
         del cell, verify, fetch
         self.steps.clear()
-        drive = self._generate if self.llm else self._drive
-        seconds, (tokens, last) = clocked(lambda: self._thread.submit(drive, prompts).result(), self.steps)
+        seconds, (tokens, last) = clocked(lambda: self._thread.submit(self._generate, prompts).result(), self.steps)
         check_batched(self.setup, tokens, len(self.steps.done))
         told = self.steps.told(self.setup.prompt_steps())
-        return Run(seconds, tokens, len(self.steps.done), extra={"last": last, **told})
+        return TimedRound(seconds, tokens, len(self.steps.done), extra={"last": last, **told})
 
     def _generate(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
-        asked = [self._params(tokens) for tokens in self.setup.decodes()]
-        done = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
-        return [list(one.outputs[0].token_ids) for one in done], done
-
-    def _drive(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
+        """Return the tokens of every request, and the last output of every request."""
         tokens: dict[str, list[int]] = {}
         last: list[Any] = []
         for ids, count in zip(prompts, self.setup.decodes(), strict=True):
-            name, self._count = f"b{self._count}", self._count + 1
+            name = f"b{self._count}"
+            self._count += 1
             tokens[name] = []
             self.engine.add_request(name, {"prompt_token_ids": ids}, self._params(count))
         while self.engine.has_unfinished_requests():
@@ -165,60 +162,6 @@ class BareVLLM:
         self.engine.engine_core.shutdown()
 
 
-class HiddenStates(BareVLLM):
-    """vLLM's own `extract_hidden_states`: a drafter that keeps rows in a KV cache, and a connector that writes a file
-    per request. It hands out what enters a layer, so the last layer's rows are missing; generated tokens' if asked."""
-
-    def __init__(self, setup: Setup, scratch: Path) -> None:
-        # In a core of its own: the files of the last requests are written by steps that nobody asks for any more.
-        setup = replace(setup, core="process")
-        vllm_environment(setup, plugins=False)
-        from vllm.config import KVTransferConfig
-
-        layers = model_config(setup.model).num_hidden_layers
-        drafter = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(range(1, layers))}}
-        method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": drafter}
-        folder = shared_folder(2 * setup.row_bytes()) / "steerscope-hidden-states"
-        where = {"shared_storage_path": str(folder)}
-        transfer = KVTransferConfig(
-            kv_connector="ExampleHiddenStatesConnector", kv_role="kv_producer", kv_connector_extra_config=where
-        )
-        more = {"speculative_config": method, "kv_transfer_config": transfer, "kv_cache_memory_bytes": None}
-        extra = {"kv_transfer_params": {"include_output_tokens": True}}
-        super().__init__(setup, scratch, extra=extra, **more)
-        self._layers = layers - 1
-
-    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
-        """The clock stops when every file is complete: only then has the client its rows."""
-        del fetch
-        from vllm.distributed.kv_transfer.kv_connector.v1 import (
-            example_hidden_states_connector as connector,
-        )
-
-        load = getattr(connector, "load_hidden_states", _load_file)
-        done = super().run(prompts, cell)
-        paths = [one.kv_transfer_params["hidden_states_path"] for one in done.extra["last"]]
-        seconds, found = clocked(lambda: [load(path)["hidden_states"] for path in paths])
-        for path in paths:
-            for name in (path, f"{path}.lock"):
-                Path(name).unlink(missing_ok=True)
-        rows = sum(one.shape[0] * one.shape[1] for one in found)
-        made = sum(self.setup.decodes()) - len(prompts)
-        wanted = self._layers * (sum(map(len, prompts)) + made)
-        if rows != wanted:
-            raise NotMeasured(f"{rows} rows are in vLLM's files, {wanted} were asked for")
-        size = sum(one.numel() * one.element_size() for one in found)
-        checksum = sum(float(one.abs().sum(dtype=torch.float64)) for one in found) if verify else None
-        times = {**done.extra, "tokens_s": done.seconds, "files_s": seconds}
-        return Run(done.seconds + seconds, done.tokens, done.steps, 0.0, rows, size, checksum, times)
-
-
-def _load_file(path: str) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(path)
-
-
 def describe_vllm(config: Any) -> dict[str, Any]:
     from steerscope.engines.vllm.client.start import mode_of
 
@@ -231,9 +174,6 @@ def describe_vllm(config: Any) -> dict[str, Any]:
         "max_model_len": config.model_config.max_model_len,
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
     }
-
-
-LENSES, WIDTHS = 267, (128, 64)
 
 
 class Ours:
@@ -264,24 +204,22 @@ class Ours:
         self._sampling = functools.cache(lambda tokens: Sampling(max_tokens=tokens, ignore_eos=True))
         self._room = torch.empty(0, dtype=torch.uint8)
         self.noop = setup.engine == "vllm" and self.engine.aio.settings.noop  # type: ignore[attr-defined]
-        self._steps: Steps | None = None
+        self._steps: StepTimes | None = None
         if setup.engine == "vllm":
             leaving = self.engine.aio.exit  # type: ignore[attr-defined]
-            leaving.step = self._steps = Steps(leaving.step)
+            leaving.step = self._steps = StepTimes(leaving.step)
 
-    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:
+    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
         before = self.engine.stats()
         if self._steps is not None:
             self._steps.clear()
         seconds, done = clocked(self.asking(prompts, cell), self._steps)
         more = {name: value - before.get(name, 0) for name, value in self.engine.stats().items()}
-        run = Run(seconds, [one.token_ids for one in done], int(more["steps"]))
+        run = TimedRound(seconds, [one.token_ids for one in done], int(more["steps"]))
         if self._steps is not None:
             run.extra |= self._steps.told(self.setup.prompt_steps()) | {"stall_s": more["worker_stall_s"]}
         check_batched(self.setup, run.tokens, run.steps)
-        counts = self.setup.decodes()
-        if cell in WATCHES and any(len(one.readings) != n - 1 for one, n in zip(done, counts, strict=True)):
-            raise NotMeasured("not measured: readings are missing")
+        self.check(done, cell)
         verify = verify and not self.noop  # taps that do nothing keep no row and steer nothing
         handles = [one.capture for one in done if one.capture is not None]
         if handles:
@@ -295,22 +233,28 @@ class Ours:
         return run
 
     def asking(self, prompts: list[list[int]], cell: str) -> Callable[[], list[Generation]]:
-        """The call that is measured."""
-        asked: dict[str, Any] = {"steer": self._steering(prompts, cell), "capture": capture_of(cell, self.facts.layers)}
-        if cell in WATCHES:
-            asked["watch"] = self._watch(WATCHES[cell])
+        """Return the call that is measured."""
+        asked = self.options(prompts, cell)
         sampling = [self._sampling(tokens) for tokens in self.setup.decodes()]
         texts = [TokenPrompt(ids) for ids in prompts]
         alike = sampling if self.setup.stagger else sampling[0]
         return lambda: self.engine.generate(texts, alike, **asked)
+
+    def options(self, prompts: list[list[int]], cell: str) -> dict[str, Any]:
+        """Return what a cell asks of the engine."""
+        return {"steer": self._steering(prompts, cell), "capture": capture_of(cell, self.facts.layers)}
+
+    def check(self, done: Sequence[Generation], cell: str) -> None:
+        """Raise `NotMeasured` where the answers lack what the cell asked for; rows are counted elsewhere."""
 
     def _steering(self, prompts: list[list[int]], cell: str) -> Any:
         steer = self._steer(cell)
         return steer[: len(prompts)] if isinstance(steer, list) else steer
 
     def _check_steered(self, prompts: list[list[int]], cell: str) -> None:
-        """Every request's stream is another one than without its op, at the first layer where that acts. (In some of
-        its tokens: one may lie within bounds that nearly every other is beyond.)"""
+        """Check that every request's op changed its rows at the first layer where it acts.
+
+        A cap may leave single tokens alone, so one changed token of the last eight is enough."""
         where = Capture(layers=self.facts.layers // 2 if ":one" in cell else 0, tokens="positions=[-8:]")
         texts, one = [TokenPrompt(ids) for ids in prompts], self._sampling(1)
         plain = self.engine.generate(texts, one, capture=where)
@@ -323,14 +267,8 @@ class Ours:
         if same:
             raise NotMeasured(f"not measured: {cell} changed nothing for {same} of {len(prompts)} requests")
 
-    def _watch(self, weights: Weights) -> Watch:
-        if weights not in self.engine.packs:
-            pack = make_pack([LENSES], self.facts.hidden, WIDTHS, layer=self.facts.layers // 2)
-            self.engine.register_pack(weights, pack, any_model=True, weights=weights)
-        return Watch(pack=weights, tokens="generated")
-
-    def _count(self, run: Run, handles: list[CaptureHandle], wanted: int, verify: bool, fetch: bool) -> None:
-        """Rows in shared memory; then copies of them in memory that was used before, and once in fresh memory."""
+    def _count(self, run: TimedRound, handles: list[CaptureHandle], wanted: int, verify: bool, fetch: bool) -> None:
+        """Count the rows in shared memory; time copies into memory used before, and once into fresh memory."""
         rows = self.engine.fetch_all(handles)
         run.rows = sum(tensor.numel() // tensor.shape[-1] for one in rows for tensor in one.values())
         run.bytes = sum(tensor.nbytes for one in rows for tensor in one.values())
@@ -362,7 +300,7 @@ class Ours:
 
 
 def _verified(rows: Sequence[Rows]) -> float:
-    """The sum of all absolute values; every row must be finite and hold something."""
+    """Return the sum of all absolute values; every row must be finite and not zero."""
     tensors = [tensor for one in rows for tensor in one.values()]
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = torch.cat(list(threads.map(lambda tensor: tensor.abs().sum(-1, dtype=torch.float32).view(-1), tensors)))
@@ -374,9 +312,7 @@ def _verified(rows: Sequence[Rows]) -> float:
 
 
 def make_driver(kind: str, setup: Setup, scratch: Path, budget: int = 0) -> Driver:
-    """`baseline` (or `llm`: the same through vLLM's LLM), `ours`, or `hidden-states`."""
+    """Return the driver of `ours`, or of the engine without us (`baseline`)."""
     if kind == "ours":
         return Ours(setup, scratch, budget)
-    if kind == "hidden-states":
-        return HiddenStates(setup, scratch)
-    return BareHF(setup) if setup.engine == "hf" else BareVLLM(setup, scratch, "llm" if kind == "llm" else "engine")
+    return BareHF(setup) if setup.engine == "hf" else BareVLLM(setup, scratch)

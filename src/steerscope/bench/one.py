@@ -7,6 +7,8 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +17,8 @@ from typing import Any
 import torch
 
 from steerscope import __version__
-from steerscope.bench.drivers import Ours, Run, make_driver
+from steerscope.bench.drivers import Ours, TimedRound, make_driver
+from steerscope.bench.profiled import profiled, top_functions
 from steerscope.bench.stats import summary
 from steerscope.bench.workload import (
     NotMeasured,
@@ -34,7 +37,7 @@ from steerscope.specs.errors import InvalidRequest, Problem
 
 
 def source() -> str:
-    """A hash of this package's code: what a figure was measured with, where there is no repository to ask."""
+    """Return a hash of this package's code, which tells what a figure was measured with, without a repository."""
     found = hashlib.blake2b(digest_size=6)
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         found.update(file.read_bytes())
@@ -52,7 +55,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """Asks the GPU's name only where this process already uses it."""
+    """Describe the machine; the GPU is named only if this process already uses it."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else None
     return {"processor": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
 
@@ -67,26 +70,38 @@ def write(output: Path, result: dict[str, Any]) -> None:
         temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(setup: Setup, cell: str, iterations: int, warmups: int = 1) -> dict[str, Any]:
-    """Rounds of one cell. The last one verifies the rows; nothing of that is on the clock."""
-    check_cell(cell)
-    check_setup(setup)
-    budget = setup.row_bytes() if capture_of(cell, 4) else 0
-    if budget > setup.most_bytes:
-        raise NotMeasured(f"not measured: the rows take {budget >> 20} MiB, most_bytes is {setup.most_bytes >> 20} MiB")
+@contextmanager
+def driver_of(kind: str, setup: Setup, budget: int) -> Iterator[Any]:
+    """Start a driver, and close it at the end of the block."""
     with tempfile.TemporaryDirectory() as scratch:
-        driver = make_driver("baseline" if cell == "baseline" else "ours", setup, Path(scratch), budget)
+        driver = make_driver(kind, setup, Path(scratch), budget)
         try:
-            for i in range(warmups):
-                driver.run(setup.prompts(-1 - i & 0xFFFF), cell, fetch=True)
-            runs = [driver.run(setup.prompts(i), cell, i == iterations - 1, True) for i in range(iterations)]
-            result = about(setup, cell=cell, iterations=iterations, warmups=warmups) | {"engine": driver.describe()}
+            yield driver
         finally:
             driver.close()
+
+
+def budget_of(setup: Setup, cell: str) -> int:
+    """Return the bytes of a round's rows, after checking the cell and the setup."""
+    check_cell(cell)
+    check_setup(setup)
+    return setup.row_bytes() if capture_of(cell, 4) else 0
+
+
+def measure(setup: Setup, cell: str, iterations: int, warmups: int = 1) -> dict[str, Any]:
+    """Time rounds of one cell. The last one also verifies the rows, while the clock is stopped."""
+    budget = budget_of(setup, cell)
+    if budget > setup.most_bytes:
+        raise NotMeasured(f"not measured: the rows take {budget >> 20} MiB, most_bytes is {setup.most_bytes >> 20} MiB")
+    with driver_of("baseline" if cell == "baseline" else "ours", setup, budget) as driver:
+        for i in range(warmups):
+            driver.run(setup.prompts(-1 - i & 0xFFFF), cell, fetch=True)
+        runs = [driver.run(setup.prompts(i), cell, i == iterations - 1, True) for i in range(iterations)]
+        result = about(setup, cell=cell, iterations=iterations, warmups=warmups) | {"engine": driver.describe()}
     return result | _figures(setup, runs)
 
 
-def _figures(setup: Setup, runs: list[Run]) -> dict[str, Any]:
+def _figures(setup: Setup, runs: list[TimedRound]) -> dict[str, Any]:
     made = sum(setup.decodes())
     rows = [
         {
@@ -111,18 +126,10 @@ def _figures(setup: Setup, runs: list[Run]) -> dict[str, Any]:
 
 
 def stream(setup: Setup, iterations: int, cell: str = "zero-layer", warmups: int = 1) -> dict[str, Any]:
-    """All requests as streams at once: time to the first token, and tokens per second."""
-    check_cell(cell)
-    check_setup(setup)
-    with tempfile.TemporaryDirectory() as scratch:
-        driver = Ours(setup, Path(scratch), setup.row_bytes() if capture_of(cell, 4) else 0)
-        try:
-            rounds = [stream_round(driver, setup, cell, setup.prompts(i)) for i in range(warmups + iterations)][
-                warmups:
-            ]
-            result = about(setup, cell=cell, iterations=iterations, warmups=warmups) | {"engine": driver.describe()}
-        finally:
-            driver.close()
+    """Time all requests as streams at once: to the first token, and tokens per second."""
+    with driver_of("ours", setup, budget_of(setup, cell)) as driver:
+        rounds = [stream_round(driver, setup, cell, setup.prompts(i)) for i in range(warmups + iterations)][warmups:]
+        result = about(setup, cell=cell, iterations=iterations, warmups=warmups) | {"engine": driver.describe()}
     figures = {name: summary([one[name] for one in rounds]) for name in ("first_token_s", "total_s")}
     return result | {"iterations": rounds, "summary": figures}
 
@@ -131,8 +138,8 @@ def stream_round(driver: Ours, setup: Setup, cell: str, prompts: list[list[int]]
     facts = driver.facts
     steer = steering_of(cell, facts.layers, facts.hidden, setup.batch)
     capture = capture_of(cell, facts.layers)
-    firsts: list[float] = []  # when this loop hears of them
-    spans: list[tuple[float, float]] = []  # from its first token to its last, which the engine's clock tells apart
+    firsts: list[float] = []  # times when the first token of each stream arrives in this loop
+    spans: list[tuple[float, float]] = []  # of each stream, first to last token by the engine's clock
 
     async def one(ids: list[int], tokens: int, op: Any) -> int:
         count, sampling = 0, Sampling(max_tokens=tokens, ignore_eos=True)
@@ -166,18 +173,12 @@ def stream_round(driver: Ours, setup: Setup, cell: str, prompts: list[list[int]]
 
 
 def top_costs(setup: Setup, cell: str) -> dict[str, Any]:
-    """What a fetch spends its time on: functions by their own time, with one thread, since a profile sees no other."""
-    from steerscope.bench.profiled import top_functions
-
+    """Return the functions in which a fetch spends its time. It runs in one thread, since a profile sees no other."""
     if not capture_of(check_cell(cell), 4):
         raise InvalidRequest([Problem("profile", f"{cell} captures nothing", "profile a mode that captures")])
-    with tempfile.TemporaryDirectory() as scratch:
-        driver = Ours(setup, Path(scratch), setup.row_bytes())
-        try:
-            prompts = setup.prompts(0)
-            driver.run(prompts, cell, fetch=True)
-            handles = [one.capture for one in driver.asking(prompts, cell)() if one.capture is not None]
-            costs = top_functions(lambda: private([handle.fetch() for handle in handles], threads=1))
-            return about(setup, cell=cell) | {"engine": driver.describe(), "top_costs": costs}
-        finally:
-            driver.close()
+    with driver_of("ours", setup, setup.row_bytes()) as driver:
+        prompts = setup.prompts(0)
+        driver.run(prompts, cell, fetch=True)
+        handles = [one.capture for one in driver.asking(prompts, cell)() if one.capture is not None]
+        costs = top_functions(profiled(lambda: private([handle.fetch() for handle in handles], threads=1)))
+        return about(setup, cell=cell) | {"engine": driver.describe(), "top_costs": costs}

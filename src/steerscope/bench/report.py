@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 
 from steerscope.bench.suite import engine_table, ladder, workload
 from steerscope.report.colours import PALETTE
-from steerscope.report.page import div, fill, page, table
+from steerscope.report.page import div, page, section, table
 from steerscope.report.plots import add_line, framed, label, lines_figure
 
 Engines = dict[str, Any]
@@ -24,7 +24,7 @@ def html_report(result: dict[str, Any]) -> str:
 
 def _costs(result: dict[str, Any], engine: str) -> str:
     head, rows, notes = engine_table(result, engine)
-    return table([title.replace("`", "") for title in head], rows) + "".join(fill("<p>{}</p>", note) for note in notes)
+    return section(table([title.replace("`", "") for title in head], rows), *notes)
 
 
 def _ratios(engines: Engines) -> go.Figure:
@@ -33,8 +33,7 @@ def _ratios(engines: Engines) -> go.Figure:
         cells = {cell: one["ratio"] for cell, one in found["cells"].items() if one["ratio"] and cell != "baseline"}
         over = [100 * (ratio - 1) for ratio in cells.values()]
         figure.add_bar(x=list(map(label, cells)), y=over, name=label(engine), marker_color=colour)
-    margin = {"l": 64, "r": 16, "t": 44, "b": 100}
-    return framed(figure, "", "overhead, %", margin=margin)
+    return framed(figure, "", "overhead, %").update_xaxes(automargin=True)
 
 
 def _layers(engines: Engines) -> go.Figure:

@@ -1,65 +1,53 @@
-"""What the server costs: the same streams through the engine alone and through HTTP, in turns, in one process.
+"""`bench stream --http`: the same streams through the engine alone and through HTTP, in turns, in one process.
 
-`bench stream --http` runs 32 streams (or --batch) each way. The clients are a process of their own, as they would be.
-Beside the ratio of times, which a busy machine blurs, it tells the ratio of processor times of the whole process, what
-the server's thread spends per token, and the functions that it goes to.
+The clients run in a process of their own. The ratio of times is blurred by a busy machine, so the result also has the
+ratio of the process's processor times, the server thread's time per token, and the functions in which it is spent.
 """
 
 import asyncio
-import cProfile
 import gc
 import json
-import pstats
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from steerscope.bench.drivers import Ours
-from steerscope.bench.one import about, stream_round
-from steerscope.bench.shapes import SHAPES
+from steerscope.bench.one import about, budget_of, driver_of, stream_round
+from steerscope.bench.profiled import profiled, top_functions
+from steerscope.bench.shapes import SHAPES, NoTokenizer
 from steerscope.bench.stats import paired, summary
-from steerscope.bench.workload import NotMeasured, Setup, check_cell, check_setup, check_streams, steering_of
+from steerscope.bench.workload import NotMeasured, Setup, check_streams, steering_of
 from steerscope.engines.detokenizer import Decoder
 from steerscope.serving.app import create_app
 from steerscope.serving.run import Server
-from steerscope.serving.settings import Settings
+from steerscope.serving.settings import ServerSettings
 from steerscope.specs import Steering
 
-TOP = 25
-LENGTHS = 5
+LENGTHS = 5  # of the prompts
 
 
-class Words:
-    """A tokenizer for weights that speak no language: every id is a word, so that every token is told."""
-
-    eos_token_id, chat_template = 1, None
+class Words(NoTokenizer):
+    """Tokenizer of random weights whose every id is a word, so that every token is an event."""
 
     def decode(self, token_ids: list[int], **_options: bool) -> str:
         return "".join(f" w{i}" for i in token_ids)
 
-    def get_vocab(self) -> dict[str, int]:
-        return {}
-
 
 def served(setup: Setup, iterations: int, cell: str = "zero-layer", warmups: int = 1) -> dict[str, Any]:
-    check_cell(cell)
-    check_setup(setup)
-    with tempfile.TemporaryDirectory() as scratch:
-        driver = Ours(setup, Path(scratch), 0)
+    """Measure rounds of streams both ways, and profile the server's thread in one more round."""
+    budget_of(setup, cell)
+    with driver_of("ours", setup, 0) as driver:
         _speak(driver, setup)
         with _running(driver) as (server, thread), _clients() as clients:
             measure = _Measure(driver, setup, cell, server, clients)
             rounds = [measure.both(i) for i in range(warmups + iterations)][warmups:]
             profile = measure.profiled(warmups + iterations, thread)
             result = about(setup, cell=cell, iterations=iterations, warmups=warmups) | {"engine": driver.describe()}
-        driver.close()
     alone, through = ([one[kind] for one in rounds] for kind in ("engine", "server"))
     figures: dict[str, Any] = {
         "engine": summary([one["total_s"] for one in alone]),
@@ -74,7 +62,7 @@ def served(setup: Setup, iterations: int, cell: str = "zero-layer", warmups: int
 
 
 def _speak(driver: Ours, setup: Setup) -> None:
-    """The driver's engines are silent: texts cost time that its other benchmarks do not ask about."""
+    """Give the engine a tokenizer: the driver has none, since texts cost time that other benchmarks do not measure."""
     engine: Any = driver.engine.aio
     if setup.model in SHAPES:
         engine.tokenizer = Words()
@@ -89,7 +77,7 @@ def _speak(driver: Ours, setup: Setup) -> None:
 
 @contextmanager
 def _running(driver: Ours) -> Iterator[tuple[Server, threading.Thread]]:
-    server = Server(create_app(driver.engine.aio, Settings(port=0, max_running=4096)))
+    server = Server(create_app(driver.engine.aio, ServerSettings(port=0, max_running=4096)))
     thread = threading.Thread(target=server.run, name="server", daemon=True)
     thread.start()
     try:
@@ -105,7 +93,7 @@ def _running(driver: Ours) -> Iterator[tuple[Server, threading.Thread]]:
 
 @contextmanager
 def _clients() -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-m", "bench.gpu.stream_client"]
+    command = [sys.executable, "-m", "steerscope.bench.stream_client"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -124,7 +112,7 @@ class _Measure:
         self.ops = list(steer) if isinstance(steer, list | tuple) else [steer] * setup.batch
 
     def both(self, seed: int) -> dict[str, dict[str, float]]:
-        """The engine alone and the server, which goes first changes from round to round."""
+        """Run one round of each; the order alternates."""
         order = ("engine", "server") if seed % 2 == 0 else ("server", "engine")
         found = {}
         for kind in order:
@@ -138,8 +126,7 @@ class _Measure:
         return stream_round(self.driver, self.setup, self.cell, self._prompts(seed))
 
     def _prompts(self, seed: int) -> list[list[int]]:
-        """Of several lengths: an engine that gets all at once would else decode texts of one length, which is cheaper
-        than what it ever meets behind a server."""
+        """Return prompts of several lengths: texts of one length, all at once, would decode faster than served ones."""
         return [ids[: max(1, len(ids) - i % LENGTHS)] for i, ids in enumerate(self.setup.prompts(seed))]
 
     def through(self, seed: int) -> dict[str, float]:
@@ -168,7 +155,7 @@ class _Measure:
         return json.dumps(body)
 
     def _loop_seconds(self) -> float:
-        """Processor time of the server's thread."""
+        """Return the processor time of the server's thread."""
         return self._on_loop(time.thread_time)
 
     def _on_loop(self, what: Any) -> Any:
@@ -178,29 +165,23 @@ class _Measure:
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result(60)
 
     def profiled(self, seed: int, thread: threading.Thread) -> dict[str, Any]:
-        """One more round under cProfile, in the server's thread only."""
-        profile = cProfile.Profile()
-        self._on_loop(profile.enable)
-        try:
-            found = self.through(seed)
-        finally:
-            self._on_loop(profile.disable)
-        stats: Any = pstats.Stats(profile)
+        """Run one more round, with the server's thread under cProfile."""
+        rounds: list[dict[str, float]] = []
+        stats = profiled(lambda: rounds.append(self.through(seed)), self._on_loop)
         tokens = sum(self.setup.decodes())
-        ranked = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:TOP]
         functions = [
             {
-                "function": name,
-                "file": f"{'/'.join(file.split('/')[-2:])}:{line}",
-                "calls_per_token": round(calls / tokens, 3),
-                "own_us_per_token": round(1e6 * own / tokens, 3),
+                "function": one["function"],
+                "file": one["file"],
+                "calls_per_token": round(one["calls"] / tokens, 3),
+                "own_us_per_token": round(one["own_us"] / tokens, 3),
             }
-            for (file, line, name), (_, calls, own, _, _) in ranked
+            for one in top_functions(stats)
         ]
         return {
             "thread": thread.name,
             "tokens": tokens,
             "calls_per_token": round(stats.total_calls / tokens, 2),
-            "profiled_us_per_token": found["loop_us_per_token"],
+            "profiled_us_per_token": rounds[0]["loop_us_per_token"],
             "functions": functions,
         }

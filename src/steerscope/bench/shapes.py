@@ -1,14 +1,11 @@
 """Models for benchmarks: a directory, the embedded name, or the bare shape of a known model with random weights."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from steerscope.lenses.pack import Architecture, Concept, Pack, PackInfo
-from steerscope.lenses.tensors import layout
 from steerscope.models import DEFAULT_MODEL, resolve
 
 _QWEN = {
@@ -48,7 +45,7 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 class NoTokenizer:
-    """Random weights speak no language: prompts are ids, and texts stay empty."""
+    """Tokenizer of random weights: prompts are ids, and texts stay empty."""
 
     eos_token_id, chat_template = 1, None
 
@@ -83,7 +80,7 @@ def make_model(shape: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_model(model: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """For transformers."""
+    """Return the model for transformers, with the weights of a folder or of `make_model`."""
     if model in SHAPES:
         return make_model(model, device, dtype)
     return AutoModelForCausalLM.from_pretrained(resolve(model), dtype=dtype).to(device).eval()  # type: ignore[arg-type]
@@ -94,32 +91,9 @@ def model_config(model: str) -> PretrainedConfig:
 
 
 def vllm_model(model: str, scratch: Path) -> dict[str, Any]:
-    """vLLM's arguments: a shape is a folder with nothing but a config, and vLLM makes the weights up."""
+    """Return vLLM's arguments for a model; of a shape only the config is written, and vLLM draws the weights."""
     if model not in SHAPES:
         return {"model": str(resolve(model))}
     folder = scratch / model
     shape_config(model).save_pretrained(folder)
     return {"model": str(folder), "load_format": "dummy"}
-
-
-def small_share(device: str) -> dict[str, Any]:
-    """vLLM's argument that lets several engines share a GPU; without one there is nothing to share."""
-    return {"gpu_memory_utilization": 0.05} if device == "cuda" else {}
-
-
-def make_pack(
-    levels: Sequence[int], hidden: int, widths: tuple[int, ...], device: str = "cpu", layer: int = 0, seed: int = 0
-) -> Pack:
-    """Random lenses; the concepts of each level are spread over those of the level above."""
-    draw = torch.Generator(device).manual_seed(seed)
-    concepts = [
-        Concept(id=f"{level}.{i}", level=level, parents=(f"{level - 1}.{i % levels[level - 1]}",) if level else ())
-        for level, count in enumerate(levels)
-        for i in range(count)
-    ]
-    info = PackInfo(name="bench", model="bench", hidden=hidden, layer=layer, architecture=Architecture(widths=widths))
-    tensors = {}
-    for name, shape in layout(info, len(concepts)).items():
-        scale = 1.6 * shape[-1] ** -0.5 if name.startswith("w") else 0.1
-        tensors[name] = torch.randn(shape, generator=draw, device=device).mul_(scale)
-    return Pack(info, concepts, tensors)

@@ -16,7 +16,7 @@ def synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def clocked(work: Callable[[], Any], steps: "Steps | None" = None) -> tuple[float, Any]:
+def clocked(work: Callable[[], Any], steps: "StepTimes | None" = None) -> tuple[float, Any]:
     gc.collect()  # what the last round left is not this one's to sweep
     synchronise()
     start = time.perf_counter()
@@ -28,7 +28,7 @@ def clocked(work: Callable[[], Any], steps: "Steps | None" = None) -> tuple[floa
     return end - start, found
 
 
-class Steps:
+class StepTimes:
     """When each call of an engine's `step` began and ended, in the round that is clocked."""
 
     def __init__(self, step: Callable[[], Any]) -> None:

@@ -1,7 +1,7 @@
 """All cells of `bench capture`, `steer` and `stream`, each in a fresh process, in turns; then one JSON and a report.
 
 Every process is a command that can be repeated by hand; it stands in the result. Repeats run the cells forwards, then
-backwards, and a cell's ratio is taken within its repeat, so that a machine that slows down does not favour anybody.
+backwards, and a cell's ratio is taken within its repeat, so that a machine that slows down favours no cell.
 """
 
 import json
@@ -26,7 +26,7 @@ STEERS = (*OPS, "add:one", "add:same")
 
 
 def suite_cells(layers: int) -> dict[str, int]:
-    """Cells, and how many layers each captures."""
+    """Return the cells, and how many layers each captures."""
     some = sorted({1, layers // 4, layers // 2})
     named = {"layers=" + ",".join(str(i * layers // n) for i in range(n)): n for n in some if 0 < n < layers}
     others = dict.fromkeys([*PARTS, *STEERS, STREAM], 0)
@@ -34,7 +34,7 @@ def suite_cells(layers: int) -> dict[str, int]:
 
 
 def command(setup: Setup, cell: str, iterations: int, output: Path) -> list[str]:
-    """`steerscope bench …` for one cell."""
+    """Return the words of `steerscope bench …` for one cell."""
     op, *flags = cell.split(":")
     if cell == STREAM:
         words = ["stream"]
@@ -129,7 +129,7 @@ def _engine(cells: dict[str, list[dict]], counts: dict[str, int]) -> dict[str, A
 
 
 def ladder(cells: dict[str, Any]) -> list[str]:
-    """The cells that differ only in how many layers they capture."""
+    """Return the cells that differ only in how many layers they capture."""
     return [cell for cell in cells if cell in ("zero-layer", "all-layers") or cell.startswith("layers=")]
 
 

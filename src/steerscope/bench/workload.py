@@ -7,13 +7,11 @@ Cells:
     generated, last, mean       capture of all layers: generated tokens only, the last prompt token, the mean
     add, cap, ablate            steer all layers, another vector for every request; with `:one` only the middle layer,
                                 with `:same` one vector for all
-    watch                       267 lenses in bf16 read every generated token at the middle layer; `:int8` in int8
 """
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,25 +19,22 @@ import torch
 
 from steerscope.bench.shapes import model_config
 from steerscope.engines.options import SteerLike
-from steerscope.lenses.stack import Weights
 from steerscope.specs import Ablate, Add, Cap, Capture
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 
 OPS = ("add", "cap", "ablate")
-WATCHES: dict[str, Weights] = {"watch": "bf16", "watch:int8": "int8"}  # the weights of the lenses
 CAPTURES = {
     "all-layers": Capture(),
     "generated": Capture(tokens="generated"),
     "last": Capture(tokens="last_prompt"),
     "mean": Capture(reduce="mean"),
 }
-_LOAD = re.compile(r"(\d+)x(\d+)\+(?:(\d+):)?(\d+)")
 # Steps beyond those of one batch: an asynchronous engine prepares ahead and hears of ends late.
 _SLACK = {"vllm": 2, "hf": 1}
 
 
 class NotMeasured(SteerscopeError):
-    """The run was not what it claims to be, so its times mean nothing."""
+    """The run did not do what its cell says, so its times mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class Setup:
     batch: int = 32
     prefill: int = 512
     decode: int = 128
-    stagger: int = 0  # so many tokens before the longest text the shortest ends, the others evenly between
+    stagger: int = 0  # difference in tokens between the longest and the shortest text; lengths are spread evenly
     dtype: str = "auto"
     eager: bool = False
     tokens: int = 16384  # max_num_batched_tokens; vLLM's own default for batch work on large GPUs
@@ -72,42 +67,24 @@ class Setup:
         )
 
     def row_bytes(self) -> int:
-        """All layers of all tokens of a round: 2 · layers · hidden per token in bf16."""
+        """Return the bytes of all layers' rows of a round."""
         config = model_config(self.model)
         count = self.batch * (self.prefill + self.decode)
         return count * config.num_hidden_layers * config.hidden_size * self.torch_dtype.itemsize
 
     def decodes(self) -> list[int]:
-        """Tokens that each request makes."""
+        """Return the number of tokens that each request generates."""
         return [self.decode - self.stagger * i // max(1, self.batch - 1) for i in range(self.batch)]
 
     def prompt_steps(self) -> int:
-        """In how many steps vLLM reads the prompts, with those decoding that were read before."""
+        """Return the number of steps in which vLLM computes the prompts, while earlier requests decode."""
         room = max(self.tokens - self.batch, 1) if self.batch * self.prefill > self.tokens else self.tokens
         return math.ceil(self.batch * self.prefill / room)
 
     def prompts(self, seed: int) -> list[list[int]]:
-        """Other prompts in every round, so that nothing can be reused."""
+        """Return the prompts of a round: random ones, so that no cache is hit."""
         vocab = model_config(self.model).vocab_size
         return np.random.default_rng(seed).integers(2, vocab, (self.batch, self.prefill)).tolist()
-
-
-def load_of(setup: Setup, text: str) -> Setup:
-    """Another load: `64x512+128` is 64 requests of 512 + 128 tokens; with `+32:128` their texts end one after the
-    other, the shortest with 32 tokens."""
-    found = _LOAD.fullmatch(text)
-    if found is None or 0 in (sizes := [int(one) for one in found.group(1, 2, 4)]):
-        remedy = "say BATCHxPREFILL+DECODE, or BATCHxPREFILL+SHORTEST:LONGEST"
-        raise InvalidRequest([Problem("loads", f"{text!r} is not a load", remedy)])
-    batch, prefill, decode = sizes
-    shortest = int(found.group(3) or decode)
-    return replace(setup, batch=batch, prefill=prefill, decode=decode, stagger=decode - shortest)
-
-
-def widest(loads: Sequence[Setup]) -> Setup:
-    """What engines are made for that are to take all of these."""
-    sizes = {name: max(getattr(one, name) for one in loads) for name in ("batch", "prefill", "decode")}
-    return replace(loads[0], **sizes, stagger=0)
 
 
 def steers(cell: str) -> bool:
@@ -139,28 +116,29 @@ def steering_of(cell: str, layers: int, hidden: int, batch: int) -> SteerLike | 
 def check_cell(cell: str) -> str:
     _, *flags = cell.split(":")
     steered = steers(cell) and set(flags) <= {"one", "same"}
-    plain = cell in ("baseline", "zero-layer", "one-layer", *WATCHES, *CAPTURES) or cell.startswith("layers=")
+    plain = cell in ("baseline", "zero-layer", "one-layer", *CAPTURES) or cell.startswith("layers=")
     if not steered and not plain:
-        known = ", ".join(["baseline", "zero-layer", "one-layer", "layers=…", *WATCHES, *CAPTURES, *OPS])
+        known = ", ".join(["baseline", "zero-layer", "one-layer", "layers=…", *CAPTURES, *OPS])
         raise InvalidRequest([Problem("cell", f"{cell!r} is unknown", f"choose from {known} (:one, :same)")])
     return cell
 
 
 def most_steps(setup: Setup) -> int:
-    """That an engine takes for a batch which runs together."""
+    """Return the most steps that a batch takes whose requests run together."""
     return (setup.prompt_steps() if setup.engine == "vllm" else 0) + setup.decode - 1 + _SLACK[setup.engine]
 
 
 def least_of_halves(setup: Setup) -> int:
-    """Steps of two halves, one after the other, of which the first has the longest texts."""
+    """Return the fewest steps of two halves that run one after the other; the first has the longest texts."""
     half, lengths = setup.batch // 2, setup.decodes()
     reading = [math.ceil(count * setup.prefill / setup.tokens) for count in (half, setup.batch - half)]
     return (sum(reading) if setup.engine == "vllm" else 0) + lengths[0] + lengths[half] - 2
 
 
 def check_setup(setup: Setup) -> None:
-    """Refuse what could not be told from two halves one after the other, before anything starts. (Where texts end
-    apart, a few that begin when others have ended are not told: both engines are made with room for all of them.)"""
+    """Refuse a setup whose batch could not be distinguished from two halves one after the other.
+
+    Of staggered texts, a few that start late go unnoticed; the engines are created with room for all of them."""
     problems = []
     if not 0 <= setup.stagger < setup.decode:
         what = f"{setup.stagger} of {setup.decode} tokens"
@@ -187,7 +165,7 @@ def check_batched(setup: Setup, tokens: Sequence[Sequence[int]], steps: int | No
 
 
 def check_streams(setup: Setup, tokens: Sequence[int], last_first: float, first_end: float) -> None:
-    """The same of streams: each had begun before any of them ended."""
+    """Refuse streams with missing tokens, or that did not all begin before the first one ended."""
     wanted = setup.decodes()
     if sorted(tokens) != sorted(wanted):
         raise NotMeasured(f"not measured: streams of {sorted(set(tokens))} tokens instead of {_counts(wanted)}")
@@ -200,7 +178,7 @@ def _counts(wanted: Sequence[int]) -> str:
 
 
 def wanted_rows(setup: Setup, cell: str, layers: int) -> int:
-    """Rows the client must have when the last token is there."""
+    """Return the number of rows that must have arrived with the last token."""
     capture = capture_of(cell, layers)
     if capture is None:
         return 0

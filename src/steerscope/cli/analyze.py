@@ -1,4 +1,4 @@
-"""`steerscope analyze`: how directions meet weights. Commands write results into a folder, `report` makes its page."""
+"""`steerscope analyze`: directions and weights. Commands write results into a folder, `report` makes a page of them."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -6,28 +6,46 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import Field
+from typer import Argument, Option
 
 from steerscope.cli import options as o
-from steerscope.cli.progress import Steps
+from steerscope.cli.fields import Fields, Given, with_fields
+from steerscope.progress import ProgressBars
+from steerscope.specs.base import Spec
 
 if TYPE_CHECKING:
-    from steerscope.analysis.results import Result
+    from steerscope.analysis.checkpoint import Checkpoint
+    from steerscope.analysis.directions import Directions
+    from steerscope.analysis.results import AnalysisResult
 
-app = typer.Typer(
-    no_args_is_help=True, help="See how directions meet weights: components, susceptibility, MLPs, attention."
+app = o.command_group(
+    no_args_is_help=True, help="Analyze directions in weights: components, susceptibility, MLPs, attention."
 )
 
-Vectors = Annotated[list[Path], typer.Argument(metavar="VECTORS…", help="Vector files, or folders of them.")]
-Out = Annotated[Path, typer.Option(help="Folder for the results (Parquet and JSON), and for the page of report.")]
-Base = Annotated[str, typer.Argument(help="smollm2-135m, a model directory, or a hub id.")]
-Tuned = Annotated[str, typer.Argument(help="The same model after training.")]
-Against = Annotated[list[Path] | None, typer.Option(help="Vectors to compare with besides random ones.")]
-Seed = Annotated[int, typer.Option(help="Seed of the random directions.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+
+class DirectionOptions(Spec):
+    """Options of all analyses that compare directions with random ones."""
+
+    layer: int | None = Field(default=None, description="Use the directions of this layer at every layer.")
+    random: int = Field(default=1024, description="Number of random directions to compare with.")
+    seed: int = Field(default=0, description="Seed of the random directions.")
+    device: str = Field(default="cpu", description="cpu or cuda.")
 
 
-def finish(results: "Iterable[Result]", out: Path, as_json: bool, rows: list[dict], shown: Mapping[str, str]) -> None:
-    """What every command ends with: files, and its main rows as a table (`shown`: column → how it is written)."""
+_FIELDS = "layer random seed device"
+Compared = Annotated[Given[DirectionOptions], Fields(DirectionOptions, _FIELDS)]
+Vectors = Annotated[list[Path], Argument(metavar="VECTORS…", help="Vector files, or folders of them.")]
+Out = Annotated[Path, Option(help="Folder for the results (Parquet and JSON) and their page.")]
+Base = Annotated[str, Argument(help="smollm2-135m, a model directory, or a hub id.")]
+Tuned = Annotated[str | None, Option(help="The same model after training, to compare with.")]
+Against = Annotated[list[Path] | None, Option(help="Vectors to compare with, besides random ones; repeatable.")]
+
+
+def finish(
+    results: "Iterable[AnalysisResult]", out: Path, as_json: bool, rows: list[dict], shown: Mapping[str, str]
+) -> None:
+    """Save results and print their main rows as a table; `shown` maps a column to its format."""
     written = [path for result in results for path in result.save(out)]
     o.note(f"written: {', '.join(map(str, written))}; for a page: steerscope analyze report {out}")
     if as_json:
@@ -44,14 +62,14 @@ def _cell(value: object, form: str) -> str:
 def directions(
     vectors: Vectors,
     out: Out,
-    components: Annotated[int, typer.Option(help="How many principal components.")] = 5,
-    positive: Annotated[str | None, typer.Option(help="A vector that is to lie on the positive side of all.")] = None,
-    project: Annotated[list[Path] | None, typer.Option(help="Vectors to explain by the others.")] = None,
-    random: Annotated[int, typer.Option(help="Random sets to compare with.")] = 20,
-    seed: Seed = 0,
+    components: Annotated[int, Option(help="Number of principal components.")] = 5,
+    positive: Annotated[str | None, Option(help="Vector on the positive side of the components.")] = None,
+    project: Annotated[list[Path] | None, Option(help="Vectors to project on the components.")] = None,
+    random: Annotated[int, Option(help="Number of random sets to compare with.")] = 20,
+    seed: Annotated[int, Option(help="Seed of the random sets.")] = 0,
     as_json: o.AsJson = False,
 ) -> None:
-    """Find the principal components of a set of vectors, to look at and to steer with; project others on them."""
+    """Find the principal components of a set of vectors, save them as vectors, and project other vectors on them."""
     from steerscope.analysis import directions as d
     from steerscope.analysis import projections
     from steerscope.analysis.report import extremes
@@ -71,16 +89,14 @@ def directions(
 
 
 @app.command()
+@with_fields
 def susceptibility(
     base: Base,
-    tuned: Tuned,
+    tuned: Annotated[str, Argument(help="The same model after training.")],
     vectors: Vectors,
     out: Out,
-    layer: Annotated[int | None, typer.Option(help="Take the directions of this layer everywhere.")] = None,
+    options: Annotated[Given[DirectionOptions], Fields(DirectionOptions, _FIELDS, random=200)],
     against: Against = None,
-    random: Annotated[int, typer.Option(help="Random directions to compare with.")] = 200,
-    seed: Seed = 0,
-    device: Device = "cpu",
     as_json: o.AsJson = False,
 ) -> None:
     """Measure how far the weights of each layer changed along directions, between two checkpoints of one model.
@@ -88,29 +104,21 @@ def susceptibility(
     Example: steerscope analyze susceptibility base/ tuned/ happy.safetensors --out report
     """
     from steerscope.analysis import susceptibility as s
-    from steerscope.analysis.checkpoint import Checkpoint
-    from steerscope.analysis.directions import load_directions
     from steerscope.analysis.report import strongest
 
-    first, second, named, others, _ = o.together(
-        lambda: Checkpoint(base),
-        lambda: Checkpoint(tuned),
-        lambda: load_directions(vectors, o.note),
-        lambda: load_directions(against, o.note) if against else None,
-        lambda: o.check_device(device),
-    )
-    with Steps() as steps:
-        asked = {"layer": layer, "random": random, "seed": seed, "device": device}
-        result = s.susceptibility(first, second, named, against=others, progress=steps, **asked)
+    first, second, named, others = _opened(base, tuned, vectors, against, options)
+    assert second is not None
+    with ProgressBars() as bars:
+        result = s.susceptibility(first, second, named, against=others, progress=bars, **options.values)
     shown = {"direction": "", "layer": "", "matrix": "", "side": "", "alignment": ".3f", "chance": ".3f", "z": "+.1f"}
     finish([result], out, as_json, strongest(result), {**shown, "p": ".3f"})
 
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="Where results of the other commands are.")],
+    folder: Annotated[Path, Argument(help="Folder of results.")],
 ) -> None:
-    """Write one page, index.html in the same folder, about all results there."""
+    """Write a page about all results of a folder, index.html in it."""
     from steerscope.analysis.report import analysis_page
     from steerscope.analysis.results import load_results
     from steerscope.files import atomic_path
@@ -119,3 +127,70 @@ def report(
     with atomic_path(folder / "index.html") as page:
         page.write_text(made, encoding="utf-8")
     typer.echo(folder / "index.html")
+
+
+@app.command()
+@with_fields
+def mlp(
+    base: Base,
+    vectors: Vectors,
+    out: Out,
+    options: Compared,
+    tuned: Tuned = None,
+    against: Against = None,
+    as_json: o.AsJson = False,
+) -> None:
+    """Measure what the MLP of every layer does to directions; with --tuned, how that changed."""
+    from steerscope.analysis.mlp import mlp_pass
+
+    first, second, named, others = _opened(base, tuned, vectors, against, options)
+    with ProgressBars() as bars:
+        result = mlp_pass(first, named, second, against=others, progress=bars, **options.values)
+    shown = {"measure": "", "rank": "", "name": "", "group": "", "mean": ".4g", "std": ".3g", "max": ".4g"}
+    rows = [row for row in result.tables["ranking"].to_pylist() if row["rank"] <= 5]
+    finish([result], out, as_json, rows, {**shown, "max_layer": ""})
+
+
+@app.command()
+@with_fields
+def attention(
+    base: Base,
+    vectors: Vectors,
+    out: Out,
+    options: Compared,
+    tuned: Tuned = None,
+    distance: Annotated[int, Option(help="Positions between query and key; 0 ignores RoPE.")] = 0,
+    against: Against = None,
+    as_json: o.AsJson = False,
+) -> None:
+    """Measure which directions attend to which in every layer and head; with --tuned, how that changed."""
+    from steerscope.analysis.attention import attention_pass
+    from steerscope.analysis.report import self_significance
+
+    first, second, named, others = _opened(base, tuned, vectors, against, options)
+    with ProgressBars() as bars:
+        result = attention_pass(
+            first, named, second, distance=distance, against=others, progress=bars, **options.values
+        )
+    if summary := self_significance(result):
+        o.note(summary)
+    by = "z_change" if tuned else "z"
+    value = "change" if tuned else "affinity"
+    rows = [row for row in result.tables["top"].to_pylist() if row["by"] == by][:10]
+    finish([result], out, as_json, rows, {"layer": "", "head": "", "query": "", "key": "", value: "+.3f", by: "+.1f"})
+
+
+def _opened(
+    base: str, tuned: str | None, vectors: list[Path], against: list[Path] | None, options: Given[DirectionOptions]
+) -> "tuple[Checkpoint, Checkpoint | None, Directions, Directions | None]":
+    from steerscope.analysis.checkpoint import Checkpoint
+    from steerscope.analysis.directions import load_directions
+
+    first, second, named, others, _ = o.together(
+        lambda: Checkpoint(base),
+        lambda: Checkpoint(tuned) if tuned else None,
+        lambda: load_directions(vectors, o.note),
+        lambda: load_directions(against, o.note) if against else None,
+        lambda: o.check_device(options.values["device"]),
+    )
+    return first, second, named, others

@@ -5,42 +5,73 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from pydantic import Field
+from typer import Option
 
 from steerscope.cli import options as o
+from steerscope.cli.fields import Fields, Given, with_fields
+from steerscope.specs.base import Spec
 
 if TYPE_CHECKING:
     from steerscope.bench.workload import Setup
 
-app = typer.Typer(no_args_is_help=True, help="Measure what capturing and steering cost.")
+app = o.command_group(no_args_is_help=True, help="Measure what capturing and steering cost.")
 
-_SHAPES = "A directory, smollm2-135m, or a shape with made-up weights: qwen2.5-3b, llama-8b, llama-1b, small, tiny."
-Model = Annotated[str, typer.Option(help=_SHAPES)]
-Batch = Annotated[int, typer.Option(min=1, help="Requests that run together.")]
-Prefill = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
-Decode = Annotated[int, typer.Option(min=2, help="Tokens each request generates.")]
-Iterations = Annotated[int, typer.Option(min=1, help="Timed rounds, after one that is not.")]
-Stagger = Annotated[int, typer.Option(min=0, help="So many tokens before the longest text the shortest ends.")]
-Dtype = Annotated[str, typer.Option(help="auto: bfloat16 on a GPU, float32 elsewhere.")]
-Eager = Annotated[bool, typer.Option("--eager", help="vLLM without compilation and graphs.")]
-BatchedTokens = Annotated[int, typer.Option("--batched-tokens", help="vLLM's max_num_batched_tokens.")]
-Out = Annotated[Path, typer.Option("--out", "--output", help="The JSON to write.")]
+
+class BenchOptions(Spec):
+    """An engine and its load, named like the fields of `Setup`, whose module imports torch."""
+
+    model: str = Field(
+        default="tiny",
+        description="A directory, smollm2-135m, or a shape with random weights: qwen2.5-3b, llama-8b, llama-1b, small, "
+        "tiny.",
+    )
+    batch: int = Field(default=32, ge=1, description="Requests that run together.")
+    prefill: int = Field(default=512, ge=1, description="Tokens of each prompt.")
+    decode: int = Field(default=128, ge=2, description="Tokens that each request generates.")
+    stagger: int = Field(
+        default=0, ge=0, description="Difference in tokens between the longest and the shortest output."
+    )
+    engine: Literal["hf", "vllm"] = Field(default="hf", description="hf: transformers; vllm: vLLM, where installed.")
+    dtype: str = Field(default="auto", description="auto: bfloat16 on a GPU, float32 elsewhere.")
+    eager: bool = Field(default=False, description="vLLM without compilation and CUDA graphs.")
+    tokens: int = Field(default=16384, description="vLLM's max_num_batched_tokens.")
+
+
+_NAMES = {"tokens": ("--batched-tokens",)}
+Load = Annotated[
+    Given[BenchOptions],
+    Fields(BenchOptions, "model batch prefill decode stagger engine dtype eager tokens", names=_NAMES),
+]
+SuiteLoad = Annotated[
+    Given[BenchOptions],
+    Fields(
+        BenchOptions,
+        "model batch prefill decode stagger dtype eager tokens",
+        names=_NAMES,
+        model="small",
+        batch=8,
+        prefill=64,
+        decode=32,
+        tokens=2048,
+    ),
+]
+Iterations = Annotated[int, Option(min=1, help="Timed rounds, after one untimed round.")]
+Out = Annotated[Path, Option("--out", "--output", help="The JSON file to write.")]
 _MODES = (
-    "baseline: nothing of ours; zero-layer: on, but nothing is asked; all-layers, or custom ones: every row; "
-    "generated tokens, the last prompt token, the mean: of all layers."
+    "baseline: no taps; zero-layer: taps without a request; all-layers, or custom ones: every row; generated tokens, "
+    "the last prompt token, the mean: of all layers."
 )
 Mode = Literal["baseline", "zero-layer", "all-layers", "custom", "generated", "last", "mean"]
 
 
-def _setup(given: dict[str, Any]) -> "Setup":
-    from dataclasses import fields
-
+def _setup(load: Given[BenchOptions]) -> "Setup":
     from steerscope.bench.workload import Setup
 
-    names = {field.name for field in fields(Setup)}
-    return Setup(**{name: value for name, value in given.items() if name in names})
+    return Setup(**load.parse().model_dump(exclude_unset=True))
 
 
-def _done(out: Path, result: dict[str, Any]) -> None:
+def _write(out: Path, result: dict[str, Any]) -> None:
     from steerscope.bench.one import write
 
     write(out, result)
@@ -55,87 +86,65 @@ def _done(out: Path, result: dict[str, Any]) -> None:
 
 
 @app.command()
+@with_fields
 def capture(
     out: Out,
-    mode: Annotated[Mode, typer.Option(help=_MODES)],
-    layers: Annotated[str | None, typer.Option(help="For custom: 0,5,10 or 4-7.")] = None,
-    model: Model = "tiny",
-    batch: Batch = 32,
-    prefill: Prefill = 512,
-    decode: Decode = 128,
-    stagger: Stagger = 0,
+    mode: Annotated[Mode, Option(help=_MODES)],
+    load: Load,
+    layers: Annotated[str | None, Option(help="For custom: 0,5,10 or 4-7.")] = None,
     iterations: Iterations = 10,
-    engine: o.EngineName = "hf",
-    dtype: Dtype = "auto",
-    eager: Eager = False,
-    tokens: BatchedTokens = 16384,
-    profile: Annotated[bool, typer.Option("--profile", help="Instead: name the top costs of a fetch.")] = False,
+    profile: Annotated[bool, Option("--profile", help="List the most expensive functions of a fetch.")] = False,
 ) -> None:
     """Time one capture configuration."""
-    given = dict(locals())
     if (mode == "custom") != (layers is not None):
         raise o.mistake("--layers", "goes with --mode custom", "give both or neither")
     from steerscope.bench.one import measure, top_costs, write
 
     cell = f"layers={layers}" if layers else mode
-    if profile:
-        found = top_costs(_setup(given), cell)
-        write(out, found)
-        costs = found["top_costs"][:10]
-        rows = [(one["function"], one["file"][-50:], str(one["calls"]), f"{one['own_us']:.0f}") for one in costs]
-        o.table(("function", "where", "calls", "own µs"), rows)
+    if not profile:
+        _write(out, measure(_setup(load), cell, iterations))
         return
-    _done(out, measure(_setup(given), cell, iterations))
+    found = top_costs(_setup(load), cell)
+    write(out, found)
+    costs = found["top_costs"][:10]
+    rows = [(one["function"], one["file"][-50:], str(one["calls"]), f"{one['own_us']:.0f}") for one in costs]
+    o.table(("function", "where", "calls", "own µs"), rows)
 
 
 @app.command()
+@with_fields
 def steer(
     out: Out,
-    op: Annotated[Literal["add", "cap", "ablate"], typer.Option(help="What is done to the stream.")] = "add",
-    layers: Annotated[Literal["one", "all"], typer.Option(help="The middle layer, or all.")] = "all",
-    specs: Annotated[Literal["one", "each"], typer.Option(help="One for all requests, or another for each.")] = "each",
-    model: Model = "tiny",
-    batch: Batch = 32,
-    prefill: Prefill = 512,
-    decode: Decode = 128,
-    stagger: Stagger = 0,
+    load: Load,
+    op: Annotated[Literal["add", "cap", "ablate"], Option(help="Steering operation.")] = "add",
+    layers: Annotated[Literal["one", "all"], Option(help="The middle layer, or all.")] = "all",
+    specs: Annotated[
+        Literal["one", "each"], Option(help="One vector for all requests, or one for each request.")
+    ] = "each",
     iterations: Iterations = 10,
-    engine: o.EngineName = "hf",
-    dtype: Dtype = "auto",
-    eager: Eager = False,
-    tokens: BatchedTokens = 16384,
 ) -> None:
     """Time one steering configuration."""
-    given = dict(locals())
     from steerscope.bench.one import measure
 
     cell = op + (":one" if layers == "one" else "") + (":same" if specs == "one" else "")
-    _done(out, measure(_setup(given), cell, iterations))
+    _write(out, measure(_setup(load), cell, iterations))
 
 
 @app.command()
+@with_fields
 def stream(
     out: Out,
-    model: Model = "tiny",
-    batch: Batch = 32,
-    prefill: Prefill = 512,
-    decode: Decode = 128,
-    stagger: Stagger = 0,
+    load: Load,
     iterations: Iterations = 10,
-    engine: o.EngineName = "hf",
-    dtype: Dtype = "auto",
-    eager: Eager = False,
-    tokens: BatchedTokens = 16384,
-    http: Annotated[bool, typer.Option("--http", help="Take turns with the same streams over HTTP.")] = False,
-    cell: Annotated[str, typer.Option(help="With --http, what streams ask: zero-layer, add, …")] = "zero-layer",
+    http: Annotated[bool, Option("--http", help="Alternate with the same streams over HTTP.")] = False,
+    cell: Annotated[str, Option(help="With --http, cell of each stream: zero-layer, add, …")] = "zero-layer",
 ) -> None:
     """Time all requests as streams: to the first token, and tokens per second."""
-    given = dict(locals())
     if http:
         from steerscope.bench.served import served
 
-        result = served(_setup(given), iterations, cell)
-        _done(out, result)
+        result = served(_setup(load), iterations, cell)
+        _write(out, result)
         found = result["summary"]
         for name, what in (("ratio", "time"), ("cpu_ratio", "processor time")):
             low, high = found[name]["interval"]
@@ -144,33 +153,26 @@ def stream(
         return
     from steerscope.bench.one import stream as measure
 
-    _done(out, measure(_setup(given), iterations))
+    _write(out, measure(_setup(load), iterations))
 
 
 @app.command()
+@with_fields
 def suite(
     out: Out,
-    report: Annotated[Path | None, typer.Option(help="Folder for report.html and report.md.")] = None,
-    engines: Annotated[str, typer.Option(help="Engines to time, with commas.")] = "hf,vllm",
-    cells: Annotated[list[str] | None, typer.Option("--cell", help="Only these; may be given again.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Fresh processes per cell.")] = 2,
-    model: Model = "small",
-    batch: Batch = 8,
-    prefill: Prefill = 64,
-    decode: Decode = 32,
-    stagger: Stagger = 0,
+    load: SuiteLoad,
+    report: Annotated[Path | None, Option(help="Folder for report.html and report.md.")] = None,
+    engines: Annotated[str, Option(help="Engines to time, with commas.")] = "hf,vllm",
+    cells: Annotated[list[str] | None, Option("--cell", help="Only these cells; repeatable.")] = None,
+    repeats: Annotated[int, Option(min=1, help="New processes per cell.")] = 2,
     iterations: Iterations = 5,
-    dtype: Dtype = "auto",
-    eager: Eager = False,
-    tokens: BatchedTokens = 2048,
 ) -> None:
-    """Time everything, each cell in fresh processes that take turns."""
-    given = dict(locals())
+    """Time all cells, each in new processes that alternate."""
     from steerscope.bench.one import write
     from steerscope.bench.report import html_report
     from steerscope.bench.suite import markdown, run_suite
 
-    result = run_suite(_setup(given), engines.split(","), repeats, iterations, cells or (), o.note)
+    result = run_suite(_setup(load), engines.split(","), repeats, iterations, cells or (), o.note)
     write(out, result)
     if report is not None:
         report.mkdir(parents=True, exist_ok=True)

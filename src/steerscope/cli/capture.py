@@ -1,4 +1,4 @@
-"""`steerscope capture`: rows of a whole corpus, on disk."""
+"""`steerscope capture`: rows of a corpus, on disk."""
 
 import math
 import time
@@ -6,37 +6,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
+from steerscope.cli.fields import with_fields
 
 if TYPE_CHECKING:
     from steerscope.corpus.run import Status
 
-app = typer.Typer(no_args_is_help=True, help="Keep the rows of a whole corpus on disk, and look at what was kept.")
+app = o.command_group(no_args_is_help=True, help="Save the rows of a corpus on disk, and show a saved store.")
 
 
 @app.command()
+@with_fields
 def run(
-    data: Annotated[list[Path], typer.Option(help=".jsonl or .parquet with text, messages or token_ids; repeatable.")],
-    out: Annotated[Path, typer.Option(help="The folder of the store.")],
-    layers: Annotated[str, typer.Option(help="Layers to capture: 12, 10-14, 4,8 or all.")],
+    engine: o.Engine,
+    data: Annotated[list[Path], Option(help=".jsonl or .parquet with text, messages or token_ids; repeatable.")],
+    out: Annotated[Path, Option(help="Folder of the store.")],
+    layers: Annotated[str, Option(help="Layers to capture: 12, 10-14, 4,8 or all.")],
     model: o.ModelName = "smollm2-135m",
-    sites: Annotated[str, typer.Option(help="Sites to capture, with commas.")] = "resid_post",
-    tokens: Annotated[str, typer.Option(help="Which tokens, e.g. role=assistant, or !positions=[0].")] = "all",
-    reduce: Annotated[Literal["mean", "last"] | None, typer.Option(help="Keep one row per document.")] = None,
-    rows: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Type of stored rows.")] = "bfloat16",
-    max_tokens: Annotated[int | None, typer.Option(help="Cut longer documents; default: they are reported.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Documents read together; default 32, with vLLM 256.")] = None,
-    shard_documents: Annotated[int | None, typer.Option(help="Lines per shard; default: about 256 MiB.")] = None,
-    workers: Annotated[int, typer.Option(help="Processes, one per GPU; with --ray: actors.")] = 1,
-    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster: auto, ray://…, local.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in OUT.")] = False,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    engine_name: o.EngineName = "hf",
+    sites: Annotated[str, Option(help="Sites to capture, with commas.")] = "resid_post",
+    tokens: Annotated[str, Option(help="Tokens to capture, e.g. role=assistant, or !positions=[0].")] = "all",
+    reduce: Annotated[Literal["mean", "last"] | None, Option(help="Keep one row per document.")] = None,
+    rows: Annotated[Literal["bfloat16", "float16", "float32"], Option(help="Type of stored rows.")] = "bfloat16",
+    max_tokens: Annotated[
+        int | None, Option(help="Cut longer documents; default: reject those too long for the model.")
+    ] = None,
+    batch: Annotated[int | None, Option(help="Documents read together; default: 32, with vLLM 256.")] = None,
+    shard_documents: Annotated[int | None, Option(help="Documents per shard; default: about 256 MiB.")] = None,
+    workers: Annotated[int, Option(help="Processes, one per GPU; with --ray: actors.")] = 1,
+    ray: Annotated[str | None, Option(metavar="ADDRESS", help="A Ray cluster: auto, ray://…, local.")] = None,
+    resume: o.Resume = False,
 ) -> None:
-    """Read every document once and write its rows. What was interrupted goes on with --resume.
+    """Read every document once and save its rows; --resume continues an interrupted run.
 
     Example: steerscope capture run --data corpus.jsonl --layers 12,20 --out rows
     """
@@ -46,19 +49,21 @@ def run(
     from steerscope.specs.errors import BadFile
 
     asked = {"layers": layers, "sites": sites.split(","), "tokens": tokens, "reduce": reduce}
-    batch = batch or (256 if engine_name == "vllm" else 32)
-    given = {"batch": batch, "max_tokens": max_tokens, "shard_documents": shard_documents, "dtype": dtype}
+    kind, device = engine.values["engine"], engine.values.get("device")
+    batch = batch or (256 if kind == "vllm" else 32)
+    given = {"batch": batch, "max_tokens": max_tokens, "shard_documents": shard_documents}
+    given |= {"model": model, "engine": kind, "dtype": engine.values.get("dtype")}
     capture, job, *_ = o.together(
         lambda: ss.Capture.parse(asked),
-        lambda: CorpusJob.parse({"model": model, "engine": engine_name, **given}),
+        lambda: CorpusJob.parse(given),
         lambda: _check_workers(workers, ray, device),
         lambda: check_paths(data),
     )
     with alone(out) as lock:
         begin(out, data, job, capture, rows, resume)
         try:
-            with _Meter(elsewhere=workers > 1 or ray is not None) as meter:
-                whole = _run(out, workers, ray, device, meter, lock)
+            with CorpusProgress(elsewhere=workers > 1 or ray is not None) as bar:
+                whole = _run(out, workers, ray, device, bar, lock)
             if whole is None:
                 raise BadFile(f"the run has ended, and commits of {out} are missing or not of this corpus")
         except BaseException:
@@ -75,22 +80,22 @@ def _check_workers(workers: int, ray: str | None, device: str | None) -> None:
         raise o.mistake("--device", "every worker takes a GPU of its own", "leave it out, or set CUDA_VISIBLE_DEVICES")
 
 
-def _run(out: Path, workers: int, ray: str | None, device: str | None, meter: "_Meter", lock: int) -> str | None:
+def _run(out: Path, workers: int, ray: str | None, device: str | None, bar: "CorpusProgress", lock: int) -> str | None:
     from steerscope.corpus.run import run_here, run_workers
 
     if ray is not None:
         from steerscope.corpus.cluster import run_on_ray
 
-        return run_on_ray(out, ray, workers, meter)
+        return run_on_ray(out, ray, workers, bar)
     if workers > 1:
-        return run_workers(out, workers, meter, lock)
-    return run_here(out, meter, device)
+        return run_workers(out, workers, bar, lock)
+    return run_here(out, bar, device)
 
 
 @app.command()
 def show(
-    store: Annotated[Path, typer.Argument(help="A folder that capture run wrote.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare checksums.")] = False,
+    store: Annotated[Path, Argument(help="A folder that capture run wrote.")],
+    verify: Annotated[bool, Option("--verify", help="Read everything and compare checksums.")] = False,
 ) -> None:
     """Show what a store holds, and which documents could not be read."""
     from steerscope.capture.store import ActivationStore
@@ -129,34 +134,37 @@ def _summary(folder: Path) -> None:
             o.note(f"and {bad - len(lines):,} more: documents/*.parquet, where error is not null")
 
 
-class _Meter:
-    """A bar with rows and bytes per second of this run, and the time that is left.
+class CorpusProgress:
+    """A progress bar with the rows and bytes per second of this run, and the time left.
 
-    Loading a model is not counted: an engine here is ready when it first tells; those of workers are `elsewhere` and
-    have been ready for one shard when the first is there."""
+    Loading a model does not count: the clock starts with the first status of an engine in this process, or with the
+    first finished shard where engines run `elsewhere`.
+    """
 
     def __init__(self, elsewhere: bool) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = BarColumn(), MofNCompleteColumn(), TextColumn("shards {task.fields[rate]}"), TimeRemainingColumn()
-        # rich forgets what is older than half a minute, and a shard may take longer than that
+        rate = TextColumn("shards {task.fields[rate]}")
+        columns = BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn()
+        # by default rich estimates from the last 30 s, and a shard may take longer
         self._bar = Progress(*columns, console=Console(stderr=True), speed_estimate_period=math.inf)
         self._task = self._bar.add_task("", total=None, rate="")
         self._first: Status | None = None
-        self._began, self._wait = 0.0, elsewhere
+        self._began = 0.0
+        self._wait = elsewhere
 
     def __call__(self, now: "Status") -> None:
         first = self._first
         if first is None or (self._wait and now.shards > first.shards):
             self._wait = self._wait and first is None
-            first, self._began = now, time.monotonic()
-            self._first = first
+            self._first = first = now
+            self._began = time.monotonic()
         seconds = max(time.monotonic() - self._began, 1e-9)
         rate = f"{(now.rows - first.rows) / seconds:,.0f} rows/s {(now.bytes - first.bytes) / seconds / 1e9:.3f} GB/s"
         self._bar.update(self._task, total=now.of, completed=now.shards, rate=f"{rate}, {now.bad} bad")
 
-    def __enter__(self) -> "_Meter":
+    def __enter__(self) -> "CorpusProgress":
         self._bar.start()
         return self
 

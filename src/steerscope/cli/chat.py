@@ -5,84 +5,81 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
-from steerscope.cli.partners import Here, Partner, There
+from steerscope.cli.fields import Given, with_fields
+from steerscope.cli.partners import EnginePartner, Partner, ServerPartner
 
 if TYPE_CHECKING:
-    from steerscope.cli.steer_args import SteerArg
+    from steerscope.vectors.steering_text import SteerArg
 
-HELP = """\
+app = o.command_group()
+_SAMPLING = o.sampling_fields(
+    "max_tokens temperature top_p top_k min_p repetition_penalty repetition_window seed", max_tokens=256
+)
+_HELP = """\
 /steer FILE[@LAYERS] SCALE   add a vector, or change one by its file or name; 0 removes it
 /unsteer                     remove all vectors
 /capture LAYERS              capture the next answers; without layers: stop
 /save FILE                   write the rows of the last answer, or of the next if there are none
 /system TEXT                 set the system message; without text: remove it
 /clear                       forget the conversation
-/quit                        leave (or Ctrl-D); Ctrl-C stops an answer"""
+/quit                        exit (or Ctrl-D); Ctrl-C stops an answer"""
 
 
+@app.command()
+@with_fields
 def chat(
-    model: Annotated[str | None, typer.Argument(help="smollm2-135m, a model directory, or a hub id.")] = None,
-    server: Annotated[str | None, typer.Option(help="Talk to `steerscope serve` at this address instead.")] = None,
+    sampling: Annotated[Given[ss.Sampling], _SAMPLING],
+    engine: o.Engine,
+    model: Annotated[str | None, Argument(help="smollm2-135m, a model directory, or a hub id.")] = None,
+    server: Annotated[str | None, Option(help="Address of a `steerscope serve` to use instead.")] = None,
     system: o.System = None,
     steer: o.Steer = None,
-    max_tokens: o.MaxTokens = 256,
-    temperature: o.Temperature = 0.0,
-    top_p: o.TopP = 1.0,
-    top_k: o.TopK = 0,
-    min_p: o.MinP = 0.0,
-    repetition_penalty: o.Penalty = 1.0,
-    repetition_window: o.Window = None,
-    seed: o.Seed = None,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    engine_name: o.EngineName = "hf",
 ) -> None:
-    """Talk to a model in the terminal; /help lists what can be changed on the way."""
-    given = dict(locals())
-    from steerscope.cli.steer_args import parse
+    """Talk to a model in the terminal; /help lists the commands inside the chat."""
+    from steerscope.vectors.steering_text import parse
 
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(ss.Client(server, model=model)) if server is not None else None
         known = [one["id"] for one in client.vectors()] if client else []
-        sampling, _, *steers = o.together(
-            lambda: o.sampling(given),
-            lambda: _check(server, model, device, dtype, engine_name),
+        asked, _, *steers = o.together(
+            sampling.parse,
+            lambda: _check(server, model, engine),
             *(partial(parse, text, known) for text in steer or ()),
         )
         if client is not None:
-            partner: Partner = There(client, sampling, known)
+            partner: Partner = ServerPartner(client, asked, known)
         else:
-            engine = stack.enter_context(o.open_engine(model or "", device, dtype, engine_name))
-            if not getattr(engine.aio.tokenizer, "chat_template", None):
+            loaded = stack.enter_context(o.open_engine(model or "", engine))
+            if not getattr(loaded.aio.tokenizer, "chat_template", None):
                 raise o.mistake(model or "", "has no chat template", "use steerscope generate")
-            partner = Here(engine, sampling)
+            partner = EnginePartner(loaded, asked)
         session = _Session(partner, system)
         session.set_steers(steers)
         session.run()
 
 
-def _check(server: str | None, model: str | None, device: str | None, dtype: str | None, engine: str) -> None:
+def _check(server: str | None, model: str | None, engine: Given[o.EngineOptions]) -> None:
     if server is None and model is None:
         raise o.mistake("MODEL", "is missing", "name a model, or a server with --server URL")
-    local = {"--device": device, "--dtype": dtype, "--engine": None if engine == "hf" else engine}
-    flags = " ".join(flag for flag, value in local.items() if value is not None)
-    if server is not None and flags:
-        raise o.mistake(flags, "is the server's business", "leave it out")
+    local = {name: value for name, value in engine.values.items() if (name, value) != ("engine", "hf")}
+    if server is not None and local:
+        flags = " ".join(f"--{name}" for name in local)
+        raise o.mistake(flags, "cannot be combined with --server", "leave it out")
 
 
 class _Session:
-    """What the next answer depends on."""
+    """The conversation, steering and capture that the next answer depends on."""
 
     def __init__(self, partner: Partner, system: str | None) -> None:
         self.partner, self.system = partner, system
         self.history: list[dict[str, str]] = []
         self.steers: list[SteerArg] = []
         self.rows: ss.Rows | None = None  # of the last answer
-        self.save_to: str | None = None  # where those of the next one go
+        self.save_to: str | None = None  # file for the rows of the next one
 
     def run(self) -> None:
         if sys.stdin.isatty():
@@ -120,7 +117,7 @@ class _Session:
             case "/clear", "":
                 self.history = []
             case _:
-                o.note(HELP if name == "/help" else f"cannot read {line!r}; the commands are\n{HELP}")
+                o.note(_HELP if name == "/help" else f"cannot read {line!r}; the commands are\n{_HELP}")
 
     def answer(self, text: str) -> None:
         start = [{"role": "system", "content": self.system}] if self.system is not None else []
@@ -138,7 +135,7 @@ class _Session:
                 self.save(self.save_to)
 
     def steer(self, text: str) -> None:
-        from steerscope.cli.steer_args import parse
+        from steerscope.vectors.steering_text import parse
 
         *words, strength = text.rsplit(maxsplit=1)
         file = words[0] if words else strength
@@ -152,7 +149,7 @@ class _Session:
         self.set_steers([arg for arg in self.steers if arg.path != new.path] + ([] if off else [new]))
 
     def set_steers(self, steers: "list[SteerArg]") -> None:
-        from steerscope.cli.steer_args import joined
+        from steerscope.vectors.steering_text import joined
 
         self.partner.steer(joined(steers))
         self.steers = steers

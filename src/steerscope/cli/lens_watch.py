@@ -1,4 +1,4 @@
-"""`steerscope lens watch` and `lens report`: read a model's rows while it writes, in the terminal or as a page."""
+"""`steerscope lens watch` and `lens report`: readings of a generated text, in the terminal or as a page."""
 
 import json
 import re
@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
+from steerscope.cli.fields import Given, with_fields
 
 if TYPE_CHECKING:
     from steerscope.engines.results import Event, Generation
@@ -19,48 +21,40 @@ if TYPE_CHECKING:
 _RULE = re.compile(r"\s*(.+?)\s*([<>])\s*([\d.]+)(?:\s+for\s+(\d+))?\s*")
 _COLOURS = ("#2468a8", "#c2560c", "#2f7d5b", "#7c4d9e", "#a02c4f", "#8a6d00", "#0f7f86", "#5b5fc7")
 
-Prompt = Annotated[str, typer.Argument(help="The text to continue, or with --chat a user's message.")]
-PackFolder = Annotated[Path, typer.Option(help="The folder of a lens pack.")]
-Best = Annotated[int, typer.Option(help="How many concepts of each token are kept.")]
-StopWhen = Annotated[list[str] | None, typer.Option(help="End when 'CONCEPT>0.8', or 'CONCEPT>0.8 for 3' tokens.")]
-FlagWhen = Annotated[list[str] | None, typer.Option(help="Say so when 'CONCEPT>0.8'; the same forms.")]
-AsChat = Annotated[bool, typer.Option("--chat", help="Send PROMPT as a user's message through the chat template.")]
-AnyModel = Annotated[bool, typer.Option("--any-model", help="The pack was trained on another name of this model.")]
+Prompt = Annotated[str, Argument(help="The text to continue, or with --chat a user's message.")]
+PackFolder = Annotated[Path, Option(help="Folder of a lens pack.")]
+TopK = Annotated[int, Option(help="Number of concepts kept for each token.")]
+StopWhen = Annotated[
+    list[str] | None, Option(help="End when 'CONCEPT>0.8', or 'CONCEPT>0.8 for 3' tokens; repeatable.")
+]
+FlagWhen = Annotated[list[str] | None, Option(help="Report when 'CONCEPT>0.8'; same forms, repeatable.")]
+SamplingOptions = Annotated[Given[ss.Sampling], o.sampling_fields("max_tokens temperature seed", max_tokens=64)]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `steerscope lens`."""
-    app.command()(watch)
-    app.command()(report)
-
-
+@with_fields
 def watch(
     prompt: Prompt,
     pack: PackFolder,
+    sampling: SamplingOptions,
+    engine: o.LocalEngine,
     model: o.ModelName = "smollm2-135m",
-    top_k: Best = 3,
+    top_k: TopK = 3,
     stop_when: StopWhen = None,
     flag_when: FlagWhen = None,
-    max_tokens: o.MaxTokens = 64,
-    temperature: o.Temperature = 0.0,
-    seed: o.Seed = None,
-    chat: AsChat = False,
-    any_model: AnyModel = False,
+    chat: o.AsChat = False,
+    any_model: o.AnyModel = False,
     as_json: o.AsJson = False,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
 ) -> None:
-    """Generate with every token in the colour of the concept that its row shows most.
+    """Generate, and print every token in the colour of its strongest concept.
 
     Example: steerscope lens watch "The storm broke over" --pack demo-report/lenses --stop-when "fear>0.8 for 3"
     """
-    given = dict(locals())
-    asked, sampling = o.together(lambda: _watch(top_k, stop_when, flag_when), lambda: o.sampling(given | {"top_k": 0}))
-    with o.open_engine(model, device, dtype) as engine:
-        engine.register_pack("pack", pack, any_model=any_model)
-        events = _events(engine, prompt, chat, sampling, asked)
-        generation = o.show(engine, events, live=False) if as_json else _live(engine, events)
-        texts = _texts(engine, generation)
+    wanted, asked = o.together(lambda: _watch(top_k, stop_when, flag_when), sampling.parse)
+    with o.open_engine(model, engine) as loaded:
+        loaded.register_pack("pack", pack, any_model=any_model)
+        events = _events(loaded, prompt, chat, asked, wanted)
+        generation = o.consume(loaded, events) if as_json else _live(loaded, events)
+        texts = _texts(loaded, generation)
     if as_json:
         typer.echo(json.dumps(_plain(generation, texts), ensure_ascii=False))
         return
@@ -68,36 +62,31 @@ def watch(
     o.note(o.speed(generation) + (f" ({generation.rule})" if generation.rule else ""))
 
 
+@with_fields
 def report(
     prompt: Prompt,
     pack: PackFolder,
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("lens-report.html"),
+    sampling: SamplingOptions,
+    engine: o.LocalEngine,
+    out: Annotated[Path, Option(help="The page to write.")] = Path("lens-report.html"),
     model: o.ModelName = "smollm2-135m",
-    top_k: Best = 10,
+    top_k: TopK = 10,
     stop_when: StopWhen = None,
     flag_when: FlagWhen = None,
-    max_tokens: o.MaxTokens = 64,
-    temperature: o.Temperature = 0.0,
-    seed: o.Seed = None,
-    chat: AsChat = False,
-    any_model: AnyModel = False,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
+    chat: o.AsChat = False,
+    any_model: o.AnyModel = False,
 ) -> None:
     """Generate, and write a page: concepts over tokens, the tree of concepts, the lenses' calibration."""
-    given = dict(locals())
-    asked, sampling, _ = o.together(
-        lambda: _watch(top_k, stop_when, flag_when),
-        lambda: o.sampling(given | {"top_k": 0}),
-        lambda: _check_out(out),
+    wanted, asked, _ = o.together(
+        lambda: _watch(top_k, stop_when, flag_when), sampling.parse, lambda: o.check_target(out)
     )
     from steerscope.files import atomic_path
     from steerscope.lenses.report import html_report
 
-    with o.open_engine(model, device, dtype) as engine:
-        engine.register_pack("pack", pack, any_model=any_model)
-        generation = o.show(engine, _events(engine, prompt, chat, sampling, asked), live=False)
-        texts = _texts(engine, generation)
+    with o.open_engine(model, engine) as loaded:
+        loaded.register_pack("pack", pack, any_model=any_model)
+        generation = o.consume(loaded, _events(loaded, prompt, chat, asked, wanted))
+        texts = _texts(loaded, generation)
     page = html_report(
         generation.readings,  # type: ignore[arg-type]
         texts,
@@ -110,7 +99,7 @@ def report(
     typer.echo(str(out))
 
 
-# --- asking
+# --- requests
 
 
 def _watch(top_k: int, stop_when: list[str] | None, flag_when: list[str] | None) -> "ss.Watch":
@@ -139,40 +128,25 @@ def _events(engine: "SyncEngine", prompt: str, chat: bool, sampling: "ss.Samplin
     return engine.stream(prompt, sampling, watch=asked, request_id=o.REQUEST)
 
 
-def _check_out(out: Path) -> None:
-    if out.is_dir() or not out.parent.is_dir():
-        raise o.mistake(f"--out {out}", "is a folder, or in none", "name a file in a folder that exists")
-
-
 def _texts(engine: "SyncEngine", generation: "Generation") -> list[str]:
-    """The text of every token, prompt and generated, each alone."""
+    """Return the text of each token of the prompt and the answer."""
     decode = engine.aio.tokenizer.decode
     return [str(decode([i])) for i in (*generation.prompt_token_ids, *generation.token_ids)]
 
 
-# --- showing
+# --- output
 
 
 def _live(engine: "SyncEngine", events: Any) -> "Generation":
-    """Prints as it comes; Ctrl-C ends the text in good order."""
-    shown = _Shown(engine)
-
-    def told() -> Any:
-        try:
-            for event in events:
-                shown.tell(event)
-                yield event
-        finally:
-            events.close()
-
-    generation = o.show(engine, told(), live=False)
+    """Print tokens as they come and return the generation."""
+    shown = _LiveText(engine)
+    generation = o.consume(engine, events, shown.add)
     shown.end()
     return generation
 
 
-class _Shown:
-    """A token's own reading comes with the token after it, so each is shown one step late; firings behind the token
-    whose row they are about."""
+class _LiveText:
+    """Prints tokens one step late, since a token's reading comes with the next token; firings follow their token."""
 
     def __init__(self, engine: "SyncEngine") -> None:
         from rich.console import Console
@@ -182,7 +156,7 @@ class _Shown:
         self._waiting: str | None = None
         self._fired: list[ss.Firing] = []
 
-    def tell(self, event: "Event") -> None:
+    def add(self, event: "Event") -> None:
         if isinstance(event, ss.RuleEvent):
             self._fired.append(event.firing)
         if not isinstance(event, ss.TokenEvent):
@@ -208,7 +182,7 @@ class _Shown:
 
 
 def _style(reading: "ss.Reading") -> str:
-    """The colour of the best concept; bold where it is sure."""
+    """Return the colour of the strongest concept, bold above a probability of 0.9."""
     if not reading.concepts:
         return ""
     best = reading.concepts[0]
@@ -216,12 +190,12 @@ def _style(reading: "ss.Reading") -> str:
 
 
 def colour(concept: str) -> str:
-    """Always the same one for a concept."""
+    """Return the colour of a concept, the same in every run."""
     return _COLOURS[zlib.crc32(concept.encode()) % len(_COLOURS)]
 
 
 def _summary(generation: "Generation") -> None:
-    """Which concepts led, and where they were highest."""
+    """Print how many tokens each concept leads, and its highest probability."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -1,83 +1,90 @@
-"""What the commands share: options, opening a model, showing answers and tables, telling mistakes together."""
+"""Options and output that the commands share: models and engines, answers, tables, errors."""
 
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
+from pydantic import Field
+from typer import Argument, Option
 
 import steerscope as ss
+from steerscope.cli.fields import Fields, Given
+from steerscope.specs.base import Spec
+from steerscope.specs.errors import Problem
 
 if TYPE_CHECKING:
     from steerscope.engines.load import LoadOptions
     from steerscope.engines.results import Event
     from steerscope.engines.sync import SyncEngine
 
-REQUEST = "cli"  # the one request that runs
+REQUEST = "cli"  # id of the one request that runs
 
 _MODEL = "smollm2-135m, a model directory, or a hub id."
-_RUN, _SAMPLING = "Model and engine", "Sampling"  # panels of --help
-Model = Annotated[str, typer.Argument(help=_MODEL)]
-ModelName = Annotated[str, typer.Option("--model", help=_MODEL)]
+ENGINE_PANEL = "Model and engine"
+Model = Annotated[str, Argument(help=_MODEL)]
+ModelName = Annotated[str, Option("--model", help=_MODEL)]
 _STEER = (
-    "FILE@LAYERS:SCALE adds a vector, FILE@LAYERS:cap=MIN..MAX caps it, FILE@LAYERS:ablate removes it; "
-    "';tokens=generated' behind it says where. Or CAPPING_CONFIG.pt#EXPERIMENT. May be given again."
+    "FILE@LAYERS:SCALE adds a vector, FILE@LAYERS:cap=MIN..MAX caps it, FILE@LAYERS:ablate removes it; append "
+    "';tokens=generated' to choose tokens. Or CAPPING_CONFIG.pt#EXPERIMENT. Repeatable."
 )
-Steer = Annotated[list[str] | None, typer.Option(help=_STEER)]
-System = Annotated[str | None, typer.Option(help="The system message.")]
-Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.", rich_help_panel=_RUN)
-]
-EngineName = Annotated[
-    Literal["hf", "vllm"],
-    typer.Option("--engine", help="hf: transformers; vllm: vLLM, where installed.", rich_help_panel=_RUN),
-]
-Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16", "auto"] | None,
-    typer.Option(help="Type of the weights; default: float32 on a CPU, else as they are stored.", rich_help_panel=_RUN),
-]
-MaxBatch = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Sequences that decode together; default: 64 with hf, with vLLM its own.", rich_help_panel=_RUN
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_SAMPLING)]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
-TopP = Annotated[
-    float, typer.Option(help="Keep the most likely tokens that hold this much probability.", rich_help_panel=_SAMPLING)
-]
-TopK = Annotated[int, typer.Option(help="Keep this many most likely tokens; 0 keeps all.", rich_help_panel=_SAMPLING)]
-MinP = Annotated[
-    float,
-    typer.Option(help="Keep tokens at least this likely, relative to the most likely one.", rich_help_panel=_SAMPLING),
-]
-Penalty = Annotated[
-    float, typer.Option(help="Above 1, tokens seen before become less likely.", rich_help_panel=_SAMPLING)
-]
-Window = Annotated[
-    int | None, typer.Option(help="Only this many last tokens count as seen.", rich_help_panel=_SAMPLING)
-]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_SAMPLING)]
+Steer = Annotated[list[str] | None, Option(help=_STEER)]
+System = Annotated[str | None, Option(help="System message.")]
+AsChat = Annotated[bool, Option("--chat", help="Send PROMPT as a user's message through the chat template.")]
+AnyModel = Annotated[bool, Option("--any-model", help="Accept a pack that was made for another model's name.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")]
+Resume = Annotated[bool, Option("--resume", help="Continue a run in its folder.")]
+Batch = Annotated[int, Option(min=1, help="Answers that are generated and saved together.")]
 _JUDGE_SET = (
-    "A setting of requests to the judge: max_tokens, max_completion_tokens, temperature, at_once, tries, timeout_s, "
-    "pause_s or same_refusals. May be given again."
+    "Setting of requests to the judge: max_tokens, max_completion_tokens, temperature, at_once, tries, timeout_s, "
+    "pause_s or same_refusals. Repeatable."
 )
-JudgeSet = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help=_JUDGE_SET)]
+JudgeSet = Annotated[list[str] | None, Option(metavar="NAME=VALUE", help=_JUDGE_SET)]
 
 
-def sampling(given: Mapping[str, object]) -> "ss.Sampling":
-    """From the arguments of a command, which are named like the fields."""
-    fields = ss.Sampling.model_fields
-    return ss.Sampling.parse({name: value for name, value in given.items() if name in fields and value is not None})
+class EngineOptions(Spec):
+    """Options of an engine, named like those of `steerscope.load`."""
+
+    device: str | None = Field(default=None, description="cpu, cuda, cuda:1, …; default: a GPU if there is one.")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] | None = Field(
+        default=None, description="Type of the weights; default: float32 on a CPU, else as stored."
+    )
+    engine: Literal["hf", "vllm"] = Field(default="hf", description="hf: transformers; vllm: vLLM, where installed.")
+    max_batch: int | None = Field(
+        default=None, ge=1, description="Sequences that decode together; default: 64 with hf, vLLM's own with vllm."
+    )
+    prefill_chunk: int | None = Field(
+        default=None,
+        ge=1,
+        description="Prompt tokens computed between two steps of running streams; hf only, default: 512.",
+    )
+
+
+LocalEngine = Annotated[Given[EngineOptions], Fields(EngineOptions, "device dtype", panel=ENGINE_PANEL)]
+Engine = Annotated[Given[EngineOptions], Fields(EngineOptions, "device dtype engine", panel=ENGINE_PANEL)]
+BatchEngine = Annotated[
+    Given[EngineOptions], Fields(EngineOptions, "device dtype engine max_batch", panel=ENGINE_PANEL)
+]
+ServerEngine = Annotated[
+    Given[EngineOptions], Fields(EngineOptions, "device dtype engine max_batch prefill_chunk", panel=ENGINE_PANEL)
+]
+
+
+def sampling_fields(names: str, **defaults: Any) -> Fields:
+    return Fields(ss.Sampling, names, panel="Sampling", **defaults)
+
+
+def command_group(**options: Any) -> typer.Typer:
+    """Return an app for the commands of one module; one without options and with one command is that command."""
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, **options)
 
 
 def judge_settings(texts: Sequence[str] | None) -> dict[str, Any]:
-    """Arguments of an endpoint from `--judge-set` and the environment; `none` leaves a setting out of the requests."""
+    """Return an endpoint's arguments from `--judge-set` and the environment; `none` removes a setting from requests."""
     from steerscope.extraction.endpoint import SETTINGS
 
     found: dict[str, Any] = {"api_key": os.environ.get("OPENAI_API_KEY") or None}
@@ -99,24 +106,22 @@ def _number(text: str) -> int | float | str:
 
 
 def mistake(field: str, what: str, remedy: str) -> "ss.InvalidRequest":
-    from steerscope.specs.errors import Problem
-
     return ss.InvalidRequest([Problem(field, what, remedy)])
 
 
 def check_text(*texts: str) -> None:
-    """Bytes of a shell or a pipe that are not UTF-8 arrive as lone surrogates, which no tokenizer takes."""
+    """Refuse lone surrogates: Python decodes bytes that are not UTF-8 so, and no tokenizer accepts them."""
     if any("\ud800" <= sign <= "\udfff" for text in texts for sign in text):
         raise mistake("prompt", "the text is not UTF-8", "convert it first")
 
 
 def together(*steps: Callable[[], object]) -> list[Any]:
-    """Results of all steps, or all that went wrong in them."""
+    """Return the results of all steps, or raise all their errors as one group."""
     results, errors = [], []
     for step in steps:
         try:
             results.append(step())
-        except (ss.SteerscopeError, ExceptionGroup) as error:  # a group: what went wrong together further down
+        except (ss.SteerscopeError, ExceptionGroup) as error:  # a group comes from a nested call
             errors.append(error)
     if errors:
         raise ExceptionGroup("mistakes", errors)
@@ -124,7 +129,7 @@ def together(*steps: Callable[[], object]) -> list[Any]:
 
 
 def mistakes_of(error: Exception) -> list[str]:
-    """What to tell the user, one line per problem; nothing when the error is ours."""
+    """Return one line per problem for the user; none when the error is a bug."""
     if isinstance(error, ExceptionGroup):
         return [line for part in error.exceptions for line in mistakes_of(part)]
     if isinstance(error, ss.InvalidRequest):
@@ -134,7 +139,7 @@ def mistakes_of(error: Exception) -> list[str]:
 
 
 def note(text: str) -> None:
-    """A dim line on stderr, apart from the answer on stdout."""
+    """Print a dim line on stderr; stdout is for answers."""
     from rich.console import Console
 
     Console(stderr=True).print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
@@ -152,19 +157,16 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], err: bool = False)
     Console(stderr=err, width=None if is_terminal else 1000).print(drawn)  # a pipe gets whole lines
 
 
-def open_engine(
-    model: str,
-    device: str | None,
-    dtype: str | None,
-    engine: Literal["hf", "vllm"] = "hf",
-    max_batch: int | None = None,
-) -> "SyncEngine":
-    options: LoadOptions = {"engine": engine, "device": device, "dtype": dtype, "progress": note}
-    if max_batch is not None:
-        options["max_batch"] = max_batch
-    if engine == "hf":
-        check_device(device)
-    return ss.load(model, **options)
+def open_engine(model: str, options: Given[EngineOptions], **more: object) -> "SyncEngine":
+    """Load a model; `more` replaces options that were given."""
+    asked = options.parse(**more)
+    if asked.engine == "hf":
+        check_device(asked.device)
+    return ss.load(model, **load_options(asked, note))
+
+
+def load_options(asked: EngineOptions, progress: Callable[[str], None]) -> "LoadOptions":
+    return cast("LoadOptions", {**asked.model_dump(exclude_none=True), "progress": progress})
 
 
 def check_device(device: str | None) -> None:
@@ -177,9 +179,23 @@ def check_device(device: str | None) -> None:
         raise mistake(f"--device {device}", what, "use cpu, or a device that doctor lists") from None
 
 
-def show(engine: "SyncEngine", events: "Iterator[Event]", live: bool) -> "ss.Generation":
-    """Print tokens as they come (if live) and return the whole. Ctrl-C cancels the request `REQUEST`, which then ends
-    in good order with what it has; the second one does not wait for that."""
+def print_text(engine: "SyncEngine", events: "Iterator[Event]") -> "ss.Generation":
+    """Print tokens as they come and return the generation."""
+
+    def print_token(event: "Event") -> None:
+        if isinstance(event, ss.TokenEvent):
+            typer.echo(event.text, nl=False)
+
+    generation = consume(engine, events, print_token)
+    typer.echo()
+    return generation
+
+
+def consume(
+    engine: "SyncEngine", events: "Iterator[Event]", on_event: "Callable[[Event], None] | None" = None
+) -> "ss.Generation":
+    """Return the generation of a stream. Ctrl-C cancels the request, which then ends with the tokens it has; a second
+    Ctrl-C interrupts at once."""
     before = signal.getsignal(signal.SIGINT)
 
     def cancel(*_: object) -> None:
@@ -191,10 +207,9 @@ def show(engine: "SyncEngine", events: "Iterator[Event]", live: bool) -> "ss.Gen
     try:
         for event in events:
             if isinstance(event, ss.EndEvent):
-                typer.echo(nl=live)
                 return event.generation
-            if live and isinstance(event, ss.TokenEvent):
-                typer.echo(event.text, nl=False)
+            if on_event is not None:
+                on_event(event)
         raise AssertionError("a stream ends with an EndEvent")
     finally:
         signal.signal(signal.SIGINT, before)
@@ -202,6 +217,29 @@ def show(engine: "SyncEngine", events: "Iterator[Event]", live: bool) -> "ss.Gen
 
 
 def speed(generation: "ss.Generation") -> str:
-    count, seconds = sum(len(c.token_ids) for c in generation.choices), max(c.timings.total for c in generation.choices)
-    reasons = ", ".join(choice.finish_reason for choice in generation.choices)
-    return f"{count} tokens in {seconds:.2f} s ({count / max(seconds, 1e-9):.1f} tokens/s), finish: {reasons}"
+    n_tokens = sum(len(choice.token_ids) for choice in generation.choices)
+    seconds = max(choice.timings.total for choice in generation.choices)
+    return speed_of(n_tokens, seconds, ", ".join(choice.finish_reason for choice in generation.choices))
+
+
+def speed_of(n_tokens: int, seconds: float, reason: str | None) -> str:
+    return f"{n_tokens} tokens in {seconds:.2f} s ({n_tokens / max(seconds, 1e-9):.1f} tokens/s), finish: {reason}"
+
+
+def check_target(out: Path) -> None:
+    """Refuse a file that cannot be written, before the work."""
+    if out.is_dir() or not out.parent.is_dir():
+        raise mistake(f"--out {out}", "is a folder, or in none", "name a file in a folder that exists")
+
+
+def parts(text: str) -> list[str]:
+    """Split an option at its commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def numbers(option: str, text: str, example: str) -> list[float]:
+    """Read numbers with commas between them."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise mistake(option, f"cannot read {text!r} as numbers", f"write {example}") from None

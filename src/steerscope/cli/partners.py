@@ -1,6 +1,6 @@
-"""Whom `steerscope chat` talks to: an engine in this process, or a server.
+"""What `steerscope chat` gets its answers from: an engine in this process, or a server.
 
-Both are told the steering and the capture of the next answers, and refuse at once what does not fit the model.
+Both check the steering and the capture of the next answers at once against the model.
 """
 
 import time
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from steerscope.engines.sync import SyncEngine
 
 Messages = list[dict[str, str]]
+_TRIAL: Messages = [{"role": "user", "content": "."}]
+_ONE_TOKEN = ss.Sampling(max_tokens=1)
 
 
 @dataclass(frozen=True)
-class Said:
-    """One answer that has been shown."""
+class ShownAnswer:
+    """An answer that has been shown."""
 
     text: str
     note: str
@@ -32,17 +34,17 @@ class Said:
 class Partner(Protocol):
     @property
     def vectors(self) -> Sequence[str]:
-        """Vectors that can be named without a file."""
+        """Names of vectors that need no file."""
         ...
 
     def steer(self, steering: "ss.Steering") -> None: ...
 
     def capture(self, wanted: "ss.Capture | None") -> None: ...
 
-    def answer(self, messages: Messages) -> Said: ...
+    def answer(self, messages: Messages) -> ShownAnswer: ...
 
 
-class Here:
+class EnginePartner:
     """An engine in this process."""
 
     vectors: Sequence[str] = ()
@@ -57,17 +59,17 @@ class Here:
     def capture(self, wanted: "ss.Capture | None") -> None:
         from steerscope.engines.plan import Planner, Prompt
 
-        Planner(self._engine.facts, {}).plan("check", Prompt([0]), ss.Sampling(max_tokens=1), ss.Steering(), wanted)
+        Planner(self._engine.facts, {}).plan("check", Prompt([0]), _ONE_TOKEN, ss.Steering(), wanted)
         self._wanted = wanted
 
-    def answer(self, messages: Messages) -> Said:
+    def answer(self, messages: Messages) -> ShownAnswer:
         events = self._engine.stream_chat(messages, self._sampling, capture=self._wanted, request_id=o.REQUEST)
-        done = o.show(self._engine, events, live=True)
-        return Said(done.text, o.speed(done), done.rows if done.capture else None)
+        done = o.print_text(self._engine, events)
+        return ShownAnswer(done.text, o.speed(done), done.rows if done.capture else None)
 
 
-class There:
-    """A server. What is asked of it is tried with one token before it is kept."""
+class ServerPartner:
+    """A server. Steering and captures are tried with a request of one token before they are kept."""
 
     def __init__(self, client: "Client", sampling: "ss.Sampling", vectors: Sequence[str]) -> None:
         self._client, self._sampling, self.vectors = client, sampling, vectors
@@ -76,21 +78,22 @@ class There:
 
     def steer(self, steering: "ss.Steering") -> None:
         if steering.ops:
-            self._client.chat([{"role": "user", "content": "."}], ss.Sampling(max_tokens=1), steer=steering)
+            self._client.chat(_TRIAL, _ONE_TOKEN, steer=steering)
         self._steering = steering
 
     def capture(self, wanted: "ss.Capture | None") -> None:
         if wanted is not None:
-            tried = self._client.chat([{"role": "user", "content": "."}], ss.Sampling(max_tokens=1), capture=wanted)
+            tried = self._client.chat(_TRIAL, _ONE_TOKEN, capture=wanted)
             if tried.capture is not None:
                 self._client.forget(tried.capture)
         self._wanted = wanted
 
-    def answer(self, messages: Messages) -> Said:
+    def answer(self, messages: Messages) -> ShownAnswer:
         from steerscope.client import Answer
 
         began = time.perf_counter()
-        text, count = "", 0
+        text = ""
+        count = 0
         answer: Answer | None = None
         pieces = self._client.stream_chat(messages, self._sampling, steer=self._steering, capture=self._wanted)
         try:
@@ -99,16 +102,16 @@ class There:
                     answer = piece
                     break
                 typer.echo(piece.text, nl=False)
-                text, count = text + piece.text, count + len(piece.tokens)
-        except KeyboardInterrupt:  # the server ends the request when nobody listens; what has come is the answer
+                text += piece.text
+                count += len(piece.tokens)
+        except KeyboardInterrupt:  # closing the stream ends the request; the text so far is the answer
             pass
         finally:
             pieces.close()
         typer.echo()
         seconds = time.perf_counter() - began
         reason = answer.finish_reason if answer else "cancelled"
-        note = f"{count} tokens in {seconds:.2f} s ({count / max(seconds, 1e-9):.1f} tokens/s), finish: {reason}"
-        return Said(text, note, self._rows(answer))
+        return ShownAnswer(text, o.speed_of(count, seconds, reason), self._rows(answer))
 
     def _rows(self, answer: "Answer | None") -> "ss.Rows | None":
         if answer is None or answer.capture is None:

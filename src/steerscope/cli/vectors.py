@@ -1,36 +1,34 @@
-"""`steerscope vectors`: make vectors of contrast data; look at vector files, convert, compare and combine them."""
+"""`steerscope vectors`: make vectors from contrast data; show, convert, compare and combine vector files."""
 
-import ast
 import json
 import math
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
+from steerscope.cli.fields import with_fields
+from steerscope.specs.steering import Site
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from steerscope.analysis.compare import Comparison
     from steerscope.extraction import Examples
 
-app = typer.Typer(no_args_is_help=True, help="Make steering vectors; show, convert, compare and combine them.")
+app = o.command_group(no_args_is_help=True, help="Make steering vectors; show, convert, compare and combine them.")
 _MOST_PAIRED = 4  # more vectors are shown as one matrix
-
-PersonaKey = Annotated[str | None, typer.Option(help="Of a persona file: a key, or a difference: pos_3-default_1.")]
-PersonaDefault = Annotated[Path | None, typer.Option(help="The default_vectors.pt that goes with a persona file.")]
-Sets = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=FILE", help="A vector of the expression.")]
 
 
 @app.command()
-def show(file: Annotated[Path, typer.Argument(help="A vector in any known format, or a capping config.")]) -> None:
+def show(file: Annotated[Path, Argument(help="A vector in any known format, or a capping config.")]) -> None:
     """Show the layers, norms and origin of a vector, or the experiments of a capping config."""
     from steerscope.specs.errors import BadFile
     from steerscope.vectors.legacy import load_capping
@@ -62,29 +60,24 @@ def _layer(layer: int | None) -> str:
 
 
 @app.command()
+@with_fields
 def extract(
-    data: Annotated[str, typer.Option(help="A shipped set (happy_sad, calm_angry, hot_cold) or a .jsonl file.")],
-    out: Annotated[Path, typer.Option(help="Where the vector goes: .safetensors or .gguf.")],
+    engine: o.BatchEngine,
+    data: Annotated[str, Option(help="A shipped set (happy_sad, calm_angry, hot_cold) or a .jsonl file.")],
+    out: Annotated[Path, Option(help="File of the vector: .safetensors or .gguf.")],
     model: o.ModelName = "smollm2-135m",
     heldout: Annotated[
-        Path | None, typer.Option(help="A .jsonl file to measure on; default: a shipped set's own, or folds.")
+        Path | None, Option(help="A .jsonl file to measure on; default: a shipped set's own, or folds.")
     ] = None,
     strategy: Annotated[
-        str, typer.Option(help="mean_difference, paired_pca, centred_pca, logistic_probe or whitened.")
+        str, Option(help="mean_difference, paired_pca, centred_pca, logistic_probe or whitened.")
     ] = "mean_difference",
-    tokens: Annotated[str, typer.Option(help="last, last=3, all, response, marker=TEXT or position=-2.")] = "last=3",
-    layers: Annotated[str, typer.Option(help="12, 10-14, 4,8 or all.")] = "all",
-    site: Annotated[
-        Literal["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"],
-        typer.Option(help="Where rows are read."),
-    ] = "resid_post",
+    tokens: Annotated[str, Option(help="last, last=3, all, response, marker=TEXT or position=-2.")] = "last=3",
+    layers: Annotated[str, Option(help="12, 10-14, 4,8 or all.")] = "all",
+    site: Annotated[Site, Option(help="Site of the rows.")] = "resid_post",
     as_json: o.AsJson = False,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    engine_name: o.EngineName = "hf",
-    max_batch: o.MaxBatch = None,
 ) -> None:
-    """Make a vector from contrasting texts, and tell how good it is at each layer.
+    """Make a vector from contrasting texts, and measure its quality at each layer.
 
     Example: steerscope vectors extract --data happy_sad --out happy.safetensors
     """
@@ -103,13 +96,13 @@ def extract(
         lambda: checked_layers(layers),
     )
     check_target(out, wanted, site)
-    with o.open_engine(model, device, dtype, engine_name, max_batch) as engine:
+    with o.open_engine(model, engine) as loaded:
         asked = {"strategy": strategy, "tokens": tokens, "layers": layers, "name": Path(data).stem}
-        found = run(engine, examples, heldout=other or apart, site=site, **asked)
+        found = run(loaded, examples, heldout=other or apart, site=site, **asked)
     ss.save_vector(found.vector, out)
     if as_json:
-        told = {"file": str(out), "layer": found.layer, "scale": found.scale}
-        typer.echo(json.dumps({**told, "quality": [asdict(one) for one in found.quality]}))
+        best = {"file": str(out), "layer": found.layer, "scale": found.scale}
+        typer.echo(json.dumps({**best, "quality": [asdict(one) for one in found.quality]}))
         return
     head = ("layer", "AUROC", "effect", "halves", "shuffled", "random")
     o.table(head, ((str(one.layer), *(f"{x:.3f}" for x in astuple(one)[1:])) for one in found.quality))
@@ -118,7 +111,7 @@ def extract(
 
 
 def _examples(data: str) -> "tuple[Examples, Examples | None]":
-    """Of a shipped set, which has a held-out part, or of a file."""
+    """Return the examples of a shipped set and its held-out ones, or those of a file."""
     from steerscope.extraction import Examples, load_contrast_set, load_examples
     from steerscope.extraction.data import shipped_sets
 
@@ -132,10 +125,10 @@ def _examples(data: str) -> "tuple[Examples, Examples | None]":
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A vector in any known format.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help=".safetensors, or .gguf for llama.cpp.")],
-    key: PersonaKey = None,
-    default: PersonaDefault = None,
+    source: Annotated[Path, Argument(metavar="IN", help="A vector in any known format.")],
+    target: Annotated[Path, Argument(metavar="OUT", help=".safetensors, or .gguf for llama.cpp.")],
+    key: Annotated[str | None, Option(help="Key in a persona file, or a difference of two: pos_3-default_1.")] = None,
+    default: Annotated[Path | None, Option(help="The default_vectors.pt that belongs to a persona file.")] = None,
 ) -> None:
     """Write a vector in another format."""
     from steerscope.vectors.legacy import load_persona
@@ -147,22 +140,14 @@ def convert(
 
 @app.command()
 def compare(
-    paths: Annotated[list[Path], typer.Argument(metavar="A B… | DIR…", help="Vectors, or folders of them.")],
-    out: Annotated[Path | None, typer.Option(help="A folder for index.html and the numbers as Parquet.")] = None,
+    paths: Annotated[list[Path], Argument(metavar="A B… | DIR…", help="Vectors, or folders of them.")],
+    out: Annotated[Path | None, Option(help="A folder for index.html and the numbers as Parquet.")] = None,
     as_json: o.AsJson = False,
 ) -> None:
     """Compare vectors layer by layer; with --out also norms, clusters and a page."""
     from steerscope.analysis import compare as c
 
-    asked = c.vector_files(paths)
-    loaded = o.together(*(partial(c.load_found, file, named) for file, named in asked))
-    left_out = [str(vector) for vector in loaded if isinstance(vector, ss.SteerscopeError)]
-    if left_out:
-        more = f", and {len(left_out) - 1} more files" if len(left_out) > 1 else ""
-        o.note(f"left out, as no vector was found in it: {left_out[0]}{more}")
-    vectors = {i: vector for i, vector in enumerate(loaded) if isinstance(vector, ss.SteeringVector)}
-    files = [asked[i][0] for i in vectors]
-    found = c.compare([str(file) for file in files], list(vectors.values()))
+    found = _compared(paths)
     if out:
         from steerscope.analysis.compare_page import comparison_page
         from steerscope.files import atomic_path
@@ -175,17 +160,29 @@ def compare(
     if as_json:
         matrices = {_layer(k): _plain(matrix) for k, matrix in zip(found.layers, found.cosine, strict=True)}
         typer.echo(json.dumps({"files": found.names, "cosine": matrices, "clusters": found.clusters}))
-        return
-    if len(files) > _MOST_PAIRED:
-        mean, order = found.mean, found.order
-        o.table(("mean cosine", *map(str, range(len(order)))), _matrix(found.names, mean, order))
-        return
-    pairs = list(combinations(range(len(files)), 2))
-    rows = (
-        (_layer(k), *(_signed(cosine[pair]) for pair in pairs))
-        for k, cosine in zip(found.layers, found.cosine, strict=True)
-    )
-    o.table(("layer", *(f"{files[i]} · {files[j]}" for i, j in pairs)), rows)
+    elif len(found.names) > _MOST_PAIRED:
+        o.table(("mean cosine", *map(str, range(len(found.order)))), _matrix(found.names, found.mean, found.order))
+    else:
+        pairs = list(combinations(range(len(found.names)), 2))
+        rows = (
+            (_layer(k), *(_signed(cosine[pair]) for pair in pairs))
+            for k, cosine in zip(found.layers, found.cosine, strict=True)
+        )
+        o.table(("layer", *(f"{found.names[i]} · {found.names[j]}" for i, j in pairs)), rows)
+
+
+def _compared(paths: list[Path]) -> "Comparison":
+    """Compare the vectors of all files; files of folders without a vector are skipped with a note."""
+    from steerscope.analysis import compare as c
+
+    asked = c.vector_files(paths)
+    loaded = o.together(*(partial(c.load_found, file, named) for file, named in asked))
+    left_out = [str(vector) for vector in loaded if isinstance(vector, ss.SteerscopeError)]
+    if left_out:
+        more = f", and {len(left_out) - 1} more files" if len(left_out) > 1 else ""
+        o.note(f"left out, as no vector was found in it: {left_out[0]}{more}")
+    vectors = {i: vector for i, vector in enumerate(loaded) if isinstance(vector, ss.SteeringVector)}
+    return c.compare([str(asked[i][0]) for i in vectors], list(vectors.values()))
 
 
 def _matrix(names: Sequence[str], mean: "np.ndarray", order: Sequence[int]) -> Iterator[tuple[str, ...]]:
@@ -203,55 +200,21 @@ def _plain(matrix: "np.ndarray") -> list[list[float | None]]:
 
 @app.command(context_settings={"ignore_unknown_options": True})  # so that an expression may start with a minus
 def arith(
-    expression: Annotated[str, typer.Argument(metavar="EXPR", help="For example '0.5*a - b/2 + c'.")],
-    out: Annotated[Path, typer.Option(help="Where the result goes: .safetensors or .gguf.")],
-    sets: Sets = None,
+    expression: Annotated[str, Argument(metavar="EXPR", help="For example '0.5*a - b/2 + c'.")],
+    out: Annotated[Path, Option(help="File of the result: .safetensors or .gguf.")],
+    sets: Annotated[
+        list[str] | None, Option("--set", metavar="NAME=FILE", help="A vector of the expression; repeatable.")
+    ] = None,
 ) -> None:
     """Combine vectors with + - * / and numbers.
 
     Example: steerscope vectors arith 'a - b/2' --set a=happy.safetensors --set b=calm.safetensors --out c.safetensors
     """
+    from steerscope.vectors.expression import evaluate
+
     names = {name: file for name, _, file in (text.partition("=") for text in sets or ())}
     if "" in names.values():
         raise o.mistake("--set", "a name has no file", "write --set a=vector.safetensors")
-    vectors = {name: ss.load_vector(path) for name, path in names.items()}
-    try:
-        result = _evaluate(ast.parse(expression.strip(), mode="eval").body, vectors)
-    except (SyntaxError, MemoryError, RecursionError, OverflowError) as error:
-        what = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
-        raise o.mistake(expression, what, "write something like 0.5*a - b/2 + c") from None
-    if not isinstance(result, ss.SteeringVector):
-        raise o.mistake(expression, "is a number, not a vector", "use a name that --set gives")
+    result = evaluate(expression, {name: ss.load_vector(path) for name, path in names.items()})
     ss.save_vector(replace(result, method=expression, provenance={"name": out.stem, "files": dict(names)}), out)
     typer.echo(f"{out}: {result}")
-
-
-_OPERATORS: dict[type[ast.operator], Callable] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-
-
-def _evaluate(node: ast.expr, vectors: "Mapping[str, ss.SteeringVector]") -> "ss.SteeringVector | float":
-    """The value of a checked syntax tree: what is not listed here is refused by name, and nothing is executed."""
-    match node:
-        case ast.Name(id=name):
-            if name not in vectors:
-                raise o.mistake(name, "is not set", f"add --set {name}=FILE")
-            return vectors[name]
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return float(number)
-        case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_evaluate(inner, vectors)
-        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
-            a, b = _evaluate(left, vectors), _evaluate(right, vectors)
-            numbers = isinstance(a, float), isinstance(b, float)
-            fits = {ast.Mult: any(numbers), ast.Div: numbers[1] and b != 0}.get(type(sign), numbers[0] == numbers[1])
-            if not fits:
-                what = "cannot be computed with these vectors and numbers"
-                raise o.mistake(ast.unparse(node), what, "add vectors to vectors, and scale vectors by numbers")
-            return _OPERATORS[type(sign)](a, b)
-    named = type(node.op if isinstance(node, ast.BinOp | ast.UnaryOp) else node).__name__
-    raise o.mistake(ast.unparse(node), f"{named} is not allowed", "use names, numbers, + - * / and parentheses")

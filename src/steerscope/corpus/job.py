@@ -16,11 +16,11 @@ from pydantic import Field
 from steerscope.capture.shards import RowType, StoreInfo
 from steerscope.capture.store import PARTS, create, present, read_info
 from steerscope.corpus.source import Corpus, Document, SourceFile, check_paths, preview, scan
-from steerscope.files import lock
+from steerscope.files import lock_folder
 from steerscope.models import check_adapter, resolve
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Capture
-from steerscope.specs.errors import BadFile, InvalidRequest, ModelNotFound, Problem
+from steerscope.specs.errors import InvalidRequest, ModelNotFound, Problem
 from steerscope.specs.steering import Site, parse_layers
 
 _SHARD_BYTES = 256 << 20
@@ -93,18 +93,9 @@ def alone(folder: Path) -> Iterator[int]:
     """Lock a folder for one run and remove partial files of a killed one.
 
     The lock is held until every process with the yielded descriptor has ended."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as held:
-        try:
-            lock(held.fileno(), wait=False)
-        except BlockingIOError:
-            raise BadFile(f"another run is writing to {folder}: wait for it or stop it") from None
-        except OSError as error:
-            raise BadFile(
-                f"cannot lock {folder}/.lock: {error.strerror}: choose a folder that can be locked"
-            ) from error
+    with lock_folder(folder) as descriptor:
         _clean(folder)
-        yield held.fileno()
+        yield descriptor
         _clean(folder)
 
 

@@ -1,4 +1,4 @@
-"""The demo's instruments: the vector with its units, and the ways to measure what steering did.
+"""Measurements of the demo: the vector with its units, and what steering does to answers and next words.
 
 The statistics come from `TEST_PROMPTS`, on which nothing was chosen.
 """
@@ -48,7 +48,7 @@ NEGATIVE_WORDS = [
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model, the vector, and the units everything is expressed in."""
+    """The model, the vector, and the units of all measurements."""
 
     engine: SyncEngine
     data: ContrastSet
@@ -65,7 +65,7 @@ class Subject:
 
     @property
     def read_layer(self) -> int:
-        """The last steered layer: every addition has happened there."""
+        """Return the last steered layer, where all additions have happened."""
         return self.steered[-1]
 
     @property
@@ -75,7 +75,7 @@ class Subject:
         return self.engine.aio
 
     def place(self, rows: Tensor, layer: int) -> Tensor:
-        """Where rows lie between negative (below 0) and positive (above 0), in mean row norms."""
+        """Return the place of rows between negative (below 0) and positive (above 0), in mean row norms."""
         return (self.unit.projection(rows, layer) - self.middle[layer]) / self.norms[layer]
 
 
@@ -93,7 +93,7 @@ def set_up(engine: SyncEngine, data: ContrastSet) -> Subject:
 
 
 def heldout_auroc(subject: Subject) -> list[float]:
-    """Per layer: how well the projection alone tells held-out positive from negative sentences."""
+    """Return the AUROC of the projection on held-out positive and negative sentences, per layer."""
     n = len(subject.data.heldout)
     places = [subject.place(subject.heldout[:, layer], layer).tolist() for layer in subject.norms]
     return [float(roc_auc_score([1] * n + [0] * n, place)) for place in places]
@@ -106,7 +106,7 @@ def answers(
     tokens: int,
     captures: Sequence[Capture | None],
 ) -> list[list[Generation]]:
-    """Greedy answers to every prompt under every steering, in one batch: [steering][prompt]. One capture a steering."""
+    """Return greedy answers [steering][prompt], generated in one batch; each steering has its own capture."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     done = subject.engine.chat(
         chats * len(steer),
@@ -118,8 +118,9 @@ def answers(
 
 
 def surprises(subject: Subject, generations: Sequence[Generation]) -> list[Tensor]:
-    """−log p of every answer token given the chat, by the unsteered model, in nats. Equal prompts are read once."""
-    model, found = subject.hf.model, [torch.empty(0)] * len(generations)
+    """Return −log p (nats) of all answer tokens given the chat, by the unsteered model; equal prompts are read once."""
+    model = subject.hf.model
+    found = [torch.empty(0)] * len(generations)
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, generation in enumerate(generations):
         groups.setdefault(tuple(generation.prompt_token_ids), []).append(i)
@@ -139,12 +140,12 @@ def surprises(subject: Subject, generations: Sequence[Generation]) -> list[Tenso
 
 
 def perplexity(nats: Sequence[Tensor]) -> float:
-    """exp of the mean surprise per token."""
+    """Return exp of the mean −log p per token."""
     return math.exp(torch.cat(list(nats)).mean())
 
 
 def log_odds(subject: Subject, steer: Sequence[Add | None]) -> list[float]:
-    """`word_odds` of happy against sad words on the test prompts."""
+    """Return `word_odds` of happy against sad words on the test prompts."""
     return word_odds(subject.hf, TEST_PROMPTS, POSITIVE_WORDS, NEGATIVE_WORDS, steer)
 
 
@@ -155,7 +156,7 @@ def word_odds(
     negative: Sequence[str],
     steer: Sequence[Add | None],
 ) -> list[float]:
-    """log p(positive words) − log p(negative words) as the next word, mean over the prompts, per steering."""
+    """Return log p(positive words) − log p(negative words) of the next word, mean over prompts, per steering."""
     rows = torch.cat(last_rows(engine, prompts, steer, "last_prompt"))
     scores = logits(engine, rows)
     for_side, against = (scores[:, _word_ids(engine, words)] for words in (positive, negative))
@@ -166,7 +167,7 @@ def word_odds(
 def last_rows(
     engine: HFEngine, prompts: Sequence[str], steer: Sequence[Add | None], tokens: Literal["all", "last_prompt"]
 ) -> list[Tensor]:
-    """Rows of the last layer, for every prompt under the first steering, then under the second, …"""
+    """Return rows of the last layer, for every prompt under the first steering, then under the second, …"""
     last = engine.facts.layers - 1
     done = engine.sync.generate(
         [*prompts] * len(steer),
@@ -178,7 +179,7 @@ def last_rows(
 
 
 def _word_ids(engine: HFEngine, words: Sequence[str]) -> list[int]:
-    """The token of each word. Words of several tokens are refused: the first one alone is another word's, too."""
+    """Return the token of each word. Words of several tokens are refused: other words begin with the same token."""
     ids = [engine.tokenizer.encode(f" {word}", add_special_tokens=False) for word in words]
     problems = [
         Problem("words", f"{word!r} is {len(found)} tokens", "choose words of one token")
@@ -191,18 +192,20 @@ def _word_ids(engine: HFEngine, words: Sequence[str]) -> list[int]:
 
 
 def random_pushes(subject: Subject) -> list[SteeringVector]:
-    """The push under random rotations: same length at every layer, same angles between layers, other directions."""
-    generator, size = torch.Generator().manual_seed(0), subject.push.hidden
+    """Return the push under random rotations: equal lengths and angles between layers, other directions."""
+    generator = torch.Generator().manual_seed(0)
+    size = subject.push.hidden
     rotations = [torch.linalg.qr(torch.randn(size, size, generator=generator)).Q for _ in range(RANDOM_DIRECTIONS)]
     return [SteeringVector({layer: q @ subject.push[layer] for layer in subject.steered}) for q in rotations]
 
 
 def control(subject: Subject, scales: Sequence[float], scale: float) -> tuple[list[float], Control]:
-    """The log-odds at every one of `scales`, and their gap between ±`scale` against that of random directions."""
+    """Return the log-odds at each of `scales`, and their gap between ±`scale` beside that of random directions."""
     signed = [push.add(sign * scale) for push in random_pushes(subject) for sign in (1, -1)]
     odds = log_odds(subject, [subject.push.add(s) if s else None for s in scales] + signed)
-    sweep, rest = odds[: len(scales)], odds[len(scales) :]
+    sweep = odds[: len(scales)]
+    rest = odds[len(scales) :]
     gap = sweep[scales.index(scale)] - sweep[scales.index(-scale)]
     gaps = [up - down for up, down in zip(rest[::2], rest[1::2], strict=True)]
-    spread = math.sqrt(sum(g * g for g in gaps) / len(gaps))  # about 0: the sign of a random direction means nothing
+    spread = math.sqrt(sum(g * g for g in gaps) / len(gaps))  # around 0: signs of random directions mean nothing
     return sweep, Control(gap, gaps, gap / spread, TEST_PROMPTS, POSITIVE_WORDS, NEGATIVE_WORDS)

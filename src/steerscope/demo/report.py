@@ -1,4 +1,4 @@
-"""Results → one self-contained HTML page. Everything that a model or a user wrote is escaped on its way in."""
+"""The demo's results as one self-contained HTML page. Everything that a model or a user wrote is escaped."""
 
 from collections.abc import Sequence
 from importlib import resources
@@ -15,7 +15,7 @@ _CARD = """<article class="card" style="border-top-color:{colour}">
 
 
 def html_report(results: Results) -> str:
-    """Return the whole page, plotly.js included once."""
+    """Return the whole page."""
     template = (resources.files("steerscope.demo") / "report.html").read_text(encoding="utf-8")
     title = f"steerscope demo: {results.positive} and {results.negative} in {results.model}"
     return document(title, fill(template, **_values(results), **_plots(results)))
@@ -23,8 +23,8 @@ def html_report(results: Results) -> str:
 
 def telling_lines(results: Results) -> list[str]:
     """Three lines for the terminal."""
-    control, up, down = results.control, *(results.dose(sign * results.scale) for sign in (1, -1))
-    plain = results.dose(0.0)
+    control = results.control
+    up, down, plain = (results.dose(sign * results.scale) for sign in (1, -1, 0))
     return [
         f"Direction: held-out AUROC {results.heldout_auroc:.2f} at layer {results.read_layer} "
         f"({results.heldout_pairs} {results.positive} against {results.heldout_pairs} {results.negative} sentences, "
@@ -70,7 +70,7 @@ def _title(condition: str) -> str:
 
 def _ops(results: Results) -> dict[str, tuple[str, str]]:
     """Return condition → its op, and what that means."""
-    scale, cap = results.scale, results.cap_at
+    scale = results.scale
     layers = f"{results.steered_layers[0]}–{results.steered_layers[-1]}"
     return {
         "unsteered": ("no op", "The model as it is."),
@@ -78,7 +78,8 @@ def _ops(results: Results) -> dict[str, tuple[str, str]]:
         results.negative: (f"Add(−{scale:g})", "The same vector, subtracted."),
         "capped": (
             f"Add(+{scale:g}), Cap(max)",
-            f"The same push, but no row may lie further out than unsteered answers do on average ({cap:+.3f}).",
+            "The same push, but no row may lie further out than unsteered answers do on average "
+            f"({results.cap_at:+.3f}).",
         ),
         "ablated": ("Ablate()", f"No push; the component along the vector is set to zero at layers {layers}."),
     }
@@ -94,9 +95,9 @@ def _cards(results: Results) -> Html:
 
 def _card(results: Results, answer: Answer) -> str:
     op, _ = _ops(results).get(answer.condition, ("", ""))
-    name, colour = _name(answer.condition), plots.colour(results, answer.condition)
+    colour = plots.colour(results, answer.condition)
     text = answer.text.strip() + ("" if answer.finished else " …")
-    return fill(_CARD, name=name, colour=colour, op=op, text=text, answer=answer)
+    return fill(_CARD, name=_name(answer.condition), colour=colour, op=op, text=text, answer=answer)
 
 
 def _name(condition: str) -> str:

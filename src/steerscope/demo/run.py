@@ -4,10 +4,12 @@ Prompts serve one purpose each: the scale was chosen on `SWEEP_PROMPTS`, the tex
 the statistics come from the test prompts in `measures`.
 """
 
+import itertools
 import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,7 +27,6 @@ from steerscope.demo.measures import (
     set_up,
     surprises,
 )
-from steerscope.demo.progress import Steps
 from steerscope.demo.report import html_report, telling_lines
 from steerscope.demo.results import Answer, Dose, HeatMap, Plane, Point, Results
 from steerscope.demo.watching import CONCEPTS, fit_small_pack, watch
@@ -33,6 +34,7 @@ from steerscope.engines.load import load
 from steerscope.engines.results import Generation
 from steerscope.extraction import load_contrast_set, sentence_rows, sentences
 from steerscope.files import atomic_path
+from steerscope.progress import ProgressBars
 from steerscope.specs.capture import Capture
 from steerscope.specs.steering import Steering
 
@@ -48,7 +50,8 @@ STEPS = 8
 
 
 def doses(subject: Subject, swept: Sequence[Sequence[Generation]], odds: Sequence[float]) -> list[Dose]:
-    nats, made = surprises(subject, [g for group in swept for g in group]), []
+    nats = surprises(subject, [g for group in swept for g in group])
+    made = []
     for i, (scale, group, odd) in enumerate(zip(SCALES, swept, odds, strict=True)):
         distinct = sum(len(set(g.token_ids)) / len(g.token_ids) for g in group) / len(group)
         made.append(Dose(scale, perplexity(nats[i * len(group) : (i + 1) * len(group)]), distinct, odd))
@@ -56,12 +59,13 @@ def doses(subject: Subject, swept: Sequence[Sequence[Generation]], odds: Sequenc
 
 
 def steerings(subject: Subject, plain: Sequence[Generation]) -> tuple[dict[str, Steering], dict[int, float]]:
-    """What is shown side by side, and the caps: the mean projection of unsteered answers at each steered layer."""
+    """Return the steerings shown side by side, and the caps: mean projections of unsteered answers, per layer."""
     caps = {}
     for layer in subject.steered:
         rows = torch.cat([g.rows[layer][torch.from_numpy(g.rows.labels.generated)] for g in plain])
         caps[layer] = float(subject.unit.projection(rows, layer).mean())
-    unit, push = subject.unit.at(subject.steered), subject.push
+    unit = subject.unit.at(subject.steered)
+    push = subject.push
     made = {
         "unsteered": Steering(),
         subject.data.positive: Steering.of(push.add(SCALE)),
@@ -127,13 +131,13 @@ def plane(subject: Subject, texts: Mapping[str, Sequence[str]]) -> Plane:
 
 
 def _centred(rows: Tensor, groups: int) -> Tensor:
-    """Rows of `groups` equal parts; the i-th rows of all parts belong together and their mean is taken away."""
+    """Subtract from each row of `groups` equal parts the mean of the rows at its place in all parts."""
     parts = rows.view(groups, -1, rows.shape[-1])
     return (parts - parts.mean(0)).flatten(0, 1)
 
 
 def _principal(rows: Tensor, direction: Tensor) -> tuple[Tensor, tuple[float, ...]]:
-    """The first two principal components [2, hidden], and their shares of the variance.
+    """Return the first two principal components [2, hidden], and their shares of the variance.
 
     The sign of a component is arbitrary: here it is that of its cosine with the direction.
     """
@@ -143,77 +147,102 @@ def _principal(rows: Tensor, direction: Tensor) -> tuple[Tensor, tuple[float, ..
 
 
 def _finished(text: str) -> str:
-    """Up to the last full stop, if there is one."""
+    """Return the text up to its last full stop, if there is one."""
     found = re.match(r".*[.!?]", text, re.DOTALL)
     return (found[0] if found and len(found[0]) > 20 else text).strip()
 
 
-def measure(model: str, steps: Steps, packs: Path, *, sweep_tokens: int = 24, answer_tokens: int = 40) -> Results:
-    """A lens pack is written to `packs`."""
+def measure(model: str, bars: ProgressBars, packs: Path, *, sweep_tokens: int = 24, answer_tokens: int = 40) -> Results:
+    """Measure everything on one model, and write its lens pack to `packs`."""
     began = time.perf_counter()
-    steps(f"loading {model}")
-    with load(model, max_batch=64, progress=steps.say) as engine:
-        steps.count_rows(lambda: engine.stats()["rows"])
+    numbers = itertools.count()
+
+    def step(text: str) -> None:
+        bars("demo", next(numbers), STEPS, text, log=True)
+
+    step(f"loading {model}")
+    with load(model, max_batch=64, progress=bars.say) as engine:
         data = load_contrast_set("happy_sad")
-        steps(f"vector from {len(data.extraction)} sentence pairs")
+        step(f"vector from {len(data.extraction)} sentence pairs")
         subject = set_up(engine, data)
         auroc = heldout_auroc(subject)
-        steps(f"against {RANDOM_DIRECTIONS} random directions")
+        step(f"against {RANDOM_DIRECTIONS} random directions")
         odds, tested = control(subject, SCALES, SCALE)
-        steps(f"sweeping {len(SCALES)} scales")
-        pushes = [subject.push.add(scale) if scale else None for scale in SCALES]
-        generated = Capture(layers=subject.steered, tokens="generated")
-        unsteered_only = [None if scale else generated for scale in SCALES]
-        swept = answers(subject, SWEEP_PROMPTS, pushes, sweep_tokens, unsteered_only)
+        step(f"sweeping {len(SCALES)} scales")
+        swept = sweep(subject, sweep_tokens)
         curve = doses(subject, swept, odds)
-        steps("unsteered, steered, capped, ablated")
+        step("unsteered, steered, capped, ablated")
         steered, caps = steerings(subject, swept[SCALES.index(0.0)])
         shown = answers(subject, SHOWN_PROMPTS, list(steered.values()), answer_tokens, [Capture()] * len(steered))
-        steps("projecting every token at every layer")
-        asked = [(name, prompt) for name in steered for prompt in SHOWN_PROMPTS]
-        flat = [generation for group in shown for generation in group]
-        nats = surprises(subject, flat)
-        looks = [look(subject, *names, g, n) for names, g, n in zip(asked, flat, nats, strict=True)]
-        steps(f"lenses for {', '.join(CONCEPTS)}")
+        step("projecting every token at every layer")
+        looks = looks_at(subject, list(steered), shown)
+        step(f"lenses for {', '.join(CONCEPTS)}")
         pack = fit_small_pack(subject, packs)
         lenses = watch(subject, pack, SHOWN_PROMPTS[0], dict(list(steered.items())[:3]), answer_tokens)
-        steps("principal components")
+        step("principal components")
         three = zip(list(steered)[:3], shown, (0.0, SCALE, -SCALE), strict=False)
         texts = {name: [g.text for g in [*group, *swept[SCALES.index(at)]]] for name, group, at in three}
         layer = subject.read_layer
-        ends = subject.place(subject.extraction[:, layer], layer).view(2, -1).mean(1)
         return Results(
-            model=model,
-            layers=engine.facts.layers,
-            hidden=engine.facts.hidden,
-            dtype=str(subject.hf.model.dtype).removeprefix("torch."),
-            positive=data.positive,
-            negative=data.negative,
-            pairs=len(data.extraction),
-            heldout_pairs=len(data.heldout),
-            steered_layers=subject.steered,
-            read_layer=layer,
-            scale=SCALE,
-            class_distance=float(ends[0] - ends[1]),
+            **facts(subject, model),
             cap_at=(caps[layer] - subject.middle[layer]) / subject.norms[layer],
             auroc=auroc,
             plane=plane(subject, texts),
             doses=curve,
-            sweep_prompts=SWEEP_PROMPTS,
             control=tested,
             answers=[answer for answer, _ in looks],
             heat=[heat for _, heat in looks if heat.prompt == SHOWN_PROMPTS[-1]][:3],
             lenses=lenses,
             seconds=time.perf_counter() - began,
-            version=steerscope.__version__,
         )
 
 
+def sweep(subject: Subject, tokens: int) -> list[list[Generation]]:
+    """Return answers to the sweep prompts at every scale; rows are captured of unsteered answers only."""
+    pushes = [subject.push.add(scale) if scale else None for scale in SCALES]
+    generated = Capture(layers=subject.steered, tokens="generated")
+    captures = [None if scale else generated for scale in SCALES]
+    return answers(subject, SWEEP_PROMPTS, pushes, tokens, captures)
+
+
+def looks_at(
+    subject: Subject, conditions: Sequence[str], shown: Sequence[Sequence[Generation]]
+) -> list[tuple[Answer, HeatMap]]:
+    """Measure the answers to all shown prompts under all conditions."""
+    asked = [(name, prompt) for name in conditions for prompt in SHOWN_PROMPTS]
+    flat = [generation for group in shown for generation in group]
+    nats = surprises(subject, flat)
+    return [look(subject, *names, g, n) for names, g, n in zip(asked, flat, nats, strict=True)]
+
+
+def facts(subject: Subject, model: str) -> dict[str, Any]:
+    """Return what is known without a measurement of steering."""
+    layer = subject.read_layer
+    ends = subject.place(subject.extraction[:, layer], layer).view(2, -1).mean(1)
+    return {
+        "model": model,
+        "layers": subject.engine.facts.layers,
+        "hidden": subject.engine.facts.hidden,
+        "dtype": str(subject.hf.model.dtype).removeprefix("torch."),
+        "positive": subject.data.positive,
+        "negative": subject.data.negative,
+        "pairs": len(subject.data.extraction),
+        "heldout_pairs": len(subject.data.heldout),
+        "steered_layers": subject.steered,
+        "read_layer": layer,
+        "scale": SCALE,
+        "class_distance": float(ends[0] - ends[1]),
+        "sweep_prompts": SWEEP_PROMPTS,
+        "version": steerscope.__version__,
+    }
+
+
 def run_demo(out: Path, model: str = "smollm2-135m") -> None:
-    """Measure, write `out`/index.html and the pack `out`/lenses, and say what was found."""
+    """Measure, write `out`/index.html and the pack `out`/lenses, and print what was found."""
     out.mkdir(parents=True, exist_ok=True)
-    with Steps(STEPS) as steps:
-        results = measure(model, steps, out / "lenses")
+    with ProgressBars() as bars:
+        results = measure(model, bars, out / "lenses")
+        bars("demo", STEPS, STEPS, "done")
     page = out / "index.html"
     with atomic_path(page) as temporary:
         temporary.write_text(html_report(results), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The demo's lenses: a small pack is fitted on the model, and says what it reads while the model answers."""
+"""The demo's lenses: a small pack is fitted on the model and reads its answers."""
 
 import statistics
 import tempfile
@@ -23,7 +23,7 @@ _FOR, _AGAINST = "pleasant", "unpleasant"
 
 
 def fit_small_pack(subject: Subject, out: Path) -> Pack:
-    """Lenses for a part of the shipped concepts, written to `out`."""
+    """Fit lenses for some of the shipped concepts, and write them to `out`."""
     layer = int(_DEPTH * subject.engine.facts.layers)
     with tempfile.TemporaryDirectory() as work:
         settings = LensSettings(layers=(layer,), name="demo")
@@ -31,7 +31,7 @@ def fit_small_pack(subject: Subject, out: Path) -> Pack:
 
 
 def watch(subject: Subject, pack: Pack, prompt: str, steered: Mapping[str, Steering], tokens: int) -> Lenses:
-    """What the lenses read in the answer under each steering, row by row."""
+    """Return what the lenses read in the answer under each steering, row by row."""
     subject.engine.register_pack("demo", pack)
     chat = [{"role": "user", "content": prompt}]
     done = subject.engine.chat(

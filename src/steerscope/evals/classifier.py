@@ -1,8 +1,8 @@
 """A classifier of answers: sentence embeddings and a logistic regression, trained on answers to other questions.
 
-The embeddings are those of all-MiniLM-L6-v2 (mean over tokens, length 1), computed with transformers alone. What it is
-trained on is a run whose prompted answers show the trait and whose opposite (or unsteered) ones do not, or a file of
-labelled texts. Questions that were trained on cannot be scored: an answer would be known by its topic.
+The embeddings are those of all-MiniLM-L6-v2 (mean over tokens, length 1). Training data is a run whose prompted answers
+show the trait and whose opposite (or unsteered) ones do not, or a file of labelled texts. Questions of the training
+data cannot be scored, because an answer would be recognised by its topic.
 """
 
 from collections.abc import Sequence
@@ -11,37 +11,40 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from sklearn.model_selection import GroupKFold, cross_val_predict
 
 from steerscope.engines.hf.settings import no_bars
 from steerscope.evals.run import OPPOSITE, PROMPTED, UNSTEERED, answers_of, load_run
-from steerscope.evals.scorers import Json, Scored
-from steerscope.extraction.data import load_contrast_set, load_examples, sentences, shipped_sets
-from steerscope.extraction.personas.folder import Record, digest
+from steerscope.evals.scorers import NOT_SCORED, Json, Scored
+from steerscope.extraction.data import Examples, load_contrast_set, load_examples, shipped_sets
+from steerscope.extraction.runs import Record, batches, digest
 from steerscope.specs.errors import InvalidRequest, ModelNotFound, Problem
 
 EMBEDDINGS = "all-MiniLM-L6-v2"
-_MOST_TOKENS, _AT_ONCE, _FOLDS = 256, 64, 5
+_MAX_TOKENS = 256
+_AT_ONCE = 64  # texts
+_FOLDS = 5
 
 
 class Embedder:
     """Texts → [n, 384], float32, each row of length 1."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self) -> None:
         from transformers import AutoModel, AutoTokenizer
 
-        folder = path or _packaged()
+        folder = _packaged()
         with no_bars():
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
             self._model = AutoModel.from_pretrained(folder).eval()
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        parts = [self._part(texts[start : start + _AT_ONCE]) for start in range(0, len(texts), _AT_ONCE)]
+        parts = [self._part(part) for part in batches(texts, _AT_ONCE)]
         return np.concatenate(parts) if parts else np.zeros((0, self._model.config.hidden_size), np.float32)
 
     def _part(self, texts: Sequence[str]) -> np.ndarray:
-        given = self._tokenizer(
-            list(texts), padding=True, truncation=True, max_length=_MOST_TOKENS, return_tensors="pt"
-        )
+        given = self._tokenizer(list(texts), padding=True, truncation=True, max_length=_MAX_TOKENS, return_tensors="pt")
         with torch.no_grad():
             rows = self._model(**given).last_hidden_state
         mask = given["attention_mask"].unsqueeze(-1)
@@ -60,7 +63,7 @@ def _packaged() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """Texts that show the trait and texts that do not; `groups` tells which belong together (question, pair)."""
+    """Texts that show the trait and texts that do not; `groups` names the question or pair of each."""
 
     texts: tuple[str, ...]
     positive: tuple[bool, ...]
@@ -69,15 +72,14 @@ class Labelled:
 
 
 def load_labelled(source: str | Path) -> Labelled:
-    """The folder of a run, a shipped contrast set, or a JSONL file of pairs or labelled texts."""
+    """Load the folder of a run, a shipped contrast set, or a JSONL file of pairs or labelled texts."""
     path = Path(source)
     if path.is_dir():
         return _of_run(path)
     if str(source) in shipped_sets():
-        pairs = load_contrast_set(str(source)).extraction
-        n = len(pairs)
-        return Labelled(tuple(sentences(pairs)), (True,) * n + (False,) * n, tuple(str(i) for i in range(n)) * 2)
-    examples = load_examples(path)
+        examples = Examples.of_pairs(load_contrast_set(str(source)).extraction)
+    else:
+        examples = load_examples(path)
     texts = [text for text in examples.texts if isinstance(text, str)]
     if len(texts) < len(examples):
         raise InvalidRequest([Problem("classifier", f"{path} holds chats", "give plain texts")])
@@ -103,12 +105,10 @@ class Classifier:
     name = "classifier"
 
     def __init__(self, data: Labelled, embed: Embedder | None = None) -> None:
-        from sklearn.linear_model import LogisticRegression
-
         self._data, self._embed = data, embed or Embedder()
         rows, labels = self._embed(data.texts), np.array(data.positive)
-        self._model = LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000).fit(rows, labels)
-        self.auroc = _across_groups(rows, labels, data.groups)
+        self._model = _regression().fit(rows, labels)
+        self.auroc = _heldout_auroc(rows, labels, data.groups)
 
     @property
     def identity(self) -> str:
@@ -130,20 +130,23 @@ class Classifier:
         if seen:
             what = f"was trained on answers to {len(seen)} of these questions, {seen[0]!r} among them"
             raise InvalidRequest([Problem("classifier", what, "train it on a run with other questions")])
-        texts = [one["text"] for one in answers if "logprobs" not in one]
-        found = iter(self.probabilities(texts).tolist() if texts else ())
-        return [Scored({}) if "logprobs" in one else Scored({"classifier": next(found)}) for one in answers]
+        scores = [NOT_SCORED] * len(answers)
+        places = [i for i, one in enumerate(answers) if "logprobs" not in one]
+        if places:
+            for i, probability in zip(places, self.probabilities([answers[i]["text"] for i in places]), strict=True):
+                scores[i] = Scored({"classifier": float(probability)})
+        return scores
 
 
-def _across_groups(rows: np.ndarray, labels: np.ndarray, groups: Sequence[str]) -> float | None:
-    """AUROC of texts whose group (question, pair) had no part in the training."""
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.metrics import roc_auc_score
-    from sklearn.model_selection import GroupKFold, cross_val_predict
+def _regression() -> LogisticRegression:
+    return LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000)
 
-    folds = min(_FOLDS, len(set(groups)))
-    if folds < 2:
+
+def _heldout_auroc(rows: np.ndarray, labels: np.ndarray, groups: Sequence[str]) -> float | None:
+    """Return the AUROC on texts whose group was left out of the training."""
+    n_folds = min(_FOLDS, len(set(groups)))
+    if n_folds < 2:
         return None
-    model = LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000)
-    said = cross_val_predict(model, rows, labels, groups=list(groups), cv=GroupKFold(folds), method="decision_function")
-    return round(float(roc_auc_score(labels, said)), 4)
+    folds = GroupKFold(n_folds)
+    scores = cross_val_predict(_regression(), rows, labels, groups=groups, cv=folds, method="decision_function")
+    return round(float(roc_auc_score(labels, scores)), 4)

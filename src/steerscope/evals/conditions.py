@@ -1,4 +1,4 @@
-"""What is compared: no steering, being told, vectors at scales, caps at percentiles."""
+"""Conditions to compare: no steering, prompts, vectors at scales, caps at percentiles."""
 
 import math
 import re
@@ -7,18 +7,21 @@ from pathlib import Path
 
 from steerscope.analysis.compare import LEARNED
 from steerscope.evals.run import OPPOSITE, PROMPTED, UNSTEERED, Condition
+from steerscope.extraction.jsonl import parse_all
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.files import reading
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 from steerscope.specs.steering import Add, Steering
+from steerscope.vectors.files import load
 from steerscope.vectors.legacy import load_capping
+from steerscope.vectors.steering_text import split
 from steerscope.vectors.vector import SteeringVector
 
 _MOST_SCALES = 1000
 
 
 def parse_scales(text: str) -> list[float]:
-    """`-8..8` (whole steps), `-8..8:4` (steps of 4), or `-2,-0.5,2`. 0 is left out: that is the unsteered model."""
+    """Parse `-8..8` (whole steps), `-8..8:4` (steps of 4), or `-2,-0.5,2`. 0, the unsteered model, is left out."""
     match = re.fullmatch(r"([^.,:]+(?:\.\d+)?)\.\.([^,:]+)(?::([^,:]+))?", text.strip())
     try:
         if match:
@@ -35,13 +38,36 @@ def parse_scales(text: str) -> list[float]:
     return found
 
 
+def named_vectors(text: str) -> dict[str, SteeringVector]:
+    """Read `[NAME=]FILE[@LAYERS]` with commas between them; the name is the file's unless NAME= is given."""
+    found: dict[str, SteeringVector] = {}
+    without_layer_commas = re.sub(r"@([\d,-]+)(?=,[^\d]|$)", lambda match: "@" + match[1].replace(",", ";"), text)
+    for part in filter(None, map(str.strip, without_layer_commas.split(","))):
+        given, equals, body = part.partition("=")
+        path, rest = split(body if equals else part)
+        vector = load(path)
+        name = given if equals else Path(path).stem
+        if rest and not rest.startswith("@"):
+            raise _vectors_problem(f"cannot read {rest!r} after {path}", "write [NAME=]FILE[@LAYERS]")
+        if name in found:
+            raise _vectors_problem(f"two are called {name}", "name one: NAME=FILE")
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise _vectors_problem(f"{name!r} is no name for a file", "use letters, digits, - and _: NAME=FILE")
+        found[name] = vector.at(rest[1:].replace(";", ",")) if rest else vector
+    return found
+
+
+def _vectors_problem(what: str, remedy: str) -> InvalidRequest:
+    return InvalidRequest([Problem("vectors", what, remedy)])
+
+
 def prepared(
     vectors: Mapping[str, SteeringVector], *, normalize: bool = False, match_learned_scale: bool = False
 ) -> tuple[dict[str, SteeringVector], dict[str, float]]:
-    """Vectors as they will be added, and places to mark on the axis of scales.
+    """Return vectors as they will be added, and places to mark on the axis of scales.
 
-    `normalize` makes every direction 1 long, so that a scale is a length, and marks the length a learned vector had.
-    `match_learned_scale` makes all as long as the learned one, so that scale 1 is what was learned.
+    `normalize` gives every direction length 1, so that a scale is a length, and marks the length of a learned vector.
+    `match_learned_scale` gives all the length of the learned one, so that scale 1 is what was learned.
     """
     lengths = {name: sum(one.norms().values()) / len(one.norms()) for name, one in vectors.items()}
     learned = [name for name, one in vectors.items() if one.method in LEARNED]
@@ -64,11 +90,11 @@ def prepared(
 
 
 def baselines(persona: Persona | None, model: str) -> list[Condition]:
-    """The model as it is, and told to be so; for a trait also told to be the opposite."""
+    """Return the unsteered model, and the model prompted with the persona; for a trait also with its opposite."""
     found = [Condition(name=UNSTEERED)]
     if persona is not None:
-        told = [one.pos.replace("{model_name}", model) for one in persona.instructions]
-        found.append(Condition(name=PROMPTED, told=tuple(told)))
+        prompts = tuple(one.pos.replace("{model_name}", model) for one in persona.instructions)
+        found.append(Condition(name=PROMPTED, told=prompts))
         if persona.kind == "traits":
             found.append(Condition(name=OPPOSITE, told=tuple(one.neg or "" for one in persona.instructions)))
     return found
@@ -89,23 +115,21 @@ def steered(vectors: Mapping[str, SteeringVector], scales: Sequence[float]) -> l
 
 
 def caps(sources: Sequence[str | Path]) -> list[Condition]:
-    """Experiments of capping configs, and steerings as JSON; the percentile is read from names like cap-p25."""
-    found, problems = [], []
-    for source in map(Path, sources):
-        try:
-            found += [_cap(source, name, steering) for name, steering in _experiments(source).items()]
-        except BadFile as error:
-            problems.append(Problem("caps", str(error), "give a capping_config.pt or a cap-pN.json"))
-    if problems:
-        raise InvalidRequest(problems)
-    return found
+    """Load experiments of capping configs, and steerings as JSON; names like cap-p25 contain the percentile."""
+    found = parse_all((("", Path(source)) for source in sources), _experiments)
+    return [condition for conditions in found for condition in conditions]
 
 
-def _experiments(source: Path) -> dict[str, Steering]:
-    if source.suffix != ".json":
-        return load_capping(source)
-    with reading(source, "steering"):
-        return {source.stem: Steering.from_json(source.read_bytes())}
+def _experiments(source: Path) -> list[Condition]:
+    try:
+        if source.suffix != ".json":
+            experiments = load_capping(source)
+        else:
+            with reading(source, "steering"):
+                experiments = {source.stem: Steering.from_json(source.read_bytes())}
+    except BadFile as error:
+        raise InvalidRequest([Problem("caps", str(error), "give a capping_config.pt or a cap-pN.json")]) from None
+    return [_cap(source, name, steering) for name, steering in experiments.items()]
 
 
 def _cap(source: Path, name: str, steering: Steering) -> Condition:

@@ -1,7 +1,7 @@
-"""A text given to the model token by token: how surprised it is, and where its rows lie.
+"""Probabilities and rows of a given text.
 
-`forced` works under any steering; scoring uses the unsteered model, so that the perplexity of an answer says what it
-costs in fluency, and its projection how far what was written, not the push itself, lies along a vector.
+`forced` works under any steering. `ModelScorer` uses the unsteered model: perplexity measures the fluency of an answer,
+and its projection how far the text, not the steering, lies along a vector.
 """
 
 import math
@@ -16,12 +16,9 @@ from steerscope.engines.hf.logits import logits
 from steerscope.engines.options import Each, SteerLike
 from steerscope.engines.results import TokenPrompt
 from steerscope.engines.sync import SyncEngine
-from steerscope.evals.scorers import Json, Scored
-from steerscope.extraction.personas.folder import Record, digest
-from steerscope.specs.capture import Capture
-from steerscope.specs.chat import Message
-from steerscope.specs.errors import SteerscopeError
-from steerscope.specs.sampling import Sampling
+from steerscope.evals.scorers import NOT_SCORED, Json, Scored
+from steerscope.extraction.runs import Record, digest
+from steerscope.specs import Capture, Message, Sampling, SteerscopeError
 from steerscope.vectors.vector import SteeringVector
 
 _AT_ONCE = 32
@@ -30,8 +27,8 @@ Tokens = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """Of one text behind one prompt: natural logarithms of its tokens' probabilities, whether each was the likeliest,
-    and its rows per asked layer (those of its own tokens)."""
+    """Natural logarithms of the probabilities of a text's tokens, whether each was the likeliest, and their rows by
+    layer."""
 
     logprobs: Tensor
     greedy: Tensor
@@ -44,7 +41,7 @@ def forced(
     steer: Each[SteerLike] = None,
     layers: Sequence[int] = (),
 ) -> Iterator[Forced]:
-    """Pairs of prompt and text, both at least one token long, in their order."""
+    """Yield the probabilities of each text after its prompt; both have at least one token."""
     hf = engine.aio
     if not isinstance(hf, HFEngine):
         raise SteerscopeError("this needs the weights in this process: load the model with the hf engine")
@@ -59,11 +56,11 @@ def forced(
         )
         for (_, text), one in zip(part, done, strict=True):
             rows = one.rows
-            said = torch.log_softmax(logits(hf, rows[last][:-1]), -1).cpu()
+            logprobs = torch.log_softmax(logits(hf, rows[last][:-1]), -1).cpu()
             wanted = torch.tensor(text)
             yield Forced(
-                said.gather(1, wanted[:, None])[:, 0],
-                said.argmax(-1) == wanted,
+                logprobs.gather(1, wanted[:, None])[:, 0],
+                logprobs.argmax(-1) == wanted,
                 {layer: rows[layer][1:].float() for layer in layers},
             )
             if one.capture:
@@ -71,8 +68,8 @@ def forced(
 
 
 class ModelScorer:
-    """`perplexity` of the answer under the unsteered model, after the question alone; `projection: NAME` of the mean
-    of its rows on each vector, at the first layer the vector has."""
+    """`perplexity` of the answer after the question alone; `projection: NAME` of its mean row on each vector, at the
+    first layer of the vector."""
 
     name = "model"
 
@@ -90,11 +87,13 @@ class ModelScorer:
         return {"model": self._engine.facts.name, "projection layers": dict(self._layers)}
 
     def __call__(self, answers: Sequence[Record]) -> list[Scored]:
-        open_ = [one for one in answers if "logprobs" not in one and one["token_ids"]]
-        prompts = {one["question"]: self._prompt(one["question"]) for one in open_}
-        texts = [(prompts[one["question"]], one["token_ids"]) for one in open_]
-        found = dict(zip((one["id"] for one in open_), self._scores(texts), strict=True))
-        return [found.get(one["id"], Scored({})) for one in answers]
+        scores = [NOT_SCORED] * len(answers)
+        places = [i for i, one in enumerate(answers) if "logprobs" not in one and one["token_ids"]]
+        prompts = {question: self._prompt(question) for question in {answers[i]["question"] for i in places}}
+        texts = [(prompts[answers[i]["question"]], answers[i]["token_ids"]) for i in places]
+        for i, score in zip(places, self._scores(texts), strict=True):
+            scores[i] = score
+        return scores
 
     def _prompt(self, question: str) -> list[int]:
         return self._engine.aio.render([Message(role="user", content=question)]).token_ids

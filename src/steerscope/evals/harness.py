@@ -6,8 +6,7 @@
     with steerscope.load("smollm2-135m") as engine:
         simple_evaluate(SteeredLM(engine, vector.add(2, layers=19)), tasks=["hellaswag"], limit=50)
 
-Texts are scored token by token through the transformers engine, so any steering and any selector counts as it does when
-the model writes.
+Texts are scored token by token by the transformers engine, so any steering and selector acts as in generation.
 
 Text that is longer than the model's context loses its beginning, as in the harness's own models: a prompt keeps its
 last `max_length - max_gen_toks` tokens, a scored text its last `scored_length + 1`. Where `max_gen_toks` alone fills
@@ -28,7 +27,8 @@ from steerscope.engines.sync import SyncEngine
 from steerscope.evals.forced import Tokens, forced
 from steerscope.specs.sampling import Sampling
 
-_STRINGS, _AT_ONCE = 4, 32  # stop strings a request may have
+_MAX_STOP_STRINGS = 4  # of a request
+_AT_ONCE = 32
 _MAX_GEN_TOKS = 256  # the harness's own default
 _UNLIMITED = 1 << 20
 
@@ -75,8 +75,8 @@ class SteeredLM(TemplateLM):
 
     @property
     def scored_length(self) -> int:
-        """What the harness calls `max_length` when it scores a text: the text without its last token. It is 2 less
-        than the context, since a request reads the whole text and generates one token."""
+        """The harness's `max_length` of scored texts, without the last token. It is 2 less than the context, because a
+        request reads the whole text and generates one token."""
         return self.max_length - 2
 
     def _loglikelihood_tokens(
@@ -130,7 +130,7 @@ class SteeredLM(TemplateLM):
         asked = {
             "max_tokens": min(max_tokens, self.max_length - len(ids)),
             "temperature": known.get("temperature", 0.0) if known["do_sample"] else 0.0,
-            "stop": _until(options)[:_STRINGS],
+            "stop": _until(options)[:_MAX_STOP_STRINGS],
         }
         return TokenPrompt(ids), Sampling.parse(asked)
 

@@ -1,9 +1,8 @@
-"""Do both engines compute the same under steering? One continues texts, the other is given them token by token.
+"""Compare two engines under steering, token by token.
 
 `continued` writes greedy answers under each condition and keeps the log-probabilities of the likeliest tokens at every
-step; `agreement` asks another engine for those of the same steps: each is a request of its own whose prompt is
-everything before it, so steerings must act on all tokens. How far leaving the steering out would move them is told
-beside, to be compared with.
+step. `agreement` asks another engine for those of the same steps, each as a request whose prompt is everything before
+it, so steerings must act on all tokens. It also measures how far leaving the steering out would move them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,18 +12,17 @@ import numpy as np
 
 from steerscope.engines.results import TokenPrompt
 from steerscope.engines.sync import SyncEngine
-from steerscope.specs.chat import Message
-from steerscope.specs.errors import InvalidRequest, Problem
-from steerscope.specs.sampling import Sampling
-from steerscope.specs.steering import Steering
+from steerscope.extraction.runs import batches
+from steerscope.specs import InvalidRequest, Message, Problem, Sampling, Steering
 
-_TOP, _AT_ONCE = 5, 64
+_TOP = 5
+_AT_ONCE = 64
 Conditions = Mapping[str, Steering | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of one text: the tokens before it, and the likeliest next ones."""
+    """The tokens before one step of a text, and the likeliest next ones."""
 
     before: tuple[int, ...]
     top: dict[int, float]
@@ -40,9 +38,9 @@ def continued(
         prompts = [engine.aio.render([Message(role="user", content=question)]) for question in questions]
         done = engine.generate(prompts, Sampling(max_tokens=tokens, logprobs=_TOP), steer=steering)
         found[name] = [
-            Step((*one.prompt_token_ids, *one.token_ids[:i]), dict(told.top))
+            Step((*one.prompt_token_ids, *one.token_ids[:i]), dict(logprobs.top))
             for one in done
-            for i, told in enumerate(one.choices[0].logprobs)
+            for i, logprobs in enumerate(one.choices[0].logprobs)
         ]
     return found
 
@@ -57,9 +55,10 @@ def _check(conditions: Conditions) -> None:
 def agreement(
     engine: SyncEngine, texts: Mapping[str, Sequence[Step]], conditions: Conditions
 ) -> dict[str, dict[str, float | None]]:
-    """Per condition: differences of the log-probabilities of the likeliest tokens, and how often the best is the same.
-    An engine tells only its 20 likeliest: `compared` are those of which both tell, `unknown` the others. `moved`: the
-    mean difference that leaving the steering out would make, by the tokens that are then known."""
+    """Return, by condition, differences of log-probabilities, and how often the likeliest token is the same.
+
+    An engine returns only its 20 likeliest tokens: `compared` is the number of tokens that both return, `unknown` that
+    of the others. `moved` is the mean difference that leaving the steering out would make."""
     found = {}
     for name, steps in texts.items():
         mine = _likeliest(engine, steps, conditions[name])
@@ -79,20 +78,20 @@ def agreement(
 
 def _likeliest(engine: SyncEngine, steps: Sequence[Step], steering: Steering | None) -> list[dict[int, float]]:
     found = []
-    for start in range(0, len(steps), _AT_ONCE):
-        prompts = [TokenPrompt(one.before) for one in steps[start : start + _AT_ONCE]]
+    for part in batches(steps, _AT_ONCE):
+        prompts = [TokenPrompt(one.before) for one in part]
         done = engine.generate(prompts, Sampling(max_tokens=1, logprobs=20), steer=steering)
         found += [dict(one.choices[0].logprobs[0].top) for one in done]
     return found
 
 
 def _apart(steps: Sequence[Step], others: Sequence[Mapping[int, float]]) -> np.ndarray:
-    """Of the tokens that both tell of."""
+    """Differences of the tokens that both return."""
     return np.array(
         [
-            abs(logprob - other[token])
+            abs(step.top[token] - other[token])
             for step, other in zip(steps, others, strict=True)
-            for token, logprob in step.top.items()
+            for token in step.top
             if token in other
         ]
     )

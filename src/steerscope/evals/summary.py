@@ -1,10 +1,10 @@
-"""What the scores of a run prove: of each condition a mean, an interval, and the difference from the unsteered model.
+"""Statistics of a run's scores: of each condition a mean, an interval, and the difference from the unsteered model.
 
-A question is the unit: answers to one question are alike, so intervals (Student's t) come from the means of questions.
-One question, or several with the same mean, have none; of scores that are 0 or 1 the interval of a share is taken. A
-difference is tested by exchanging the two conditions within questions, which gives no p below 2 / 2 ** questions: that
-least p is told with each. Of one score all differences are corrected together (Holm). Perplexities are averaged and
-tested as logarithms.
+A question is the unit, because answers to one question are alike: intervals (Student's t) come from the means of
+questions. One question, or several with the same mean, have no interval; scores that are 0 or 1 have that of a share.
+A difference is tested by exchanging the two conditions within questions, which gives no p below 2 / 2 ** questions;
+that least p is reported with each. All differences of one score are corrected together (Holm). Perplexities are
+averaged and tested as logarithms.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from steerscope.analysis.statistics import holm, least_paired_p, mean_interval, 
 from steerscope.evals.counts import count_answers, what_is_missing
 from steerscope.evals.run import UNSTEERED, EvalRun
 from steerscope.evals.scoring import Row, question_means, score_names, scored_answers, scorer_facts
-from steerscope.extraction.personas.folder import write_json
+from steerscope.extraction.runs import write_json
 from steerscope.specs.errors import InvalidRequest, Problem
 
 _PREFERRED = ("classifier", "judge", "keywords", "choice", "correct", "regex", "refusal")
@@ -54,27 +54,26 @@ def summarise(out: Path, run: EvalRun, main: str | None = None) -> dict[str, Any
 
 
 def compare(rows: Sequence[Row], run: EvalRun, name: str) -> list[dict[str, Any]]:
-    """Of one score: every condition on every set, with its difference from the unsteered model."""
-    found, tested = [], []
+    """Return the entries of one score: every condition on every set, with its difference from the unsteered model."""
+    log = name == "perplexity"
     cells: dict[tuple[str, str], Means] = {}
     for (condition, dataset, question), values in question_means(rows, name).items():
-        scaled = np.log(values) if name == "perplexity" else values
-        cells.setdefault((dataset, condition), {})[question] = (float(np.mean(scaled)), len(values))
-    places = {one.name: (one.series, one.at) for one in run.conditions}
+        mean = float(np.mean(np.log(values) if log else values))
+        cells.setdefault((dataset, condition), {})[question] = mean, len(values)
+    places = {one.name: {"series": one.series, "at": one.at} for one in run.conditions}
+    found = []
     for (dataset, condition), means in cells.items():
-        series, at = places[condition]
-        entry: dict[str, Any] = {"score": name, "dataset": dataset, "condition": condition, "series": series, "at": at}
-        interval = _interval([mean for mean, _ in means.values()], share=name in _SHARES)
-        scaled_back = np.exp if name == "perplexity" else float
-        for key, value in zip(("mean", "low", "high"), interval, strict=True):
-            entry[key] = None if value is None else float(scaled_back(value))
+        entry: dict[str, Any] = {"score": name, "dataset": dataset, "condition": condition, **places[condition]}
+        bounds = _interval([mean for mean, _ in means.values()], share=name in _SHARES)
+        for key, value in zip(("mean", "low", "high"), bounds, strict=True):
+            entry[key] = float(np.exp(value)) if log and value is not None else value
         entry |= {"questions": len(means), "answers": sum(n for _, n in means.values())}
         base = cells.get((dataset, UNSTEERED), {})
         both = [question for question in means if question in base]
         if condition != UNSTEERED and len(both) >= _FEWEST:
             entry |= _difference([means[q][0] for q in both], [base[q][0] for q in both])
-            tested.append(entry)
         found.append(entry)
+    tested = [entry for entry in found if "p" in entry]
     for p in ("p", "least_p") if tested else ():
         for entry, corrected in zip(tested, holm([entry[p] for entry in tested]), strict=True):
             entry[f"{p}_corrected"] = float(corrected)
@@ -82,7 +81,7 @@ def compare(rows: Sequence[Row], run: EvalRun, name: str) -> list[dict[str, Any]
 
 
 def _interval(values: Sequence[float], share: bool = False) -> tuple[float, float | None, float | None]:
-    """The mean and its bounds, None where the values do not tell how far it is off."""
+    """Return the mean and its bounds; None where the values do not determine them."""
     if share and set(values) <= {0.0, 1.0}:
         found = share_interval(values)
     else:
@@ -93,7 +92,7 @@ def _interval(values: Sequence[float], share: bool = False) -> tuple[float, floa
 
 
 def _difference(own: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
-    """For perplexity this is the logarithm of a ratio."""
+    """Compare paired values; of perplexities the difference is the logarithm of a ratio."""
     apart = np.subtract(own, base)
     difference, low, high = _interval(apart.tolist())
     p = permutation(own, base, paired=True) if apart.any() else 1.0
@@ -102,7 +101,7 @@ def _difference(own: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
 
 
 def out_of_reach(entries: Sequence[Mapping[str, Any]], level: float = 0.05) -> str:
-    """Say of one score which differences could not be significant, however large they were; empty where all could."""
+    """Return which differences of one score cannot be significant, however large; empty where all can be."""
     beyond = [one for one in entries if one.get("least_p_corrected", 0.0) >= level]
     if not beyond:
         return ""

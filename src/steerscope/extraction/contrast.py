@@ -1,6 +1,6 @@
 """The shortest way from sentences to a vector: the mean difference of pairs, each sentence read at its last tokens.
 
-`extract` has every strategy, token choice and measure. `row_norms` tells how long rows are at each layer, so that a
+`extract` has every strategy, token choice and measure. `row_norms` returns how long rows are at each layer, so that a
 steering scale can be written as a part of them.
 """
 
@@ -12,9 +12,8 @@ from torch import Tensor
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction import strategies
 from steerscope.extraction.data import ContrastPair, Text, sentences
-from steerscope.extraction.reading import as_prompt, captured, last, layer_numbers, read_rows
-from steerscope.specs.capture import Capture
-from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.extraction.reading import as_prompt, captured, checked_texts, last, layer_numbers, read_rows
+from steerscope.specs import Capture, InvalidRequest, Problem
 from steerscope.specs.steering import LayersLike, Site
 from steerscope.vectors.vector import SteeringVector
 
@@ -31,7 +30,7 @@ def mean_difference(
     if not pairs:
         raise InvalidRequest([Problem("pairs", "there are none", "give at least one ContrastPair")])
     rows = sentence_rows(engine, sentences(pairs), layers=layers, last_tokens=last_tokens)
-    direction = strategies.mean_difference()(rows, torch.arange(len(rows)) < len(pairs), None)
+    direction = strategies.mean_difference(rows, torch.arange(len(rows)) < len(pairs), None)
     return SteeringVector(
         dict(zip(layer_numbers(engine, layers), direction, strict=True)),
         model=engine.facts.name,
@@ -49,17 +48,15 @@ def mean_difference(
 def sentence_rows(
     engine: SyncEngine, texts: Sequence[str], *, layers: LayersLike = "all", last_tokens: int = 3
 ) -> Tensor:
-    """[texts, layers, hidden]: the mean of each text's last tokens, from one batched pass."""
+    """Return the mean of each text's last tokens, [texts, layers, hidden], from one batched pass."""
     return read_rows(engine, texts, last(last_tokens), layers=layers)
 
 
 def row_norms(
     engine: SyncEngine, texts: Sequence[Text], *, layers: LayersLike = "all", site: Site = "resid_post"
 ) -> dict[int, float]:
-    """Mean length of the rows at each layer, without first tokens (see `all_tokens`) where there are others."""
-    if isinstance(texts, str) or not texts:
-        raise InvalidRequest([Problem("texts", "no list of texts was given", "give at least one, in a list")])
-    prompts = [as_prompt(engine, text) for text in texts]
+    """Return the mean length of the rows at each layer, without first tokens (attention sinks) if there are others."""
+    prompts = [as_prompt(engine, text) for text in checked_texts(texts)]
     longer = [prompt for prompt in prompts if len(prompt.token_ids) > 1]
     tokens = "positions=[1:]" if longer else "positions=[0:]"
     rows = captured(engine, longer or prompts, Capture.parse({"layers": layers, "sites": site, "tokens": tokens}))

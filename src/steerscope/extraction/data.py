@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from steerscope.files import reading
+from steerscope.extraction.jsonl import numbered_lines, parse_json, parse_some
 from steerscope.specs.chat import Chat, parse_chat
-from steerscope.specs.errors import InvalidRequest, Problem, not_json
+from steerscope.specs.errors import InvalidRequest, Problem
 
 Text = str | Chat  # plain text, or messages for the model's chat template
 _LABELS = {"positive": True, "negative": False}
-_FEWEST = 4  # of either label: both halves of what is left when some are held out need one
+_FEWEST = 4  # of either label: without the held-out ones, both halves still need one
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,15 @@ class Examples:
 
     def __post_init__(self) -> None:
         sizes = {"texts": len(self.texts), "positive": len(self.positive)}
-        sizes |= {} if self.pairs is None else {"pairs": len(self.pairs)}
+        if self.pairs is not None:
+            sizes["pairs"] = len(self.pairs)
         if len(set(sizes.values())) > 1:
             what = f"there are {', '.join(f'{size} {name}' for name, size in sizes.items())}"
             raise InvalidRequest([Problem("examples", what, "give one of each for every example")])
-        counts = {name: self.positive.count(label) for name, label in _LABELS.items()}
         problems = [
-            Problem("examples", f"{count} are {name}", f"give at least {_FEWEST} of them")
-            for name, count in counts.items()
-            if count < _FEWEST
+            Problem("examples", f"{self.positive.count(label)} are {name}", f"give at least {_FEWEST} of them")
+            for name, label in _LABELS.items()
+            if self.positive.count(label) < _FEWEST
         ]
         sides: dict[int, list[bool]] = {}
         for number, label in zip(self.pairs or (), self.positive, strict=False):
@@ -91,7 +91,7 @@ class Examples:
         return len(self.texts)
 
     def name(self, index: int) -> str:
-        """How errors call an example: by its number, or by its pair and side."""
+        """Return the name of an example in errors: its number, or its pair and side."""
         if self.pairs is None:
             return f"examples[{index}]"
         return f"pairs[{self.pairs[index]}].{'positive' if self.positive[index] else 'negative'}"
@@ -99,7 +99,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class ContrastSet:
-    """Pairs for making a vector, and pairs kept apart for testing it; `positive` and `negative` name the two sides."""
+    """Pairs for making a vector, and others for testing it; `positive` and `negative` name the two sides."""
 
     name: str
     positive: str
@@ -108,18 +108,19 @@ class ContrastSet:
     heldout: tuple[ContrastPair, ...]
 
 
+_SHIPPED = resources.files("steerscope.extraction") / "data"
+
+
 def shipped_sets() -> list[str]:
-    folder = resources.files("steerscope.extraction") / "data"
-    return sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json"))
+    return sorted(file.name.removesuffix(".json") for file in _SHIPPED.iterdir() if file.name.endswith(".json"))
 
 
 def load_contrast_set(name: str = "happy_sad") -> ContrastSet:
-    """A set that ships with steerscope."""
+    """Load a set that ships with steerscope."""
     known = shipped_sets()
     if name not in known:
         raise InvalidRequest([Problem("name", f"there is no contrast set {name!r}", f"choose from {', '.join(known)}")])
-    file = resources.files("steerscope.extraction") / "data" / f"{name}.json"
-    data = json.loads(file.read_text(encoding="utf-8"))
+    data = json.loads((_SHIPPED / f"{name}.json").read_text(encoding="utf-8"))
     extraction, heldout = (tuple(ContrastPair(**pair) for pair in data[part]) for part in ("extraction", "heldout"))
     return ContrastSet(name, data["positive"], data["negative"], extraction, heldout)
 
@@ -130,21 +131,10 @@ def sentences(pairs: Sequence[ContrastPair]) -> list[str]:
 
 
 def load_examples(path: str | Path) -> Examples:
-    """A user's JSONL file; every bad line is named."""
-    with reading(path, "file of examples"):
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may hold U+2028
-    pairs: list[DatasetEntry] = []
-    labelled: list[tuple[Text, bool]] = []
-    problems: list[Problem] = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                one = _entry(line)
-            except InvalidRequest as error:
-                problems += [problem.under(f"{path}:{number}") for problem in error.problems]
-                continue
-            pairs += [one] if isinstance(one, DatasetEntry) else []
-            labelled += [one] if isinstance(one, tuple) else []
+    """Read a JSONL file; every bad line is named."""
+    entries, problems = parse_some(numbered_lines(Path(path), "file of examples"), _entry)
+    pairs = [one for one in entries if isinstance(one, DatasetEntry)]
+    labelled = [one for one in entries if not isinstance(one, DatasetEntry)]
     if pairs and labelled:
         what = f"{len(pairs)} pairs and {len(labelled)} labelled examples are mixed"
         problems.append(Problem(str(path), what, "put them into two files"))
@@ -160,16 +150,13 @@ def load_examples(path: str | Path) -> Examples:
 
 def _entry(line: str) -> DatasetEntry | tuple[Text, bool]:
     forms = 'write {"positive": …, "negative": …} or {"text" or "messages": …, "label": "positive" or "negative"}'
-    try:
-        data = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest([Problem("", not_json(error), forms)]) from None
+    data = parse_json(line, forms)
     keys = set(data) if isinstance(data, dict) else set()
     if keys == {"positive", "negative"}:
         return DatasetEntry(**data)
     if keys not in ({"text", "label"}, {"messages", "label"}):
-        found = f"has {', '.join(sorted(keys)) or 'no fields'}"
-        raise InvalidRequest([Problem("", found, forms)])
+        what = f"has {', '.join(sorted(keys)) or 'no fields'}"
+        raise InvalidRequest([Problem("", what, forms)])
     field = "text" if "text" in data else "messages"
     problems = _check(data[field], field)
     if not isinstance(data["label"], str) or data["label"] not in _LABELS:

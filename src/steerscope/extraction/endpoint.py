@@ -1,9 +1,8 @@
-"""Asking a model behind any OpenAI-compatible server, many prompts at once.
+"""Ask a model behind any OpenAI-compatible server, with many prompts at once.
 
-Busy and broken servers are asked again with longer and longer pauses; a prompt that is refused costs only itself, but
-the same refusal of `same_refusals` prompts in a row is about the settings, not the prompts. What cannot be mended ends
-the asking with all replies that were had. Every request is counted by what became of it, so that
-nothing is lost unseen and the bill is known.
+Busy and broken servers are asked again with longer and longer pauses. A refused prompt has no reply, but the same
+refusal of `same_refusals` prompts in a row means wrong settings and ends the asking, as does any other error that
+lasts. Every request is counted by its outcome, with its tokens.
 """
 
 import math
@@ -11,20 +10,21 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields
 from typing import cast
 
 import httpx
 
-from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
+from steerscope.extraction.runs import Interrupted
+from steerscope.specs.errors import InvalidRequest, Problem
 
-_REFUSED = (400, 413, 422)  # this prompt, too long for example; others may do
+_REFUSED = (400, 413, 422)  # of one prompt, for example because it is too long
 _SHOWN = 300  # characters of an error
 _REQUEST_NUMBER = re.compile(r"\s*\(?request[ _-]?id[:= ]\s*[\w-]+\)?", re.I)
 _GO_ON = "mend that and go on with --resume (eval score: give it again), what was judged is kept"
-# What a user may set, and the least it can be.
+# Settings and their lower bounds.
 _WHOLE = {"max_tokens": 1, "max_completion_tokens": 1, "at_once": 1, "tries": 1, "same_refusals": 0}
 _FRACTIONAL = {"temperature": 0, "pause_s": 0, "timeout_s": 0.001}
 _OPTIONAL = ("max_completion_tokens", "temperature")
@@ -34,18 +34,18 @@ SETTINGS = (*_WHOLE, *_FRACTIONAL)
 @dataclass(frozen=True, slots=True)
 class NoReply:
     reason: str
-    refusal: str | None = None  # the endpoint's words, where it refused the prompt
+    refusal: str | None = None  # the words of the endpoint, where it refused the prompt
 
 
 @dataclass(slots=True)
-class Tally:
-    """What became of all requests: `ok`, a status, `timeout`, `unreachable` or `unreadable`; and tokens."""
+class EndpointUsage:
+    """Number of requests by outcome (`ok`, a status, `timeout`, `unreachable` or `unreadable`), and their tokens."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    refusal: str | None = None  # the last one, and how many prompts in a row got it
-    refused_alike: int = 0
+    refusal: str | None = None  # the last one
+    n_same_refusals: int = 0  # in a row, over all calls
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, outcome: str, usage: object = None) -> None:
@@ -55,24 +55,19 @@ class Tally:
             self.prompt_tokens += _whole(used.get("prompt_tokens"))
             self.completion_tokens += _whole(used.get("completion_tokens"))
 
-    def heard(self, reply: str | NoReply) -> int:
-        """Count equal refusals in a row, over all calls of an endpoint; anything else that was said ends the row."""
+    def count_refusal(self, reply: str | NoReply) -> None:
+        """Count equal refusals in a row; any other reply ends the row."""
         refusal = reply.refusal if isinstance(reply, NoReply) else None
-        self.refused_alike = self.refused_alike + 1 if refusal and refusal == self.refusal else int(bool(refusal))
-        self.refusal = refusal or self.refusal
-        return self.refused_alike
+        with self._lock:
+            if refusal is None:
+                self.n_same_refusals = 0
+            else:
+                self.n_same_refusals = self.n_same_refusals + 1 if refusal == self.refusal else 1
+                self.refusal = refusal
 
 
 def _whole(number: object) -> int:
     return number if isinstance(number, int) else 0
-
-
-class AskingFailed(SteerscopeError):
-    """An endpoint that cannot go on; `replies` holds what it had said, in order."""
-
-    def __init__(self, message: str, replies: "Sequence[str | NoReply]") -> None:
-        super().__init__(message)
-        self.replies = replies
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +86,7 @@ class Endpoint:
     pause_s: float = 1.0  # before the second try; doubled each time
     timeout_s: float = 120.0
     same_refusals: int = 8  # in a row end the asking; 0: they never do
-    tally: Tally = field(default_factory=Tally, repr=False, compare=False)
+    usage: EndpointUsage = field(default_factory=EndpointUsage, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         problems = []
@@ -110,81 +105,88 @@ class Endpoint:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Settings that replies depend on, where they are not the usual ones: a reply under others is another one."""
-        replies = ("max_tokens", "max_completion_tokens", "temperature")
-        usual = {one.name: one.default for one in fields(self)}
-        return tuple(f"{name}={getattr(self, name)}" for name in replies if getattr(self, name) != usual[name])
+        """Settings that change replies, where they are not the defaults."""
+        defaults = {one.name: one.default for one in fields(self)}
+        names = ("max_tokens", "max_completion_tokens", "temperature")
+        return tuple(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != defaults[name])
 
-    def ask(
-        self, prompts: Sequence[str], heard: Callable[[str, str | NoReply], None] = lambda *_: None
-    ) -> list[str | NoReply]:
-        """All replies, in order; `heard` is told each prompt with its reply as soon as it is there."""
+    def ask(self, prompts: Sequence[str]) -> Iterator[tuple[int, str | NoReply]]:
+        """Yield (index of the prompt, reply) as replies arrive. Raises Interrupted where the endpoint cannot go on,
+        after the replies to the requests that were running."""
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        if self.usage.n_same_refusals >= self.same_refusals:
+            self.usage.n_same_refusals = 0  # the last call ended with them
         with httpx.Client(headers=headers, timeout=self.timeout_s) as client, ThreadPoolExecutor(self.at_once) as pool:
-            asked = [pool.submit(self._ask, client, prompt) for prompt in prompts]
-            own = dict(zip(asked, prompts, strict=True))
+            waiting = {pool.submit(self._ask, client, prompt): i for i, prompt in enumerate(prompts)}
             try:
-                for one in as_completed(asked):
+                for one in as_completed(list(waiting)):
                     if one.exception():
                         break
-                    heard(own[one], one.result())
-                    if self.tally.heard(one.result()) == self.same_refusals:
-                        break
+                    yield waiting.pop(one), one.result()
             finally:
-                pool.shutdown(cancel_futures=True)  # those that are under way are waited for
-        failures = [None if one.cancelled() else one.exception() for one in asked]
-        replies: list[str | NoReply] = [
-            NoReply("was not judged") if one.cancelled() or failure else one.result()
-            for one, failure in zip(asked, failures, strict=True)
-        ]
-        if failure := next(filter(None, failures), None):
-            raise AskingFailed(str(failure), replies) from failure
-        if self.same_refusals and self.tally.refused_alike >= self.same_refusals:
-            self.tally.refused_alike = 0  # asked once more, it has as many again
-            said = f"refuses {self.same_refusals} prompts in a row with the same words: {self.tally.refusal}"
-            hint = "if these prompts are refused for what is in them, set same_refusals to 0"
-            raise AskingFailed(f"the judge {self.name} {said}; {_GO_ON}; {hint}", replies)
-        return replies
+                pool.shutdown(cancel_futures=True)  # waits for the running requests
+        ended = [one for one in waiting if not one.cancelled()]
+        failures = [error for one in ended if (error := one.exception()) is not None]
+        for one in ended:
+            if one.exception() is None:
+                yield waiting[one], one.result()
+        if failures:
+            raise Interrupted(str(failures[0])) from failures[0]
 
     def _ask(self, client: httpx.Client, prompt: str) -> str | NoReply:
+        self._check_refusals()
+        reply = self._request(client, prompt)
+        self.usage.count_refusal(reply)
+        self._check_refusals()
+        return reply
+
+    def _check_refusals(self) -> None:
+        if self.same_refusals and self.usage.n_same_refusals >= self.same_refusals:
+            refused = f"refuses {self.same_refusals} prompts in a row with the same words: {self.usage.refusal}"
+            hint = "if these prompts are refused for what is in them, set same_refusals to 0"
+            raise Interrupted(f"the judge {self.name} {refused}; {_GO_ON}; {hint}")
+
+    def _request(self, client: httpx.Client, prompt: str) -> str | NoReply:
+        error = ""
+        for left in reversed(range(self.tries)):
+            pause_s = self.pause_s * 2 ** (self.tries - 1 - left)
+            try:
+                response = client.post(f"{self.url.rstrip('/')}/chat/completions", json=self._body(prompt))
+            except httpx.HTTPError as failed:
+                self.usage.count("timeout" if isinstance(failed, httpx.TimeoutException) else "unreachable")
+                error = f"cannot be reached: {failed or type(failed).__name__}"
+            else:
+                status = response.status_code
+                if status == 200:
+                    return self._content(response)
+                self.usage.count(str(status))
+                error = f"answers {status}: {response.text[:200]}"
+                if status in _REFUSED:
+                    return NoReply(f"the judge {error}", f"{status}: {_words(response)}")
+                if status not in (408, 409, 429) and status < 500:
+                    break
+                after = response.headers.get("retry-after", "")
+                pause_s = max(pause_s, min(60.0, float(after))) if after.isdigit() else pause_s
+            if left:
+                time.sleep(pause_s)
+        raise Interrupted(f"the judge {self.name} {error}; {_GO_ON}")
+
+    def _body(self, prompt: str) -> dict[str, object]:
         body: dict[str, object] = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
         if self.temperature is not None:
             body["temperature"] = self.temperature
         if self.max_completion_tokens is None:
-            body["max_tokens"] = self.max_tokens
-        else:
-            body["max_completion_tokens"] = self.max_completion_tokens
-        found = ""
-        for left in reversed(range(self.tries)):
-            pause = self.pause_s * 2 ** (self.tries - 1 - left)
-            try:
-                response = client.post(f"{self.url.rstrip('/')}/chat/completions", json=body)
-            except httpx.HTTPError as error:
-                self.tally.count("timeout" if isinstance(error, httpx.TimeoutException) else "unreachable")
-                found = f"cannot be reached: {error or type(error).__name__}"
-            else:
-                if response.status_code == 200:
-                    return self._content(response)
-                self.tally.count(str(response.status_code))
-                found = f"answers {response.status_code}: {response.text[:200]}"
-                if response.status_code in _REFUSED:
-                    return NoReply(f"the judge {found}", f"{response.status_code}: {_words(response)}")
-                if response.status_code not in (408, 409, 429) and response.status_code < 500:
-                    break
-                after = response.headers.get("retry-after", "")
-                pause = max(pause, min(60.0, float(after))) if after.isdigit() else pause
-            if left:
-                time.sleep(pause)
-        raise SteerscopeError(f"the judge {self.name} {found}; {_GO_ON}")
+            return body | {"max_tokens": self.max_tokens}
+        return body | {"max_completion_tokens": self.max_completion_tokens}
 
     def _content(self, response: httpx.Response) -> str | NoReply:
         try:
             data = response.json()
             text = str(data["choices"][0]["message"]["content"] or "")
         except (ValueError, LookupError, TypeError):
-            self.tally.count("unreadable")
+            self.usage.count("unreadable")
             return NoReply(f"the judge's answer is no completion: {response.text[:60]!r}")
-        self.tally.count("ok", data.get("usage"))
+        self.usage.count("ok", data.get("usage"))
         return text
 
 
@@ -199,13 +201,13 @@ def _setting_problem(name: str, value: object) -> Problem | None:
 
 
 def _words(response: httpx.Response) -> str:
-    """What an error says, without the number of the request that some endpoints put beside it or behind it."""
+    """Return the message of an error, without the number of the request that some endpoints add."""
     try:
         error = response.json()["error"]
-        said = str(error["message"] if isinstance(error, dict) else error)
+        words = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError):
-        said = response.text
-    return _REQUEST_NUMBER.sub("", said)[:_SHOWN]
+        words = response.text
+    return _REQUEST_NUMBER.sub("", words)[:_SHOWN]
 
 
 def _is_address(url: str) -> bool:

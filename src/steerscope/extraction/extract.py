@@ -1,8 +1,7 @@
 """Contrast data to a steering vector, with its quality at every layer and a layer and scale to begin with."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,16 +9,17 @@ from torch import Tensor
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.contrast import row_norms
 from steerscope.extraction.data import Examples
+from steerscope.extraction.jsonl import parse_all
 from steerscope.extraction.quality import LayerQuality, folds, heldout_split, measure
 from steerscope.extraction.reading import layer_numbers, parse_choice, read_rows
 from steerscope.extraction.strategies import strategy as strategy_of
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.steering import LayersLike, Site
-from steerscope.vectors.vector import Json, SteeringVector
+from steerscope.vectors.vector import SteeringVector
 
 NEAR_BEST = 0.01  # of AUROC
 PART_OF_NORM = 0.25
-_NORM_TEXTS = 32  # are enough to tell how long rows are
+_NORM_TEXTS = 32  # enough to measure how long rows are
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,10 @@ def extract(
     site: Site = "resid_post",
     name: str | None = None,
 ) -> Extraction:
-    """One pass over the examples at all layers. Quality is measured on `heldout`, or over folds where there is none.
+    """Make a vector in one pass over the examples. Quality is measured on `heldout`, or over folds without it.
 
-    Layer and scale are chosen from `examples` alone, over folds, so `heldout` measures what it had no part in.
-    Recommended is, of the layers whose AUROC is near the best (with few examples many reach it), that with the largest
-    effect, and a scale that adds a quarter of a mean row's length there; docs/vectors.md tells what that does.
+    Layer and scale are chosen from `examples` alone, over folds: the layer with the largest effect among those whose
+    AUROC is near the best, and a scale that adds a quarter of a mean row's length there.
 
     ```python
     import steerscope as ss
@@ -61,49 +60,50 @@ def extract(
     ```
     """
     run, choice, numbers = strategy_of(strategy), parse_choice(tokens), layer_numbers(engine, layers)
-    read = partial(read_rows, engine, tokens=choice, layers=layers, site=site)
-    rows = _rows({"": examples} | ({"heldout": heldout} if heldout else {}), read)
+
+    def read(part: Examples) -> Tensor:
+        return read_rows(engine, part.texts, choice, layers=layers, site=site, name=part.name)
+
+    # Each part is read by itself, so that held-out texts cannot change the rows of the examples.
+    rows = parse_all([("", examples)] + ([("heldout", heldout)] if heldout else []), read)
     positive = torch.tensor(examples.positive)
     pairs = None if examples.pairs is None else torch.tensor(examples.pairs)
     made = run(rows[0], positive, pairs)
     quality = measure(rows[0], positive, pairs, run, numbers, folds(positive, pairs))
-    best, n = recommended(quality), len(examples)
+    best = recommended(quality)
     if heldout:
-        labels, split = torch.tensor([*examples.positive, *heldout.positive]), heldout_split(n, len(heldout))
-        quality = measure(torch.cat(rows), labels, pairs, run, numbers, split)
-    length = float(made[numbers.index(best.layer)].norm())
-    if not length:
-        what = f"the direction at layer {best.layer} is zero"
-        raise InvalidRequest([Problem("examples", what, "the chosen tokens must differ between the two sides")])
-    norms = row_norms(engine, examples.texts[:_NORM_TEXTS], layers=best.layer, site=site)
-    scale = PART_OF_NORM * norms[best.layer] / length
-    found: dict[str, Json] = {"layer": best.layer, "scale": scale, "auroc": quality[numbers.index(best.layer)].auroc}
-    origin: dict[str, Json] = {"name": name or strategy, "data": name, "examples": n, "tokens": tokens}
+        labels = torch.tensor([*examples.positive, *heldout.positive])
+        splits = heldout_split(len(examples), len(heldout))
+        quality = measure(torch.cat(rows), labels, pairs, run, numbers, splits)
+    at = numbers.index(best.layer)
+    scale = _scale(engine, examples, made[at], best.layer, site)
     vector = SteeringVector(
         dict(zip(numbers, made, strict=True)),
         model=engine.facts.name,
         site=site,
         method=strategy,
-        provenance={**origin, "recommended": found},
+        provenance={
+            "name": name or strategy,
+            "data": name,
+            "examples": len(examples),
+            "tokens": tokens,
+            "recommended": {"layer": best.layer, "scale": scale, "auroc": quality[at].auroc},
+        },
     )
     return Extraction(vector, quality, best.layer, scale)
+
+
+def _scale(engine: SyncEngine, examples: Examples, direction: Tensor, layer: int, site: Site) -> float:
+    """Return the scale at which a direction adds a part of a mean row's length."""
+    length = float(direction.norm())
+    if not length:
+        what = f"the direction at layer {layer} is zero"
+        raise InvalidRequest([Problem("examples", what, "the chosen tokens must differ between the two sides")])
+    norms = row_norms(engine, examples.texts[:_NORM_TEXTS], layers=layer, site=site)
+    return PART_OF_NORM * norms[layer] / length
 
 
 def recommended(quality: Sequence[LayerQuality]) -> LayerQuality:
     """Of the layers near the best AUROC the one with the largest effect."""
     most = max(one.auroc for one in quality)
     return max((one for one in quality if one.auroc >= most - NEAR_BEST), key=lambda one: one.effect)
-
-
-def _rows(parts: Mapping[str, Examples], read: Callable[..., Tensor]) -> list[Tensor]:
-    """Rows of each part, read by itself so that no other part moves them, or one error that names every bad example."""
-    found: list[Tensor] = []
-    problems: list[Problem] = []
-    for name, part in parts.items():
-        try:
-            found.append(read(part.texts, name=part.name))
-        except InvalidRequest as error:
-            problems += [problem.under(name) for problem in error.problems]
-    if problems:
-        raise InvalidRequest(problems)
-    return found

@@ -1,8 +1,8 @@
-"""How good a direction is at each layer, measured on rows it was not made from, beside what chance gives.
+"""Quality of a direction at each layer, measured on rows it was not made from, with two controls.
 
 The rows are split: held-out examples where there are some, otherwise up to four folds that keep pairs together. On
-every split the strategy is run on one part and its direction measured on the other. Two controls go the same way: the
-strategy on shuffled labels, and random directions (AUROC does not depend on length, so theirs is that of any norm).
+every split the strategy runs on one part and its direction is measured on the other. The controls are the strategy on
+shuffled labels, and random directions.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ Split = tuple[Tensor, Tensor]  # indices of the rows a direction is made from, a
 @dataclass(frozen=True, slots=True)
 class LayerQuality:
     """`auroc` of the projection, `effect` in standard deviations (Cohen's d), and `halves`: the cosine of directions
-    made from either half of the data. Controls say how far from 0.5 an AUROC comes by chance, max(a, 1 − a); a PCA of
-    pairs takes only its sign from the labels, so that shuffling them is no control of it."""
+    made from either half of the data. Controls are max(a, 1 − a) of an AUROC by chance; a PCA of pairs takes only its
+    sign from the labels, so shuffling them is no control of it."""
 
     layer: int
     auroc: float
@@ -38,8 +38,8 @@ def heldout_split(fit: int, test: int) -> list[Split]:
 
 
 def folds(positive: Tensor, pairs: Tensor | None, seed: int = 0) -> list[Split]:
-    """Splits in which pairs stay together, or, without pairs, both labels are everywhere. Every part that is measured
-    has two of either label: one has no spread."""
+    """Return splits that keep pairs together, or, without pairs, have both labels in every part. Every measured part
+    has two of either label, because one has no spread."""
     generator = torch.Generator().manual_seed(seed)
     group = torch.empty(len(positive), dtype=torch.long)
     if pairs is not None:
@@ -57,7 +57,7 @@ def folds(positive: Tensor, pairs: Tensor | None, seed: int = 0) -> list[Split]:
 def measure(
     rows: Tensor, positive: Tensor, pairs: Tensor | None, strategy: Strategy, layers: Sequence[int], splits: list[Split]
 ) -> tuple[LayerQuality, ...]:
-    """One entry per layer, each the mean over the splits."""
+    """Return one entry per layer, each the mean over the splits."""
     generator = torch.Generator().manual_seed(0)
     found = torch.stack([_of_split(rows, positive, pairs, strategy, split, generator) for split in splits]).mean(0)
     return tuple(LayerQuality(layer, *numbers.tolist()) for layer, numbers in zip(layers, found, strict=True))
@@ -94,7 +94,7 @@ def _of_split(
 
 
 def _effect(scores: Tensor, positive: Tensor) -> Tensor:
-    """0 where neither side varies by more than rounding: nothing can be told in standard deviations there."""
+    """Return Cohen's d, 0 where neither side varies by more than rounding."""
     a, b = scores[positive].double(), scores[~positive].double()
     spread = ((a.var(0, correction=0) * len(a) + b.var(0, correction=0) * len(b)) / max(1, len(a) + len(b) - 2)).sqrt()
     varies = spread > 1e-6 * scores.abs().amax(0)
@@ -114,8 +114,8 @@ def _halves(
 
 
 def _shuffled(positive: Tensor, pairs: Tensor | None, fit: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Rows to fit, and labels exchanged for half of their pairs, or of either side where there are no pairs: exactly
-    half, so that nothing of the trait is left on average. Of an odd number one is left out."""
+    """Return rows to fit, and labels exchanged for exactly half of their pairs, or of each side without pairs, so
+    that the trait cancels out. Of an odd number one is left out."""
     changed, kept = positive.clone(), []
     sides = [fit] if pairs is not None else [fit[positive[fit]], fit[~positive[fit]]]
     for side in sides:

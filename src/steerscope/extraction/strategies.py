@@ -1,12 +1,11 @@
-"""From rows and labels to a direction per layer: each strategy is a small typed callable made by a factory.
+"""From rows and labels to a direction per layer.
 
-Rows are [examples, layers, hidden], `positive` says which of them show the trait, `pairs` numbers the pair each belongs
-to (None where they came without). The result is [layers, hidden] in float32 and points from negative to positive. The
-mean difference keeps its length; all others, whose length means nothing, have length 1.
+Rows are [examples, layers, hidden], `positive` marks those that show the trait, and `pairs` numbers the pair of each
+(None: no pairs). Directions are [layers, hidden] in float32 and point from negative to positive. The mean difference
+keeps its length; all others have length 1.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from sklearn.covariance import ledoit_wolf_shrinkage
@@ -15,71 +14,48 @@ from torch import Tensor
 
 from steerscope.specs.errors import InvalidRequest, Problem
 
+Strategy = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_PROBE_STRENGTH = 100.0  # inverse of the regularisation
 
-class Strategy(Protocol):
-    def __call__(self, rows: Tensor, positive: Tensor, pairs: Tensor | None) -> Tensor: ...
 
-
-def mean_difference() -> Strategy:
+def mean_difference(rows: Tensor, positive: Tensor, _: Tensor | None) -> Tensor:
     """Mean of the positive rows minus mean of the negative ones."""
-
-    def run(rows: Tensor, positive: Tensor, pairs: Tensor | None) -> Tensor:  # noqa: ARG001
-        return _gap(rows.double(), positive).float()
-
-    return run
+    return _gap(rows.double(), positive).float()
 
 
-def paired_pca() -> Strategy:
-    """First principal component of the differences within pairs, about their mean (repeng's `pca_diff`). What all pairs
-    share is taken out with the mean: it finds what varies most, so use it where pairs differ in strength."""
-
-    def run(rows: Tensor, positive: Tensor, pairs: Tensor | None) -> Tensor:
-        differences = _differences(rows.double(), positive, pairs)
-        return towards(first_axis(differences - differences.mean(0)), rows, positive)
-
-    return run
+def paired_pca(rows: Tensor, positive: Tensor, pairs: Tensor | None) -> Tensor:
+    """First principal component of the differences within pairs, about their mean (repeng's `pca_diff`). It finds what
+    varies most between pairs, so use it where pairs differ in strength."""
+    differences = _differences(rows.double(), positive, pairs)
+    return towards(first_axis(differences - differences.mean(0)), rows, positive)
 
 
-def centred_pca() -> Strategy:
+def centred_pca(rows: Tensor, positive: Tensor, pairs: Tensor | None) -> Tensor:
     """First principal component of rows centred on the middle of their pair (repeng's `pca_center`, and the PCA of
     steering-vectors), or on the middle of the two classes where there are no pairs."""
-
-    def run(rows: Tensor, positive: Tensor, pairs: Tensor | None) -> Tensor:
-        return towards(first_axis(_centred(rows.double(), positive, pairs)), rows, positive)
-
-    return run
+    return towards(first_axis(_centred(rows.double(), positive, pairs)), rows, positive)
 
 
-def logistic_probe(strength: float = 100.0) -> Strategy:
+def logistic_probe(rows: Tensor, positive: Tensor, pairs: Tensor | None) -> Tensor:
     """Weights of a logistic regression on centred rows. Rows are scaled to a mean length of 1 and the loss is a mean,
-    so that `strength` (the inverse of the regularisation) means the same at every layer and for any number of rows."""
-
-    def run(rows: Tensor, positive: Tensor, pairs: Tensor | None) -> Tensor:
-        centred = _centred(rows.double(), positive, pairs)
-        scaled = centred / centred.norm(dim=-1).mean(0)[:, None].clamp_min(1e-30)
-        found = []
-        for layer in range(rows.shape[1]):
-            probe = LogisticRegression(C=strength / len(rows), fit_intercept=pairs is None, max_iter=1000)
-            probe.fit(scaled[:, layer].numpy(), positive.numpy())
-            found.append(torch.from_numpy(probe.coef_[0]))
-        return _unit(torch.stack(found))
-
-    return run
+    so the regularisation means the same at every layer and for any number of rows."""
+    centred = _centred(rows.double(), positive, pairs)
+    scaled = centred / centred.norm(dim=-1).mean(0)[:, None].clamp_min(1e-30)
+    weights = []
+    for layer in range(rows.shape[1]):
+        probe = LogisticRegression(C=_PROBE_STRENGTH / len(rows), fit_intercept=pairs is None, max_iter=1000)
+        probe.fit(scaled[:, layer].numpy(), positive.numpy())
+        weights.append(torch.from_numpy(probe.coef_[0]))
+    return _unit(torch.stack(weights))
 
 
-def whitened() -> Strategy:
-    """The mean difference after whitening: rows are centred on the mean of their class, and directions in which classes
-    vary anyway count less. The covariance is shrunk to a sphere as Ledoit and Wolf do, so it can be inverted."""
-
-    def run(rows: Tensor, positive: Tensor, pairs: Tensor | None) -> Tensor:  # noqa: ARG001
-        wide = rows.double()
-        gaps, inner = _gap(wide, positive), wide.clone()
-        for label in (True, False):
-            inner[positive == label] -= wide[positive == label].mean(0)
-        found = [_whiten(inner[:, layer], gaps[layer]) for layer in range(rows.shape[1])]
-        return _unit(torch.stack(found))
-
-    return run
+def whitened(rows: Tensor, positive: Tensor, _: Tensor | None) -> Tensor:
+    """The mean difference after whitening by the covariance within the classes, shrunk as Ledoit and Wolf do."""
+    wide = rows.double()
+    gaps, inner = _gap(wide, positive), wide.clone()
+    for label in (True, False):
+        inner[positive == label] -= wide[positive == label].mean(0)
+    return _unit(torch.stack([_whiten(inner[:, layer], gaps[layer]) for layer in range(rows.shape[1])]))
 
 
 def _whiten(inner: Tensor, gap: Tensor) -> Tensor:
@@ -91,12 +67,8 @@ def _whiten(inner: Tensor, gap: Tensor) -> Tensor:
     return (gap - inner.T @ torch.linalg.solve(kernel, inner @ gap) * (1 - shrinkage) / n) / ridge
 
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "mean_difference": mean_difference,
-    "paired_pca": paired_pca,
-    "centred_pca": centred_pca,
-    "logistic_probe": logistic_probe,
-    "whitened": whitened,
+STRATEGIES: dict[str, Strategy] = {
+    one.__name__: one for one in (mean_difference, paired_pca, centred_pca, logistic_probe, whitened)
 }
 
 
@@ -104,7 +76,7 @@ def strategy(name: str) -> Strategy:
     if name not in STRATEGIES:
         what, remedy = f"there is no strategy {name!r}", f"choose from {', '.join(STRATEGIES)}"
         raise InvalidRequest([Problem("strategy", what, remedy)])
-    return STRATEGIES[name]()
+    return STRATEGIES[name]
 
 
 def _gap(rows: Tensor, positive: Tensor) -> Tensor:
@@ -127,12 +99,12 @@ def _centred(rows: Tensor, positive: Tensor, pairs: Tensor | None) -> Tensor:
 
 
 def first_axis(rows: Tensor) -> Tensor:
-    """The first right singular vector of every layer, [layers, hidden]."""
+    """Return the first right singular vector of every layer, [layers, hidden]."""
     return torch.linalg.svd(rows.transpose(0, 1), full_matrices=False).Vh[:, 0]
 
 
 def towards(axes: Tensor, rows: Tensor, positive: Tensor) -> Tensor:
-    """With the sign that makes positive rows project higher."""
+    """Turn unit axes to the side on which positive rows project higher."""
     ahead = (_gap(rows.double(), positive) * axes).sum(-1, keepdim=True)
     return _unit(torch.where(ahead < 0, -axes, axes))
 

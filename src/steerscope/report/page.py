@@ -26,6 +26,11 @@ def page(title: str, about: str, sections: Mapping[str, str]) -> str:
     return document(title, "\n".join(parts))
 
 
+def section(*parts: str) -> Html:
+    """Return the body of a section: texts become paragraphs, `Html` stays as it is."""
+    return Html("".join(part if isinstance(part, Html) else f"<p>{escape(part, quote=False)}</p>" for part in parts))
+
+
 def document(title: str, body: str) -> str:
     """Return a page around `body`, which is already escaped."""
     template = (resources.files("steerscope.report") / "page.html").read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 LEGEND_ABOVE: dict[str, object] = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
 _NOTE_HEIGHT = 34  # pixels above a heat map
 _LETTER = 7  # pixels
+_MOST_TICKS = 12
 
 
 def label(text: object) -> str:
@@ -45,8 +46,15 @@ def framed(figure: go.Figure, across: str, up: str, height: int = 420, **layout:
     """Style a figure with two axes and name them; the legend stands above."""
     margin = {"l": 64, "r": 16, "t": 44, "b": 52}
     styled(figure, height, **{"margin": margin, "showlegend": True, "legend": LEGEND_ABOVE, **layout})
-    figure.update_xaxes(title=_title(across), gridcolor=GRID, zeroline=False)
+    figure.update_xaxes(title=_title(across), gridcolor=GRID, zeroline=False, dtick=1 if _few_numbers(figure) else None)
     return figure.update_yaxes(title=_title(up), gridcolor=GRID, zeroline=True, zerolinecolor=AXIS)
+
+
+def _few_numbers(figure: go.Figure) -> bool:
+    """Return whether all x are whole numbers close together, such as layers; plotly would put ticks between them."""
+    columns: list[Any] = [trace.x for trace in figure.data if trace.x is not None]  # type: ignore[attr-defined]
+    places = [x for column in columns for x in column]
+    return bool(places) and all(isinstance(x, int) for x in places) and max(places) - min(places) <= _MOST_TICKS
 
 
 def _title(text: str) -> dict[str, object]:

@@ -3,27 +3,25 @@
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
 
 import steerscope
 from steerscope.engines.api import Engine
-from steerscope.serving import capabilities, captures, health, jobs, lenses, metrics, openai, page, steering, vectors
-from steerscope.serving.describing import ERRORS, describe
-from steerscope.serving.errors import api_error
+from steerscope.serving import jobs, openai, page, routes
+from steerscope.serving.errors import answer_error
 from steerscope.serving.guard import Guard
-from steerscope.serving.settings import Settings
+from steerscope.serving.schema import ERRORS, describe
+from steerscope.serving.settings import ServerSettings
 from steerscope.serving.state import Serving
-from steerscope.specs.errors import InvalidRequest, SteerscopeError, problems_in
+from steerscope.specs.errors import SteerscopeError
 
 
-def create_app(start: Callable[[], Engine] | Engine, settings: Settings | None = None) -> FastAPI:
-    """`start` makes the engine, in a thread of its own when the app starts; an engine that runs is taken too. The app
-    closes it at the end."""
-    serving = Serving(start, settings or Settings())
+def create_app(start: Callable[[], Engine] | Engine, settings: ServerSettings | None = None) -> FastAPI:
+    """Return the app of a running engine, or of one that `start` starts with the app. The app closes it at the end."""
+    serving = Serving(start, settings or ServerSettings())
 
     @contextlib.asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -40,38 +38,22 @@ def create_app(start: Callable[[], Engine] | Engine, settings: Settings | None =
         lifespan=life,
         redirect_slashes=False,
         responses=ERRORS,
-        docs_url=None,  # FastAPI's own would run a program of another site in this one's pages
+        docs_url=None,  # FastAPI's own page runs a program of another site
         redoc_url=None,
     )
     app.openapi = lambda: describe(app)
     app.state.serving = serving
     app.state.jobs = jobs.Jobs(serving)
-    for module in (openai, jobs, captures, vectors, lenses, steering, capabilities, health, metrics, page):
+    for module in (openai, jobs, routes, page):
         app.include_router(module.router)
     app.mount("/ui", page.files(), name="ui")
-    app.add_exception_handler(SteerscopeError, _told)
-    app.add_exception_handler(HTTPException, _told)
-    app.add_exception_handler(RequestValidationError, _misread)
+    for error in (SteerscopeError, HTTPException, RequestValidationError):
+        app.add_exception_handler(error, answer_error)
     app.add_middleware(Guard, serving=serving)
     if serving.settings.cors_origins:
+        origins = list(serving.settings.cors_origins)
+        exposed = ["x-request-id", "retry-after"]
         app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(serving.settings.cors_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )
     return app
-
-
-async def _told(request: Request, error: Exception) -> Response:
-    found = api_error(error)
-    request.scope.setdefault("state", {})["error"] = found.code or str(found.status)
-    return found.response()
-
-
-async def _misread(_: Request, error: Exception) -> Response:
-    """A path or query that does not have the type it should."""
-    assert isinstance(error, RequestValidationError)
-    details = [{**one, "loc": one["loc"][1:]} for one in error.errors()]  # without "path" or "query"
-    return api_error(InvalidRequest(problems_in(details))).response()

@@ -1,7 +1,7 @@
 """Bodies of the OpenAI routes, and the `steerscope` object in them.
 
-A field that OpenAI's API has is known here. One that the engines cannot honour is taken at the value that changes
-nothing and refused at any other; a field nobody knows is refused.
+All fields of OpenAI's API are known here. One that the engines do not support is accepted at the value that changes
+nothing and refused at any other; an unknown field is refused.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -17,10 +17,10 @@ from steerscope.serving.fields import (
     OnlyText,
     Plain,
     Prompts,
+    SomeMessages,
     StopTexts,
     Unsupported,
     only,
-    some,
 )
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Capture
@@ -30,17 +30,17 @@ from steerscope.specs.steering import Add, Steering
 from steerscope.specs.tokens import Tokens
 from steerscope.specs.watch import MOST_RULES, Rule, Watch
 
-MOST_LOGPROBS = 20
-MOST_PROMPTS = 128
-MOST_CHOICES = 256  # of all prompts together
+MAX_LOGPROBS = 20
+MAX_PROMPTS = 128
+MAX_CHOICES = 256  # of all prompts together
 
 
-def _steering(value: object) -> object:
-    """A vector's name stands for adding it once, where it has layers."""
+def _vector_to_steering(value: object) -> object:
+    """Read a vector's name as adding it once, at its own layers."""
     return Steering(ops=(Add(vector=value),)) if isinstance(value, str) else value
 
 
-def _several(value: object) -> object:
+def _one_name(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     Steer = Steering
     Names = tuple[str, ...]
 else:
-    Steer = Annotated[Steering, BeforeValidator(_steering)]
-    Names = Annotated[tuple[str, ...], BeforeValidator(_several), Field(max_length=64)]
+    Steer = Annotated[Steering, BeforeValidator(_vector_to_steering)]
+    Names = Annotated[tuple[str, ...], BeforeValidator(_one_name), Field(max_length=64)]
 
 
-class Asked(Spec):
-    """What a request asks of steerscope. `project` names vectors on which each generated token's rows are projected;
-    `prompt` selects tokens of the prompt that are told too, and projected."""
+class SteerscopeOptions(Spec):
+    """The `steerscope` object of a request. `project` names vectors on which each generated token's rows are projected;
+    `prompt` selects tokens of the prompt that are returned too, and projected."""
 
     steer: Steer | None = None
     capture: Capture | None = None
@@ -80,7 +80,7 @@ class Asked(Spec):
 
 class StreamOptions(Spec):
     include_usage: bool | None = False
-    include_obfuscation: bool | None = None  # OpenAI pads chunks against listeners on the wire; here nothing is padded
+    include_obfuscation: bool | None = None  # accepted; chunks are never padded here
 
 
 class Body(Spec):
@@ -99,17 +99,17 @@ class Body(Spec):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: Unsupported = None
-    # beyond OpenAI's, named as vLLM names them
+    # extensions, with vLLM's names
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     repetition_window: int | None = None
     ignore_eos: bool | None = None
-    steerscope: Asked | None = None
+    steerscope: SteerscopeOptions | None = None
 
     @classmethod
     def read(cls, data: dict[str, object]) -> Self:
-        """The body, or everything that is wrong with it, the limits of sampling included."""
+        """Return the body, or raise every problem in it, the limits of sampling included."""
         problems: list[Problem] = []
         body: Self | None = None
         try:
@@ -117,11 +117,9 @@ class Body(Spec):
             problems += body.misfits()
         except InvalidRequest as error:
             problems += error.problems
-        known = {problem.field.partition("[")[0] for problem in problems}
+        wrong = {problem.field.partition("[")[0] for problem in problems}
         try:
-            _sampling(
-                {name: value for name in _SAMPLING if name not in known and (value := data.get(name)) is not None}
-            )
+            _sampling({name: data.get(name) for name in _SAMPLING if name not in wrong})
         except InvalidRequest as error:
             problems += error.problems
         if problems or body is None:
@@ -129,7 +127,7 @@ class Body(Spec):
         return body
 
     def misfits(self) -> list[Problem]:
-        """Fields that do not go together."""
+        """Return the problems of fields that do not go together."""
         if self.stream_options is not None and not self.stream:
             return [Problem("stream_options", "nothing is streamed", "set stream, or leave it out")]
         return []
@@ -139,41 +137,36 @@ class Body(Spec):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
-    def most(self) -> int | None:
-        return self.max_tokens
-
-    @property
-    def alternatives(self) -> int | None:
-        """How many tokens beside the chosen one are told with their log probabilities; None: none are told."""
+    def n_logprobs(self) -> int | None:
+        """The number of alternative tokens with log probabilities; None: no log probabilities at all."""
         raise NotImplementedError
 
-    def sampling(self, room: int) -> Sampling:
-        """`room` is how many tokens fit when the body does not say; OpenAI samples at temperature 1 by default."""
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name, None)) is not None}
-        most = max(1, room) if self.most is None else self.most
-        return _sampling({"temperature": 1.0, **given, "max_tokens": most, "logprobs": self.alternatives})
+    def sampling(self, max_tokens: int) -> Sampling:
+        """Return the sampling; `max_tokens` counts when the body has none. OpenAI's default temperature is 1."""
+        given = {name: getattr(self, name, None) for name in _SAMPLING}
+        return _sampling({**given, "logprobs": self.n_logprobs}, temperature=1.0, max_tokens=max(1, max_tokens))
 
 
 _SAMPLING = ("temperature", "top_p", "n", "stop", "seed", "top_k", "min_p", "repetition_penalty", "repetition_window")
 _SAMPLING += ("ignore_eos", "frequency_penalty", "presence_penalty", "max_tokens", "max_completion_tokens")
 
 
-def _sampling(given: dict[str, Any]) -> Sampling:
-    given = dict(given)
+def _sampling(given: dict[str, Any], **defaults: object) -> Sampling:
+    """Read OpenAI's and vLLM's fields of sampling; null is a field that is left out."""
+    given = {name: value for name, value in given.items() if value is not None}
     if isinstance(given.get("seed"), int):
         given["seed"] %= 1 << 63  # OpenAI's seeds may be negative
-    if given.get("top_k") == -1:  # vLLM's word for all
+    if given.get("top_k") == -1:  # vLLM's value for all
         given["top_k"] = 0
-    renamed = given.pop("max_completion_tokens", None)
-    if renamed is not None and "max_tokens" not in given:
-        given["max_tokens"] = renamed
-    return Sampling.parse(given)
+    if "max_completion_tokens" in given:
+        given.setdefault("max_tokens", given.pop("max_completion_tokens"))
+    return Sampling.parse(defaults | given)
 
 
 class ChatMessage(Spec):
     role: str = Field(min_length=1)
     content: Content = None
-    # what OpenAI's messages may have; an answer that is sent back has them as null
+    # fields of OpenAI's messages; an answer that is sent back has them as null
     name: str | None = None
     refusal: str | None = None
     tool_calls: Any = None
@@ -184,11 +177,10 @@ class ChatMessage(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        extra = ("name", "refusal", "tool_calls", "tool_call_id", "function_call", "audio", "annotations")
         problems = [
             Problem(name, "cannot be shown to this model", "leave it out, or put it into the content")
-            for name in extra
-            if getattr(self, name) not in NOTHING
+            for name, value in self
+            if name not in ("role", "content") and value not in NOTHING
         ]
         if self.content is None:
             problems.append(Problem("content", "is missing", "give text"))
@@ -201,13 +193,13 @@ class ChatMessage(Spec):
 
 
 class ChatBody(Body):
-    messages: Annotated[tuple[ChatMessage, ...], BeforeValidator(some)]
+    messages: Annotated[tuple[ChatMessage, ...], SomeMessages]
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, Plain] = Field(default_factory=dict)
-    # these say nothing about the answer
+    # accepted without effect on the answer
     metadata: Any = None
     store: bool | None = None
     service_tier: str | None = None
@@ -216,7 +208,7 @@ class ChatBody(Body):
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
     parallel_tool_calls: bool | None = None
-    # these would
+    # these would change the answer
     tools: NoTools = None
     functions: NoTools = None
     tool_choice: NoChoice = None
@@ -226,7 +218,7 @@ class ChatBody(Body):
     audio: Unsupported = None
     prediction: Unsupported = None
     moderation: Unsupported = None
-    web_search_options: Annotated[Any, only((None,), "leave it out: it is not supported")] = None
+    web_search_options: Annotated[Any, only((None,), "leave it out")] = None
     reasoning_effort: NoEffort = None
     verbosity: NoEffort = None
 
@@ -239,17 +231,13 @@ class ChatBody(Body):
         return problems
 
     @property
-    def most(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def alternatives(self) -> int | None:
+    def n_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionBody(Body):
     prompt: Prompts
-    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = False
     best_of: int | None = None
     suffix: Annotated[Any, only((None, ""), "leave it out: text is only written at the end")] = None
@@ -257,15 +245,15 @@ class CompletionBody(Body):
     def misfits(self) -> list[Problem]:
         problems = super().misfits()
         if self.best_of not in (None, self.n or 1):
-            problems.append(Problem("best_of", f"{self.best_of} cannot be honoured", "leave it out, and use n"))
+            problems.append(Problem("best_of", f"{self.best_of} is not supported", "leave it out, and use n"))
         if self.echo and self.logprobs is not None:
             problems.append(Problem("echo", "a prompt has no log probabilities here", "leave echo or logprobs out"))
-        if not self.prompt or len(self.prompts) > MOST_PROMPTS:
+        if not self.prompt or len(self.prompts) > MAX_PROMPTS:
             what = f"{len(self.prompts)} prompts" if self.prompt else "there is none"
-            problems.append(Problem("prompt", what, f"give 1 to {MOST_PROMPTS}"))
-        elif (choices := len(self.prompts) * (self.n or 1)) > MOST_CHOICES:
+            problems.append(Problem("prompt", what, f"give 1 to {MAX_PROMPTS}"))
+        elif (choices := len(self.prompts) * (self.n or 1)) > MAX_CHOICES:
             what = f"{choices} choices of {len(self.prompts)} prompts"
-            problems.append(Problem("n", what, f"ask for at most {MOST_CHOICES} in one request"))
+            problems.append(Problem("n", what, f"ask for at most {MAX_CHOICES} in one request"))
         return problems
 
     @property
@@ -276,5 +264,5 @@ class CompletionBody(Body):
         return list(given)  # type: ignore[arg-type]
 
     @property
-    def alternatives(self) -> int | None:
+    def n_logprobs(self) -> int | None:
         return self.logprobs

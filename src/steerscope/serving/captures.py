@@ -1,7 +1,7 @@
 """Captured rows that wait to be fetched: an id, a time to live, and the bytes of their file, made while they are sent.
 
-Their bytes are the engine's capture budget until they are dropped and nobody is being sent them: a server that is full
-refuses new captures, it does not drop old ones before their time.
+Rows count in the engine's capture budget until they are dropped and no download of them runs. A full server refuses
+new captures; it does not drop old ones before their time.
 """
 
 import asyncio
@@ -11,28 +11,24 @@ import time
 from dataclasses import dataclass
 from functools import cached_property
 
-from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.row_file import RowFile
 from steerscope.capture.rows import Rows
-from steerscope.serving.access import serving_of
 from steerscope.serving.errors import ApiError
-from steerscope.serving.sse import Watched
+from steerscope.serving.sse import WatchedResponse
 
-router = APIRouter()
 _ID = re.compile(r"cap-[0-9a-f]{32}")
 _RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})", re.ASCII)
 
 
 @dataclass
-class Kept:
+class StoredCapture:
     id: str
     handle: CaptureHandle
     rows: Rows
-    until: float  # on the monotonic clock: one that is set must not drop rows, nor keep them
+    until: float  # on the monotonic clock, which setting the system's clock does not change
     readers: int = 0
     dropped: bool = False
 
@@ -42,16 +38,34 @@ class Kept:
 
     def about(self) -> dict[str, object]:
         rows = self.rows
-        found: dict[str, object] = {"id": self.id, "rows": rows.n, "bytes": self.bytes, "layers": list(rows.layers)}
-        expires = int(time.time() + self.until - time.monotonic())
-        return {**found, "sites": list(rows.sites), "reduce": rows.reduce, "expires": expires}
+        return {
+            "id": self.id,
+            "rows": rows.n,
+            "bytes": self.bytes,
+            "layers": list(rows.layers),
+            "sites": list(rows.sites),
+            "reduce": rows.reduce,
+            "expires": int(time.time() + self.until - time.monotonic()),
+        }
+
+    def labels(self) -> dict[str, object]:
+        """Return what each row is, as columns."""
+        labels = self.rows.labels
+        messages = labels.message.tolist()
+        return {
+            "position": labels.position.tolist(),
+            "token_id": labels.token_id.tolist(),
+            "phase": ["generated" if generated else "prompt" for generated in labels.generated.tolist()],
+            "message": [None if message < 0 else message for message in messages],
+            "role": [None if message < 0 else labels.roles[message] for message in messages],
+        }
 
     @cached_property
     def file(self) -> RowFile:
         return self.rows.file()
 
     def drop(self) -> None:
-        """Give the room back, or let the last reader do it."""
+        """Free the rows now, or when the last download ends."""
         self.dropped = True
         if not self.readers:
             self.handle.close("the capture was dropped")
@@ -60,27 +74,23 @@ class Kept:
 class Captures:
     def __init__(self, ttl_s: float) -> None:
         self.ttl_s = ttl_s
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, StoredCapture] = {}  # in the order of their time
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    @property
-    def bytes(self) -> int:
-        return sum(one.bytes for one in self._kept.values())
-
-    def keep(self, handle: CaptureHandle) -> Kept:
+    def keep(self, handle: CaptureHandle) -> StoredCapture:
         self.sweep()
-        name = f"cap-{secrets.token_hex(16)}"  # who knows it may fetch it: it cannot be guessed
-        kept = Kept(name, handle, handle.fetch(), time.monotonic() + self.ttl_s)
-        self._kept[name] = kept
-        return kept
+        name = f"cap-{secrets.token_hex(16)}"  # knowing it is the right to fetch it: it cannot be guessed
+        capture = StoredCapture(name, handle, handle.fetch(), time.monotonic() + self.ttl_s)
+        self._kept[name] = capture
+        return capture
 
-    def get(self, name: str) -> Kept:
+    def get(self, name: str) -> StoredCapture:
         self.sweep()
         found = self._kept.get(name) if _ID.fullmatch(name) else None
         if found is None:
-            what = f"there is no capture {name!r:.60}: it was deleted, or fetched later than {self.ttl_s:g} s"
+            what = f"there is no capture {name!r:.60}: it was deleted, or has expired after {self.ttl_s:g} s"
             raise ApiError(404, what, "capture_gone")
         return found
 
@@ -89,56 +99,58 @@ class Captures:
         self._kept.pop(name).drop()
 
     def sweep(self) -> None:
-        """Drop what has lived long enough. They were kept in the order of their time."""
+        """Drop what has expired."""
         now = time.monotonic()
-        for kept in list(self._kept.values()):
-            if kept.until > now:
+        for capture in list(self._kept.values()):
+            if capture.until > now:
                 break
-            del self._kept[kept.id]
-            kept.drop()
+            del self._kept[capture.id]
+            capture.drop()
 
     def close(self) -> None:
-        for kept in self._kept.values():
-            kept.drop()
+        for capture in self._kept.values():
+            capture.drop()
         self._kept = {}
 
 
-class _Rows(Watched):
+class RowsResponse(WatchedResponse):
     """The bytes of a capture's file, or a range of them."""
 
-    def __init__(self, kept: Kept, asked: str | None, stall_s: float) -> None:
+    def __init__(self, capture: StoredCapture, asked_range: str | None, stall_s: float) -> None:
         super().__init__(stall_s)
-        self.kept = kept
-        size = kept.file.size
-        found = _range(asked, size)
-        self.status_code, (self.start, self.stop) = (200, (0, size)) if found is None else (206, found)
-        self.headers_sent = [
+        self._capture = capture
+        size = capture.file.size
+        found = _range(asked_range, size)
+        self.status_code = 200 if found is None else 206
+        self._start, self._stop = found or (0, size)
+        self._headers = [
             (b"content-type", b"application/octet-stream"),
-            (b"content-disposition", f'attachment; filename="{kept.id}.safetensors"'.encode()),
-            (b"content-length", str(self.stop - self.start).encode()),
+            (b"content-disposition", f'attachment; filename="{capture.id}.safetensors"'.encode()),
+            (b"content-length", str(self._stop - self._start).encode()),
             (b"accept-ranges", b"bytes"),
         ]
         if found is not None:
-            self.headers_sent.append((b"content-range", f"bytes {self.start}-{self.stop - 1}/{size}".encode()))
+            self._headers.append((b"content-range", f"bytes {self._start}-{self._stop - 1}/{size}".encode()))
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         del receive
-        self.kept.readers += 1
+        capture = self._capture
+        capture.readers += 1
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.headers_sent})
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self._headers})
             if scope["method"] != "HEAD":
-                for piece in self.kept.file.pieces(self.start, self.stop):
+                for piece in capture.file.pieces(self._start, self._stop):
                     await self._send(send, {"type": "http.response.body", "body": piece, "more_body": True})
                     await asyncio.sleep(0)  # a fast reader must not hold up the tokens of others
             await send({"type": "http.response.body", "body": b""})
         finally:
-            self.kept.readers -= 1
-            if self.kept.dropped:
-                self.kept.drop()
+            capture.readers -= 1
+            if capture.dropped:
+                capture.drop()
 
 
 def _range(asked: str | None, size: int) -> tuple[int, int] | None:
-    """The one range of bytes that was asked for. None, which is all of them, for anything but one range."""
+    """Return the one range of bytes that was asked for, or None, which is all of them, for anything else."""
     found = _RANGE.fullmatch(asked or "")
     if found is None or not (found[1] or found[2]):
         return None
@@ -152,33 +164,3 @@ def _range(asked: str | None, size: int) -> tuple[int, int] | None:
         what = f"the file has {size} bytes: ask for a range within them"
         raise ApiError(416, what, "range_not_satisfiable", headers={"Content-Range": f"bytes */{size}"})
     return start, stop
-
-
-@router.head("/v1/captures/{capture_id}", include_in_schema=False)
-@router.get("/v1/captures/{capture_id}")
-async def fetch(request: Request, capture_id: str) -> Response:
-    """The rows as a safetensors file: `layer.{i}.{site}` and `label.*`. One range of bytes is served."""
-    serving = serving_of(request)
-    return _Rows(serving.captures.get(capture_id), request.headers.get("range"), serving.settings.stall_s)
-
-
-@router.get("/v1/captures/{capture_id}/labels")
-async def labels(request: Request, capture_id: str) -> Response:
-    """What each row is, as columns."""
-    kept = serving_of(request).captures.get(capture_id)
-    found = kept.rows.labels
-    messages = found.message.tolist()
-    columns = {
-        "position": found.position.tolist(),
-        "token_id": found.token_id.tolist(),
-        "phase": ["generated" if made else "prompt" for made in found.generated.tolist()],
-        "message": [None if message < 0 else message for message in messages],
-        "role": [None if message < 0 else found.roles[message] for message in messages],
-    }
-    return JSONResponse({**kept.about(), "model": kept.rows.model, "request": found.request, "labels": columns})
-
-
-@router.delete("/v1/captures/{capture_id}")
-async def delete(request: Request, capture_id: str) -> Response:
-    serving_of(request).captures.delete(capture_id)
-    return JSONResponse({"id": capture_id, "object": "capture", "deleted": True})

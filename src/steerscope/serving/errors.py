@@ -8,7 +8,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from steerscope.specs.errors import (
@@ -24,15 +26,31 @@ from steerscope.specs.errors import (
     SteerscopeError,
     TimedOut,
     Unsteerable,
+    problems_in,
 )
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _CODES = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+# Error class → status, code, seconds after which a client may try again. The first class that matches counts.
+_ANSWERS: dict[type[Exception], tuple[int, str | None, float | None]] = {
+    NameInUse: (409, "name_in_use", None),
+    InvalidRequest: (400, "invalid_request", None),
+    BadFile: (400, "bad_file", None),
+    Unsteerable: (400, "unsteerable", None),
+    CaptureClosed: (404, "capture_gone", None),
+    CapacityExceeded: (429, "capacity_exceeded", 5),
+    EngineClosed: (503, "engine_failed", 5),
+    PackNotLoaded: (503, "engine_failed", 5),
+    RequestFailed: (503, "engine_failed", 5),
+    TimedOut: (503, "engine_failed", 5),
+    SteerscopeError: (400, None, None),
+}
+_SPECS = ("steer", "capture", "watch")
 
 
 @dataclass
 class ApiError(SteerscopeError):
-    """An answer other than the one asked for."""
+    """An error with the status and the fields of its answer."""
 
     status: int
     message: str
@@ -46,22 +64,20 @@ class ApiError(SteerscopeError):
         return self.message
 
     @property
-    def kind(self) -> str:
-        return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-
-    def body(self) -> dict[str, dict[str, object]]:
-        code = self.code or _CODES.get(self.status)
-        found: dict[str, object] = {"message": self.message, "type": self.kind, "param": self.param, "code": code}
-        if self.problems:
-            found["problems"] = [{"param": p.field, "message": p.what, "remedy": p.remedy} for p in self.problems]
-        return {"error": found}
+    def name(self) -> str:
+        """The code, or the status where there is none; used in metrics and logs."""
+        return self.code or str(self.status)
 
     def json(self, with_status: bool = False) -> str:
-        """The body as text; an event of a stream also has the status, which its headers cannot carry."""
-        body = self.body()
+        """Return the body; an event of a stream also has the status, which its headers cannot carry."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        code = self.code or _CODES.get(self.status)
+        error: dict[str, object] = {"message": self.message, "type": kind, "param": self.param, "code": code}
+        if self.problems:
+            error["problems"] = [{"param": p.field, "message": p.what, "remedy": p.remedy} for p in self.problems]
         if with_status:
-            body["error"]["status"] = self.status
-        return json.dumps(body)
+            error["status"] = self.status
+        return json.dumps({"error": error})
 
     def response(self) -> Response:
         headers = dict(self.headers)
@@ -71,42 +87,39 @@ class ApiError(SteerscopeError):
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told about an error; of one that nobody foresaw, nothing."""
-    match error:
-        case ApiError():
-            return error
-        case InvalidRequest():
-            problems = tuple(in_body(problem) for problem in error.problems)
-            message = str(InvalidRequest(problems))
-            status, code = (409, "name_in_use") if isinstance(error, NameInUse) else (400, "invalid_request")
-            return ApiError(status, message, code, problems[0].field or None, problems=problems)
-        case BadFile() | Unsteerable():
-            return ApiError(400, str(error), "bad_file" if isinstance(error, BadFile) else "unsteerable")
-        case CaptureClosed():
-            return ApiError(404, str(error), "capture_gone")
-        case CapacityExceeded():
-            return ApiError(429, str(error), "capacity_exceeded", retry_after=5)
-        case EngineClosed() | PackNotLoaded() | RequestFailed() | TimedOut():
-            return ApiError(503, str(error), "engine_failed", retry_after=5)
-        case SteerscopeError():
-            return ApiError(400, str(error))
-        case HTTPException():
-            return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
-        case _:
-            return ApiError(500, "the server failed; its log says more under this request's id", "internal_error")
+    """Return what a client is shown of an error; an unexpected one is not described."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+    if isinstance(error, RequestValidationError):
+        details = [{**one, "loc": one["loc"][1:]} for one in error.errors()]  # without "path" or "query"
+        error = InvalidRequest(problems_in(details))
+    known = next((kind for kind in _ANSWERS if isinstance(error, kind)), None)
+    if known is None:
+        return ApiError(500, "the server failed; its log has details under this request's id", "internal_error")
+    status, code, retry_after = _ANSWERS[known]
+    if not isinstance(error, InvalidRequest):
+        return ApiError(status, str(error), code, retry_after=retry_after)
+    problems = tuple(_in_body(problem) for problem in error.problems)
+    return ApiError(status, str(InvalidRequest(problems)), code, problems[0].field or None, problems=problems)
 
 
-_SPECS = ("steer", "capture", "watch")
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Answer with an error that a route raised; FastAPI's handler of exceptions."""
+    found = api_error(error)
+    request.scope.setdefault("state", {})["error"] = found.name
+    return found.response()
 
 
-def in_body(problem: Problem) -> Problem:
-    """The problem's field as the body names it: an engine knows no `steerscope` object."""
-    field_name = problem.field
-    first = field_name.partition(".")[0].partition("[")[0]
+def _in_body(problem: Problem) -> Problem:
+    """Return the problem with its field as the body names it: an engine knows no `steerscope` object."""
+    name = problem.field
+    first = name.partition(".")[0].partition("[")[0]
     if first in _SPECS:
-        field_name = f"steerscope.{field_name}".replace("steerscope.steer.ops", "steerscope.steer")
+        name = f"steerscope.{name}".replace("steerscope.steer.ops", "steerscope.steer")
     elif first == "template_options":
-        field_name = field_name.replace(first, "chat_template_kwargs")
+        name = name.replace(first, "chat_template_kwargs")
     elif first == "sampling":
-        field_name = field_name.removeprefix("sampling.")
-    return Problem(field_name, problem.what, problem.remedy)
+        name = name.removeprefix("sampling.")
+    return Problem(name, problem.what, problem.remedy)

@@ -1,6 +1,6 @@
-"""Before every route: a request id, who may come in, how much they may send, and one line in the log.
+"""Before every route: a request id, authentication, limits on bodies, and one line in the log.
 
-It is plain ASGI, and chunks of a stream pass by it.
+It is plain ASGI, and chunks of a stream bypass it.
 """
 
 import functools
@@ -21,11 +21,12 @@ from steerscope.serving.state import Serving
 from steerscope.specs.errors import SteerscopeError
 
 log = logging.getLogger("steerscope.serving")
-_OPEN = ("/health", "/ready", "/")  # without a key: nothing about requests or vectors is told there
+_OPEN = ("/health", "/ready", "/")  # need no key: they show nothing of requests or vectors
 _ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(?::[0-9]*)?")
-_BODIES = 4  # all bodies of requests that are not answered yet are so many times the largest one at most
-# The page needs no more than this; plotly writes style elements of its own. Nobody may show it inside another page.
+_BODIES = 4  # limit on all bodies of unanswered requests, in bodies of the largest allowed size
+_UPLOAD_TIMES = 10  # an upload may take this many times as long as another body
+# The page needs no more than this; plotly writes style elements of its own. No other page may frame it.
 _POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-uri 'none'; "
 _HEADERS = [
     (b"content-security-policy", (_POLICY + "form-action 'self'; frame-ancestors 'none'").encode()),
@@ -33,19 +34,20 @@ _HEADERS = [
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"referrer-policy", b"no-referrer"),
 ]
-_UPLOAD_SECONDS = 10  # an upload may take so many times as long as another body
 
 
-class _Answer:
-    """The answer on its way out, with headers of every answer; it says whether the connection can be used again."""
+class GuardedSend:
+    """Sends an answer with the headers of every answer, one of which says whether the connection can be used again."""
 
-    def __init__(self, send: Send, body: RequestBody, headers: list[tuple[bytes, bytes]]) -> None:
-        self._send, self._body, self._headers = send, body, headers
-        self.status = 0
-        self.ended = 0.0  # on the clock, when all of it was sent
+    def __init__(self, send: Send, body: RequestBody, request_id: str) -> None:
+        self._send = send
+        self._body = body
+        self._headers = [(b"x-request-id", request_id.encode()), *_HEADERS]
         self._closes = False
+        self.status = 0
+        self.ended: float | None = None  # when all of it was sent
 
-    async def send(self, message: Message) -> None:
+    async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", ()), *self._headers]
@@ -65,11 +67,11 @@ class _Answer:
 
 class Guard:
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
-        self.app, self.serving = app, serving
-        key = serving.settings.api_key
-        self._key = key.get_secret_value().encode() if key else None
+        self.app = app
+        self.serving = serving
         settings = serving.settings
-        self._most_held = _BODIES * max(settings.max_body_bytes, settings.max_upload_bytes)
+        self._key = settings.api_key.get_secret_value().encode() if settings.api_key else None
+        self._max_held = _BODIES * max(settings.max_body_bytes, settings.max_upload_bytes)
         self._held = 0  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,34 +79,30 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        given = headers.get(b"x-request-id", "")
-        request_id = (
-            given if _ID.fullmatch(given) else f"{random.getrandbits(64):016x}"
-        )  # a name, not a secret: no system call
         state = scope.setdefault("state", {})
-        state["request_id"] = request_id
+        state["request_id"] = _request_id(headers)
         state["body_bytes"] = 0
-        state["send"] = send  # for chunks of a stream, which need nothing of what lies between here and there
+        state["send"] = send  # for chunks of a stream, which need no middleware
         body = RequestBody(receive, headers, functools.partial(self._hold, state))
-        answer = _Answer(send, body, [(b"x-request-id", request_id.encode()), *_HEADERS])
+        answer = GuardedSend(send, body, state["request_id"])
         began = time.perf_counter()
         try:
-            self._let_in(scope, headers)
+            self._authenticate(scope, headers)
             self._limit(scope, body)
-            await self.app(scope, body.receive, answer.send)
+            await self.app(scope, body.receive, answer)
         except Exception as error:
             if not isinstance(error, SteerscopeError):
-                log.error("unexpected", exc_info=error, extra={"request_id": request_id})
+                log.error("unexpected", exc_info=error, extra={"request_id": state["request_id"]})
             if answer.status:
                 raise
             found = api_error(error)
-            state["error"] = found.code or str(found.status)
-            await found.response()(scope, receive, answer.send)
+            state["error"] = found.name
+            await found.response()(scope, receive, answer)
         finally:
             self._held -= state["body_bytes"]
-            self._tell(scope, answer.status, (answer.ended or time.perf_counter()) - began)
+            self._record(scope, answer.status, (answer.ended or time.perf_counter()) - began)
 
-    def _let_in(self, scope: Scope, headers: dict[bytes, str]) -> None:
+    def _authenticate(self, scope: Scope, headers: dict[bytes, str]) -> None:
         path = scope["path"]
         if self._key is None:
             self._check_local(headers)
@@ -115,8 +113,8 @@ class Guard:
                 raise ApiError(401, what, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def _check_local(self, headers: dict[bytes, str]) -> None:
-        """Without a key, a web page that somebody looks at on this machine must not reach the server through it: not
-        under another name for the address, and not from another origin."""
+        """Without a key, refuse requests of other web pages in this machine's browser: those that use another name for
+        the address, and those from another origin."""
         host = headers.get(b"host", "")
         if host and not is_loopback(_hostname(host)):
             raise ApiError(403, f"without an API key this server answers on loopback only, not as {host!r:.100}")
@@ -125,35 +123,41 @@ class Guard:
             raise ApiError(403, "this origin may not use the server: start it with --cors-origin or an API key")
 
     def _limit(self, scope: Scope, body: RequestBody) -> None:
-        """No body is longer, or takes longer to arrive, than it may."""
         settings = self.serving.settings
-        upload = scope["path"] == "/v1/vectors"
-        most = settings.max_upload_bytes if upload else settings.max_body_bytes
-        body.limit(most, settings.body_timeout_s * (_UPLOAD_SECONDS if upload else 1))
+        if scope["path"] == "/v1/vectors":
+            body.limit(settings.max_upload_bytes, settings.body_timeout_s * _UPLOAD_TIMES)
+        else:
+            body.limit(settings.max_body_bytes, settings.body_timeout_s)
 
     def _hold(self, state: dict[str, Any], size: int) -> None:
         """Count bytes of a body until its request is answered."""
         state["body_bytes"] += size
         self._held += size
-        if self._held > self._most_held:
-            what = f"requests of {self._most_held} bytes are being answered: try again later"
+        if self._held > self._max_held:
+            what = f"requests of {self._max_held} bytes are being answered: try again later"
             raise ApiError(429, what, "bodies_full", retry_after=5)
 
-    def _tell(self, scope: Scope, status: int, seconds: float) -> None:
-        state, metrics = scope["state"], self.serving.metrics
-        route = getattr(scope.get("route"), "path", "other")  # not the path itself: a client can think up any number
+    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+        """Count and log the request."""
+        state, path, metrics = scope["state"], scope["path"], self.serving.metrics
+        route = getattr(scope.get("route"), "path", "other")  # clients can make up any number of paths
         metrics.requests.labels(route, str(status)).inc()
-        if status >= 400 or "error" in state:  # of a stream, the error came after its headers
+        if status >= 400 or "error" in state:  # the error of a stream comes after its headers
             metrics.rejected.labels(str(state.get("error", status))).inc()
         if "left" in state:
             metrics.cancelled.inc()
-        about = {key: state[key] for key in ("error", "left", "tokens") if key in state}
-        about |= {"method": scope["method"], "path": scope["path"], "status": status, "ms": round(seconds * 1e3, 1)}
-        quiet = scope["path"] in ("/health", "/ready", "/metrics") or scope["path"].startswith("/ui/")
-        log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"request_id": state["request_id"], **about})
+        about = {key: state[key] for key in ("request_id", "error", "left", "tokens") if key in state}
+        about |= {"method": scope["method"], "path": path, "status": status, "ms": round(seconds * 1e3, 1)}
+        quiet = path in ("/health", "/ready", "/metrics") or path.startswith("/ui/")
+        log.log(logging.DEBUG if quiet else logging.INFO, "request", extra=about)
+
+
+def _request_id(headers: dict[bytes, str]) -> str:
+    given = headers.get(b"x-request-id", "")
+    return given if _ID.fullmatch(given) else f"{random.getrandbits(64):016x}"  # a name, not a secret
 
 
 def _hostname(host: str) -> str:
-    """Without the port; what has anything else behind a colon is the name of nothing."""
+    """Return the host without its port, or "" for anything that is not a host."""
     found = _HOST.fullmatch(host)
     return found[1] if found else ""

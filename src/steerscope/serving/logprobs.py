@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI's two routes write them, and the texts of single tokens."""
+"""Log probabilities in the formats of OpenAI's two routes, and the texts of single tokens."""
 
 import json
 from collections.abc import Sequence
@@ -9,22 +9,15 @@ from steerscope.engines.detokenizer import Decoder
 from steerscope.engines.results import TokenLogprobs
 
 
-def _byte_of_sign() -> dict[str, int]:
-    """Byte-level tokenizers write each byte as one sign: printable ones as themselves, others from 256 on."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTES = _byte_of_sign()
-
-
 class TokenTexts:
-    """The text and the bytes of a token by itself; a part of a character has bytes, but no text."""
+    """The text and the bytes of single tokens; a part of a character has bytes, but no text."""
 
     def __init__(self, engine: Engine) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode  # byte-level tokenizers' character per byte
+
         self._tokenizer = engine.tokenizer
         self.decoder = Decoder(engine.tokenizer)  # type: ignore[arg-type]
+        self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
         self.of = lru_cache(maxsize=65536)(self._of)
 
     def _of(self, token: int) -> tuple[str, list[int] | None]:
@@ -34,21 +27,19 @@ class TokenTexts:
             byte = int(name[1:-1], 16)
             return (chr(byte) if byte < 128 else "\ufffd"), [byte]
         text = self.decoder.single(token)
-        if not text:  # a special token: its name is all there is to show
+        if not text:  # a special token
             return name, None
         if "\ufffd" not in text:
             return text, list(text.encode())
-        known = all(sign in _BYTES for sign in name)
-        return text, [_BYTES[sign] for sign in name] if known else None
+        known = all(character in self._bytes for character in name)
+        return text, [self._bytes[character] for character in name] if known else None
 
     def chat(self, found: Sequence[TokenLogprobs]) -> str:
         return json.dumps({"content": [self._chat(one) for one in found], "refusal": None})
 
     def _chat(self, one: TokenLogprobs) -> dict[str, object]:
-        return {
-            **self._shown(one.token_id, one.logprob),
-            "top_logprobs": [self._shown(token, value) for token, value in one.top],
-        }
+        top = [self._shown(token, value) for token, value in one.top]
+        return {**self._shown(one.token_id, one.logprob), "top_logprobs": top}
 
     def _shown(self, token: int, value: float) -> dict[str, object]:
         text, data = self.of(token)
@@ -70,5 +61,5 @@ class TokenTexts:
 
 
 def _finite(value: float) -> float:
-    """JSON has no infinity; OpenAI writes −9999 for what is next to impossible."""
+    """Limit to −9999, as OpenAI does: JSON has no infinity."""
     return max(value, -9999.0)

@@ -1,4 +1,4 @@
-"""Log lines for people or for programs, each with the id of the request it is about."""
+"""Log lines as text or JSON, each with the id of its request."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ class Pretty(logging.Formatter):
 
 
 def _short(value: object, quote: bool = True) -> str:
-    """One line, whatever a client has sent."""
+    """Return one printable line."""
     text = str(value)
     if not text.isprintable():
         text = text.encode("unicode_escape").decode()
@@ -46,7 +46,7 @@ def _short(value: object, quote: bool = True) -> str:
 
 
 def set_up(kind: LogFormat, level: str) -> None:
-    """Everything that is logged goes to stderr, in one form."""
+    """Send all logs to stderr in one form."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if kind == "json" else Pretty())
     root = logging.getLogger()

@@ -17,7 +17,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/docs")
 async def docs(request: Request) -> Response:
-    """Every route in a line; all there is to know of them is in /openapi.json."""
+    """A table of all routes; /openapi.json has the details."""
     lines = [
         f"<tr><td>{method.upper()}<td><code>{escape(path)}</code><td>{escape(about.get('description', ''))}"
         for path, methods in request.app.openapi()["paths"].items()
@@ -45,7 +45,7 @@ async def plotly(request: Request) -> Response:
 
 
 class _Fresh(StaticFiles):
-    """Modules of two versions must not meet in one page: browsers ask each time whether a file has changed."""
+    """Make browsers ask each time whether a file has changed: a page must not load modules of two versions."""
 
     def file_response(self, *args: Any, **options: Any) -> Response:
         found = super().file_response(*args, **options)

@@ -1,9 +1,9 @@
-"""uvicorn's HTTP protocol with a limit on headers: how large they are, and how long they may take to arrive.
+"""uvicorn's HTTP protocol with limits on the size of headers and on the time they may take to arrive.
 
-uvicorn itself waits for ever for a client that opens a connection and says nothing, or half a request. It also goes on
-reading, and throwing away, the body of a request that was answered before its end, however long that is. Answers that
-pass the guard say whether the connection stays; after any other one a client that still sends is hung up on, after a
-moment in which it can read the answer.
+uvicorn itself waits forever for a client that opens a connection and sends nothing, or half a request. It also reads
+and drops the whole body of a request that was answered before its end. Answers that pass the guard say whether the
+connection stays open; after any other one the connection of a client that still sends is closed, after a moment for
+reading the answer.
 """
 
 import asyncio
@@ -68,6 +68,6 @@ class Protocol(HttpToolsProtocol):
             self.send_400_response("The headers are too large.")
 
 
-def patient(head_s: float) -> type[Protocol]:
-    """For heads that may take so long."""
+def with_timeout(head_s: float) -> type[Protocol]:
+    """Return a protocol whose headers may take `head_s` seconds to arrive."""
     return type("Protocol", (Protocol,), {"head_s": head_s})

@@ -1,4 +1,4 @@
-"""The body of one request on its way in: limited in size and time, and out of the way before the next request.
+"""The body of one request as it arrives, limited in size and time.
 
 A connection is only used again when the whole body was read. A route may answer without having read it: then a small
 rest is read and dropped, and for a large one the answer says `Connection: close`.
@@ -19,20 +19,23 @@ _LINGER_BYTES, _LINGER_S = 16 << 20, 1.0  # dropped of a larger one while the cl
 
 class RequestBody:
     def __init__(self, receive: Receive, headers: Mapping[bytes, str], hold: Callable[[int], None]) -> None:
-        """`hold` is told the size of each part that is passed on, and may refuse it."""
+        """`hold` is called with the size of each part before it is passed on, and may refuse it."""
         self._receive, self._hold = receive, hold
         length = headers.get(b"content-length", "0")
-        self.said = int(length) if length.isdecimal() else 0
-        self._asks = headers.get(b"expect", "").lower() == "100-continue"  # it is sent only once somebody reads it
-        self._complete = not self.said and b"transfer-encoding" not in headers
+        self._length = int(length) if length.isdecimal() else 0
+        self._waits_for_continue = headers.get(b"expect", "").lower() == "100-continue"
+        self._complete = not self._length and b"transfer-encoding" not in headers
         self._read = 0
-        self._most, self._seconds, self._deadline = 0, 0.0, 0.0
+        self._max_bytes = 0
+        self._seconds = 0.0
+        self._deadline = 0.0
 
-    def limit(self, most: int, seconds: float) -> None:
-        """Set how many bytes it may have, and in how much time from now on they must arrive."""
-        self._most, self._seconds = most, seconds
+    def limit(self, max_bytes: int, seconds: float) -> None:
+        """Limit the bytes, and the seconds from now in which they must arrive."""
+        self._max_bytes = max_bytes
+        self._seconds = seconds
         self._deadline = asyncio.get_running_loop().time() + seconds
-        if self.said > most:
+        if self._length > max_bytes:
             raise self._too_large()
 
     async def receive(self) -> Message:
@@ -45,14 +48,14 @@ class RequestBody:
         except TimeoutError:
             what = f"the body did not arrive within {self._seconds:g} s"
             raise ApiError(408, what, "body_timeout", headers=CLOSE) from None
-        if self._read > self._most:
+        if self._read > self._max_bytes:
             raise self._too_large()
         self._hold(len(message.get("body", b"")))
         return message
 
     async def dropped(self) -> bool:
-        """Read and drop the rest if it is small. Returns whether nothing is left, so that the connection is free."""
-        if self.said - self._read > _SMALL_BYTES or (self._asks and not self._read):
+        """Read and drop the rest if it is small. Returns whether nothing is left."""
+        if self._length - self._read > _SMALL_BYTES or (self._waits_for_continue and not self._read):
             return self._complete
         await self._drop(_SMALL_BYTES, _SMALL_S)
         return self._complete
@@ -62,8 +65,8 @@ class RequestBody:
         connection is closed on unread bytes may lose the answer."""
         await self._drop(_LINGER_BYTES, _LINGER_S)
 
-    async def _drop(self, most: int, seconds: float) -> None:
-        until = self._read + most
+    async def _drop(self, max_bytes: int, seconds: float) -> None:
+        until = self._read + max_bytes
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self._complete and self._read <= until:
@@ -76,4 +79,4 @@ class RequestBody:
         return message
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._most} bytes", "body_too_large")
+        return ApiError(413, f"the body is larger than {self._max_bytes} bytes", "body_too_large")

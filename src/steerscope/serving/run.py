@@ -1,26 +1,22 @@
-"""Serve an app with uvicorn until it is told to stop: SIGTERM and Ctrl-C drain, a second Ctrl-C ends at once."""
+"""Serve an app with uvicorn: SIGTERM and Ctrl-C drain and stop it, a second Ctrl-C ends it at once."""
 
 import asyncio
 import contextlib
 import importlib.util
 import math
 import socket
-from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
-from steerscope.engines.api import Engine
-from steerscope.serving.app import create_app
-from steerscope.serving.settings import Settings
 from steerscope.serving.state import Serving
 
-_GOODBYE_S = 5  # for last words to those whose requests were cut off
+_GOODBYE_S = 5  # for errors to clients whose requests were cut off
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which tells the app when it begins to stop, and is stopped when the engine is beyond help."""
+    """uvicorn's server; sets `draining` when it begins to stop, and stops when the engine cannot be started again."""
 
     def __init__(self, app: FastAPI) -> None:
         self.serving: Serving = app.state.serving
@@ -52,7 +48,7 @@ class Server(uvicorn.Server):
         self._captured_signals.clear()  # uvicorn would raise them once more, and the process end as if killed
 
     async def _cut_off(self) -> None:
-        """Who has had long enough is told so, instead of a connection that breaks."""
+        """End the requests that still run after the drain time with an error, instead of a broken connection."""
         await asyncio.sleep(self.serving.settings.drain_s)
         await self.serving.cut_off()
 
@@ -61,18 +57,14 @@ class Server(uvicorn.Server):
 
     @property
     def address(self) -> str:
-        """Where it listens, once it does."""
+        """The address it listens on, once it does."""
         bound: tuple = self.servers[0].sockets[0].getsockname()
         host = f"[{bound[0]}]" if self.servers[0].sockets[0].family == socket.AF_INET6 else bound[0]
         return f"http://{host}:{bound[1]}"
 
 
-def serve(start: Callable[[], Engine] | Engine, settings: Settings) -> None:
-    """Blocks until the server ends; raises what made it end, if anything did."""
-    serve_app(create_app(start, settings))
-
-
 def serve_app(app: FastAPI) -> None:
+    """Block until the server ends; raise the error that ended it, if any."""
     _raise_file_limit()
     server = Server(app)
     with contextlib.suppress(KeyboardInterrupt):
@@ -82,16 +74,16 @@ def serve_app(app: FastAPI) -> None:
 
 
 def _protocol(head_s: float) -> object:
-    """Where httptools is missing, uvicorn's own, which has no limit for headers that never end."""
+    """Return ours, or where httptools is missing uvicorn's own, which has no limit on headers."""
     if importlib.util.find_spec("httptools") is None:
         return "auto"
-    from steerscope.serving.protocol import patient
+    from steerscope.serving.protocol import with_timeout
 
-    return patient(head_s)
+    return with_timeout(head_s)
 
 
 def _raise_file_limit() -> None:
-    """A connection is a file; many systems allow a process 1,024 unless it asks for more."""
+    """Allow as many open files as the system permits: each connection is one, and the default is often 1,024."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 

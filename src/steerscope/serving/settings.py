@@ -1,4 +1,4 @@
-"""What a server is started with."""
+"""The settings of a server."""
 
 import ipaddress
 from typing import Literal, Self
@@ -10,29 +10,29 @@ from steerscope.specs.base import Spec
 LogFormat = Literal["json", "pretty"]
 
 
-class Settings(Spec):
-    """Bytes, seconds and counts that bound what clients can make the server do."""
+class ServerSettings(Spec):
+    """Address, key, files, and limits in bytes, seconds and counts."""
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)  # 0: any free one
-    api_key: SecretStr | None = None
-    model_name: str | None = None  # what clients call the model; None: as it was loaded
-    vectors: str | None = None  # a folder of vector files to begin with
-    lenses: tuple[str, ...] = ()  # folders of packs, each known by its folder's name
-    any_model: bool = False  # packs made for another model's name may be used
-    captures_bytes: int = Field(default=4 << 30, ge=0)
-    capture_ttl_s: float = Field(default=600.0, gt=0)
-    max_body_bytes: int = Field(default=8 << 20, ge=1024)
-    max_upload_bytes: int = Field(default=256 << 20, ge=1024)
+    host: str = Field(default="127.0.0.1", description="Address to listen on; other than loopback needs an API key.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    api_key: SecretStr | None = Field(default=None, description="Bearer token that clients must send.")
+    model_name: str | None = Field(default=None, description="Name of the model in the API; default: as it was loaded.")
+    vectors: str | None = Field(default=None, description="Folder of vector files, each known by its file name.")
+    lenses: tuple[str, ...] = Field(default=(), description="Folder of a lens pack, known by its name; repeatable.")
+    any_model: bool = Field(default=False, description="Accept packs that were made for another model's name.")
+    captures_bytes: int = Field(default=4 << 30, ge=0, description="Bytes of captured rows kept until fetched.")
+    capture_ttl_s: float = Field(default=600.0, gt=0, description="Seconds after which rows not fetched are dropped.")
+    max_body_bytes: int = Field(default=8 << 20, ge=1024, description="Maximum size of a request body.")
+    max_upload_bytes: int = Field(default=256 << 20, ge=1024, description="Maximum size of an uploaded vector file.")
     max_vectors: int = Field(default=1000, ge=0)
-    max_running: int = Field(default=1024, ge=1)  # choices the engine is given at once
-    max_waiting: int = Field(default=1024, ge=0)  # requests that wait for that
-    cors_origins: tuple[str, ...] = ()
-    drain_s: float = Field(default=30.0, ge=0)
+    max_running: int = Field(default=1024, ge=1, description="Maximum number of choices in the engine at once.")
+    max_waiting: int = Field(default=1024, ge=0, description="Maximum number of queued requests; more are refused.")
+    cors_origins: tuple[str, ...] = Field(default=(), description="Web origin that may call the API; repeatable.")
+    drain_s: float = Field(default=30.0, ge=0, description="Seconds that running requests get when the server stops.")
     head_timeout_s: float = Field(default=20.0, gt=0)  # for the head of a request to arrive
     body_timeout_s: float = Field(default=30.0, gt=0)  # for a whole body to arrive
-    stall_s: float = Field(default=60.0, gt=0)  # how long a client may leave what it is sent unread
-    log_format: LogFormat = "pretty"
+    stall_s: float = Field(default=60.0, gt=0)  # for a client to read what it was sent
+    log_format: LogFormat = Field(default="pretty", description="Format of log lines.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,7 +1,7 @@
-"""Answers that stop when nobody listens: a stream of server-sent events, or one body that takes a while to make.
+"""Answers that stop when the client leaves: a stream of server-sent events, or one body that takes a while to make.
 
-Both watch the connection while they work. When the client leaves, or leaves what it was sent unread for too long, the
-work is cancelled, and with it the requests in the engine, which end between two steps.
+Both watch the connection while they work. When the client disconnects, or leaves data unread for too long, the work is
+cancelled, and with it the requests in the engine, which end between two steps.
 """
 
 import asyncio
@@ -27,13 +27,14 @@ _STREAM_HEADERS = [
 ]
 
 
-class Watched(Response):
-    """An answer that is cancelled when the client leaves, or leaves what it was sent unread for too long."""
+class WatchedResponse(Response):
+    """An answer that is cancelled when the client disconnects or leaves data unread for too long."""
 
     def __init__(self, stall_s: float) -> None:
-        self.status_code, self.background = 200, None
-        self.stall_s = stall_s
-        self._sending = 0.0  # since when something lies unread; 0: nothing does
+        self.status_code = 200
+        self.background = None
+        self._stall_s = stall_s
+        self._sending = 0.0  # when the unread data was sent; 0: nothing is unread
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._work(scope, receive, send))
@@ -53,13 +54,13 @@ class Watched(Response):
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
     async def _gone(self, receive: Receive) -> None:
-        """Returns when the client has left or does not read."""
+        """Return when the client has disconnected or does not read."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(_LOOK_S, self.stall_s)):
+                async with asyncio.timeout(min(_LOOK_S, self._stall_s)):
                     if (await receive())["type"] == "http.disconnect":
                         return
-            if self._sending and time.monotonic() - self._sending > self.stall_s:
+            if self._sending and time.monotonic() - self._sending > self._stall_s:
                 return
 
     async def _send(self, send: Send, message: Message) -> None:
@@ -68,7 +69,7 @@ class Watched(Response):
         self._sending = 0.0
 
 
-class EventStream(Watched):
+class EventStream(WatchedResponse):
     """Chunks of an async generator, each sent as it comes, behind headers that are sent at once.
 
     An error that is raised without waiting (a full queue, a capture beyond the whole budget) is an ordinary answer.
@@ -105,11 +106,11 @@ class EventStream(Watched):
             async for chunk in chunks:
                 await self._send(send, {"type": "http.response.body", "body": chunk, "more_body": True})
         except Exception as error:
-            last = b"data: " + _told(error, scope).json(with_status=True).encode() + b"\n\n" + DONE
+            last = b"data: " + _noted(error, scope).json(with_status=True).encode() + b"\n\n" + DONE
         await send({"type": "http.response.body", "body": last})
 
 
-class Whole(Watched):
+class WholeResponse(WatchedResponse):
     """One JSON body, made while the connection is watched."""
 
     def __init__(self, make: Callable[[], Awaitable[bytes]], stall_s: float = 60.0) -> None:
@@ -122,22 +123,20 @@ class Whole(Watched):
         except Exception as error:
             await _refuse(error, scope, receive, send)
             return
-        await self._send(send, {"type": "http.response.start", "status": 200, "headers": _json_headers(body)})
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._send(send, {"type": "http.response.start", "status": 200, "headers": headers})
         await self._send(send, {"type": "http.response.body", "body": body})
 
 
-def _json_headers(body: bytes) -> list[tuple[bytes, bytes]]:
-    return [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-
-
 async def _refuse(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
-    await _told(error, scope).response()(scope, receive, send)
+    await _noted(error, scope).response()(scope, receive, send)
 
 
-def _told(error: Exception, scope: Scope) -> ApiError:
+def _noted(error: Exception, scope: Scope) -> ApiError:
+    """Return the error as the client sees it, and note it for the log and the metrics."""
     found = api_error(error)
     state = scope.setdefault("state", {})
-    state["error"] = found.code or str(found.status)
+    state["error"] = found.name
     if not isinstance(error, SteerscopeError):
         log.error("unexpected", exc_info=error, extra={"request_id": state.get("request_id")})
     return found

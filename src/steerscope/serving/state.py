@@ -1,8 +1,8 @@
 """Serving: what all requests share, and the life of the engine behind them.
 
 The engine is started in the background, so that a server that is still loading can say so; it is ready once a first
-text has been generated. An engine that dies is started again, if it can be, three times in ten minutes; then the server
-ends, and whoever watches it (systemd) may start it anew.
+text has been generated. An engine that dies is started again, if possible, three times in ten minutes; then the server
+ends, and its supervisor (systemd) may start it anew.
 """
 
 import asyncio
@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from starlette.requests import Request
+
 from steerscope.engines.api import Engine
 from steerscope.engines.results import TokenPrompt
 from steerscope.serving.admission import Admission
@@ -19,7 +21,7 @@ from steerscope.serving.captures import Captures
 from steerscope.serving.errors import ApiError
 from steerscope.serving.logprobs import TokenTexts
 from steerscope.serving.metrics import Metrics
-from steerscope.serving.settings import Settings
+from steerscope.serving.settings import ServerSettings
 from steerscope.serving.vectors import Vectors
 from steerscope.specs.errors import EngineClosed
 from steerscope.specs.sampling import Sampling
@@ -32,25 +34,33 @@ _RESTARTS, _WITHIN_S, _LOOK_S = 3, 600.0, 0.5
 
 
 class Serving:
-    def __init__(self, start: Start | Engine, settings: Settings) -> None:
+    def __init__(self, start: Start | Engine, settings: ServerSettings) -> None:
         self.settings = settings
         self.admission = Admission(settings.max_running, settings.max_waiting)
-        folder = None if settings.vectors is None else Path(settings.vectors)
-        self.vectors = Vectors(settings.max_vectors, folder)
+        self.vectors = Vectors(settings.max_vectors, None if settings.vectors is None else Path(settings.vectors))
         self.captures = Captures(settings.capture_ttl_s)
-        self.default = Steering()  # what clients have set for every request
-        self.metrics = Metrics(self)
+        self.metrics = Metrics(
+            {
+                "ready": ("1 when requests are taken", lambda: self.ready),
+                "running_choices": ("choices given to the engine", lambda: self.admission.running),
+                "waiting_requests": ("requests in the queue", lambda: self.admission.waiting),
+                "captures": ("captures that wait to be fetched", lambda: len(self.captures)),
+                "vectors": ("vectors known by name", lambda: len(self.vectors)),
+            }
+        )
+        self.default_steering = Steering()  # set by clients, for every request
         self.draining = False
-        self._warm = False  # this engine has generated a first text
-        self._served = False  # or another one had
-        self._stage, self.began = "starting", time.time()
+        self.stage = "starting"
+        self.began = time.time()
         self.failure: Exception | None = None  # why the server has to end
         self.on_failure: Callable[[], None] = lambda: None
+        self.texts: TokenTexts | None = None  # of single tokens, for log probabilities
         self._start = None if isinstance(start, Engine) else start
         self._engine = start if isinstance(start, Engine) else None
-        self._furnished = False
-        self.texts: TokenTexts | None = None  # of single tokens, for log probabilities
-        self._ends: deque[float] = deque()  # of engines, lately
+        self._furnished = False  # an engine has had its vectors and packs
+        self._warm = False  # this engine has generated a first text
+        self._served = False  # this engine or an earlier one has generated a first text
+        self._ends: deque[float] = deque()  # times at which engines ended
         self._life: asyncio.Task[None] | None = None
 
     # --- for requests
@@ -60,30 +70,27 @@ class Serving:
         return self._warm and self._engine is not None and not self._engine.closed
 
     @property
-    def stage(self) -> str:
-        return "the engine has failed" if self._warm and not self.ready else self._stage
-
-    @property
-    def told_stage(self) -> str:
-        """For those who have shown no key: what loading is at, or why it failed, may name folders of this machine."""
+    def public_stage(self) -> str:
+        """The stage, without details if a key is required: they may name folders of this machine."""
         if self.settings.api_key is None or self.ready:
-            return self.stage
+            return self._shown_stage
         return "failed" if self.failure is not None else "loading"
 
-    @stage.setter
-    def stage(self, stage: str) -> None:
-        self._stage = stage
+    @property
+    def _shown_stage(self) -> str:
+        return "the engine has failed" if self._warm and not self.ready else self.stage
 
     @property
     def engine(self) -> Engine:
         if self.draining:
             raise ApiError(503, "the server is stopping", "stopping", retry_after=10)
         if not self.ready or self._engine is None:
-            raise ApiError(503, f"the model is not ready: {self.stage}", "not_ready", retry_after=2)
+            raise ApiError(503, f"the model is not ready: {self._shown_stage}", "not_ready", retry_after=2)
         return self._engine
 
     def pause(self) -> float:
-        """Seconds between two writes of one stream, so that all streams together write about a thousand times a second.
+        """Return the seconds between two writes of one stream that limit all streams to about 1,000 writes a second.
+
         A write costs more than a token, and a model in this process waits for it: tokens in between share one."""
         return min(_LONGEST_PAUSE_S, self.admission.running / _WRITES_PER_S)
 
@@ -92,7 +99,7 @@ class Serving:
         if self.settings.model_name:
             return self.settings.model_name
         name = self._engine.facts.name if self._engine else "model"
-        return Path(name).name if Path(name).is_absolute() else name  # a path is this machine's business
+        return Path(name).name if Path(name).is_absolute() else name  # clients need not know this machine's folders
 
     def check_model(self, asked: str | None) -> None:
         if asked is not None and asked != self.model_name:
@@ -102,7 +109,7 @@ class Serving:
     # --- life
 
     def tell(self, stage: str) -> None:
-        """What loading is at; from any thread."""
+        """Set and log the stage of loading; from any thread."""
         self.stage = stage
         log.info("loading: %s", stage)
 
@@ -110,7 +117,7 @@ class Serving:
         self._life = asyncio.create_task(self._live())
 
     async def cut_off(self) -> None:
-        """End what still runs."""
+        """End all running requests."""
         if self._engine is not None:
             await self._engine.close()
 
@@ -120,8 +127,7 @@ class Serving:
             self._life.cancel()
             await asyncio.gather(self._life, return_exceptions=True)
         self.captures.close()
-        if self._engine is not None:
-            await self._engine.close()
+        await self.cut_off()
 
     async def _live(self) -> None:
         while True:
@@ -129,25 +135,30 @@ class Serving:
                 await self._begin()
                 await self._run()
             except Exception as error:
-                if not self._served:  # a model that never worked is not mended by trying again
+                if not self._served:  # a model that never worked will not work at the next start
                     self._fail(error)
                     return
                 log.error("the engine did not start: %s", error)
-            self.stage, self._warm = "the engine has failed", False
-            now = time.monotonic()
-            self._ends.append(now)
-            while now - self._ends[0] > _WITHIN_S:
-                self._ends.popleft()
-            if self._start is None or len(self._ends) > _RESTARTS:
+            self.stage = "the engine has failed"
+            self._warm = False
+            if self._start is None or not self._may_restart():
                 self._fail(EngineClosed("the engine has ended and cannot be started again"))
                 return
-            if self._engine is not None:  # what it holds is needed for the next
-                await self._engine.close()
-            self.stage, self._engine = "starting again", None
+            await self.cut_off()  # the next engine needs its memory
+            self._engine = None
+            self.stage = "starting again"
+
+    def _may_restart(self) -> bool:
+        now = time.monotonic()
+        self._ends.append(now)
+        while now - self._ends[0] > _WITHIN_S:
+            self._ends.popleft()
+        return len(self._ends) <= _RESTARTS
 
     async def _run(self) -> None:
-        """Until the engine ends."""
-        self.stage, self._warm, self._served = "ready", True, True
+        """Return when the engine has ended."""
+        self.stage = "ready"
+        self._warm = self._served = True
         log.info("ready", extra={"model": self.model_name})
         while self._engine is not None and not self._engine.closed:
             await asyncio.sleep(_LOOK_S)
@@ -171,24 +182,29 @@ class Serving:
             pass
 
     def _furnish(self, engine: Engine) -> None:
-        """Vectors, packs and the default steering: those of the settings at first, those of the last engine later."""
+        """Register vectors, packs and the default steering: those of the settings, later those of the last engine."""
         if self._furnished:
-            self.vectors.tell_all(engine)
+            self.vectors.register_all(engine)
         else:
             self.vectors.read_folder(engine)
         for folder in self.settings.lenses:
             engine.register_pack(Path(folder).resolve().name, folder, any_model=self.settings.any_model)
-        engine.default_steering = self.default
+        engine.default_steering = self.default_steering
         self._furnished = True
 
     def _fail(self, error: Exception) -> None:
-        self.failure, self.stage = error, f"failed: {error}"
+        self.failure = error
+        self.stage = f"failed: {error}"
         log.error("the server ends: %s", error)
         self.on_failure()
 
 
+def serving_of(request: Request) -> Serving:
+    return request.app.state.serving
+
+
 async def _uncancelled(work: Awaitable[Engine]) -> Engine:
-    """An engine that starts in a thread cannot be stopped on the way: who is cancelled meanwhile closes it then."""
+    """Await an engine that starts in a thread. When cancelled, wait until it has started, and close it."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

@@ -1,14 +1,13 @@
 """Our routes on vLLM's own OpenAI server, as a `vllm.endpoint_plugins` entry point.
 
 vLLM mounts them where `VLLM_PLUGINS` names steerscope and the engine has taps (STEERSCOPE=1, or JSON). They work on the
-two folders of the settings: `vectors`, whose files requests name in `vllm_xargs`, and `captures`, where rows go that
-were asked for with `save_as`. vLLM's `--api-key` guards them like everything under /v1.
+two folders of the settings: `vectors`, whose files requests name in `vllm_xargs`, and `captures`, which holds the rows
+of requests with `save_as`. vLLM's `--api-key` guards them like everything under /v1.
 """
 
 import asyncio
 import re
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,12 @@ from steerscope.engines.plan import Facts
 from steerscope.engines.vllm.guards import facts_of
 from steerscope.engines.vllm.settings import Settings, asked_for
 from steerscope.files import locked
-from steerscope.serving.errors import ApiError, api_error
-from steerscope.serving.vectors import check_count, unkept
+from steerscope.serving.errors import ApiError, answer_error
+from steerscope.serving.routes import deleted
+from steerscope.serving.vectors import check_count, not_kept, vector_files
 from steerscope.serving.vllm_saves import SaveReports
 from steerscope.specs.errors import BadFile, SteerscopeError
-from steerscope.vectors.files import SUFFIXES, load, load_upload, save
+from steerscope.vectors.files import load, load_upload, save
 from steerscope.vectors.vector import SteeringVector
 
 MOST_BYTES = 256 << 20  # of an uploaded vector
@@ -33,13 +33,13 @@ router = APIRouter(tags=["steerscope"])
 
 
 class Plugin:
-    """What vLLM's front end asks of an endpoint plugin."""
+    """The interface of an endpoint plugin of vLLM's front end."""
 
     name = "steerscope"
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        app.add_exception_handler(SteerscopeError, _told)
+        app.add_exception_handler(SteerscopeError, answer_error)
         app.include_router(router)
         app.add_middleware(SaveReports)
 
@@ -50,12 +50,7 @@ class Plugin:
         state.steerscope = None if settings is None else (settings, facts_of(config, settings))
 
 
-async def _told(request: Request, error: Exception) -> Response:
-    del request
-    return api_error(error).response()
-
-
-def _of(request: Request) -> tuple[Settings, Facts]:
+def _engine_of(request: Request) -> tuple[Settings, Facts]:
     found = getattr(request.app.state, "steerscope", None)
     if found is None:
         raise ApiError(404, "this engine was started without taps: set STEERSCOPE=1 in its environment", "no_taps")
@@ -63,32 +58,22 @@ def _of(request: Request) -> tuple[Settings, Facts]:
 
 
 def _folder(request: Request, kind: str) -> Path:
-    given = getattr(_of(request)[0], kind)
+    given = getattr(_engine_of(request)[0], kind)
     if given is None:
         what = f'the server has no folder for {kind}: start it with STEERSCOPE=\'{{"{kind}": "DIR"}}\''
         raise ApiError(404, what, f"no_{kind}")
     return Path(given)
 
 
-def _checked(name: str) -> str:
+def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         what = f"{name!r:.150} is not a name; use up to 128 letters, digits, dots, dashes and underscores"
         raise ApiError(400, what, "invalid_name", "name")
-    return name
-
-
-def _file(folder: Path, name: str, what: str, suffixes: Callable[[str], bool]) -> Path:
-    """A file of this folder and of no other: names are compared, never joined to a path."""
-    _checked(name)
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.stem == name and suffixes(path.suffix.lower()) and path.is_file():
-            return path
-    raise ApiError(404, f"there is no {what} {name!r}", "not_found", "name")
 
 
 @router.get("/v1/capabilities")
 async def capabilities(request: Request) -> Response:
-    settings, facts = _of(request)
+    settings, facts = _engine_of(request)
     tapped = sorted(facts.tapped or ())
     return JSONResponse(
         {
@@ -115,38 +100,59 @@ async def capabilities(request: Request) -> Response:
 # --- vectors
 
 
+@router.get("/v1/vectors")
+async def vectors(request: Request) -> Response:
+    names = _names(_folder(request, "vectors"))
+    return JSONResponse({"object": "list", "data": [{"id": name, "object": "vector"} for name in names]})
+
+
+@router.post("/v1/vectors", status_code=201)
+async def upload(request: Request, name: str = "") -> Response:
+    """A safetensors or GGUF file as the raw body. It replaces a vector of the same name for later requests."""
+    folder, data = _folder(request, "vectors"), bytearray()
+    _check_name(name)
+    async for block in request.stream():
+        data += block
+        if len(data) > MOST_BYTES:
+            raise ApiError(413, f"the body is larger than {MOST_BYTES} bytes", "body_too_large")
+    vector = await asyncio.to_thread(_keep, bytes(data), folder, name, *_engine_of(request))
+    return JSONResponse(_about(name, vector), 201)
+
+
+@router.get("/v1/vectors/{name}")
+async def vector(request: Request, name: str) -> Response:
+    path = _vector_file(request, name)
+    return JSONResponse(_about(name, await asyncio.to_thread(load, path)))
+
+
+@router.delete("/v1/vectors/{name}")
+async def delete_vector(request: Request, name: str) -> Response:
+    _vector_file(request, name).unlink()
+    return deleted("vector", name)
+
+
 def _about(name: str, vector: SteeringVector) -> dict[str, object]:
     layers = "all" if vector.layers is None else list(vector.layers)
     return {"id": name, "object": "vector", "layers": layers, "site": vector.site, "model": vector.model}
 
 
-@router.get("/v1/vectors")
-async def vectors(request: Request) -> Response:
-    folder = _folder(request, "vectors")
-    return JSONResponse({"object": "list", "data": [{"id": name, "object": "vector"} for name in _names(folder)]})
-
-
 def _names(folder: Path) -> list[str]:
-    files = folder.iterdir() if folder.is_dir() else ()
-    return sorted({path.stem for path in files if path.suffix.lower() in SUFFIXES and not path.name.startswith(".")})
+    return sorted({path.stem for path in vector_files(folder)}) if folder.is_dir() else []
 
 
-@router.post("/v1/vectors", status_code=201)
-async def upload(request: Request, name: str = "") -> Response:
-    """A safetensors or GGUF file as the raw body. One of the same name is replaced; requests that run keep theirs."""
-    folder, data = _folder(request, "vectors"), bytearray()
-    _checked(name)
-    async for block in request.stream():
-        data += block
-        if len(data) > MOST_BYTES:
-            raise ApiError(413, f"the body is larger than {MOST_BYTES} bytes", "body_too_large")
-    vector = await asyncio.to_thread(_keep, bytes(data), folder, name, *_of(request))
-    return JSONResponse(_about(name, vector), 201)
+def _vector_file(request: Request, name: str) -> Path:
+    folder = _folder(request, "vectors")
+    _check_name(name)
+    found = vector_files(folder, name) if folder.is_dir() else []
+    if not found:
+        raise ApiError(404, f"there is no vector {name!r}", "not_found", "name")
+    return found[0]
 
 
 def _keep(data: bytes, folder: Path, name: str, settings: Settings, facts: Facts) -> SteeringVector:
     vector = load_upload(data, name, facts.layers, facts.hidden)
-    if (hidden := vector.to_spec().hidden) != facts.hidden:
+    hidden = vector.to_spec().hidden
+    if hidden != facts.hidden:
         raise ApiError(400, f"the vector has {hidden} numbers, the model's hidden size is {facts.hidden}", "bad_file")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,20 +160,8 @@ def _keep(data: bytes, folder: Path, name: str, settings: Settings, facts: Facts
             check_count(name, _names(folder), settings.max_vectors)
             save(vector, folder / f"{name}.safetensors")
     except (OSError, BadFile) as error:
-        raise unkept(error) from None
+        raise not_kept(error) from None
     return vector
-
-
-@router.get("/v1/vectors/{name}")
-async def vector(request: Request, name: str) -> Response:
-    path = _file(_folder(request, "vectors"), name, "vector", SUFFIXES.__contains__)
-    return JSONResponse(_about(name, await asyncio.to_thread(load, path)))
-
-
-@router.delete("/v1/vectors/{name}")
-async def delete_vector(request: Request, name: str) -> Response:
-    _file(_folder(request, "vectors"), name, "vector", SUFFIXES.__contains__).unlink()
-    return JSONResponse({"id": name, "object": "vector", "deleted": True})
 
 
 # --- captures
@@ -175,12 +169,21 @@ async def delete_vector(request: Request, name: str) -> Response:
 
 @router.get("/v1/captures/{name}")
 async def capture(request: Request, name: str) -> Response:
-    """The rows that a request saved under this name; ranges are answered."""
-    path = _file(_folder(request, "captures"), name, "capture", ".safetensors".__eq__)
+    """The rows that a request saved under this name; ranges are served."""
+    path = _capture_file(request, name)
     return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
 
 @router.delete("/v1/captures/{name}")
 async def delete_capture(request: Request, name: str) -> Response:
-    _file(_folder(request, "captures"), name, "capture", ".safetensors".__eq__).unlink()
-    return JSONResponse({"id": name, "object": "capture", "deleted": True})
+    _capture_file(request, name).unlink()
+    return deleted("capture", name)
+
+
+def _capture_file(request: Request, name: str) -> Path:
+    folder = _folder(request, "captures")
+    _check_name(name)  # it has no separator, so it stays in the folder
+    path = folder / f"{name}.safetensors"
+    if not path.is_file():
+        raise ApiError(404, f"there is no capture {name!r}", "not_found", "name")
+    return path

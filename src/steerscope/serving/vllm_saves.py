@@ -1,7 +1,7 @@
-"""What the answers of vLLM's own server say about `save_as`: which rows were saved, and that a name is in use.
+"""Reports on `save_as` in the answers of vLLM's own server: which rows were saved, and whether a name is in use.
 
-vLLM's answers have no field for it, so it is put into them on their way out: `steerscope.captures` in a JSON answer, or
-an event of its own before the end of a stream. Only this last piece waits for the files. Other answers pass untouched.
+vLLM's answers have no field for it, so a middleware adds it: `steerscope.captures` in a JSON answer, or an event of its
+own before the end of a stream. Only this last piece waits for the files. Other answers pass unchanged.
 """
 
 import asyncio
@@ -30,20 +30,21 @@ class SaveReports:
         saves = Saves()
         token = SAVES.set(saves)
         try:
-            await self.app(scope, receive, _Answer(saves, scope, receive, send))
+            await self.app(scope, receive, ReportingSend(saves, scope, receive, send))
         finally:
             SAVES.reset(token)
 
 
-class _Answer:
-    """The `send` of one call."""
+class ReportingSend:
+    """The `send` of one request, which adds the report to its answer."""
 
     def __init__(self, saves: Saves, scope: Scope, receive: Receive, send: Send) -> None:
-        self._saves, self._call = saves, (scope, receive, send)
+        self._saves = saves
+        self._call = (scope, receive, send)
         self._send = send
         self._start: Message | None = None  # of a JSON answer, held until its body is whole
         self._body = b""
-        self._told = False
+        self._reported = False
 
     async def __call__(self, message: Message) -> None:
         saves, kind = self._saves, message["type"]
@@ -73,13 +74,13 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _send_event(self, message: Message) -> None:
-        """Pass a piece of a stream on; the report goes before its end."""
+        """Send a piece of a stream, with the report before its end."""
         body = message.get("body", b"")
         if self._saves.refused and body.startswith(_ERROR):
             body = f"data: {api_error(self._saves.refused).json(with_status=True)}\n\n".encode()
         ends = body.startswith(_DONE) or b"\n" + _DONE in body or not message.get("more_body")
-        if self._saves.files and not self._saves.refused and ends and not self._told:
-            self._told = True
+        if self._saves.files and not self._saves.refused and ends and not self._reported:
+            self._reported = True
             event = {**_head(self._body), "choices": [], "steerscope": await self._report()}
             at = body.rfind(_DONE) if _DONE in body else len(body)
             body = body[:at] + f"data: {json.dumps(event)}\n\n".encode() + body[at:]
@@ -106,7 +107,7 @@ def _is_json(start: Message) -> bool:
 
 
 def _head(last: bytes) -> dict[str, Any]:
-    """Return what each event of this stream says about itself, from one of them."""
+    """Return the fields that all events of a stream share, from one of them."""
     try:
         found = json.loads(last.strip().rpartition(b"data: ")[2])
         return {name: found[name] for name in ("id", "object", "created", "model")}

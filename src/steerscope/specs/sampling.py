@@ -28,19 +28,27 @@ class Sampling(Spec):
     ```
     """
 
-    max_tokens: int = Field(default=128, ge=1)
-    temperature: float = Field(default=0.0, ge=0.0, le=2.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0)
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
-    repetition_window: int | None = Field(default=None, ge=1)
+    max_tokens: int = Field(default=128, ge=1, description="Maximum number of generated tokens.")
+    temperature: float = Field(default=0.0, ge=0.0, le=2.0, description="0 is greedy.")
+    top_p: float = Field(
+        default=1.0, gt=0.0, le=1.0, description="Keep the most likely tokens that together have this probability."
+    )
+    top_k: int = Field(default=0, ge=0, description="Keep this many of the most likely tokens; 0 keeps all.")
+    min_p: float = Field(
+        default=0.0, ge=0.0, le=1.0, description="Keep tokens with this probability relative to the most likely one."
+    )
+    repetition_penalty: float = Field(
+        default=1.0, gt=0.0, le=10.0, description="Above 1, tokens that occurred before become less likely."
+    )
+    repetition_window: int | None = Field(
+        default=None, ge=1, description="Number of last tokens that the repetition penalty looks at; default: all."
+    )
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    stop: Stop = ()
-    ignore_eos: bool = False
-    n: int = Field(default=1, ge=1, le=128)
+    seed: int | None = Field(default=None, ge=0, lt=2**63, description="The same seed gives the same text.")
+    stop: Stop = Field(default=(), description="End before this text; up to 4, repeat the option.")
+    ignore_eos: bool = Field(default=False, description="Continue after the end-of-text token.")
+    n: int = Field(default=1, ge=1, le=128, description="Number of answers.")
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
     @property

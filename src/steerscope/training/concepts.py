@@ -3,12 +3,10 @@
     {"id": "cooking", "name": "Cooking", "definition": "…", "parents": ["food"], "opposites": [],
      "texts": {"question": ["How long should I simmer …?"], "dialogue": ["Mia: …"], …}}
 
-The form of a text (question, dialogue, headline, …) is what tests are split by: a lens that is tested on forms it has
-never seen cannot have learnt the form. A text also counts for everything above its concept, so a parent needs none of
-its own.
+Tests are split by the form of a text (question, dialogue, headline, …): a lens that is tested on forms it has never
+seen cannot have learnt the form. A text also counts for every ancestor of its concept, so a parent needs none.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,15 +16,16 @@ from pathlib import Path
 
 from pydantic import Field
 
-from steerscope.files import reading
+from steerscope.extraction.jsonl import numbered_lines, parse_all, parse_json
 from steerscope.lenses import Concept
 from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, Relations
 from steerscope.lenses.hierarchy import problems_of
 from steerscope.specs.base import Spec
-from steerscope.specs.errors import InvalidRequest, Problem, not_json
+from steerscope.specs.errors import InvalidRequest, Problem
 
 FOLDS = 4
 GENERATED = "generated"  # the form of texts a model wrote: for training only
+PARTS = {TRAIN: "training", VALIDATION: "validation", TEST: "test"}
 
 
 class ConceptTexts(Spec):
@@ -51,12 +50,20 @@ class Example:
 
 @dataclass(frozen=True)
 class ConceptSet:
-    """Valid by construction: all that is wrong with a file is told at once."""
+    """Concepts that were checked: all problems of a file are reported together."""
 
     concepts: tuple[ConceptTexts, ...]
 
     def __post_init__(self) -> None:
-        if problems := _problems(self.concepts):
+        levels = _levels(self.concepts)
+        tree = [Concept(id=one.id, parents=one.parents, level=levels[one.id]) for one in self.concepts]
+        problems = [*problems_of(tree), *_text_problems(self.concepts)]
+        for one in self.concepts:
+            wrong = [name for name in one.opposites if name not in levels or name == one.id]
+            whats = [f"its opposite {name!r} is no other concept here" for name in wrong]
+            problems += [Problem(f"concept {one.id!r}", what, "add it or leave it out") for what in whats]
+        problems = problems or list(self._form_problems())
+        if problems:
             raise InvalidRequest(problems)
 
     def __len__(self) -> int:
@@ -87,20 +94,21 @@ class ConceptSet:
         return Relations.of(parents, [[place[name] for name in concept.opposites] for concept in self.concepts])
 
     def parts(self, fold: int = 0) -> dict[str, int]:
-        """Form → training, validation or test. Every form is tested in exactly one of the `FOLDS` folds.
+        """Return training, validation or test for each form. Every form is tested in exactly one of the `FOLDS` folds.
 
-        Forms are dealt out by the alphabet, so nobody chose which are easy. The next fold's forms are for validation,
-        but for the last of them where there are several: training needs it more.
+        Forms are dealt out in alphabetical order. The next fold's forms are for validation, without the last of them
+        where there are several, because training needs it more.
         """
         if not 0 <= fold < FOLDS:
             raise InvalidRequest([Problem("fold", f"{fold} does not exist", f"choose 0–{FOLDS - 1}")])
         dealt = [self.forms[i::FOLDS] for i in range(FOLDS)]
-        tested, judged = dealt[fold], dealt[(fold + 1) % FOLDS]
-        judged = judged[: max(1, len(judged) - 1)]
-        return {form: TEST if form in tested else VALIDATION if form in judged else TRAIN for form in self.forms}
+        validation = dealt[(fold + 1) % FOLDS]
+        parts = dict.fromkeys(self.forms, TRAIN)
+        parts |= dict.fromkeys(validation[: max(1, len(validation) - 1)], VALIDATION)
+        return parts | dict.fromkeys(dealt[fold], TEST)
 
     def under(self, names: Sequence[str]) -> "ConceptSet":
-        """Only these, with all below them and all above them."""
+        """Return only these, with their descendants and ancestors."""
         parents = {concept.id: concept.parents for concept in self.concepts}
         if unknown := [name for name in names if name not in parents]:
             raise InvalidRequest(
@@ -112,25 +120,38 @@ class ConceptSet:
 
         below = {name for name in parents if above(name) & set(names)}
         kept = below.union(*(above(name) for name in names))
-        return ConceptSet(
-            tuple(
-                concept.model_copy(
-                    update={
-                        "parents": tuple(parent for parent in concept.parents if parent in kept),
-                        "opposites": tuple(other for other in concept.opposites if other in kept),
-                    }
-                )
-                for concept in self.concepts
-                if concept.id in kept
-            )
-        )
+        chosen = []
+        for concept in self.concepts:
+            if concept.id in kept:
+                links = {
+                    "parents": tuple(one for one in concept.parents if one in kept),
+                    "opposites": tuple(one for one in concept.opposites if one in kept),
+                }
+                chosen.append(concept.model_copy(update=links))
+        return ConceptSet(tuple(chosen))
 
     def lens_concepts(self, metrics: Sequence[dict[str, float]]) -> list[Concept]:
-        """As a pack has them, in the order of the file."""
+        """Return the concepts of a pack, in the order of the file."""
         return [
             Concept(id=c.id, name=c.name, definition=c.definition, parents=c.parents, level=level, metrics=found)
             for c, level, found in zip(self.concepts, self.levels, metrics, strict=True)
         ]
+
+    def _form_problems(self) -> Iterator[Problem]:
+        """Check that every concept, with its descendants, has texts for each part in every fold."""
+        if len(self.forms) < FOLDS:
+            what = f"texts have {len(self.forms)} forms ({', '.join(self.forms) or 'none'})"
+            yield Problem("texts", what, f"give at least {FOLDS}, so that some can be held out")
+            return
+        folds = [self.parts(fold) for fold in range(FOLDS)]
+        for concept, positive in zip(self.concepts, self.relations.positive, strict=True):
+            own = {form for i in positive.nonzero().flatten().tolist() for form in self.concepts[i].texts}
+            for fold, parts in enumerate(folds):
+                missing = sorted(PARTS.keys() - {parts[form] for form in own if form in parts})
+                if missing:
+                    what = f"has no texts for {', '.join(PARTS[part] for part in missing)} in fold {fold}"
+                    yield Problem(f"concept {concept.id!r}", what, "give it texts of more forms")
+                    break
 
 
 def shipped() -> Traversable:
@@ -140,19 +161,11 @@ def shipped() -> Traversable:
 
 def load_concepts(path: str | Path | None = None) -> ConceptSet:
     """Read a file of concepts; without a path, the one that ships with steerscope."""
-    with reading(str(path), "file of concepts"):
-        text = (shipped() if path is None else Path(path)).read_text(encoding="utf-8")
-    lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-    concepts, problems = [], [] if lines else [Problem(str(path), "holds no concept", "write one object a line")]
-    for number, line in lines:
-        try:
-            concepts.append(ConceptTexts.parse(json.loads(line)))
-        except InvalidRequest as error:
-            problems += [problem.under(f"{path}:{number}") for problem in error.problems]
-        except (ValueError, RecursionError) as error:
-            problems.append(Problem(f"{path}:{number}", not_json(error), "write one object a line"))
-    if problems:
-        raise InvalidRequest(problems)
+    remedy = "write one object a line"
+    lines = numbered_lines(shipped() if path is None else Path(path), "file of concepts")
+    if not lines:
+        raise InvalidRequest([Problem(str(path), "holds no concept", remedy)])
+    concepts = parse_all(lines, lambda line: ConceptTexts.parse(parse_json(line, remedy)))
     try:
         return ConceptSet(tuple(concepts))
     except InvalidRequest as error:
@@ -160,7 +173,7 @@ def load_concepts(path: str | Path | None = None) -> ConceptSet:
 
 
 def _levels(concepts: Sequence[ConceptTexts]) -> dict[str, int]:
-    """Without recursion; a cycle leaves its members where the rounds end, for the check of the tree to name them."""
+    """Return the level of each concept; the members of a cycle, which the check of the tree names, have any level."""
     level = {concept.id: 0 for concept in concepts}
     for _ in concepts:
         after = {c.id: max((level.get(p, -1) + 1 for p in c.parents), default=0) for c in concepts}
@@ -170,51 +183,14 @@ def _levels(concepts: Sequence[ConceptTexts]) -> dict[str, int]:
     return level
 
 
-def _problems(concepts: Sequence[ConceptTexts]) -> list[Problem]:
-    level = _levels(concepts)
-    tree = [Concept(id=c.id, parents=c.parents, level=level[c.id]) for c in concepts]
-    found = problems_of(tree) + list(_text_problems(concepts))
-    for concept in concepts:
-        for other in concept.opposites:
-            if other not in level or other == concept.id:
-                where = f"concept {concept.id!r}"
-                found.append(
-                    Problem(where, f"its opposite {other!r} is no other concept here", "add it or leave it out")
-                )
-    return found or _form_problems(concepts)
-
-
 def _text_problems(concepts: Sequence[ConceptTexts]) -> Iterator[Problem]:
     owner: dict[str, str] = {}
     for concept in concepts:
         for form, texts in concept.texts.items():
-            for text in texts:
-                where, short = f"concept {concept.id!r}, form {form!r}", text.strip()[:40]
-                if not short:
+            where = f"concept {concept.id!r}, form {form!r}"
+            for text in map(str.strip, texts):
+                if not text:
                     yield Problem(where, "a text is empty", "write one")
-                elif text.strip() in owner:
-                    yield Problem(where, f"{short!r} is also a text of {owner[text.strip()]!r}", "use a text once")
-                owner[text.strip()] = concept.id
-
-
-def _form_problems(concepts: Sequence[ConceptTexts]) -> list[Problem]:
-    """In any fold a concept, with what lies below it, needs texts to learn from, to stop by and to be tested on."""
-    unchecked = object.__new__(ConceptSet)
-    object.__setattr__(unchecked, "concepts", tuple(concepts))
-    if len(unchecked.forms) < FOLDS:
-        what = f"texts have {len(unchecked.forms)} forms ({', '.join(unchecked.forms) or 'none'})"
-        return [Problem("texts", what, f"give at least {FOLDS}, so that some can be held out")]
-    positive, found = unchecked.relations.positive, []
-    forms: list[set[str]] = [set(concept.texts) for concept in concepts]
-    names = {TRAIN: "training", VALIDATION: "validation", TEST: "test"}
-    splits = [unchecked.parts(fold) for fold in range(FOLDS)]
-    for i, concept in enumerate(concepts):
-        own = {form for j in positive[i].nonzero().flatten().tolist() for form in forms[j]}
-        for fold, split in enumerate(splits):
-            missing = set(names) - {split[form] for form in own if form in split}
-            if missing:
-                lacking = ", ".join(names[part] for part in sorted(missing))
-                what = f"has no texts for {lacking} in fold {fold}"
-                found.append(Problem(f"concept {concept.id!r}", what, "give it texts of more forms"))
-                break
-    return found
+                elif text in owner:
+                    yield Problem(where, f"{text[:40]!r} is also a text of {owner[text]!r}", "use a text once")
+                owner[text] = concept.id

@@ -1,7 +1,4 @@
-"""An engine and a set of texts in hand, ready for one run or many: tokens, splits, baselines, kept streams.
-
-Runs of a sweep share it, so that a text is tokenised once and what does not depend on a run is computed once.
-"""
+"""What training runs on the same texts share: tokens, splits, baselines, cached streams."""
 
 import random
 from collections.abc import Sequence
@@ -15,21 +12,23 @@ from steerscope.engines.sync import SyncEngine
 from steerscope.extraction import extract, row_norms
 from steerscope.extraction.data import Examples
 from steerscope.extraction.extract import PART_OF_NORM
-from steerscope.extraction.personas.folder import digest
+from steerscope.extraction.runs import digest
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.steering import Site
 from steerscope.training.learnable import Learnable
-from steerscope.training.passes import Kept, Passes
-from steerscope.training.texts import Sample, Source, TrainingSet, samples
+from steerscope.training.passes import CachedStreams, TrainingPasses
+from steerscope.training.settings import TrainSettings
+from steerscope.training.texts import Source, TrainingSample, TrainingSet, samples
 from steerscope.vectors.files import load as load_vector
 
-_STARTS = ("zero", "mean-diff")
-_HELD_OUT = 0.1  # of the tokens that count, where neither the set nor the user says how many
+_HELD_OUT = 0.1  # of the target tokens, where neither the set nor the user has validation texts
+_NORM_TEXTS = 32
+Pairs = list[tuple[Source, TrainingSample]]
 
 
 @dataclass(frozen=True, slots=True)
 class Baselines:
-    """Mean nats per token of the validation texts, unsteered, and told each of the prompts."""
+    """Mean nats per token of the validation texts: unsteered, and after each of the prompts."""
 
     unsteered: float
     prompted: dict[str, float]
@@ -41,47 +40,44 @@ class Baselines:
 
 class Course:
     def __init__(
-        self,
-        engine: SyncEngine,
-        data: TrainingSet,
-        *,
-        tokens: str = "all",
-        target_tokens: int | None = None,
-        val_tokens: int | None = None,
-        batch: int = 8,
-        seed: int = 0,
-        gradient_checkpointing: bool = False,
-        prompts: tuple[str, ...] | None = None,
+        self, engine: SyncEngine, data: TrainingSet, settings: TrainSettings, prompts: tuple[str, ...] | None = None
     ) -> None:
+        """Of the settings only the `shared` ones matter. `prompts` replace those of the set."""
         if not isinstance(engine.aio, HFEngine):
             raise InvalidRequest([Problem("engine", "vLLM does not train", "load the model with engine='hf'")])
-        self.engine, self.hf, self.data, self.tokens = engine, engine.aio, data, tokens
+        self.engine, self.hf, self.data, self.settings = engine, engine.aio, data, settings
         self.prompts = data.prompts if prompts is None else prompts
-        self.passes = Passes(engine.aio, batch, gradient_checkpointing)
-        self._kept: dict[tuple, Kept | None] = {}
-        learned, judged = self.samples(data.train, name="train"), self.samples(data.validation, name="validation")
-        pairs = list(zip(data.train, learned, strict=True))
-        if judged:
-            apart = _up_to(list(zip(data.validation, judged, strict=True)), val_tokens)
-        else:
-            random.Random(seed).shuffle(pairs)
-            apart = _up_to(pairs, val_tokens or int(_HELD_OUT * _count(pairs)))
-            pairs = pairs[len(apart) :]
-        known = {tuple(sample.token_ids) for _, sample in apart}
-        pairs = [pair for pair in pairs if tuple(pair[1].token_ids) not in known]  # no text is learned and judged on
-        if not pairs:
-            what = f"all {len(learned)} texts are held out for validation"
-            raise InvalidRequest([Problem("val_tokens", what, "give more texts, or fewer val_tokens")])
-        self._held_out = [source for source, _ in apart]
-        self.train = [sample for _, sample in _up_to(pairs, target_tokens)]
-        self.validation = [sample for _, sample in apart]
+        self.passes = TrainingPasses(engine.aio, settings.batch, settings.gradient_checkpointing)
+        self._streams: dict[tuple[Site, int], CachedStreams | None] = {}
+        learned, validation = self._split()
+        self._held_out = [source for source, _ in validation]
+        self.train = [sample for _, sample in learned]
+        self.validation = [sample for _, sample in validation]
 
-    def samples(self, sources: Sequence[Source], prompt: str | None = None, name: str = "texts") -> list[Sample]:
-        return samples(self.hf, sources, self.tokens, prompt, name)
+    def _split(self) -> tuple[Pairs, Pairs]:
+        """Return training and validation texts; no text is in both."""
+        settings = self.settings
+        pairs = self._tokenized(self.data.train, "train")
+        if self.data.validation:
+            held_out = _up_to(self._tokenized(self.data.validation, "validation"), settings.val_tokens)
+        else:
+            random.Random(settings.seed).shuffle(pairs)
+            n_tokens = sum(len(sample.targets) for _, sample in pairs)
+            held_out = _up_to(pairs, settings.val_tokens or int(_HELD_OUT * n_tokens))
+            pairs = pairs[len(held_out) :]
+        known = {tuple(sample.token_ids) for _, sample in held_out}
+        pairs = [pair for pair in pairs if tuple(pair[1].token_ids) not in known]
+        if not pairs:
+            what = f"all {len(self.data.train)} texts are held out for validation"
+            raise InvalidRequest([Problem("val_tokens", what, "give more texts, or fewer val_tokens")])
+        return _up_to(pairs, settings.target_tokens), held_out
+
+    def _tokenized(self, sources: Sequence[Source], name: str) -> Pairs:
+        return list(zip(sources, samples(self.hf, sources, self.settings.tokens, name=name), strict=True))
 
     @cached_property
     def digest(self) -> str:
-        """Of all tokens that are learned from and judged on."""
+        """A hash of all tokens in training and validation."""
         return digest(*([one.token_ids, one.targets] for one in (*self.train, *self.validation)))
 
     @cached_property
@@ -91,16 +87,16 @@ class Course:
         }
         return Baselines(self.passes.nats(self.validation), prompted)
 
-    def keep(self, ops: Learnable) -> Kept | None:
-        """What comes before the ops, for all texts."""
+    def keep(self, ops: Learnable) -> CachedStreams | None:
+        """Return the streams before the ops for all texts; those of one layer are cached at a time."""
         where = (ops.site, min(ops.layers))
-        if where not in self._kept:
-            self._kept.clear()  # one layer at a time
-            self._kept[where] = self.passes.keep([*self.train, *self.validation], ops)
-        return self._kept[where]
+        if where not in self._streams:
+            self._streams.clear()
+            self._streams[where] = self.passes.keep([*self.train, *self.validation], ops)
+        return self._streams[where]
 
     def start(self, init: str, layers: Sequence[int], site: Site) -> dict[int, Tensor]:
-        """Where training begins; what is not there begins at zero."""
+        """Return the vectors that training begins with; layers without one begin at zero."""
         if init == "zero":
             return {}
         if init == "mean-diff":
@@ -112,27 +108,27 @@ class Course:
         return {layer: vector[layer] for layer in layers}
 
     def begins_with(self, init: str) -> str | None:
-        """A hash of the vector in a file, so that another under its name is seen."""
-        return None if init in _STARTS else digest(load_vector(init).to_spec().model_dump_json())
+        """Return a hash of the vector in a file, so that another one of that name is noticed."""
+        return None if init in ("zero", "mean-diff") else digest(load_vector(init).to_spec().model_dump_json())
 
     def mean_difference(self, layers: Sequence[int], site: Site) -> dict[int, Tensor]:
-        """Of the set's two sides without what is held out, at the scale `extract` recommends, in equal parts at
-        several layers."""
+        """Return the mean difference of the set's two sides without what is held out, at the scale that `extract`
+        recommends, in equal parts at several layers."""
         examples = self.data.examples
         if examples is None:
             what = f"{self.data.name} has no other side"
             raise InvalidRequest([Problem("init", what, "give pairs of positive and negative texts, or begin at zero")])
         examples = _without(examples, self._held_out)
         chats = not any(isinstance(text, str) for text in examples.texts)
-        read = "response" if chats else "all"
-        found = extract(self.engine, examples, tokens=read, layers=list(layers), site=site).vector
-        norms = row_norms(self.engine, examples.texts[:32], layers=list(layers), site=site)
+        tokens = "response" if chats else "all"
+        found = extract(self.engine, examples, tokens=tokens, layers=list(layers), site=site).vector
+        norms = row_norms(self.engine, examples.texts[:_NORM_TEXTS], layers=list(layers), site=site)
         share = PART_OF_NORM / len(layers)
         return {layer: found[layer] * (share * norms[layer] / float(found[layer].norm())) for layer in layers}
 
 
 def _without(examples: Examples, held_out: Sequence[Source]) -> Examples:
-    """A text that is judged on has no part in the start, nor has the other side of its pair."""
+    """Leave out texts that are held out, and the other sides of their pairs."""
     pairs = examples.pairs or tuple(range(len(examples)))
     out = {pair for pair, text in zip(pairs, examples.texts, strict=True) if text in held_out}
     left = [i for i, pair in enumerate(pairs) if pair not in out]
@@ -140,17 +136,13 @@ def _without(examples: Examples, held_out: Sequence[Source]) -> Examples:
     return Examples(texts, positive, examples.pairs and tuple(pairs[i] for i in left))
 
 
-def _count(pairs: Sequence[tuple[Source, Sample]]) -> int:
-    return sum(len(sample.targets) for _, sample in pairs)
-
-
-def _up_to(pairs: list[tuple[Source, Sample]], tokens: int | None) -> list[tuple[Source, Sample]]:
-    """Texts from the first on until they hold that many tokens that count."""
-    if tokens is None:
+def _up_to(pairs: Pairs, n_tokens: int | None) -> Pairs:
+    """Return the first texts that together have that many target tokens."""
+    if n_tokens is None:
         return pairs
     total = 0
-    for number, pair in enumerate(pairs, 1):
-        total += len(pair[1].targets)
-        if total >= tokens:
+    for number, (_, sample) in enumerate(pairs, 1):
+        total += len(sample.targets)
+        if total >= n_tokens:
             return pairs[:number]
     return pairs

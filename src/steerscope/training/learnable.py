@@ -1,8 +1,7 @@
-"""Ops that gradient descent changes, in the form of the one equation.
+"""Ops that gradient descent changes.
 
-At each tap a vector is added; with `rank` r, r unit directions follow of which a learned part is kept, each by an
-`Ablate`: together a symmetric update of rank r. At the start the vector is given or zero and all of each direction is
-kept, so that nothing changes. What is learned leaves as a `SteeringVector` and, with rank, as the ops of a `Steering`.
+At each tap a vector is added. With `rank` r, r unit directions follow of which a learned part is kept, each by an
+`Ablate`: together a symmetric update of rank r. At the start all of each direction is kept, which changes nothing.
 """
 
 import math
@@ -20,7 +19,7 @@ class Learnable(nn.Module):
     def __init__(
         self, layers: Sequence[int], site: Site, start: Mapping[int, Tensor], hidden: int, rank: int = 0, seed: int = 0
     ) -> None:
-        """`start` may lack layers: their vector begins at zero."""
+        """Layers without a vector in `start` begin at zero."""
         super().__init__()
         self.layers, self.rank = tuple(layers), rank
         self.site: Site = site
@@ -32,7 +31,7 @@ class Learnable(nn.Module):
             self.kept = nn.Parameter(torch.ones(len(self.layers), rank))
 
     def columns(self, layer: int, rows: int) -> list[Operands]:
-        """The ops at a layer for that many rows."""
+        """Return the ops at a layer for a number of rows."""
         i = self.layers.index(layer)
         made = [_operands(self.added[i], Add(vector=[1.0]).coefficients(), rows)]
         for j in range(self.rank):
@@ -44,7 +43,7 @@ class Learnable(nn.Module):
         return {layer: self.added[i].detach().clone() for i, layer in enumerate(self.layers)}
 
     def ops(self, tokens: str = "all") -> list[Add | Ablate]:
-        """What was learned, for a request that steers these tokens; a vector that is still zero has no op."""
+        """Return the ops of a request that steers these tokens; a vector that is still zero has no op."""
         made: list[Add | Ablate] = []
         for i, layer in enumerate(self.layers):
             if self.added[i].any():
@@ -62,5 +61,5 @@ def _operands(v: Tensor, coefficients: Coefficients, rows: int) -> Operands:
 
 
 def perplexity(nats: float) -> float:
-    """Of a mean loss; one that is beyond numbers is infinite."""
+    """Return the perplexity of a mean loss, infinite where it exceeds the floats."""
     return math.exp(nats) if nats < 700 else math.inf

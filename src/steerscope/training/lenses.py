@@ -1,12 +1,10 @@
-"""From texts to a pack: gather rows through an engine, fit lenses, calibrate and measure them.
+"""From texts to a pack: read rows through an engine, fit lenses, calibrate and measure them.
 
-Rows and finished groups of lenses are kept in a work folder beside the pack, so an interrupted fit goes on where it
-stopped and ends with the same pack. Three kinds of forms never mix: lenses learn from the first, stop, choose their
-layer and are calibrated by the second, and are measured on the third.
+Rows and finished groups of lenses are kept in a work folder beside the pack, so an interrupted fit resumes and ends
+with the same pack. Forms of texts are never shared between training, validation (stopping, choice of the layer,
+calibration) and test (measures).
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,33 +16,28 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from steerscope.engines.sync import SyncEngine
+from steerscope.extraction.reading import layer_numbers
+from steerscope.extraction.runs import Progress, digest, no_progress
 from steerscope.files import atomic_path, reading
 from steerscope.lenses import Architecture, Pack, PackInfo
 from steerscope.lenses.calibrate import FLOOR_QUANTILE, Measures, best_thresholds, calibrate, measure, score
 from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, Fit, FitSettings, LabelledRows, Relations, fit
 from steerscope.lenses.tensors import checksum
-from steerscope.specs.base import Spec
-from steerscope.specs.errors import InvalidRequest, Problem
-from steerscope.specs.steering import Site
-from steerscope.training.concepts import ConceptSet, Example
+from steerscope.training.concepts import PARTS, ConceptSet, Example
 from steerscope.training.generated import generated_examples
-from steerscope.training.rows import Progress, RowChoice, TextRows, read_texts
+from steerscope.training.rows import RowChoice, TextRows, read_texts
 
 _GROUP = 256  # lenses that are fitted together
 _QUICK = FitSettings(widths=(), learning_rate=1e-3, epochs=20)  # to compare layers
 
 
-class LensSettings(Spec):
-    """What is trained. Of several `layers` the one whose linear probes read validation rows best is taken.
+class LensSettings(RowChoice):
+    """What is trained. Of several `layers` the one whose linear probes read validation rows best is chosen.
 
-    `generate` adds that many texts per concept which the model itself writes; they are used for training only.
-    `control` fits once more with the labels of texts exchanged, which must end near 0.5.
+    `generate` adds that many texts per concept, which the model writes, to the training texts. `control` fits once more
+    with the labels of texts exchanged; its AUROC must be near 0.5.
     """
 
-    layers: tuple[int, ...] = Field(min_length=1)
-    site: Site = "resid_post"
-    skip: int = Field(default=4, ge=1)
-    most: int = Field(default=16, ge=1)
     fold: int = 0
     seed: int = Field(default=0, ge=0, lt=2**31)
     generate: int = Field(default=0, ge=0)
@@ -72,15 +65,15 @@ def fit_pack(
     settings: LensSettings,
     *,
     work: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> LensFit:
     """Train lenses for all concepts and write the pack to `out`; rows are kept in `work` (default: `out`.work)."""
-    _refuse_layers(engine, settings)
+    layer_numbers(engine, list(settings.layers))
     settings = settings.model_copy(update={"device": settings.device or str(engine.aio.device)})
     folder = Path(work) if work else Path(out).with_name(Path(out).name + ".work")
     folder.mkdir(parents=True, exist_ok=True)
     examples = [*concepts.examples, *generated_examples(engine, concepts, settings.generate, folder, progress)]
-    choice = RowChoice(layers=settings.layers, site=settings.site, skip=settings.skip, most=settings.most)
+    choice = RowChoice(**settings.model_dump(include=set(RowChoice.model_fields)))
     rows = read_texts(engine, [example.text for example in examples], folder, choice, progress)
     parts = concepts.parts(settings.fold)
     layers = _try_layers(rows, examples, parts, concepts.relations, settings, progress)
@@ -94,10 +87,6 @@ def fit_pack(
         shuffled = shuffled_labels(data, examples, settings.seed)
         wrong = _fit_groups(shuffled, concepts.relations, settings, folder, "fitting the control", progress)
         control = _measured(wrong, shuffled, concepts.relations)
-    metrics = [
-        {**by_row.of(i), **{f"text_{name}": value for name, value in by_text.of(i).items()}}
-        for i in range(len(concepts))
-    ]
     info = PackInfo(
         name=settings.name,
         model=engine.facts.name,
@@ -108,29 +97,19 @@ def fit_pack(
         training=_notes(settings, examples, parts, layers, by_row, by_text, control),
         calibration={"rows": "validation", "floor_quantile": FLOOR_QUANTILE},
     )
+    metrics = [by_row.of(i) | {f"text_{name}": x for name, x in by_text.of(i).items()} for i in range(len(concepts))]
     pack = Pack(info, concepts.lens_concepts(metrics), {**done.weights, **calibrate(validation)})
     pack.save(out)
     return LensFit(pack, by_row, by_text, control, layers)
 
 
 def shuffled_labels(data: LabelledRows, examples: Sequence[Example], seed: int) -> LabelledRows:
-    """The same texts, with the concepts of each form's texts dealt out anew: every concept keeps as many texts."""
+    """Shuffle the concepts of each form's texts: every concept keeps its number of texts."""
     generator, concept = torch.Generator().manual_seed(seed + 1), data.concept.clone()
     for form in sorted({example.form for example in examples}):
         index = torch.tensor([i for i, example in enumerate(examples) if example.form == form])
         concept[index] = data.concept[index[torch.randperm(len(index), generator=generator)]]
     return LabelledRows(data.rows, data.text, concept, data.part)
-
-
-def _refuse_layers(engine: SyncEngine, settings: LensSettings) -> None:
-    last = engine.facts.layers - 1
-    problems = [
-        Problem("layers", f"{layer} is out of range", f"{engine.facts.name} has layers 0–{last}")
-        for layer in settings.layers
-        if not 0 <= layer <= last
-    ]
-    if problems:
-        raise InvalidRequest(problems)
 
 
 def _data(
@@ -148,7 +127,7 @@ def _try_layers(
     parts: dict[str, int],
     relations: Relations,
     settings: LensSettings,
-    progress: Progress | None,
+    progress: Progress,
 ) -> dict[int, float]:
     found: dict[int, float] = {}
     for i, layer in enumerate(settings.layers if len(settings.layers) > 1 else ()):
@@ -156,20 +135,14 @@ def _try_layers(
         probes = fit(data, relations, _QUICK, seed=settings.seed)
         judged, _ = score(probes.weights, data, relations, VALIDATION)
         found[layer] = _median(measure(judged, np.zeros(len(relations.positive))))
-        if progress:
-            progress("comparing layers", i + 1, len(settings.layers))
+        progress("comparing layers", i + 1, len(settings.layers))
     return found
 
 
 def _fit_groups(
-    data: LabelledRows,
-    relations: Relations,
-    settings: LensSettings,
-    folder: Path,
-    what: str,
-    progress: Progress | None,
+    data: LabelledRows, relations: Relations, settings: LensSettings, folder: Path, what: str, progress: Progress
 ) -> Fit:
-    """Lenses do not depend on each other: a group that is finished is on disk and is not fitted again."""
+    """Fit lenses in groups, which do not depend on each other; finished groups are on disk."""
     groups = [range(i, min(i + _GROUP, len(relations.positive))) for i in range(0, len(relations.positive), _GROUP)]
     done, total = [], settings.fit.epochs * len(groups)
     for i, group in enumerate(groups):
@@ -177,25 +150,22 @@ def _fit_groups(
         if not path.is_file():
 
             def tell(epoch: int, _: int, before: int = i * settings.fit.epochs) -> None:
-                if progress:
-                    progress(what, before + epoch, total)
+                progress(what, before + epoch, total)
 
             _save(fit(data, relations, settings.fit, seed=settings.seed, lenses=group, progress=tell), path)
         with reading(path, "group of fitted lenses"):
             done.append(load_file(path, device=str(data.rows.device)))
-    if progress:
-        progress(what, total, total)
+    progress(what, total, total)
     joined = {name: torch.cat([group[name] for group in done]) for name in done[0]}
     return Fit({name: t for name, t in joined.items() if name[0] in "wb"}, joined["loss"], joined["epoch"])
 
 
 def _key(data: LabelledRows, relations: Relations, settings: LensSettings, group: range) -> str:
-    """A hash of all that the weights of a group depend on."""
+    """Return a hash of everything that the weights of a group depend on."""
     chosen = [settings.fit.model_dump(), settings.seed, str(data.rows.device), group.start, group.stop]
     tensors: list[Tensor] = [data.rows, data.text, data.concept, data.part]
     tensors += [relations.positive, relations.siblings, relations.opposites, relations.distant]
-    content = json.dumps([chosen, [checksum(tensor.cpu()) for tensor in tensors]])
-    return hashlib.sha256(content.encode()).hexdigest()[:32]
+    return digest(chosen, [checksum(tensor.cpu()) for tensor in tensors])
 
 
 def _save(done: Fit, path: Path) -> None:
@@ -205,7 +175,7 @@ def _save(done: Fit, path: Path) -> None:
 
 
 def _measured(done: Fit, data: LabelledRows, relations: Relations) -> tuple[Measures, Measures]:
-    """On test texts, per row and per text; thresholds come from validation texts."""
+    """Measure on test texts, per row and per text; thresholds come from validation texts."""
     validation, tested = (score(done.weights, data, relations, part) for part in (VALIDATION, TEST))
     return tuple(measure(test, best_thresholds(judged)) for judged, test in zip(validation, tested, strict=True))  # type: ignore[return-value]
 
@@ -219,12 +189,11 @@ def _notes(
     by_text: Measures,
     control: tuple[Measures, Measures] | None,
 ) -> dict[str, object]:
-    """What the pack says about how it was made: plain JSON."""
-    names = {TRAIN: "training", VALIDATION: "validation", TEST: "test"}
+    """Return the pack's account of its training: plain JSON."""
     notes: dict[str, object] = {
         "settings": settings.model_dump(mode="json"),
         "texts": len(examples),
-        "forms": {name: sorted(form for form, part in parts.items() if part == at) for at, name in names.items()},
+        "forms": {name: sorted(form for form, part in parts.items() if part == at) for at, name in PARTS.items()},
         "median_auroc": _median(by_row),
         "median_text_auroc": _median(by_text),
     }

@@ -1,10 +1,10 @@
-"""Forwards with learnable ops at the engine's own taps, and what they cost in nats.
+"""Forwards with learnable ops at the engine's own taps, and their loss in nats.
 
 Each runs in the engine's thread, between two steps of its requests, and leaves the model as it was: requests beside a
-training run are slower, and are not changed by it.
+training run are slower, but their results are the same.
 
-A block before the first op gives the same stream whatever was learned so far: it runs once for every text, the stream
-behind it is kept, and later forwards begin there.
+The residual stream before the first op does not depend on what was learned: it is computed once for every text and
+cached, and later forwards begin there.
 """
 
 import contextlib
@@ -16,33 +16,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
 from steerscope.core.slot_table import SlotTable
 from steerscope.engines.columns import tap_of
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.blocks import first
 from steerscope.engines.hf.taps import Pass, Taps, Work
+from steerscope.extraction.runs import batches
 from steerscope.training.learnable import Learnable
-from steerscope.training.texts import Sample
+from steerscope.training.texts import TrainingSample
 
-_MOST_KEPT = 2 << 30  # bytes of streams; beyond, every forward runs all blocks
+_MAX_CACHED_BYTES = 2 << 30  # beyond, every forward runs all blocks
 
 
-class _Enough(Exception):
-    """The rest of a forward is not needed."""
+class _StreamReached(Exception):
+    """Ends a forward whose remaining blocks are not needed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Streams behind the first `blocks` blocks, [tokens, hidden] each."""
+class CachedStreams:
+    """Residual streams after the first `blocks` blocks, [tokens, hidden] each."""
 
     blocks: int
-    streams: dict[Sample, Tensor]
+    by_sample: dict[TrainingSample, Tensor]
     in_tuple: bool  # how the last of these blocks returns its stream
 
 
-class Passes:
-    """The engine's model, frozen during each forward and its way back."""
+class TrainingPasses:
+    """Forwards and backwards of the engine's model with frozen weights."""
 
     def __init__(self, engine: HFEngine, batch: int, checkpointing: bool = False) -> None:
         self._engine = engine
@@ -53,15 +55,15 @@ class Passes:
 
     @contextlib.contextmanager
     def _frozen(self) -> Iterator[None]:
-        """Weights are frozen inside and free again after; with checkpointing, blocks are computed again on the way
-        back. Only the blocks are told that they train: their dropout is not."""
+        """Freeze the weights during the block. For checkpointing only the blocks themselves are set to training, not
+        the dropout inside them."""
         free = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         modules = [block.module for block in self.blocks.blocks] if self.checkpointing else []
         try:
             self.model.requires_grad_(False)
             if modules:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
-                self.model.disable_input_require_grads()  # what was enabled with it: nothing below the ops needs any
+                self.model.disable_input_require_grads()  # enabled with it, and not needed below the ops
             for module in modules:
                 module.training = True
             yield
@@ -73,47 +75,52 @@ class Passes:
             for parameter in free:
                 parameter.requires_grad_(True)
 
-    def batches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-        for i in range(0, len(samples), self.batch):
-            yield list(samples[i : i + self.batch])
-
-    def nats(self, samples: Sequence[Sample], ops: Learnable | None = None, kept: Kept | None = None) -> float:
-        """Mean loss per token that counts."""
-        total = sum(float(self.loss(batch, ops, kept)) for batch in self.batches(samples))
+    def nats(
+        self, samples: Sequence[TrainingSample], ops: Learnable | None = None, streams: CachedStreams | None = None
+    ) -> float:
+        """Return the mean loss per target token."""
+        total = sum(float(self.loss(batch, ops, streams)) for batch in batches(samples, self.batch))
         return total / sum(len(sample.targets) for sample in samples)
 
-    def loss(self, batch: list[Sample], ops: Learnable | None, kept: Kept | None, backward: bool = False) -> Tensor:
-        """Summed over the tokens that count; with `backward` its gradients are added to those of the ops."""
-        return self._engine.exclusively(functools.partial(self._loss, batch, ops, kept, backward))
+    def loss(
+        self,
+        batch: Sequence[TrainingSample],
+        ops: Learnable | None,
+        streams: CachedStreams | None,
+        backward: bool = False,
+    ) -> Tensor:
+        """Return the sum over the target tokens; with `backward`, add its gradients to those of the ops."""
+        return self._engine.exclusively(functools.partial(self._loss, batch, ops, streams, backward))
 
-    def _loss(self, batch: list[Sample], ops: Learnable | None, kept: Kept | None, backward: bool) -> Tensor:
-        width, device = max(sample.width for sample in batch), self.model.device
-        ids = torch.zeros(len(batch), width, dtype=torch.long, device=device)
-        for row, sample in zip(ids, batch, strict=True):
-            row[: sample.width] = torch.tensor(sample.token_ids[:-1], device=device)
+    def _loss(
+        self, batch: Sequence[TrainingSample], ops: Learnable | None, streams: CachedStreams | None, backward: bool
+    ) -> Tensor:
+        device = self.model.device
+        ids = pad_sequence([torch.tensor(sample.token_ids[:-1]) for sample in batch], batch_first=True).to(device)
+        width = ids.shape[1]
         lengths = torch.tensor([[sample.width] for sample in batch], device=device)
         mask = None if bool((lengths == width).all()) else torch.arange(width, device=device) < lengths
         columns = sorted({at - 1 for sample in batch for at in sample.targets})
         place = {column: i for i, column in enumerate(columns)}
         rows = [i for i, sample in enumerate(batch) for _ in sample.targets]
         wanted = [at for sample in batch for at in sample.targets]
-        truth = torch.tensor([sample.token_ids[at] for sample in batch for at in sample.targets], device=device)
+        targets = torch.tensor([sample.token_ids[at] for sample in batch for at in sample.targets], device=device)
         some = {"logits_to_keep": torch.tensor(columns, device=device)} if self._selects else {}
         with (
             torch.set_grad_enabled(backward),
             self._frozen(),
             self._steered(batch, width, ops),
-            self._begun(batch, width, kept),
+            self._begun(batch, width, streams),
         ):
             logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False, **some).logits
             at = [place[t - 1] if self._selects else t - 1 for t in wanted]
-            loss = cross_entropy(logits[rows, at].float(), truth, reduction="sum")
+            loss = cross_entropy(logits[rows, at].float(), targets, reduction="sum")
             if backward:
                 loss.backward()
         return loss.detach()
 
     @contextlib.contextmanager
-    def _steered(self, batch: list[Sample], width: int, ops: Learnable | None) -> Iterator[None]:
+    def _steered(self, batch: Sequence[TrainingSample], width: int, ops: Learnable | None) -> Iterator[None]:
         if ops is None:
             yield
             return
@@ -134,50 +141,50 @@ class Passes:
         finally:
             self._taps.attach(())
 
-    # --- streams that do not change
+    # --- cached streams
 
-    def keep(self, samples: Sequence[Sample], ops: Learnable) -> Kept | None:
-        """Run what comes before the first op once; None where there is nothing, or too much to keep."""
+    def keep(self, samples: Sequence[TrainingSample], ops: Learnable) -> CachedStreams | None:
+        """Compute the streams before the first op; None where there is none, or too much to cache."""
         taps = [tap_of(layer, ops.site) for layer in ops.layers]
         blocks = min(layer + (site == "resid_post") for layer, site in taps)
         size = sum(sample.width for sample in samples) * ops.added.shape[-1] * self.model.dtype.itemsize
-        if not blocks or size > _MOST_KEPT:
+        if not blocks or size > _MAX_CACHED_BYTES:
             return None
-        streams: dict[Sample, Tensor] = {}
+        streams: dict[TrainingSample, Tensor] = {}
         seen: list[Tensor | tuple[Tensor, ...]] = []
 
         def take(_module: nn.Module, _args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
             seen.append(output)
-            raise _Enough
+            raise _StreamReached
 
-        def run(batch: list[Sample]) -> None:
+        def run(batch: Sequence[TrainingSample]) -> None:
             handle = self.blocks[blocks - 1].module.register_forward_hook(take)
             try:
-                with contextlib.suppress(_Enough):
+                with contextlib.suppress(_StreamReached):
                     self._loss(batch, None, None, backward=False)
             finally:
                 handle.remove()
 
-        for batch in self.batches(samples):
+        for batch in batches(samples, self.batch):
             self._engine.exclusively(functools.partial(run, batch))
             for sample, stream in zip(batch, first(seen[-1]), strict=True):
                 streams[sample] = stream[: sample.width].clone()
             del seen[:-1]
-        return Kept(blocks, streams, isinstance(seen[-1], tuple))
+        return CachedStreams(blocks, streams, isinstance(seen[-1], tuple))
 
     @contextlib.contextmanager
-    def _begun(self, batch: list[Sample], width: int, kept: Kept | None) -> Iterator[None]:
-        """Blocks whose stream is kept hand it on instead of running."""
-        if kept is None:
+    def _begun(self, batch: Sequence[TrainingSample], width: int, streams: CachedStreams | None) -> Iterator[None]:
+        """Replace the blocks before the first op by their cached stream."""
+        if streams is None:
             yield
             return
-        stream = nn.utils.rnn.pad_sequence([kept.streams[sample] for sample in batch], batch_first=True)
+        stream = pad_sequence([streams.by_sample[sample] for sample in batch], batch_first=True)
         assert stream.shape[1] == width
-        modules = [block.module for block in self.blocks.blocks[: kept.blocks]]
+        modules = [block.module for block in self.blocks.blocks[: streams.blocks]]
         before = [module.__dict__.get("forward") for module in modules]
 
         def hand_on(*_: object, **__: object) -> Tensor | tuple[Tensor]:
-            return (stream,) if kept.in_tuple else stream
+            return (stream,) if streams.in_tuple else stream
 
         try:
             for module in modules:

@@ -1,4 +1,4 @@
-"""Where a run stands: ops, Adam's moments, the best ops so far; one small file, written whole after every step."""
+"""The state of a training run: ops, Adam's moments and the best ops so far, in one small file."""
 
 import json
 import math
@@ -18,19 +18,19 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class State:
     def __init__(self, ops: Learnable) -> None:
         self.ops, self.optimizer = ops, torch.optim.Adam(ops.parameters())
-        self.step, self.best_epoch, self.epochs = 0, 0, -1  # how many epochs were judged; the start counts as 0
+        self.step = self.best_epoch = 0
+        self.epochs = -1  # that were validated; before the first step 0
         self.best_loss = math.inf
         self.best: dict[str, Tensor] = self._copy()
 
-    def judge(self, loss: float, epoch: int) -> bool:
-        """Whether the ops as they are now are the best so far; then they are kept."""
-        self.epochs, better = epoch, loss < self.best_loss
-        if better:
+    def judge(self, loss: float, epoch: int) -> None:
+        """Keep a copy of the current ops if they are the best so far."""
+        self.epochs = epoch
+        if loss < self.best_loss:
             self.best_loss, self.best_epoch, self.best = loss, epoch, self._copy()
-        return better
 
     def advance(self, learning_rate: float, tokens: int) -> None:
-        """One step along the gradients of a loss that was summed over so many tokens."""
+        """Take one step along the gradients of a loss that was summed over `tokens` tokens."""
         for parameter in self.ops.parameters():
             assert parameter.grad is not None
             parameter.grad /= tokens
@@ -58,7 +58,7 @@ class State:
             temporary.write_bytes(data)
 
     def load(self, path: Path) -> None:
-        """Go on where the file was written."""
+        """Restore the state that `save` wrote."""
         with reading(path, "checkpoint of a training run"):
             with safe_open(str(path), framework="pt") as file:
                 about = json.loads((file.metadata() or {})["state"])

@@ -182,7 +182,7 @@ def left_over(engine: SyncEngine) -> dict[str, float]:
     """What is still held when nobody asks for anything any more: nothing."""
     engine.generate(TokenPrompt([20, 21]), Sampling(max_tokens=2, ignore_eos=True))  # lets the last finishes arrive
     stats = engine.stats()
-    names = ("running", "waiting", "slots_in_use", "capture_bytes", "worker_slots_in_use", "worker_askers")
+    names = ("running", "waiting", "slots_in_use", "capture_bytes", "worker_slots_in_use", "worker_requests")
     return {**{name: stats[name] for name in names}, "shared_bytes": engine.aio.room.regions.used}  # type: ignore[attr-defined]
 
 

@@ -77,8 +77,8 @@ def test_pairs_of_real_engines(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG_S, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     hooks = json.loads((tmp_path / "profile-all-layers.json").read_text())["profile"]["hooks"]
-    assert hooks["WorkerTaps._stage"]["calls_per_step"] == pytest.approx(1, abs=0.1)
-    assert hooks["WorkerTaps._stage"]["median_call_us"] > 0
+    assert hooks["WorkerTaps._prepare_step"]["calls_per_step"] == pytest.approx(1, abs=0.1)
+    assert hooks["WorkerTaps._prepare_step"]["median_call_us"] > 0
     other = json.loads((tmp_path / "pairs-2x40-8.json").read_text())["cells"]
     assert {name: (cell["rows"], cell["steps"]) for name, cell in other.items()} == {"generated": (4 * 2 * 7, [8, 8])}
     found = json.loads((tmp_path / "pairs-4x16-11-16.json").read_text())["cells"]

@@ -4,7 +4,6 @@ are played here."""
 import contextlib
 import importlib.util
 import random
-import sys
 import types
 from collections import deque
 from dataclasses import replace
@@ -16,13 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, TAKEN, Arena, Region, Regions
-from steerscope.engines.vllm.cuda import pacing
+from steerscope.engines.vllm.cuda import pacing, row_copies
+from steerscope.engines.vllm.cuda.index_upload import IndexUpload
 from steerscope.engines.vllm.cuda.pacing import Pace
+from steerscope.engines.vllm.cuda.row_copies import RowCopies
 from steerscope.engines.vllm.wire import Wire, WireCapture
 from steerscope.engines.vllm.worker.delivery import Delivery
-from steerscope.engines.vllm.worker.pool import Cells, HostPool, clear_faults
-from steerscope.engines.vllm.worker.requests import sliced
-from steerscope.engines.vllm.worker.step_index import ASKER, LAID, Asker, Books, Page, Slice
+from steerscope.engines.vllm.worker.index_layout import FLAG, PRECOMPUTED
+from steerscope.engines.vllm.worker.pool import Cells, HostPool, clear_overflow_flags
+from steerscope.engines.vllm.worker.requests import Page, RowSlice, TrackedRequest, make_slice
+from steerscope.engines.vllm.worker.step_index import StepIndex
 from steerscope.engines.vllm.worker.worker import WorkerTaps
 from steerscope.specs.tokens import EVERYWHERE
 
@@ -46,10 +48,10 @@ def host_pool() -> HostPool:
     return HostPool(64, 4, HIDDEN, torch.float32, np.zeros((4, 16), np.int32))
 
 
-def asking(region: Region, name: str = "a", rows: int = 4, more: int = 1) -> Asker:
+def asking(region: Region, name: str = "a", rows: int = 4, more: int = 1) -> TrackedRequest:
     """A text of so many rows that may have more."""
     capture = WireCapture(((0, "resid_post"),), EVERYWHERE, False, None, 0, rows + more)
-    return Asker(Wire(name, None, region.offset, region.owner, (), capture), [], 1, 1)
+    return TrackedRequest(Wire(name, None, region.offset, region.owner, (), capture), [], 1, 1)
 
 
 def allocate(regions: Regions, rows: int = 4) -> Region:
@@ -61,35 +63,35 @@ def allocate(regions: Regions, rows: int = 4) -> Region:
 
 def test_rows_arrive_then_the_count_then_the_worker_leaves(regions):
     region, pool = allocate(regions), host_pool()
-    delivery, asker = deliver(regions, pool), asking(region)
-    delivery.meet(asker)
-    delivery.expect(asker)
+    delivery, request = deliver(regions, pool), asking(region)
+    delivery.find_region(request)
+    delivery.reserve_rows(request)
     assert region.counters[MET] == 1
     cell = pool.take(3)
     pool.cells[cell : cell + 3] = torch.arange(3.0).unsqueeze(1)
-    delivery.bring_out([Slice(asker, 0, 3, cell, 3, 3)])
+    delivery.flush([RowSlice(request, 0, 3, cell, 3, 3)])
     assert region.counters[ROWS] == 3
     assert region.tensor((3, HIDDEN), torch.float32)[:, 0].tolist() == [0, 1, 2]
     assert pool.take(64) is not None  # the cells came back
-    delivery.leave(asker)
+    delivery.leave(request)
     assert region.counters[LEFT] == 1
 
 
 def test_a_mean_is_written_at_the_end_and_rows_that_come_later_hurt_nobody(regions):
     first, second, pool = allocate(regions), allocate(regions), host_pool()
-    delivery, askers = deliver(regions, pool), [asking(first, "a"), asking(second, "b")]
-    for asker in askers:
-        asker.wire = replace(asker.wire, capture=replace(asker.wire.capture, reduce="mean", hold=1))
-        delivery.meet(asker)
-        delivery.expect(asker)
+    delivery, requests = deliver(regions, pool), [asking(first, "a"), asking(second, "b")]
+    for request in requests:
+        request.wire = replace(request.wire, capture=replace(request.wire.capture, reduce="mean", hold=1))
+        delivery.find_region(request)
+        delivery.reserve_rows(request)
     cell = pool.take(6)
     pool.cells[cell : cell + 6] = torch.arange(6.0).unsqueeze(1)
-    delivery.bring_out([Slice(one, 0, 3, cell + 3 * i, 3, 3) for i, one in enumerate(askers)])
+    delivery.flush([RowSlice(one, 0, 3, cell + 3 * i, 3, 3) for i, one in enumerate(requests)])
     delivery.complete([["a", 2, first.offset, False]])  # the third row was one step too many
     assert (first.counters[ROWS], first.counters[LEFT]) == (2, 1)
     assert torch.equal(first.tensor((HIDDEN,), torch.float32), torch.full((HIDDEN,), 0.5))
     late = pool.take(2)
-    delivery.bring_out([Slice(askers[0], 3, 4, late, 4, 1), Slice(askers[1], 3, 4, late + 1, 4, 1)])
+    delivery.flush([RowSlice(requests[0], 3, 4, late, 4, 1), RowSlice(requests[1], 3, 4, late + 1, 4, 1)])
     delivery.complete([["b", 4, second.offset, False]])
     assert second.counters[ROWS] == 4
     assert second.failure is None
@@ -97,32 +99,32 @@ def test_a_mean_is_written_at_the_end_and_rows_that_come_later_hurt_nobody(regio
 
 
 def reduces(delivery, region, name):
-    """A request whose mean is foretold: it has all rows that it can have."""
-    asker = asking(region, name, rows=3, more=0)
-    asker.wire = replace(asker.wire, capture=replace(asker.wire.capture, reduce="mean", hold=1))
-    delivery.meet(asker)
-    delivery.expect(asker)
+    """A request whose mean is written_early: it has all rows that it can have."""
+    request = asking(region, name, rows=3, more=0)
+    request.wire = replace(request.wire, capture=replace(request.wire.capture, reduce="mean", hold=1))
+    delivery.find_region(request)
+    delivery.reserve_rows(request)
     cell = delivery.pool.take(3)
     delivery.pool.cells[cell : cell + 3] = torch.arange(3.0).unsqueeze(1)
-    delivery.bring_out([sliced(asker, 0, 3, cell, 3)])
+    delivery.flush([make_slice(request, 0, 3, cell, 3)])
     assert region.counters[ROWS] == 3
     assert torch.equal(region.tensor((HIDDEN,), torch.float32), torch.ones(HIDDEN))
-    return asker
+    return request
 
 
 def test_what_was_foretold_is_taken_as_it_stands_and_nothing_is_kept_for_it(regions):
-    """The client may take it before the worker leaves, afterwards, or never; or say that the text was shorter."""
+    """The client may take it before the worker leaves, after_copies, or never; or say that the text was shorter."""
     delivery = deliver(regions, host_pool())
     texts = {name: allocate(regions) for name in ("before", "after", "gone", "short", "open")}
-    askers = {name: reduces(delivery, region, name) for name, region in texts.items()}
+    requests = {name: reduces(delivery, region, name) for name, region in texts.items()}
     texts["before"].counters[TAKEN] = 1
-    for asker in askers.values():
-        delivery.leave(asker)
-        assert asker.left
+    for request in requests.values():
+        delivery.leave(request)
+        assert request.left
     assert list(delivery.reducing) == ["after", "gone", "short", "open"]
     texts["after"].counters[TAKEN] = 1
     texts["gone"].counters[OWNER] += 1
-    delivery.hold({"short"})
+    delivery.hold_regions({"short"})
     delivery.complete([["short", 2, texts["short"].offset, False]])
     assert texts["short"].counters[ROWS] == 2
     assert torch.equal(texts["short"].tensor((HIDDEN,), torch.float32), torch.full((HIDDEN,), 0.5))
@@ -133,22 +135,22 @@ def test_what_was_foretold_is_taken_as_it_stands_and_nothing_is_kept_for_it(regi
     assert list(delivery.reducing) == ["next", "last"]
 
 
-def test_whoever_has_an_open_page_is_let_go_when_its_text_ends_and_others_with_the_next_step(regions):
+def test_finish_forgets_requests_with_an_open_page_at_once_and_others_with_the_next_step(regions):
     """A text that has all its rows may be computing one of them again, after it was preempted."""
     taps, pool = WorkerTaps.__new__(WorkerTaps), host_pool()
-    taps.books, taps.pool, taps.delivery = Books(4, 1), pool, deliver(regions, pool)
-    taps.watching = taps.faults = types.SimpleNamespace(release=lambda _: None)
+    taps.step_index, taps.pool, taps.delivery = StepIndex(4, 1), pool, deliver(regions, pool)
+    taps.admission = types.SimpleNamespace(release=lambda _: None)
     texts = {name: allocate(regions) for name in ("open", "whole", "short")}
     for name, region in texts.items():
-        asker = asking(region, name, rows=2, more=0)
-        taps.delivery.meet(asker)
-        taps.delivery.expect(asker)
-        asker.moved = 1 if name == "short" else 2
+        request = asking(region, name, rows=2, more=0)
+        taps.delivery.find_region(request)
+        taps.delivery.reserve_rows(request)
+        request.flushed = 1 if name == "short" else 2
         if name == "open":
-            asker.page = Page(pool.take(2), 1, 2)
-        taps.books.admit(name, asker)
+            request.page = Page(pool.take(2), 1, 2)
+        taps.step_index.admit(name, request)
     taps.finish([[name, 2, region.offset, False] for name, region in texts.items()])
-    assert list(taps.books.askers) == ["whole"]
+    assert list(taps.step_index.requests) == ["whole"]
     assert all(region.counters[LEFT] == 1 for region in texts.values())
     assert pool.take(64) == 0  # its cells came back
 
@@ -156,39 +158,39 @@ def test_whoever_has_an_open_page_is_let_go_when_its_text_ends_and_others_with_t
 def test_a_withdrawn_request_is_never_met(regions):
     """And what it was promised is free at once."""
     region = allocate(regions)
-    asker, offset = asking(region), region.offset
+    request, offset = asking(region), region.offset
     region.withdraw()
     assert region.counters[LEFT] == 1
     del region
     other = allocate(regions)
     assert other.offset == offset
     delivery = deliver(regions, host_pool())
-    delivery.meet(asker)
-    assert asker.left
-    assert asker.wire.capture is None
-    delivery.leave(asker)
-    delivery.fail(asker, "too late")
+    delivery.find_region(request)
+    assert request.left
+    assert request.wire.capture is None
+    delivery.leave(request)
+    delivery.fail(request, "too late")
     assert other.counters[MET] == other.counters[LEFT] == 0
     assert other.failure is None
 
 
 def test_one_that_was_met_is_left_by_the_worker_alone(regions):
     region = allocate(regions)
-    asker, delivery, offset = asking(region), deliver(regions, host_pool()), region.offset
-    delivery.meet(asker)
+    request, delivery, offset = asking(region), deliver(regions, host_pool()), region.offset
+    delivery.find_region(request)
     region.withdraw()
     assert region.counters[LEFT] == 0
     del region
     other = allocate(regions)
     assert other.offset != offset  # still written to, perhaps
-    delivery.leave(asker)
+    delivery.leave(request)
     assert allocate(regions).offset == offset
 
 
 def test_withdrawn_between_the_two_looks(regions, monkeypatch):
     """The client withdraws after the worker's first look, before it says that it has met the request."""
     region = allocate(regions)
-    asker, delivery = asking(region), deliver(regions, host_pool())
+    request, delivery = asking(region), deliver(regions, host_pool())
     real = delivery._set
 
     def racing(*args):
@@ -196,20 +198,24 @@ def test_withdrawn_between_the_two_looks(regions, monkeypatch):
         real(*args)
 
     monkeypatch.setattr(delivery, "_set", racing)
-    delivery.meet(asker)
-    assert asker.left
-    assert asker.wire.capture is None
+    delivery.find_region(request)
+    assert request.left
+    assert request.wire.capture is None
     assert region.counters[LEFT] == 1  # the client saw nobody there, and left for us
 
 
 def test_a_late_failure_is_not_written_into_another_request(regions):
     """Ranks that do not write rows may find out later than the one that does."""
     region = allocate(regions)
-    asker, speaks, listens = asking(region), deliver(regions, host_pool()), deliver(regions, host_pool(), writes=False)
+    request, speaks, listens = (
+        asking(region),
+        deliver(regions, host_pool()),
+        deliver(regions, host_pool(), writes=False),
+    )
     twin = asking(region)
-    speaks.meet(asker)
-    listens.meet(twin)
-    speaks.leave(asker)
+    speaks.find_region(request)
+    listens.find_region(twin)
+    speaks.leave(request)
     offset = region.offset
     del region
     other = allocate(regions)
@@ -220,11 +226,11 @@ def test_a_late_failure_is_not_written_into_another_request(regions):
 
 def test_a_rank_that_only_listens_writes_no_counter(regions):
     region = allocate(regions)
-    asker, delivery = asking(region), deliver(regions, host_pool(), writes=False)
-    delivery.meet(asker)
-    delivery.leave(asker)
+    request, delivery = asking(region), deliver(regions, host_pool(), writes=False)
+    delivery.find_region(request)
+    delivery.leave(request)
     assert not any(region.counters[:OWNER])
-    assert asker.left
+    assert request.left
 
 
 # --- cells
@@ -285,52 +291,55 @@ class PlayedEvent:
         PlayedEvent.happened = True
 
 
+class SideStream:
+    """A CUDA stream that waits for nothing, unless a test replaces `wait_event`."""
+
+    cuda_stream = 0
+
+    def __init__(self, _device: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+
+class QueuedPool(RowCopies):
+    """Cells on the host whose rows leave through the queue of a GPU."""
+
+    def __init__(self) -> None:
+        free = Cells(64)
+        super().__init__(torch.zeros(64, HIDDEN), free, types.SimpleNamespace(), lambda: None)  # type: ignore[arg-type,return-value]
+        self.take, self.give = free.take, free.give
+
+
 @pytest.fixture
 def cuda_pool(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", SideStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
+    monkeypatch.setattr(row_copies, "runtime_copy", lambda: None)
     monkeypatch.setattr(PlayedEvent, "happened", True)
-    fake = types.ModuleType("steerscope.engines.vllm.cuda.kernel")
-    monkeypatch.setitem(sys.modules, "steerscope.engines.vllm.cuda.kernel", fake)
-    monkeypatch.setattr("steerscope.engines.vllm.cuda.kernel", fake, raising=False)
-    monkeypatch.delitem(sys.modules, "steerscope.engines.vllm.cuda.pool", raising=False)
-    from steerscope.engines.vllm.cuda import pool as pool_module
-
-    pool = pool_module.CudaPool.__new__(pool_module.CudaPool)  # its tensors would need a GPU, its queue does not
-    free = Cells(64)
-    pool.take, pool.give = free.take, free.give
-    pool._side = types.SimpleNamespace(wait_event=lambda _event: None)
-    pool._ready, pool._moves, pool._unsent, pool._backlog, pool._whole = PlayedEvent(), deque(), deque(), 0, 0
-    pool._tokens_out, pool._runner, pool._here = PlayedEvent(), types.SimpleNamespace(), lambda: None
-    pool._answers, pool._behind, pool._spare = None, pool_module._PATIENT, []
-    pool._side.cuda_stream = 0
-    pool.cells = torch.zeros(64, HIDDEN)
-    pool._address, pool._cell, pool._copy = pool.cells.data_ptr(), HIDDEN * 4, pool._copy_by_torch
-    pool._parts, pool._pace, pool._mark = deque(), Pace(), None
-    monkeypatch.setattr(pacing, "_FIRST", 2 * HIDDEN * 4)  # two rows per step
-    monkeypatch.setattr(pool_module, "_CRUMB", 0)
-    yield pool
-    sys.modules.pop("steerscope.engines.vllm.cuda.pool", None)
+    monkeypatch.setattr(pacing, "_FIRST_BYTES", 2 * HIDDEN * 4)  # two rows per step
+    monkeypatch.setattr(row_copies, "_MIN_COPY_BYTES", 0)
+    return QueuedPool()
 
 
 def test_rows_leave_at_the_pace_and_count_when_they_are_there(cuda_pool, regions):
     region = allocate(regions)
-    delivery, asker = deliver(regions, cuda_pool), asking(region)
-    delivery.meet(asker)
-    delivery.expect(asker)
+    delivery, request = deliver(regions, cuda_pool), asking(region)
+    delivery.find_region(request)
+    delivery.reserve_rows(request)
     cell = cuda_pool.take(4)
     cuda_pool.cells[cell : cell + 4] = torch.arange(4.0).unsqueeze(1)
-    delivery.bring_out([Slice(asker, 0, 4, cell, 4, 4)])
-    delivery.leave(asker)
+    delivery.flush([RowSlice(request, 0, 4, cell, 4, 4)])
+    delivery.leave(request)
     PlayedEvent.happened = False
-    cuda_pool.pump(1)
-    assert cuda_pool._backlog == 2 * HIDDEN * 4  # half of it is under way
-    cuda_pool.pump(1)
-    assert cuda_pool._backlog == 0
+    cuda_pool.copy_some(1)
+    assert cuda_pool.backlog == 2 * HIDDEN * 4  # half of it is under way
+    cuda_pool.copy_some(1)
+    assert cuda_pool.backlog == 0
     assert region.counters[ROWS] == region.counters[LEFT] == 0  # but not there
     assert cuda_pool.take(61) is None
     PlayedEvent.happened = True
-    cuda_pool.pump(1)
+    cuda_pool.copy_some(1)
     assert (region.counters[ROWS], region.counters[LEFT]) == (4, 1)
     assert cuda_pool.take(64) is not None
     assert region.tensor((4, HIDDEN), torch.float32)[:, 0].tolist() == [0, 1, 2, 3]
@@ -338,18 +347,18 @@ def test_rows_leave_at_the_pace_and_count_when_they_are_there(cuda_pool, regions
 
 def test_rows_are_cut_where_the_pace_ends_and_no_crumbs_are_left(cuda_pool, regions, monkeypatch):
     region, row = allocate(regions, rows=5), HIDDEN * 4
-    delivery, asker = deliver(regions, cuda_pool), asking(region, rows=5)
-    delivery.meet(asker)
-    delivery.expect(asker)
+    delivery, request = deliver(regions, cuda_pool), asking(region, rows=5)
+    delivery.find_region(request)
+    delivery.reserve_rows(request)
     cell = cuda_pool.take(5)
     cuda_pool.cells[cell : cell + 5] = torch.arange(5.0 * HIDDEN).view(5, HIDDEN)
-    monkeypatch.setattr(pacing, "_FIRST", 48)  # bytes
-    monkeypatch.setitem(type(cuda_pool)._send.__globals__, "_CRUMB", 16)
-    delivery.bring_out([Slice(asker, 0, 3, cell, 3, 3), Slice(asker, 3, 5, cell + 3, 5, 2)])
+    monkeypatch.setattr(pacing, "_FIRST_BYTES", 48)  # bytes
+    monkeypatch.setattr(row_copies, "_MIN_COPY_BYTES", 16)
+    delivery.flush([RowSlice(request, 0, 3, cell, 3, 3), RowSlice(request, 3, 5, cell + 3, 5, 2)])
     waiting, there = [], []
     for _ in range(5):
-        cuda_pool.pump(1)
-        waiting.append(cuda_pool._backlog)
+        cuda_pool.copy_some(1)
+        waiting.append(cuda_pool.backlog)
         there.append(int(region.counters[ROWS]))
     assert waiting == [5 * row - 48, 2 * row, 0, 0, 0]
     assert there == [0, 0, 3, 5, 5]
@@ -358,30 +367,30 @@ def test_rows_are_cut_where_the_pace_ends_and_no_crumbs_are_left(cuda_pool, regi
 
 def test_the_last_rows_of_a_text_leave_behind_their_step_and_others_with_the_next(cuda_pool, regions, monkeypatch):
     region, row = allocate(regions, rows=12), HIDDEN * 4
-    delivery, asker = deliver(regions, cuda_pool), asking(region, rows=12, more=0)
-    delivery.meet(asker)
-    delivery.expect(asker)
+    delivery, request = deliver(regions, cuda_pool), asking(region, rows=12, more=0)
+    delivery.find_region(request)
+    delivery.reserve_rows(request)
     PlayedEvent.happened, waiting = False, []
     for start, stop in ((0, 4), (4, 6), (6, 12)):
-        asker.moved = stop
-        delivery.bring_out([Slice(asker, start, stop, cuda_pool.take(stop - start), stop, stop - start)])
-        waiting.append(cuda_pool._backlog // row)
+        request.flushed = stop
+        delivery.flush([RowSlice(request, start, stop, cuda_pool.take(stop - start), stop, stop - start)])
+        waiting.append(cuda_pool.backlog // row)
     assert waiting == [4, 6, 0]
     assert region.counters[ROWS] == 0
-    delivery.hold({"a"})
-    delivery.complete([["a", 12, region.offset, False]], [asker])
+    delivery.hold_regions({"a"})
+    delivery.complete([["a", 12, region.offset, False]], [request])
     assert (region.counters[ROWS], region.counters[LEFT]) == (12, 1)
     del region
     other = allocate(regions, rows=12)
-    asker.moved, late = 12, cuda_pool.take(1)  # one row comes again
-    delivery.bring_out([Slice(asker, 11, 12, late, 12, 1)])
-    assert cuda_pool._backlog == 0
-    delivery.leave(asker)  # the next step says that it is gone: its region is another's
+    request.flushed, late = 12, cuda_pool.take(1)  # one row comes again
+    delivery.flush([RowSlice(request, 11, 12, late, 12, 1)])
+    assert cuda_pool.backlog == 0
+    delivery.leave(request)  # the next step says that it is gone: its region is another's
     assert not other.counters[LEFT]
     much = sending(regions, cuda_pool, 20)
-    monkeypatch.setitem(type(cuda_pool).hasten.__globals__, "_DRAIN", 19 * row)
-    cuda_pool.hasten()
-    assert cuda_pool._backlog == 20 * row, "so many would keep the sampled tokens waiting"
+    monkeypatch.setattr(row_copies, "_MAX_COPY_BYTES", 19 * row)
+    cuda_pool.copy_waiting_now()
+    assert cuda_pool.backlog == 20 * row, "so many would keep the sampled tokens waiting"
     assert much.counters[ROWS] == 0
 
 
@@ -401,21 +410,21 @@ def test_who_is_asked_for_waits_for_no_forward_behind_its_own(cuda_pool, regions
             assert self.behind <= over[0]
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(pacing, "_FIRST", sent * HIDDEN * 4)
-    cuda_pool._ready = Event()
+    monkeypatch.setattr(pacing, "_FIRST_BYTES", sent * HIDDEN * 4)
+    cuda_pool._forward_done = Event()
     cuda_pool._side.wait_event = lambda event: awaited.append(max(awaited.pop(), event.behind))
     mine, row = sending(regions, cuda_pool, 4), HIDDEN * 4
-    cuda_pool.pump(1)
-    assert cuda_pool._backlog == (4 - sent) * row
+    cuda_pool.copy_some(1)
+    assert cuda_pool.backlog == (4 - sent) * row
     launched[0] = 2
     other = sending(regions, cuda_pool, 3, "b")
     if others:  # theirs are under way, behind the other forward
-        cuda_pool.pump(1)
-    cuda_pool.drain({"a"})
+        cuda_pool.copy_some(1)
+    cuda_pool.wait_for_copies({"a"})
     assert (mine.counters[ROWS], other.counters[ROWS]) == (4, 0)
-    assert (cuda_pool._backlog, awaited) == ((0, [2]) if others else (3 * row, [1]))
+    assert (cuda_pool.backlog, awaited) == ((0, [2]) if others else (3 * row, [1]))
     over[0] = 2
-    cuda_pool.drain()
+    cuda_pool.wait_for_copies()
     assert other.counters[ROWS] == 3
 
 
@@ -423,21 +432,21 @@ def test_who_is_asked_for_waits_for_no_forward_behind_its_own(cuda_pool, regions
 def test_a_page_is_free_when_all_that_was_sent_of_it_has_arrived(cuda_pool, regions, end):
     """Rows leave it while others come; the last of them, or nothing more, ends it."""
     region = allocate(regions, rows=8)
-    delivery, asker = deliver(regions, cuda_pool), asking(region, rows=8)
-    delivery.meet(asker)
-    delivery.expect(asker)
+    delivery, request = deliver(regions, cuda_pool), asking(region, rows=8)
+    delivery.find_region(request)
+    delivery.reserve_rows(request)
     cell = cuda_pool.take(64)
     cuda_pool.cells[cell : cell + 64] = torch.arange(64.0).unsqueeze(1)
     PlayedEvent.happened = False
-    delivery.bring_out([Slice(asker, 0, 4, cell, 4, 0)])
-    cuda_pool.pump(1)
-    asker.failed, asker.left = "why" if end == "failed" else None, end == "left"
+    delivery.flush([RowSlice(request, 0, 4, cell, 4, 0)])
+    cuda_pool.copy_some(1)
+    request.failed, request.left = "why" if end == "failed" else None, end == "left"
     stop = 4 if end == "none" else 6
-    delivery.bring_out([Slice(asker, 4, stop, cell + 4, stop, 64, 4)])
+    delivery.flush([RowSlice(request, 4, stop, cell + 4, stop, 64, 4)])
     assert cuda_pool.take(1) is None
     PlayedEvent.happened = True
     for _ in range(4):
-        cuda_pool.pump(1)
+        cuda_pool.copy_some(1)
     assert cuda_pool.take(64) == 0
     if end in ("rows", "none"):
         assert region.counters[ROWS] == stop
@@ -447,25 +456,25 @@ def test_a_page_is_free_when_all_that_was_sent_of_it_has_arrived(cuda_pool, regi
 def sending(regions, pool, rows: int, name: str = "a"):
     """A request with so many rows that wait to be sent."""
     region = allocate(regions, rows=rows)
-    delivery, asker = deliver(regions, pool), asking(region, name, rows)
-    delivery.meet(asker)
-    delivery.expect(asker)
-    delivery.bring_out([Slice(asker, 0, rows, pool.take(rows), rows, rows)])
+    delivery, request = deliver(regions, pool), asking(region, name, rows)
+    delivery.find_region(request)
+    delivery.reserve_rows(request)
+    delivery.flush([RowSlice(request, 0, rows, pool.take(rows), rows, rows)])
     return region
 
 
 def test_a_region_is_left_only_behind_a_result_that_was_foretold(cuda_pool, regions):
     """The text is cancelled, or its engine fails: nobody waits for its result, but the device will write it."""
     region = allocate(regions)
-    delivery, asker = deliver(regions, cuda_pool), asking(region)
-    delivery.meet(asker)
+    delivery, request = deliver(regions, cuda_pool), asking(region)
+    delivery.find_region(request)
     delivery.reductions.fence = lambda: PlayedEvent()
     PlayedEvent.happened = False
-    delivery.leave(asker)
-    cuda_pool.pump(1)
+    delivery.leave(request)
+    cuda_pool.copy_some(1)
     assert not region.counters[LEFT]
     PlayedEvent.happened = True
-    cuda_pool.pump(1)
+    cuda_pool.copy_some(1)
     assert region.counters[LEFT] == 1
 
 
@@ -473,13 +482,13 @@ def test_where_nothing_arrives_nothing_more_is_sent_and_nothing_is_lost(cuda_poo
     region, row, waiting = sending(regions, cuda_pool, 12), HIDDEN * 4, []
     PlayedEvent.happened = False
     for _ in range(5):
-        cuda_pool.pump(1)
-        waiting.append(cuda_pool._backlog // row)
+        cuda_pool.copy_some(1)
+        waiting.append(cuda_pool.backlog // row)
     assert waiting == [10, 8, 6, 6, 6], "three parts are under way: no more until one is there"
     PlayedEvent.happened = True
-    while cuda_pool._backlog:
-        cuda_pool.pump(1)
-    cuda_pool.pump(1)
+    while cuda_pool.backlog:
+        cuda_pool.copy_some(1)
+    cuda_pool.copy_some(1)
     assert region.counters[ROWS] == 12
 
 
@@ -493,14 +502,14 @@ def test_rows_leave_behind_the_tokens_of_the_step_before(cuda_pool, regions, mon
             self.stream = stream
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    cuda_pool._tokens_out, cuda_pool._here = Event(), lambda: "main"
+    cuda_pool._tokens_copied, cuda_pool._current = Event(), lambda: "main"
     cuda_pool._side.wait_event = lambda event: happened.append(event.stream)
-    cuda_pool._copy = lambda _target, _source, size, _stream: happened.append(size // cuda_pool._cell)
+    cuda_pool._copy_bytes = lambda _target, _source, size, _stream: happened.append(size // cuda_pool._cell_bytes)
     cuda_pool._runner.async_output_copy_stream = None
     sending(regions, cuda_pool, 4)
-    cuda_pool.pump(1)
+    cuda_pool.copy_some(1)
     setattr(cuda_pool._runner, name, tokens)
-    cuda_pool.pump(1)
+    cuda_pool.copy_some(1)
     assert happened == ["main", 2, "main", tokens, 2]
 
 
@@ -516,19 +525,19 @@ def test_behind_a_prompt_rows_wait_while_the_device_waits_for_the_host(
             return answered is not None and step[0] <= answered
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    cuda_pool._tokens_out = Event()
+    cuda_pool._tokens_copied = Event()
     cuda_pool._runner.output_copy_stream = None if answered is None else object()
     region, left = sending(regions, cuda_pool, 60), list[int]()
     for turn, tokens in enumerate([600, *[32] * 12]):
-        step[0], before = turn, cuda_pool._backlog
-        cuda_pool.pump(tokens)
-        left.append((before - cuda_pool._backlog) // (HIDDEN * 4))
-        for part in cuda_pool._parts:
+        step[0], before = turn, cuda_pool.backlog
+        cuda_pool.copy_some(tokens)
+        left.append((before - cuda_pool.backlog) // (HIDDEN * 4))
+        for part in cuda_pool._batches:
             part.end.query = lambda: True  # rows arrive at once
     assert left == [2, *[0] * silent, *[2] * (12 - silent)]
     monkeypatch.setattr(Event, "query", lambda _event: True)
-    cuda_pool.pump(600)
-    cuda_pool.pump(32)
+    cuda_pool.copy_some(600)
+    cuda_pool.copy_some(32)
     assert cuda_pool.take_late(60) is not None, "what waits may leave if its room is needed"
     assert region.counters[ROWS] == 60
 
@@ -568,15 +577,15 @@ class Bus:
             self.side += row_ms * size / (HIDDEN * 4)
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(pacing, "_ENOUGH", 1)
-        pool._side.wait_event, pool._copy, pool._ready = wait, copy, Event()
+        monkeypatch.setattr(pacing, "_MIN_BYTES", 1)
+        pool._side.wait_event, pool._copy_bytes, pool._forward_done = wait, copy, Event()
 
     def step(self, tokens: int, ms: float) -> tuple[float, float]:
         """How long it took, and the rows that left beside it."""
-        before, self.now, began = self.pool._backlog, self.main, self.main
-        self.pool.pump(tokens)
+        before, self.now, began = self.pool.backlog, self.main, self.main
+        self.pool.copy_some(tokens)
         self.main = max(self.main + ms, self.side)
-        return self.main - began, (before - self.pool._backlog) / (HIDDEN * 4)
+        return self.main - began, (before - self.pool.backlog) / (HIDDEN * 4)
 
 
 def test_on_a_slow_bus_steps_are_not_held_up_by_rows(cuda_pool, regions, monkeypatch):
@@ -607,30 +616,30 @@ def test_beside_a_step_that_reads_prompts_more_leaves(cuda_pool, regions, monkey
 def test_a_step_without_room_waits_for_rows_on_their_way_and_not_for_the_step_before(cuda_pool, regions):
     """What that one leaves is complete at its end: the device would stand still from then on."""
     sending(regions, cuda_pool, 32)
-    while cuda_pool._backlog:
-        cuda_pool.pump(1)
+    while cuda_pool.backlog:
+        cuda_pool.copy_some(1)
     PlayedEvent.happened = False
     sending(regions, cuda_pool, 24)  # of the step that runs
     assert cuda_pool.take(32) is None
     assert cuda_pool.take_late(32) is not None
-    assert cuda_pool._backlog == 24 * HIDDEN * 4
+    assert cuda_pool.backlog == 24 * HIDDEN * 4
     assert cuda_pool.take_late(32) is None, "nothing is on its way"
 
 
 def test_a_step_without_room_sends_what_earlier_steps_left_whatever_the_pace(cuda_pool, regions):
     """Those rows are complete. With room for two steps, rows of one leave beside the next."""
     early, late = sending(regions, cuda_pool, 30), sending(regions, cuda_pool, 2)
-    cuda_pool.pump(1)
+    cuda_pool.copy_some(1)
     PlayedEvent.happened = False
     sending(regions, cuda_pool, 28)
-    assert cuda_pool._backlog == (30 + 28) * HIDDEN * 4, "two have left beside the step"
+    assert cuda_pool.backlog == (30 + 28) * HIDDEN * 4, "two have left beside the step"
     assert cuda_pool.take(24) is None
     assert cuda_pool.take_late(24) is not None
     assert early.counters[ROWS] == 30
-    assert cuda_pool._backlog == 28 * HIDDEN * 4, "those of the step that runs are not complete"
+    assert cuda_pool.backlog == 28 * HIDDEN * 4, "those of the step that runs are not complete"
     assert cuda_pool.take_late(24) is None
-    cuda_pool.drain()
-    assert (late.counters[ROWS], cuda_pool._backlog) == (2, 0)
+    cuda_pool.wait_for_copies()
+    assert (late.counters[ROWS], cuda_pool.backlog) == (2, 0)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -652,8 +661,8 @@ def test_no_row_leaves_before_the_forward_that_writes_it(cuda_pool, regions, mon
         waited[0] = max(waited[0], event.forwards)
 
     def copy(_target: int, source: int, size: int, _stream: int) -> None:
-        first = (source - cuda_pool._address) // cuda_pool._cell
-        cells = range(first, first + size // cuda_pool._cell)
+        first = (source - cuda_pool._address) // cuda_pool._cell_bytes
+        cells = range(first, first + size // cuda_pool._cell_bytes)
         assert all(written[cell] <= waited[0] for cell in cells)
         copied.extend(cells)
 
@@ -663,25 +672,25 @@ def test_no_row_leaves_before_the_forward_that_writes_it(cuda_pool, regions, mon
         return first
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    cuda_pool._ready, cuda_pool._side.wait_event, cuda_pool._copy = Event(), wait, copy
-    free, cuda_pool.take, total = cuda_pool.take, take, 0
+    cuda_pool._forward_done, cuda_pool._side.wait_event, cuda_pool._copy_bytes = Event(), wait, copy
+    free, cuda_pool.take, cuda_pool._free.take, total = cuda_pool.take, take, take, 0
     for _ in range(60):
         rows = chance.randint(1, 24)
         first = cuda_pool.take(rows) if chance.random() < 0.7 else cuda_pool.take_late(rows)
         if first is None and (first := cuda_pool.take_late(rows)) is None:
-            cuda_pool.drain()
+            cuda_pool.wait_for_copies()
             first = cuda_pool.take(rows)
         assert first is not None
         cuda_pool.give(first, rows)
-        cuda_pool.pump(chance.choice([rows, rows, 600]))  # or a step with prompts, behind which rows wait
+        cuda_pool.copy_some(chance.choice([rows, rows, 600]))  # or a step with prompts, behind which rows wait
         forwards[0] += 1
         sending(regions, cuda_pool, rows, chance.choice(["odd", "even"]))
         total += rows
         if chance.random() < 0.3:
-            cuda_pool.hasten()
+            cuda_pool.copy_waiting_now()
         if chance.random() < 0.2:
-            cuda_pool.drain({"odd"})
-    cuda_pool.drain()
+            cuda_pool.wait_for_copies({"odd"})
+    cuda_pool.wait_for_copies()
     assert len(copied) == total
 
 
@@ -706,29 +715,26 @@ def test_whatever_was_timed_rows_go_on_leaving():
     for _ in range(64):
         allowed = pace.beside(32)
         size = 16 << 20 if allowed > 0 else 0
-        pace.sent(size, allowed)
+        pace.copied(size, allowed)
         left += size
     assert left == 64 << 20
 
 
-def test_what_lies_ready_is_said_of_the_tokens_of_a_step_and_only_while_it_does(cuda_pool, monkeypatch):
-    """The index and what is laid out are sent together: a step without room for it takes it back."""
-    told: list[tuple[str, int]] = []
-    laying = types.SimpleNamespace(rows=3, lay=lambda tokens: told.append(("lay", tokens)))
-    cuda_pool._laying = laying
-    monkeypatch.setattr(cuda_pool, "_copy_index", lambda tokens: told.append(("index", tokens)))
-    books = torch.zeros(5, 16, dtype=torch.int32)
-    books[:, ASKER] = torch.tensor([7, 0, 9, 4, 0])
-    cuda_pool._books = books
-    cuda_pool.send_index(3, lay=True)
-    assert books[:, ASKER].tolist() == [7 + LAID, LAID, 9 + LAID, 4, 0]
-    cuda_pool.send_index(3, lay=True)  # the same step, another page
-    assert books[:, ASKER].tolist() == [7 + LAID, LAID, 9 + LAID, 4, 0]
-    books[:, ASKER] = torch.tensor([7, 0, 9, 4, 0])
-    cuda_pool.send_index(5, lay=True)  # too many
-    cuda_pool.send_index(3)
-    assert books[:, ASKER].tolist() == [7, 0, 9, 4, 0]
-    assert told == [("index", 3), ("lay", 3)] * 2 + [("index", 5), ("lay", 0), ("index", 3), ("lay", 0)]
+def test_precomputed_ops_are_flagged_in_the_index_of_steps_that_have_room_for_them():
+    calls: list[tuple[str, int]] = []
+    upload = IndexUpload.__new__(IndexUpload)  # its pinned memory would need a GPU
+    upload._host = index = torch.zeros(5, 16, dtype=torch.int32)
+    upload._copy = lambda tokens: calls.append(("index", tokens))
+    upload._precomputed = types.SimpleNamespace(rows=3, compute=lambda tokens: calls.append(("ops", tokens)))
+    index[:, FLAG] = torch.tensor([7, 0, 9, 4, 0])
+    for _ in range(2):  # the second time as after a page was opened
+        upload.upload(3, precompute=True)
+        assert index[:, FLAG].tolist() == [7 + PRECOMPUTED, PRECOMPUTED, 9 + PRECOMPUTED, 4, 0]
+    index[:, FLAG] = torch.tensor([7, 0, 9, 4, 0])
+    upload.upload(5, precompute=True)  # too many tokens
+    upload.upload(3, precompute=False)
+    assert index[:, FLAG].tolist() == [7, 0, 9, 4, 0]
+    assert calls == [("index", 3), ("ops", 3)] * 2 + [("index", 5), ("ops", 0), ("index", 3), ("ops", 0)]
 
 
 def test_a_region_is_left_only_behind_its_own_rows_and_never_twice(cuda_pool, regions):
@@ -736,20 +742,20 @@ def test_a_region_is_left_only_behind_its_own_rows_and_never_twice(cuda_pool, re
     slow, quick = allocate(regions), allocate(regions)
     delivery = deliver(regions, cuda_pool)
     first, second = asking(slow, "slow"), asking(quick, "quick")
-    for asker in (first, second):
-        delivery.meet(asker)
-        delivery.expect(asker)
-    delivery.bring_out([Slice(first, 0, 4, cuda_pool.take(4), 4, 4)])
+    for request in (first, second):
+        delivery.find_region(request)
+        delivery.reserve_rows(request)
+    delivery.flush([RowSlice(first, 0, 4, cuda_pool.take(4), 4, 4)])
     delivery.leave(second)
     assert quick.counters[LEFT] == 0
-    delivery.hold({"quick"})
+    delivery.hold_regions({"quick"})
     delivery.complete([["quick", 0, quick.offset]])
     assert quick.counters[LEFT] == 1
     offset = quick.offset
     del quick
     other = allocate(regions)
     assert other.offset == offset
-    cuda_pool.drain()
+    cuda_pool.wait_for_copies()
     assert other.counters[LEFT] == 0
     assert slow.counters[ROWS] == 4
 
@@ -761,7 +767,7 @@ def test_the_region_lies_where_the_client_looks(regions):
 
 
 @pytest.mark.parametrize("numbers", [[], [2], [1, 3, 4, 6, 7]])
-def test_new_askers_begin_without_a_fault_and_others_keep_theirs(numbers: list[int]) -> None:
-    faults = torch.ones(9, dtype=torch.int32)
-    clear_faults(faults, numbers)
-    assert faults.tolist() == [int(number not in numbers) for number in range(9)]
+def test_new_requests_begin_without_an_overflow_flag_and_others_keep_theirs(numbers: list[int]) -> None:
+    overflow_flags = torch.ones(9, dtype=torch.int32)
+    clear_overflow_flags(overflow_flags, numbers)
+    assert overflow_flags.tolist() == [int(number not in numbers) for number in range(9)]

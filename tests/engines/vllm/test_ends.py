@@ -94,9 +94,9 @@ def test_the_last_one_asks_since_no_step_would_bring_its_rows(
 def test_an_overflow_in_the_last_steps_is_told_though_nobody_foresaw_the_end(
     engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU looks at the faults every few steps; here the text ends between two looks, and asks for one."""
-    faulty = HostPool.faulty
-    monkeypatch.setattr(HostPool, "faulty", lambda pool, wait=False: faulty(pool, wait) if wait else [])
+    """A GPU checks the overflow flags every few steps; here the text ends between two checks, and asks for one."""
+    take_overflows = HostPool.take_overflows
+    monkeypatch.setattr(HostPool, "take_overflows", lambda pool, wait=False: take_overflows(pool, wait) if wait else [])
     huge = Add(vector=np.full(engine.facts.hidden, 3e38, np.float32), scale=1.0, layers="all", tokens="positions=[50:]")
 
     async def both() -> tuple[Any, ...]:
@@ -194,15 +194,15 @@ def test_rows_that_will_never_come_are_asked_for_though_others_run(
     """The workers have left it, and said so: it fails alone, and at once."""
     from steerscope.engines.vllm.worker.delivery import Delivery
 
-    send = Delivery._send
+    copy = Delivery._copy
 
     def lost(self: Delivery, part: Any, capture: Any) -> None:
-        if part.asker.wire.name.startswith("lost"):
+        if part.request.wire.name.startswith("lost"):
             self.drop(part)
         else:
-            send(self, part, capture)
+            copy(self, part, capture)
 
-    monkeypatch.setattr(Delivery, "_send", lost)
+    monkeypatch.setattr(Delivery, "_copy", lost)
     asked = asked_of(engine, monkeypatch)
 
     async def both() -> tuple[Any, ...]:

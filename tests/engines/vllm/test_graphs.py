@@ -9,9 +9,9 @@ import torch
 
 from engines.conftest import HAS_VLLM, saved, start_vllm
 from steerscope.engines.results import TokenPrompt
-from steerscope.engines.vllm.cuda.graphs import Graphs
 from steerscope.engines.vllm.worker import tap
-from steerscope.engines.vllm.worker.worker_check import replayed
+from steerscope.engines.vllm.worker.graph_sets import GraphSets
+from steerscope.engines.vllm.worker.worker_check import largest_replayed
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.errors import RequestFailed
 
@@ -31,15 +31,15 @@ def capture(found: SimpleNamespace) -> int:
     manager = found.cudagraph_manager
     for mode, names in manager._capture_descs.items():
         for name in names:
-            found.captured.append((name, tap._working[:2]))
+            found.captured.append((name, tap._launch_mode[:2]))
             if mode is Mode.FULL:
-                manager.graphs[name] = tap._working[:2]
+                manager.graphs[name] = tap._launch_mode[:2]
     return 10
 
 
 def test_whole_steps_are_captured_with_all_that_taps_do_and_with_less():
     found = runner()
-    graphs, every = Graphs(found), found.cudagraph_manager._capture_descs
+    graphs, every = GraphSets(found), found.cudagraph_manager._capture_descs
     assert graphs.capture(lambda: capture(found)) == 30
     whole, reading, nothing = (True, True), (False, True), (False, False)
     first = [("a", whole), ("b", whole), ("c", whole)]
@@ -54,8 +54,8 @@ def test_a_capture_that_fails_leaves_the_switches_as_they_were():
     found = runner()
     turns = iter([lambda: capture(found), lambda: (_ for _ in ()).throw(MemoryError)])
     with pytest.raises(MemoryError):
-        Graphs(found).capture(lambda: next(turns)())
-    assert tap._working == tap.Doing(True, True)
+        GraphSets(found).capture(lambda: next(turns)())
+    assert tap._launch_mode == tap.TapMode(True, True)
     assert set(found.cudagraph_manager._capture_descs) == set(Mode)
 
 
@@ -65,7 +65,7 @@ def test_while_vllm_estimates_memory_its_own_graphs_are_captured_and_the_others_
     """They go to a pool that is thrown away. 0.29 does not say so in the call that captures them, later versions do."""
     found = runner()
     found.cudagraph_manager._capture_mem_samples = samples
-    graphs, given = Graphs(found), {"profile_only": True} if how == "argument" else {}
+    graphs, given = GraphSets(found), {"profile_only": True} if how == "argument" else {}
     passed: list[dict[str, bool]] = []
 
     def capture_model(**kwargs: bool) -> int:
@@ -90,7 +90,7 @@ def test_while_vllm_estimates_memory_its_own_graphs_are_captured_and_the_others_
 
 def test_an_estimate_that_fails_is_over():
     found = runner()
-    graphs = Graphs(found)
+    graphs = GraphSets(found)
     with pytest.raises(MemoryError):
         graphs.profile(lambda: (_ for _ in ()).throw(MemoryError))
     assert graphs.capture(lambda: capture(found)) == 30
@@ -99,7 +99,7 @@ def test_an_estimate_that_fails_is_over():
 @pytest.mark.parametrize("manager", [None, SimpleNamespace(graphs={}), SimpleNamespace()])
 def test_a_runner_without_such_graphs_is_left_alone(manager):
     found = SimpleNamespace(cudagraph_manager=manager)
-    graphs = Graphs(found)
+    graphs = GraphSets(found)
     assert graphs.capture(lambda: 3) == 3
     graphs.use(True, True)
     assert found.cudagraph_manager is manager
@@ -109,7 +109,7 @@ def test_a_runner_without_such_graphs_is_left_alone(manager):
 def test_a_step_replays_taps_that_do_what_its_requests_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker's choice, in a real engine: a steered step with taps that only read would be silently wrong."""
     used: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(Graphs, "use", lambda _, steers=False, busy=False: used.append((steers, busy)))
+    monkeypatch.setattr(GraphSets, "use", lambda _, steers=False, busy=False: used.append((steers, busy)))
     engine = start_vllm(saved("llama", "bytes", None, {}), "llama", {"enable_prefix_caching": False})
     add = Add(vector=np.ones(engine.facts.hidden, np.float32), scale=0.1, layers="all")
     prompts, sampling = [TokenPrompt([5, 6, 7]), TokenPrompt([8, 9, 10])], Sampling(max_tokens=4, ignore_eos=True)
@@ -136,18 +136,18 @@ def test_what_is_asked_comes_late_only_where_a_dummy_batch_has_shown_that_taps_a
     index, ran = torch.zeros(1), []
     config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes))
     taps = SimpleNamespace(
-        runner=SimpleNamespace(vllm_config=config), keys=[(0, "resid_post")], pool=SimpleNamespace(index=index),
-        device=index.device,
+        runner=SimpleNamespace(vllm_config=config), taps=SimpleNamespace(keys=[(0, "resid_post")], span=0),
+        pool=SimpleNamespace(index=index), device=index.device,
     )  # fmt: skip
 
     def dummy_run(tokens: int) -> None:
         ran.append(tokens)
         if comes:
-            tap.come(index)
+            tap.mode_of(index)
 
-    assert replayed(taps, dummy_run, 64) == wanted  # type: ignore[arg-type]
+    assert largest_replayed(taps, dummy_run, 64) == wanted  # type: ignore[arg-type]
     assert ran == ([] if sizes == [1, 64] else [max(2, max(sizes, default=0) + 1)])
-    assert not tap._steps
+    assert not tap._pending
 
 
 @pytest.mark.parametrize(
@@ -164,16 +164,16 @@ def test_every_kernel_of_a_step_that_is_not_replayed_has_run_before_the_first_re
     index, ran = torch.zeros(1), []
     config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes))
     taps = SimpleNamespace(
-        runner=SimpleNamespace(vllm_config=config), keys=[(0, "resid_post")], pool=SimpleNamespace(index=index),
-        device=SimpleNamespace(type="cuda"), span=span, settings=SimpleNamespace(steer=steer),
+        runner=SimpleNamespace(vllm_config=config), taps=SimpleNamespace(keys=[(0, "resid_post")], span=span),
+        pool=SimpleNamespace(index=index), device=SimpleNamespace(type="cuda"), settings=SimpleNamespace(steer=steer),
     )  # fmt: skip
 
     def dummy_run(tokens: int) -> None:
-        doing = tap.come(index)
+        doing = tap.mode_of(index)
         words = "op" if doing.columns else "ops" if doing.steer else "", "rows" * doing.capture
         ran.append(" ".join(filter(None, (str(tokens), *words, "sums" * (doing.runs is not None)))))
 
-    assert replayed(taps, dummy_run, most) == max(sizes, default=0)  # type: ignore[arg-type]
+    assert largest_replayed(taps, dummy_run, most) == max(sizes, default=0)  # type: ignore[arg-type]
     assert ran == [what for what in wanted if steer or "op" not in what or what == wanted[0]]
 
 
@@ -185,19 +185,19 @@ def test_the_first_tap_of_a_step_brings_what_is_asked_unless_the_step_may_be_rep
     from steerscope.engines.vllm.worker import worker
 
     engine = start_vllm(saved("llama", "bytes", None, {}), "llama", {"enable_prefix_caching": False})
-    (taps,) = (one for one in worker.HERE if one.runner.vllm_config is engine.aio._llm.vllm_config)
-    assert taps._replayed == 0, "a CPU has no graphs"
+    (taps,) = (one for one in worker.LOCAL_WORKERS if one.runner.vllm_config is engine.aio._llm.vllm_config)
+    assert taps._largest_replayed == 0, "a CPU has no graphs"
     late: list[int] = []
     order: list[str] = []
-    fill, join, reductions = taps.books.fill, taps.delivery.reductions.join, taps.delivery.reductions
-    monkeypatch.setattr(taps.books, "fill", lambda *args: (order.append("fill"), fill(*args))[1])
+    plan, join, reductions = taps.step_index.plan, taps.delivery.reductions.join, taps.delivery.reductions
+    monkeypatch.setattr(taps.step_index, "plan", lambda *args: (order.append("plan"), plan(*args))[1])
     monkeypatch.setattr(reductions, "join", lambda: (order.append("join"), join())[1])
-    monkeypatch.setattr(worker, "before_first", lambda *args: (late.append(1), tap.before_first(*args)))
+    monkeypatch.setattr(worker, "at_first_tap", lambda *args: (late.append(1), tap.at_first_tap(*args)))
     add = Add(vector=np.ones(engine.facts.hidden, np.float32), scale=0.1, layers="all")
     prompts, sampling = [TokenPrompt([5, 6, 7]), TokenPrompt([8, 9, 10])], Sampling(max_tokens=4, ignore_eos=True)
     found = []
     for most in (0, 3, 1000):
-        taps._replayed = most
+        taps._largest_replayed = most
         late.clear()
         done = engine.generate(prompts, sampling, steer=[add, None], capture=Capture())
         assert bool(late) == (most < 6)
@@ -210,11 +210,11 @@ def test_the_first_tap_of_a_step_brings_what_is_asked_unless_the_step_may_be_rep
     for i in range(2):
         assert torch.equal(found[0][1][i], found[1][1][i])
         assert torch.equal(found[0][1][i], found[2][1][i])
-    assert order == ["fill", "join"] * (len(order) // 2), "cells that a step is given may just have been read"
+    assert order == ["plan", "join"] * (len(order) // 2), "cells that a step is given may just have been read"
     assert len(order) >= 24
-    taps._replayed = 0
-    monkeypatch.setattr(tap, "come", lambda _: tap.Doing())
+    taps._largest_replayed = 0
+    monkeypatch.setattr(tap, "mode_of", lambda _: tap.TapMode())
     with pytest.raises(RequestFailed, match="no tap ran in a step"):
         engine.generate(prompts, sampling, steer=add)
-    assert not tap._steps
+    assert not tap._pending
     engine.close()

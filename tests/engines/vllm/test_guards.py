@@ -184,11 +184,11 @@ def test_a_pool_that_cannot_hold_a_step_is_refused_with_what_would_fit() -> None
 
 @pytest.mark.parametrize(("memory", "cells"), [(0, 100), (20 * 8 * 120, 120), (20 * 8 * 1000, 200)])
 def test_a_gpu_has_room_for_two_steps_within_a_twentieth_of_its_memory(memory: int, cells: int) -> None:
-    from steerscope.engines.vllm.worker.pool import room_for
+    from steerscope.engines.vllm.worker.pool import pool_cells
 
-    assert room_for(100, 8, 10, None, memory) == cells
-    assert room_for(100, 8, 10, 8 * 160, memory) == 150  # who says how much is heard
-    assert room_for(0, 8, 10, None, memory) == 0  # nothing is captured
+    assert pool_cells(100, 8, 10, None, memory) == cells
+    assert pool_cells(100, 8, 10, 8 * 160, memory) == 150  # who says how much is heard
+    assert pool_cells(0, 8, 10, None, memory) == 0  # nothing is captured
 
 
 @needs_vllm

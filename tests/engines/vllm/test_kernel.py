@@ -14,9 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steerscope.engines.vllm.cuda.prefill_sums import LINE, ROWS
-from steerscope.engines.vllm.worker.step_index import ASKER, CELL, ENTRIES, GROUP, LAID, STRIDE
-from steerscope.engines.vllm.worker.tap import WATCHED
+from steerscope.engines.vllm.worker.index_layout import (
+    CELL,
+    ENTRIES,
+    FLAG,
+    GROUP,
+    PRECOMPUTED,
+    ROWS,
+    RUN_NUMBERS,
+    STRIDE,
+    WATCHED,
+)
 from support.gpu_code import compiled
 from support.waiting import HUNG_S
 
@@ -45,18 +53,21 @@ def made(function: Any, **fixed: Any) -> Any:
     from steerscope.engines.vllm.cuda import precomputed_ops
 
     now: dict[str, Any] = {"COLUMNS": 4, "BLOCK": 2048, "STEER": True, "CAPTURE": True, "RESIDUAL": True}
-    now |= {"STAGED": False, "LINE": LINE, "ROWS": ROWS, "SPAN": 2, "TILE": 2}
-    now |= {"BESIDE_ONE": False, "LAST": True, "LARGE": 3e38, "WATCHED": WATCHED}
-    now |= {"ASKER": ASKER, "CELL": CELL, "GROUP": GROUP, "STRIDE": STRIDE, "ENTRIES": ENTRIES}
+    now |= {"STAGED": False, "RUN_NUMBERS": RUN_NUMBERS, "ROWS": ROWS, "SPAN": 2, "TILE": 2}
+    now |= {"ADDS_ONE": False, "LAST": True, "LARGE": 3e38, "WATCHED": WATCHED}
+    now |= {"FLAG": FLAG, "CELL": CELL, "GROUP": GROUP, "STRIDE": STRIDE, "ENTRIES": ENTRIES}
     now |= {
-        "LAID": LAID,
+        "PRECOMPUTED": PRECOMPUTED,
         "TAIL": precomputed_ops.TAIL,
         "PLACE": precomputed_ops.PLACE,
         "BEFORE": precomputed_ops.BEFORE,
     } | fixed
     kinds = dict.fromkeys(("delta", "residual", "weight", "normed", "stream", "pool", "staged", "stage"), "*bf16")
-    kinds |= dict.fromkeys(("vectors", "coefficients", "gates", "laid"), "*fp32") | {"before": "*i1", "epsilon": "fp32"}
-    kinds |= dict.fromkeys(("index", "order", "orders", "faults", "runs"), "*i32")
+    kinds |= dict.fromkeys(("vectors", "coefficients", "gates", "precomputed"), "*fp32") | {
+        "before": "*i1",
+        "epsilon": "fp32",
+    }
+    kinds |= dict.fromkeys(("index", "order", "orders", "overflow_flags", "runs"), "*i32")
     return compiled(function, kinds, {name: now[name] for name in function.arg_names if name in now}, num_warps=8)
 
 
@@ -65,7 +76,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
     from steerscope.engines.vllm.cuda import fused_norm, kernel, precomputed_ops, row_store
 
     for function in (
-        kernel._kernel, row_store.end_kernel, row_store.gather_kernel, precomputed_ops._lay_kernel,
+        kernel._kernel, row_store.end_kernel, row_store.gather_kernel, precomputed_ops._precompute_kernel,
         fused_norm.few_kernel, fused_norm.many_kernel, fused_norm.sum_kernel,
     ):  # fmt: skip
         assert ".entry" in made(function).asm["ptx"]
@@ -122,7 +133,7 @@ def tables(tokens: int, hidden: int, columns: int, dtype: torch.dtype, seed: int
         index[:, k] = draw(SLOTS, tokens + 2)
         index[:, k + 1] = draw(SLOTS, tokens + 2) * draw(2, tokens + 2)  # half the entries are empty
         index[:, k + 2] = draw(3, tokens + 2)
-    index[:, ASKER] = (1 + torch.arange(tokens + 2)) * index[:, ENTRIES + 1 :: 3].ne(0).any(1)
+    index[:, FLAG] = (1 + torch.arange(tokens + 2)) * index[:, ENTRIES + 1 :: 3].ne(0).any(1)
     vectors = torch.randn(SLOTS, hidden, generator=rng) / hidden**0.5
     coefficients = torch.randn(SLOTS, 5, generator=rng)
     coefficients[:, 3:] = torch.tensor([[-INF, INF], [-0.2, INF], [-INF, 0.1], [-0.1, 0.3]])[draw(4, SLOTS).long()]
@@ -133,9 +144,9 @@ def tables(tokens: int, hidden: int, columns: int, dtype: torch.dtype, seed: int
     order[0] = -1
     before = draw(2, GROUPS).bool()
     pool = torch.full((CELLS + tokens + 2, hidden), 7.0, dtype=dtype)
-    faults = torch.zeros(tokens + 4, dtype=torch.int32)
-    faults[0] = 1  # somebody asks
-    return [pool, index, vectors, coefficients, torch.tensor([1.0, 0.0, 0.5]), order, before, faults]
+    overflow_flags = torch.zeros(tokens + 4, dtype=torch.int32)
+    overflow_flags[0] = 1  # somebody asks
+    return [pool, index, vectors, coefficients, torch.tensor([1.0, 0.0, 0.5]), order, before, overflow_flags]
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,7 +155,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def both(delta: torch.Tensor, residual: torch.Tensor | None, given: list, steer: bool, capture: bool) -> list[list]:
-    """What the two taps leave behind, in (delta, pool, faults, residual)."""
+    """What the two taps leave behind, in (delta, pool, overflow_flags, residual)."""
     from steerscope.engines.vllm.cuda.kernel import _cuda_end, _cuda_tap
     from steerscope.engines.vllm.worker.tap import _torch_tap
 
@@ -204,9 +215,9 @@ def test_steering_and_capture_do_something() -> None:
     delta = torch.randn(6, 48, generator=torch.Generator().manual_seed(0))
     (changed, pool, *_), _ = both(delta, None, tables(6, 48, 3, torch.float32, 1), True, True)
     assert not close(changed, delta)
-    filled = (pool != 7).any(1)
-    assert 1 < int(filled[:CELLS].sum()) < CELLS
-    assert 0 < int(filled[CELLS:].sum()) < 6
+    plan = (pool != 7).any(1)
+    assert 1 < int(plan[:CELLS].sum()) < CELLS
+    assert 0 < int(plan[CELLS:].sum()) < 6
 
 
 def overflowing(dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
@@ -217,7 +228,7 @@ def overflowing(dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, t
     index[:] = 0
     index[:6, ENTRIES:] = torch.tensor([1, 1, 0])
     index[2, ENTRIES:], index[3, ENTRIES + 2] = 0, 1
-    index[:6, ASKER] = torch.tensor([1, 2, 0, 4, 5, 6])
+    index[:6, FLAG] = torch.tensor([1, 2, 0, 4, 5, 6])
     index[:6, GROUP], index[:, CELL] = 1, torch.arange(8)
     given_tables[5][1], given_tables[6][1] = 0, False
     coefficients[1] = torch.tensor([0.5, 0.0, 0.0, -INF, INF])
@@ -238,8 +249,8 @@ def test_a_steered_row_that_is_not_finite_is_noted_and_silenced_and_others_keep_
 ) -> None:
     given_tables, delta, residual = overflowing(dtype)
     kernel, torch_tap = both(delta, residual, given_tables, True, True)
-    for changed, pool, faults, stream in (kernel, torch_tap):
-        assert faults.tolist()[:7] == FAULTY
+    for changed, pool, overflow_flags, stream in (kernel, torch_tap):
+        assert overflow_flags.tolist()[:7] == FAULTY
         assert torch.equal(changed[2], delta[2])
         assert torch.equal(stream[:3:2], residual[:3:2])
         for silenced in (changed, stream, pool):
@@ -263,46 +274,46 @@ def test_nor_does_it_leave_the_norm(dtype: torch.dtype, rows: int) -> None:
 
 
 def laid_out(given: list, rows: int) -> torch.Tensor:
-    """What is done to the first rows, laid ready; the index says so."""
-    from steerscope.engines.vllm.cuda.precomputed_ops import Laying
+    """What is done to the first rows, precomputed ready; the index says so."""
+    from steerscope.engines.vllm.cuda.precomputed_ops import PrecomputedOps
 
     _, index, vectors, coefficients, _, order, before, _ = given
-    ready = Laying(vectors[None], coefficients[None], order[None], before, index, rows)
-    ready.lay(min(2, rows))
-    ready.lay(rows)
-    index[:, ASKER] += LAID
-    return ready.laid[0]
+    ready = PrecomputedOps(vectors[None], coefficients[None], order[None], before, index, rows)
+    ready.compute(min(2, rows))
+    ready.compute(rows)
+    index[:, FLAG] += PRECOMPUTED
+    return ready.table[0]
 
 
 def both_normed(
     delta: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
-    beside_one: bool,
+    adds_one: bool,
     given: list,
     steer: bool,
     rows: int = 0,
     staged: int = 0,
 ) -> list[list]:
     """What the kernel that is a norm too leaves behind, and what the tap and vLLM's norm do one after the other, in
-    (normed, stream, pool, faults)."""
+    (normed, stream, pool, overflow_flags)."""
     from steerscope.engines.vllm.cuda.fused_norm import cuda_tap_norm
     from steerscope.engines.vllm.cuda.row_store import make_stage
     from steerscope.engines.vllm.worker.tap import _torch_tap
 
     rest = [tensor.clone() for tensor in given]
-    laid = laid_out(rest, rows) if rows else torch.zeros(0)
+    precomputed = laid_out(rest, rows) if rows else torch.zeros(0)
     # Of three taps this is the middle one, and the last to run: the others have left their rows, and keep none here.
     stage = make_stage(3, staged, rest[0]).fill_(9.0)
     orders = torch.stack([torch.full_like(rest[5], -1), rest[5], torch.full_like(rest[5], -1)])
-    laid_by = laid, stage[1], stage, orders
-    normed, stream = cuda_tap_norm(delta, residual, weight, 1e-6, beside_one, *laid_by, *rest, steer, True, True)
-    rest[1][:, ASKER] %= LAID
+    laid_by = precomputed, stage[1], stage, orders
+    normed, stream = cuda_tap_norm(delta, residual, weight, 1e-6, adds_one, *laid_by, *rest, steer, True, True)
+    rest[1][:, FLAG] %= PRECOMPUTED
     mine, other = copied(delta), [tensor.clone() for tensor in given]
     left = copied(residual)
     _torch_tap(mine, left, *other, steer, True)
     x = mine.float() + left.float()
-    scale = weight.float() + 1 if beside_one else weight
+    scale = weight.float() + 1 if adds_one else weight
     y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
     wanted = (y.to(scale.dtype) * scale).to(delta.dtype)
     other[1][: len(delta), CELL] += other[1][: len(delta), STRIDE]  # as the last tap of a step does
@@ -316,7 +327,7 @@ def both_normed(
     hidden=st.sampled_from([16, 48, 64]),
     columns=st.integers(1, 3),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    beside_one=st.booleans(),
+    adds_one=st.booleans(),
     strided=st.booleans(),
     steer=st.booleans(),
     rows=st.integers(0, 6),
@@ -330,7 +341,7 @@ def test_any_tokens_through_the_norm(
     hidden: int,
     columns: int,
     dtype: torch.dtype,
-    beside_one: bool,
+    adds_one: bool,
     strided: bool,
     steer: bool,
     rows: int,
@@ -351,8 +362,8 @@ def test_any_tokens_through_the_norm(
     drawn = tables(tokens, hidden, columns, dtype, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_norm, "FEW", few)  # more tokens than that go the other way
-        patch.setattr(tap, "_working", tap.Doing(columns=columns if told else 0))
-        kernel, wanted = both_normed(delta, residual, weight, beside_one, drawn, steer, min(rows, tokens), staged)
+        patch.setattr(tap, "_launch_mode", tap.TapMode(columns=columns if told else 0))
+        kernel, wanted = both_normed(delta, residual, weight, adds_one, drawn, steer, min(rows, tokens), staged)
     assert all(close(mine, theirs) for mine, theirs in zip(kernel[:3], wanted[:3], strict=True))
     assert torch.equal(kernel[3], wanted[3])
     assert torch.equal(kernel[4], wanted[4])
@@ -387,8 +398,8 @@ def test_rows_left_on_a_stage_are_where_each_tap_would_have_kept_them() -> None:
 
 
 @interpreted
-def test_what_is_laid_out() -> None:
-    """Each kind of row: nothing, a sum of additions, one op that looks at the stream, and those that are looked up."""
+def test_precomputed_rows() -> None:
+    """Each kind of row: no op, a sum of additions, one op that depends on the stream, and ops that are looked up."""
     from steerscope.engines.vllm.cuda.precomputed_ops import BEFORE, PLACE
 
     given_tables = tables(8, 16, 2, torch.float32, 0)
@@ -401,25 +412,25 @@ def test_what_is_laid_out() -> None:
         [[0, 0, 0, 0, 0, 0], [5, 4, 0, 0, 0, 0], [1, 1, 0, 2, 2, 0], [3, 1, 2, 0, 0, 0], [0, 0, 0, 4, 3, 0],
          [4, 3, 0, 1, 1, 0], [4, 3, 1, 0, 0, 0], [5, 4, 1, 4, 3, 0]]
     )  # fmt: skip
-    laid = laid_out(given_tables, 8)
-    assert laid[:, 16].tolist() == [0, 0, 1, -1, 2, -1, -1, 2]
-    assert torch.allclose(laid[2, :16], 0.5 * vectors[1] + (0.5 - 2.0) * vectors[2])
+    precomputed = laid_out(given_tables, 8)
+    assert precomputed[:, 16].tolist() == [0, 0, 1, -1, 2, -1, -1, 2]
+    assert torch.allclose(precomputed[2, :16], 0.5 * vectors[1] + (0.5 - 2.0) * vectors[2])
     for row in (4, 7):
-        assert torch.equal(laid[row, :16], vectors[4])
-        assert torch.equal(laid[row, 17:22], coefficients[3])
+        assert torch.equal(precomputed[row, :16], vectors[4])
+        assert torch.equal(precomputed[row, 17:22], coefficients[3])
     order, before = given_tables[5], given_tables[6]
     group = index[:8, GROUP].long()
-    assert laid[:, 16 + PLACE].tolist() == order[group].tolist()
-    assert laid[:, 16 + BEFORE].tolist() == before[group].float().tolist()
+    assert precomputed[:, 16 + PLACE].tolist() == order[group].tolist()
+    assert precomputed[:, 16 + BEFORE].tolist() == before[group].float().tolist()
 
 
 @interpreted
 def test_without_the_kernels_the_norm_is_the_models_own() -> None:
-    from steerscope.engines.vllm.worker.tap import kernels
+    from steerscope.engines.vllm.worker.tap import launch_mode
 
     delta, residual = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(3))
     given_tables = tables(4, 16, 2, torch.float32, 1)
-    with kernels(False, False):
+    with launch_mode(False, False):
         kernel, _ = both_normed(delta, residual, torch.ones(16), False, given_tables, True)
     x = delta + residual
     assert torch.equal(kernel[1], x)

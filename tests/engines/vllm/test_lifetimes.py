@@ -20,7 +20,7 @@ from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, reused_vllm, saved, sta
 from engines.test_watching import PACK
 from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
 from steerscope.engines.sync import SyncEngine
-from steerscope.engines.vllm.cuda.graphs import Graphs
+from steerscope.engines.vllm.worker.graph_sets import GraphSets
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.watch import Watch
 from support.waiting import HUNG_S
@@ -83,7 +83,7 @@ def test_when_nothing_runs_the_workers_hear_of_ends_without_a_next_request(
     del done
     gc.collect()
     until = time.monotonic() + HUNG_S
-    while engine.stats()["worker_askers"] or regions.untidy:
+    while engine.stats()["worker_requests"] or regions.untidy:
         assert time.monotonic() < until, "an idle engine has not tidied up"
         time.sleep(0.02)
     assert regions.used == 0
@@ -92,7 +92,7 @@ def test_when_nothing_runs_the_workers_hear_of_ends_without_a_next_request(
 def test_rows_that_are_dropped_while_nothing_runs_are_tidied_up_before_the_next_request(
     engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("steerscope.engines.engine_thread.SWEEP_S", 2 * HUNG_S)  # nobody looks by itself
+    monkeypatch.setattr("steerscope.engines.engine_thread.SWEEP_S", 2 * HUNG_S)  # nobody watched_rows by itself
     done = engine.generate(LONG, SAMPLING, capture=Capture())
     regions = engine.aio.room.regions  # type: ignore[attr-defined]
     time.sleep(0.1)  # idle: it has tidied up what there was
@@ -128,14 +128,14 @@ def test_a_result_that_is_on_its_way_is_waited_for_and_asked_for_if_it_takes_too
 ) -> None:
     from steerscope.engines.vllm.worker.reductions import HostReductions
 
-    foretell, rpc, asked, late = HostReductions.foretell, engine.aio._rpc, [], []  # type: ignore[attr-defined]
+    write_early, rpc, asked, late = HostReductions.write_early, engine.aio._rpc, [], []  # type: ignore[attr-defined]
 
     def later(*args: Any) -> None:
-        late.append(threading.Timer(0.05, foretell, args))
+        late.append(threading.Timer(0.05, write_early, args))
         late[-1].start()
 
     monkeypatch.setattr("steerscope.engines.vllm.client.engine._SOON", patience)
-    monkeypatch.setattr(HostReductions, "foretell", lambda self, ends: later(self, ends) if ends else None)
+    monkeypatch.setattr(HostReductions, "write_early", lambda self, ends: later(self, ends) if ends else None)
     monkeypatch.setattr(engine.aio, "_rpc", lambda name, *args: (asked.append(name), rpc(name, *args))[1])
     done = engine.generate(LONG, SAMPLING, capture=Capture(layers=0, reduce="mean"))
     for timer in late:
@@ -190,15 +190,15 @@ def test_a_killed_engine_core_ends_its_requests_and_refuses_others() -> None:
 def test_requests_for_generated_rows_are_registered_behind_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that captures generated tokens alone is registered while the device reads its prompt, in one step or in
     parts, and has every row."""
-    from steerscope.engines.vllm.worker.worker import HERE
+    from steerscope.engines.vllm.worker.worker import LOCAL_WORKERS
 
     known: list[int] = []
 
-    def use(graphs: Graphs, *_: bool) -> None:
+    def use(graphs: GraphSets, *_: bool) -> None:
         """Once in every step, when it is known what its taps are to do."""
-        known.extend(len(taps.books.askers) for taps in HERE if taps.graphs is graphs)
+        known.extend(len(taps.step_index.requests) for taps in LOCAL_WORKERS if taps.graphs is graphs)
 
-    monkeypatch.setattr(Graphs, "use", use)
+    monkeypatch.setattr(GraphSets, "use", use)
     options: dict[str, object] = {"sites": ("resid_post",), "max_num_batched_tokens": 64, "max_batch": 4}
     engine = start_vllm(saved("llama", "bytes", None, {}), "llama", {**options, "enable_prefix_caching": False})
     long, sampling = TokenPrompt([20 + i for i in range(100)]), Sampling(max_tokens=4, ignore_eos=True)

@@ -44,7 +44,7 @@ def test_every_line_writes_its_reading_and_the_last_of_a_request_how_many_there_
         )
         before = sheet.clone()
         memory[:], counters[:] = -7, -7
-        r.tell(sheet, found)
+        r.write_readings(sheet, found)
         line = 0
         for i, (number, kept, said, count) in enumerate(requests):
             said = said if ruled else -1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm.wire import Wire, WireCapture
 from steerscope.engines.vllm.worker.reductions import HostReductions
-from steerscope.engines.vllm.worker.requests import Asker, Slice
+from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest
 from steerscope.specs.errors import RequestFailed
 from steerscope.specs.tokens import EVERYWHERE
 
@@ -28,13 +28,13 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Arena:
     return Arena(folder / "arena", 4096, create=True)
 
 
-def asker(kind: str, width: int, hold: int) -> Asker:
+def request(kind: str, width: int, hold: int) -> TrackedRequest:
     capture = WireCapture((), EVERYWHERE, False, kind, hold, LENGTH)  # type: ignore[arg-type]
-    return Asker(Wire("a", None, 0, 1, (), capture), [], 1, width)
+    return TrackedRequest(Wire("a", None, 0, 1, (), capture), [], 1, width)
 
 
-def part(one: Asker, start: int, stop: int, cell: int) -> Slice:
-    return Slice(one, start, stop, cell, stop, (stop - start) * one.width)
+def part(one: TrackedRequest, start: int, stop: int, cell: int) -> RowSlice:
+    return RowSlice(one, start, stop, cell, stop, (stop - start) * one.width)
 
 
 @interpreted
@@ -45,35 +45,37 @@ def part(one: Asker, start: int, stop: int, cell: int) -> Slice:
     steps=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=5),
     over=st.integers(0, 5),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    foretold=st.booleans(),
+    written_early=st.booleans(),
 )  # fmt: skip
-def test_any_chunks_of_many_requests_give_what_each_gives_alone(arena, kinds, steps, over, dtype, foretold) -> None:
+def test_any_chunks_of_many_requests_give_what_each_gives_alone(
+    arena, kinds, steps, over, dtype, written_early
+) -> None:
     """Steps begin at or before what was taken in, as after a preemption; the text ends some rows before the last, also
     where it was taken for certain that it would not."""
     from steerscope.engines.vllm.cuda.reductions import DeviceReductions
 
     cells = torch.randn(LENGTH * 8, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
-    askers = [asker(*kind) for kind in kinds]
+    requests = [request(*kind) for kind in kinds]
     roads = [HostReductions(cells), DeviceReductions(cells)]
-    held = [[road.start(one.wire.capture, one.width) for one in askers] for road in roads]
+    held = [[road.start(one.wire.capture, one.width) for one in requests] for road in roads]
     reached = 0
     for back, size in steps:
         start = max(0, reached - back)
         stop = min(start + size, LENGTH)
         if stop <= start:
             continue
-        parts = [part(one, start, stop, 7 * i + start) for i, one in enumerate(askers)]
+        parts = [part(one, start, stop, 7 * i + start) for i, one in enumerate(requests)]
         for road, mine in zip(roads, held, strict=True):
             road.push(list(zip(mine, parts, strict=True)))
         reached = max(reached, stop)
     rows = max(1, reached - over)
-    for i, one in enumerate(askers):
+    for i, one in enumerate(requests):
         found, told = [], []
         for road, mine in zip(roads, held, strict=True):
             target = arena.view(64, (one.width, HIDDEN), torch.float32).fill_(torch.nan)
-            if foretold:
+            if written_early:
                 arena.words[0] = 0
-                road.foretell([(mine[i], reached, arena, 64, 0)])
+                road.write_early([(mine[i], reached, arena, 64, 0)])
                 told.append((int(arena.words[0]), target.clone()))
             try:
                 n = road.finish(mine[i], rows, rows, arena, 64)
@@ -95,7 +97,7 @@ def test_results_of_requests_that_end_together_go_to_their_own_places(arena) -> 
     from steerscope.engines.vllm.cuda.reductions import DeviceReductions
 
     cells = torch.arange(60.0).view(12, 5)
-    one, other = asker("mean", 2, 1), asker("last", 1, 4)
+    one, other = request("mean", 2, 1), request("last", 1, 4)
     road = DeviceReductions(cells)
     held = [road.start(a.wire.capture, a.width) for a in (one, other)]
     road.push([(held[0], part(one, 0, 3, 0)), (held[1], part(other, 0, 4, 6))])
@@ -105,9 +107,9 @@ def test_results_of_requests_that_end_together_go_to_their_own_places(arena) -> 
     assert (memory == -1).all()  # nothing is there before it is asked for
     road.flush()
     arena.words[:2] = 0
-    road.foretell([(held[1], 4, arena, 64, 0)])
-    assert torch.equal(memory[0], cells[9])  # but for what was foretold
-    road.foretell([(held[0], 3, arena, 64, 8), (held[1], 5, arena, 64, 0)])
+    road.write_early([(held[1], 4, arena, 64, 0)])
+    assert torch.equal(memory[0], cells[9])  # but for what was written_early
+    road.write_early([(held[0], 3, arena, 64, 8), (held[1], 5, arena, 64, 0)])
     assert arena.words[:2].tolist() == [4, 3]  # whoever has not so many rows is not told of
     assert torch.equal(memory[:2], cells[:6].view(3, 2, 5).mean(0))
     assert torch.equal(memory[2], cells[7])
@@ -120,7 +122,7 @@ def test_memory_that_is_used_again_starts_from_nothing(arena) -> None:
     cells = torch.arange(60.0).view(12, 5)
     road, memory, places = DeviceReductions(cells), arena.view(64, (1, HIDDEN), torch.float32), []
     for cell in (0, 6, 9):
-        one = asker("mean", 1, 1)
+        one = request("mean", 1, 1)
         held = road.start(one.wire.capture, 1)
         places.append(held.total.data_ptr())
         road.push([(held, part(one, 0, 2, cell))])
@@ -137,7 +139,7 @@ def test_nothing_is_written_outside_the_arena(arena) -> None:
 
     cells = torch.arange(60.0).view(12, 5)
     for road in (HostReductions(cells), DeviceReductions(cells)):
-        one = asker("mean", 1, 1)
+        one = request("mean", 1, 1)
         held = road.start(one.wire.capture, 1)
         road.push([(held, part(one, 0, 3, 0))])
         with pytest.raises(ValueError, match="outside an arena"):
@@ -171,16 +173,16 @@ def test_rows_are_taken_in_behind_their_forward_and_before_the_next(arena, monke
             return False
 
     @contextmanager
-    def aside(here: Stream, stream: Stream) -> Iterator[None]:
+    def on_stream(here: Stream, stream: Stream) -> Iterator[None]:
         current[0] = stream.name
         yield
         current[0] = here.name
 
-    cells, one = torch.arange(60.0).view(12, 5), asker("mean", 1, 1)
+    cells, one = torch.arange(60.0).view(12, 5), request("mean", 1, 1)
     road = reductions.DeviceReductions(cells)
-    monkeypatch.setattr(reductions, "aside", aside)
+    monkeypatch.setattr(reductions, "on_stream", on_stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    road._here, road._side = lambda: Stream("main"), Stream("side")  # type: ignore[assignment]
+    road._current, road._side = lambda: Stream("main"), Stream("side")  # type: ignore[assignment]
     empty = torch.empty
     made: list[str] = []
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: (made.append(current[0]), empty(*args, **kwargs))[1])
@@ -193,7 +195,7 @@ def test_rows_are_taken_in_behind_their_forward_and_before_the_next(arena, monke
     for _ in range(2):
         road.join()
     assert log[3:] == [("main", "waits for", "side 2")], "once"
-    road.foretell([(held, 3, arena, 64, 0)])
+    road.write_early([(held, 3, arena, 64, 0)])
     assert log[4:] == [("main 4",), ("side", "waits for", "main 4"), ("side 6",)]
     assert road.fence() is road._fence is not None
     road.join()

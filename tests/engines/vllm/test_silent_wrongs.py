@@ -6,6 +6,7 @@ in its blocks.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def own_rows(engine: SyncEngine) -> None:
 
 
 def rows_stay(engine: SyncEngine) -> None:
-    """What was fetched is not written to again, whatever runs afterwards."""
+    """What was fetched is not written to again, whatever runs after_copies."""
     first = engine.generate(TokenPrompt(LONG), FEW, capture=Capture())
     kept, copy = first.rows[1], first.rows[1].clone()
     assert first.capture is not None
@@ -187,26 +188,27 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def rows_by_arrival(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm.worker.step_index import CELL, Books
+    from steerscope.engines.vllm.worker.index_layout import CELL
+    from steerscope.engines.vllm.worker.step_index import StepIndex
 
-    real = Books.fill
+    real = StepIndex.plan
 
     def wrong(self, *args):
-        filled = real(self, *args)
+        plan = real(self, *args)
         cells = self.index[:, CELL]
-        taken = cells[: filled.tokens] > 0
-        cells[: filled.tokens][taken] = np.roll(cells[: filled.tokens][taken], 2)
-        return filled
+        taken = cells[: plan.tokens] > 0
+        cells[: plan.tokens][taken] = np.roll(cells[: plan.tokens][taken], 2)
+        return plan
 
-    patch.setattr(Books, "fill", wrong)
+    patch.setattr(StepIndex, "plan", wrong)
 
 
 def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm.worker.step_index import Books
+    from steerscope.engines.vllm.worker.step_index import StepIndex
 
-    real = Books._steer
-    patch.setattr(Books, "_steer", lambda self, asker, first, at, stop, again: real(
-        self, asker, first, at + 1, stop + 1, again))  # fmt: skip
+    real = StepIndex._write_ops
+    patch.setattr(StepIndex, "_write_ops", lambda self, part, recomputed: real(
+        self, replace(part, position=part.position + 1), recomputed))  # fmt: skip
 
 
 def half_the_residual(patch: pytest.MonkeyPatch) -> None:
@@ -272,12 +274,12 @@ def memory_reused_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def overflows_remain(patch: pytest.MonkeyPatch) -> None:
     from steerscope.engines.vllm.worker import tap
-    from steerscope.engines.vllm.worker.step_index import ASKER
+    from steerscope.engines.vllm.worker.index_layout import FLAG
 
-    def wrong(lost, _delta, _residual, index, faults):
-        faults[index[lost, ASKER].long()] = 1
+    def wrong(lost, _delta, _residual, index, overflow_flags):
+        overflow_flags[index[lost, FLAG].long()] = 1
 
-    patch.setattr(tap, "_silence", wrong)
+    patch.setattr(tap, "_clear_overflow", wrong)
 
 
 def nobody_remembers(patch: pytest.MonkeyPatch) -> None:
@@ -309,7 +311,7 @@ def test_without_its_guard_the_wrong_shows(
 ) -> None:
     """Some show at the start already, where the self-tests refuse to serve: they are switched off to see the check."""
     mutation(monkeypatch)
-    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.prove", lambda *_: None)
+    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.check_taps", lambda *_: None)
     monkeypatch.setattr("steerscope.engines.vllm.client.engine.self_test", lambda _engine: None)
     engine = begin(max_num_batched_tokens=BLOCK)
     try:
@@ -328,6 +330,6 @@ def test_a_worker_refuses_to_serve_a_tap_that_does_not_steer(monkeypatch: pytest
 
 def test_so_does_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     no_steering(monkeypatch)
-    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.prove", lambda *_: None)
+    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.check_taps", lambda *_: None)
     with pytest.raises(UnsupportedModel, match="self-test of llama failed: a vector added at resid_post"):
         begin()

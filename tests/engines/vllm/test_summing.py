@@ -1,5 +1,5 @@
 """Rows of prompts that taps sum: which they are, against what a step without sums does; and, in Triton's interpreter
-(the process that test_kernel.py starts), the whole road from the books to a result."""
+(the process that test_kernel.py starts), the whole road from the step index to a result."""
 
 import os
 from dataclasses import dataclass
@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from steerscope.capture.transport import Arena
 from steerscope.core.slot_table import Lease
-from steerscope.engines.vllm.cuda.prefill_sums import FEW, LINE, ROWS
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch
 from steerscope.engines.vllm.worker import tap
+from steerscope.engines.vllm.worker.decode_fast_path import StepPlan
+from steerscope.engines.vllm.worker.index_layout import CELL, FEW, GROUP, ROWS, RUN_NUMBERS
 from steerscope.engines.vllm.worker.reductions import HostReductions
-from steerscope.engines.vllm.worker.requests import Slice, Watched
-from steerscope.engines.vllm.worker.step_index import CELL, GROUP, Asker, Books, Filled
+from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest, WatchState
+from steerscope.engines.vllm.worker.step_index import StepIndex
 from steerscope.lenses.compile import Compiled
 from steerscope.specs.tokens import END, EVERYWHERE, Positions
 
@@ -54,7 +55,7 @@ KINDS = st.builds(
 )
 
 
-def asker(i: int, kind: Kind) -> Asker:
+def request(i: int, kind: Kind) -> TrackedRequest:
     positions = Positions(((kind.skipped, END),)) if kind.skipped else EVERYWHERE
     columns = (WireColumn(b"", b"", None, {}, EVERYWHERE, 0),) if kind.steers else ()
     capture = WireCapture((), positions, False, kind.reduce, kind.hold, 1000)
@@ -62,8 +63,8 @@ def asker(i: int, kind: Kind) -> Asker:
     watch = WireWatch("p", (0, "resid_post"), EVERYWHERE, 5, None, Compiled([], []), 5, 1000, 0)
     wire = Wire(str(i), None, 0, 1, columns, capture, watch if kind.watched else None)
     width = 1 if kind.watched else kind.width  # of which there is a group for each
-    one = Asker(wire, leases, width, width)
-    one.watched = Watched(None, [], 4, 5, 1000) if kind.watched else None  # type: ignore[arg-type]
+    one = TrackedRequest(wire, leases, width, width)
+    one.watched = WatchState(None, [], 4, 5, 1000) if kind.watched else None  # type: ignore[arg-type]
     return one
 
 
@@ -71,26 +72,26 @@ class Steps:
     """Two steps of the same requests, beside one that asks for nothing; cells are never given twice."""
 
     def __init__(self, kinds: list[Kind], span: int) -> None:
-        self.books, self.kinds, self.span, self.next = Books(TOKENS, 1), kinds, span, 0
-        self.books.askers.update({str(i): asker(i, kind) for i, kind in enumerate(kinds)})
-        self.at = dict.fromkeys([*self.books.askers, "plain"], 0)
+        self.step_index, self.kinds, self.span, self.next = StepIndex(TOKENS, 1), kinds, span, 0
+        self.step_index.requests.update({str(i): request(i, kind) for i, kind in enumerate(kinds)})
+        self.at = dict.fromkeys([*self.step_index.requests, "plain"], 0)
 
     def reserve(self, cells: int) -> int:
         self.next += cells
         return self.next - cells
 
-    def step(self, number: int, back: int = 0) -> tuple[Filled, np.ndarray]:
+    def step(self, number: int, back: int = 0) -> tuple[StepPlan, np.ndarray]:
         """What it does, and its index. Some requests go back a few tokens, as after a preemption."""
         counts = {str(i): (kind.first, kind.second)[number] for i, kind in enumerate(self.kinds)} | {"plain": 37}
         names = [name for name, count in counts.items() if count]
         self.starts = np.cumsum([0, *(counts[name] for name in names)])
         computed = np.array([max(0, self.at[name] - back) for name in names])
-        early: list[Slice] = []
-        filled = self.books.fill(names, self.starts, computed, self.reserve, early.extend, self.span)
+        early: list[RowSlice] = []
+        plan = self.step_index.plan(names, self.starts, computed, self.reserve, early.extend, self.span)
         for name, at in zip(names, computed, strict=True):
             self.at[name] = int(at) + counts[name]
         self.first = dict(zip(names, self.starts, strict=False))
-        return filled, self.books.index.copy()
+        return plan, self.step_index.index.copy()
 
 
 @settings(deadline=None, max_examples=120)
@@ -102,11 +103,11 @@ def test_every_token_is_kept_or_summed_once_and_only_old_rows_of_means_are_summe
         wanted, index = plain.step(number, back * number)
         found, mine = summing.step(number, back * number)
         assert wanted.runs is None
-        assert [(s.start, s.stop, s.reached) for s in found.slices] == [
-            (s.start, s.stop, s.reached) for s in wanted.slices
+        assert [(s.start, s.stop, s.n_rows) for s in found.slices] == [
+            (s.start, s.stop, s.n_rows) for s in wanted.slices
         ]
         summed = np.zeros(TOKENS, dtype=bool)
-        runs = np.zeros((0, LINE), dtype=int) if found.runs is None else found.runs.astype(int)
+        runs = np.zeros((0, RUN_NUMBERS), dtype=int) if found.runs is None else found.runs.astype(int)
         met = np.zeros(TOKENS, dtype=int)
         for first, count, step, group, _ in runs:
             tokens = first + step * np.arange(count)
@@ -121,39 +122,39 @@ def test_every_token_is_kept_or_summed_once_and_only_old_rows_of_means_are_summe
         old = [s for s in found.slices if s.summed]
         assert summed.sum() == sum(s.summed for s in old)
         for part in old:
-            kind = kinds[int(part.asker.wire.name)]
+            kind = kinds[int(part.request.wire.name)]
             assert (kind.reduce, kind.watched) == ("mean", False)
             assert not (back and number), "rows that may have come before are kept one by one"
             assert part.summed == part.stop - part.start - kind.hold
             width = kind.width
-            token = summing.first[part.asker.wire.name] + (0 if number else kind.skipped)
+            token = summing.first[part.request.wire.name] + (0 if number else kind.skipped)
             sums = [cell for first, _, _, group, cell in runs if group and token <= first < token + part.summed]
             assert sums == list(range(part.cell - len(sums) * SPAN * width, part.cell, SPAN * width))
             assert len(sums) == -(-part.summed // ROWS)
         for part in found.slices:
-            first, size = part.room
+            first, size = part.freed
             cells = set(range(first, first + size))
             assert not cells & used
             used |= cells
-            assert part.cell + (part.stop - part.start - part.summed) * part.asker.width == first + size or not size
+            assert part.cell + (part.stop - part.start - part.summed) * part.request.width == first + size or not size
 
 
 def test_where_somebody_steers_or_little_is_there_nothing_is_summed() -> None:
     for kinds in ([Kind(), Kind(steers=True)], [Kind(first=67)], [Kind(reduce="last")], [Kind(hold=100)]):
-        filled, _ = Steps(kinds, SPAN).step(0)
-        assert filled.runs is None
-        assert not any(part.summed for part in filled.slices)
+        plan, _ = Steps(kinds, SPAN).step(0)
+        assert plan.runs is None
+        assert not any(part.summed for part in plan.slices)
     assert Steps([Kind(first=68)], SPAN).step(0)[0].slices[0].summed == 64
 
 
 def test_rows_that_follow_each_other_are_told_to_the_index_where_they_are() -> None:
     kinds = [Kind(reduce=None, first=5), Kind(reduce=None, first=6), Kind(first=100, width=2), Kind(first=90, width=3)]
-    filled, index = Steps(kinds, SPAN).step(0)
-    for part, first in zip(filled.slices, (0, 5, 11, 111), strict=True):
+    plan, index = Steps(kinds, SPAN).step(0)
+    for part, first in zip(plan.slices, (0, 5, 11, 111), strict=True):
         kept = np.arange(first + part.summed, first + part.stop)
-        assert index[kept, CELL].tolist() == list(range(part.cell, part.cell + len(kept) * part.asker.width,
-                                                        part.asker.width))  # fmt: skip
-        assert (index[kept, GROUP] == part.asker.group).all()
+        assert index[kept, CELL].tolist() == list(range(part.cell, part.cell + len(kept) * part.request.width,
+                                                        part.request.width))  # fmt: skip
+        assert (index[kept, GROUP] == part.request.group).all()
 
 
 @interpreted
@@ -179,52 +180,54 @@ def test_from_the_books_to_the_result(tmp_path: Path, kinds: list[Kind], dtype: 
         order[group, :group] = torch.arange(group)
     order[4, 0], order[5, 0] = tap.WATCHED - 1, tap.WATCHED
     device, plain = DeviceReductions(cells), {}
-    askers = {name: one for name, one in steps.books.askers.items() if one.wire.capture and one.wire.capture.reduce}
-    held = {name: device.start(one.wire.capture, one.width) for name, one in askers.items()}
-    host = {name: HostReductions(cells).start(one.wire.capture, one.width) for name, one in askers.items()}
+    requests = {
+        name: one for name, one in steps.step_index.requests.items() if one.wire.capture and one.wire.capture.reduce
+    }
+    held = {name: device.start(one.wire.capture, one.width) for name, one in requests.items()}
+    host = {name: HostReductions(cells).start(one.wire.capture, one.width) for name, one in requests.items()}
     bare, none = torch.zeros(0, dtype=dtype), torch.zeros(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_norm, "FEW", 1)
         for number in (0, 1):
-            filled, index = steps.step(number)
+            plan, index = steps.step(number)
             tokens = int(steps.starts[-1])
             rows = torch.zeros(taps, tokens, hidden, dtype=dtype)
             for i in range(taps):
                 delta, residual = torch.randn(2, tokens + padding, hidden, generator=rng).to(dtype)
                 weight = torch.randn(hidden, generator=rng).to(dtype)
                 found = []
-                for runs in (None, filled.runs) if i == number == 0 else (filled.runs,):
+                for runs in (None, plan.runs) if i == number == 0 else (plan.runs,):
                     where = torch.from_numpy(np.ascontiguousarray(index))
-                    target = cells if runs is filled.runs else torch.zeros_like(cells)
+                    target = cells if runs is plan.runs else torch.zeros_like(cells)
                     listed = None if runs is None else torch.from_numpy(runs)
-                    doing = tap.Doing(False, True, listed, filled.tokens)
-                    tap.before_first(where, lambda doing=doing: doing)
+                    doing = tap.TapMode(False, True, listed, plan.tokens)
+                    tap.at_first_tap(where, lambda doing=doing: doing)
                     found.append(fused_norm.cuda_tap_norm(
                         delta, residual, weight, 1e-6, padding == 0, none, bare, bare, bare, target, where,
                         torch.zeros(1, hidden), torch.zeros(1, 5), torch.ones(1), order[:, i].contiguous(),
                         torch.zeros(8, dtype=torch.bool), torch.zeros(8, dtype=torch.int32), True, True, i == 2,
                     ))  # fmt: skip
-                    assert not tap.over(where)
+                    assert not tap.end_forward(where)
                 assert all(torch.equal(*pair) for pair in zip(found[0], found[-1], strict=True))
                 rows[i] = found[0][1][:tokens]
-            for part in filled.slices:
-                name = part.asker.wire.name
-                if name not in held or part.size == 0:
+            for part in plan.slices:
+                name = part.request.wire.name
+                if name not in held or part.n_freed == 0:
                     continue
                 first = int(steps.first[name]) + max(0, part.start - (steps.at[name] - steps_of(kinds, name, number)))
-                mine = rows[: part.asker.width, first : first + part.stop - part.start].transpose(0, 1)
+                mine = rows[: part.request.width, first : first + part.stop - part.start].transpose(0, 1)
                 host[name].push(range(part.start, part.stop), mine)
                 device.push([(held[name], part)])
                 plain[name] = part.stop
-            for name, one in askers.items():  # rows of pages, as they are closed
-                for part in steps.books.close(one):
-                    mine = cells[part.cell : part.cell + part.asker.width].view(1, -1, hidden)
+            for name, one in requests.items():  # rows of pages, as they are closed
+                for part in steps.step_index.close_page(one):
+                    mine = cells[part.cell : part.cell + part.request.width].view(1, -1, hidden)
                     host[name].push(range(part.start, part.stop), mine)
                     device.push([(held[name], part)])
                     plain[name] = part.stop
     arena = Arena(tmp_path / "arena", 4096, create=True)
     for name, stop in plain.items():
-        one = askers[name]
+        one = requests[name]
         assert one.wire.capture is not None
         count = one.wire.capture.positions.count(stop)
         memory = arena.view(64, (one.width, hidden), torch.float32).fill_(torch.nan)
@@ -244,12 +247,12 @@ def steps_of(kinds: list[Kind], name: str, number: int) -> int:
 def test_a_step_that_cannot_sum_is_refused() -> None:
     from steerscope.engines.vllm.cuda import fused_norm
 
-    index, runs = torch.zeros(FEW + 9, 16, dtype=torch.int32), torch.zeros(1, LINE, dtype=torch.int32)
-    for tokens, doing in ((FEW, tap.Doing(False, True, runs)), (FEW + 1, tap.Doing(True, True, runs))):
-        tap.before_first(index, lambda doing=doing: doing)
+    index, runs = torch.zeros(FEW + 9, 16, dtype=torch.int32), torch.zeros(1, RUN_NUMBERS, dtype=torch.int32)
+    for tokens, doing in ((FEW, tap.TapMode(False, True, runs)), (FEW + 1, tap.TapMode(True, True, runs))):
+        tap.at_first_tap(index, lambda doing=doing: doing)
         with pytest.raises(ValueError, match="a tap was to sum rows"):
             fused_norm.cuda_tap_norm(
                 torch.zeros(tokens, 4), torch.zeros(tokens, 4), torch.ones(4), 1e-6, False, *[torch.zeros(0)] * 4,
                 torch.zeros(9, 4), index, *[torch.zeros(1)] * 6, True, True, False,
             )  # fmt: skip
-        tap.over(index)
+        tap.end_forward(index)

@@ -208,7 +208,11 @@ def test_everything_that_is_wrapped_is_in_the_table_and_the_other_way_round() ->
     found: set[str] = set()
     for file in (SOURCE / "engines" / "vllm").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("around", "wrap"):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("wrap_method", "wrap")
+            ):
                 found |= {arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant)}
             if isinstance(node, ast.FunctionDef) and node.name == "install":  # a table of its own
                 found |= {part.elts[1].value for part in ast.walk(node) if isinstance(part, ast.Tuple)

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from steerscope.engines.vllm.worker.index_layout import CELL, ENTRIES, GROUP
 from steerscope.engines.vllm.worker.layer_proof import prove_layers
 from steerscope.engines.vllm.worker.model_layout import Layers, attach, find_layers
-from steerscope.engines.vllm.worker.step_index import CELL, ENTRIES, GROUP
-from steerscope.engines.vllm.worker.tap import Shared, Tap, TappedNorm
+from steerscope.engines.vllm.worker.tap import Tap, TappedNorm, TapTables
 
 TOKENS, HIDDEN, LAYERS = 3, 16, 3
 
@@ -73,14 +73,14 @@ def proven(model: Model) -> Layers:
 
 def taps() -> dict:
     """Each adds 3 to the first number of the first token, and captures the rows of the second."""
-    shared = Shared(
+    shared = TapTables(
         pool=torch.zeros(LAYERS, HIDDEN),
         index=torch.zeros(TOKENS, ENTRIES + 3, dtype=torch.int32),
         gates=torch.ones(1),
         before=torch.zeros(2, dtype=torch.bool),
-        faults=torch.zeros(2, dtype=torch.int32),
+        overflow_flags=torch.zeros(2, dtype=torch.int32),
     )
-    shared.faults[0] = 1
+    shared.overflow_flags[0] = 1
     shared.index[0, ENTRIES : ENTRIES + 2] = 1
     shared.index[1, [CELL, GROUP]] = torch.tensor([0, 1], dtype=torch.int32)
     vectors, coefficients = torch.zeros(2, HIDDEN), torch.zeros(2, 5)
@@ -136,7 +136,7 @@ def test_when_nobody_asks_a_tap_reads_nothing() -> None:
     model, made = Model(), taps()
     attach(proven(model), made)
     shared = made[0, "resid_post"]
-    shared.faults[0] = 0
+    shared.overflow_flags[0] = 0
     hidden = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0))
     for layer in range(LAYERS):
         made[layer, "resid_post"].index = torch.empty(TOKENS, 0)  # reading it would fail

@@ -40,19 +40,19 @@ def _nothing_is_left(engine: SyncEngine) -> Iterator[None]:
     gc.collect()
     engine.generate(TokenPrompt([9]), SHORT)
     found = engine.stats()
-    assert not any(found[name] for name in ("running", "waiting", "slots_in_use", "capture_bytes", "worker_askers"))
+    assert not any(found[name] for name in ("running", "waiting", "slots_in_use", "capture_bytes", "worker_requests"))
 
 
 def broken_steps(monkeypatch: pytest.MonkeyPatch, *which: int) -> None:
     """These of the steps that follow fail before their forward."""
-    count, pump = iter(range(1 << 30)), HostPool.pump
+    count, copy_some = iter(range(1 << 30)), HostPool.copy_some
 
     def pumped(self: HostPool, tokens: int) -> None:
         if next(count) in which:
             raise MemoryError("no room for a step")
-        pump(self, tokens)
+        copy_some(self, tokens)
 
-    monkeypatch.setattr(HostPool, "pump", pumped)
+    monkeypatch.setattr(HostPool, "copy_some", pumped)
 
 
 async def begun(engine: SyncEngine, steer: Add | None = None) -> "asyncio.Task[Generation]":
@@ -116,13 +116,13 @@ def test_steps_that_fail_leave_no_cells_taken(engine: SyncEngine, monkeypatch: p
     def broken(*_: object) -> None:
         raise MemoryError("no room for a layer")
 
-    (taps,) = (one for one in worker.HERE if one.runner.vllm_config is engine.aio._llm.vllm_config)  # type: ignore[attr-defined]
-    monkeypatch.setattr("steerscope.engines.vllm.worker.tap._leave_rows", broken)
+    (taps,) = (one for one in worker.LOCAL_WORKERS if one.runner.vllm_config is engine.aio._llm.vllm_config)  # type: ignore[attr-defined]
+    monkeypatch.setattr("steerscope.engines.vllm.worker.tap._store_watched_rows", broken)
     with pytest.raises(RequestFailed, match="no room for a layer"):
         engine.generate(PROMPT, SHORT, capture=Capture())
     monkeypatch.undo()
     engine.generate(PROMPT, SHORT)  # the workers hear of an end with the next step
-    cells = len(taps.pool.cells) - len(taps.books.index)
+    cells = len(taps.pool.cells) - len(taps.step_index.index)
     assert taps.pool.take(cells) == 0
     taps.pool.give(0, cells)
 
@@ -130,7 +130,7 @@ def test_steps_that_fail_leave_no_cells_taken(engine: SyncEngine, monkeypatch: p
 def test_a_fault_behind_the_forward_is_survived(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's runner refuses a step while the forward of another one waits to be sampled."""
     wanted = engine.generate(PROMPT, SHORT).token_ids
-    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.over", lambda _: True)
+    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.end_forward", lambda _: True)
     with pytest.raises(RequestFailed, match="no tap ran in a step"):
         engine.generate(PROMPT, SHORT)
     monkeypatch.undo()

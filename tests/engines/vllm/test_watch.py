@@ -154,7 +154,7 @@ class TestOneEngine:
         assert monitor_of(engine) is monitor
         assert (len(monitor.rules._free), any(monitor._seats.values())) == (free, False)
         stats = engine.stats()
-        assert (stats["capture_bytes"], stats["slots_in_use"], stats["worker_askers"]) == (0, 0, 0)
+        assert (stats["capture_bytes"], stats["slots_in_use"], stats["worker_requests"]) == (0, 0, 0)
         assert engine.aio.room.regions.used == 0  # type: ignore[attr-defined]
 
     def test_what_cannot_be_is_refused(self, engine: SyncEngine):

@@ -7,8 +7,8 @@ import pytest
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.personas.definitions import DEFAULT, Persona
-from steerscope.extraction.personas.rollouts import RolloutSettings
 from steerscope.extraction.personas.run import PersonaRun
+from steerscope.extraction.runs import RolloutSettings
 from support import tiny
 
 

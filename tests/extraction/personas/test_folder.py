@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from steerscope.extraction.personas.folder import Ledger, Shards, write_pt
+from steerscope.extraction.personas.folder import Shards, write_pt
+from steerscope.extraction.runs import Ledger
 
 
 def records(n: int) -> list[dict[str, object]]:

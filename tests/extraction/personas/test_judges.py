@@ -13,13 +13,13 @@ from steerscope.extraction.personas.judges import (
     REFUSAL,
     EndpointJudge,
     Judged,
-    JudgingFailed,
     KeywordJudge,
     NoScore,
     Score,
     parse_score,
     prompt_for,
 )
+from steerscope.extraction.runs import Interrupted
 from steerscope.specs.errors import InvalidRequest, SteerscopeError
 from support.fake_endpoint import endpoint, says
 
@@ -32,6 +32,12 @@ CALM = Persona.parse(
     {"name": "calm", "instruction": [{"pos": "p", "neg": "n"}], "keywords": {"pos": ["calm", "rest"], "neg": ["rush"]}}
 )
 NO_SCORE = NoScore("its reply holds no score")
+
+
+def scores(judge: EndpointJudge, answers: list[Judged]) -> list[Score | NoScore]:
+    """What a judge says of answers of the pirate, in their order."""
+    found = dict(judge(PIRATE, answers))
+    return [found[i] for i in range(len(answers))]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +172,7 @@ def test_each_answer_is_judged_once_and_scores_come_in_order() -> None:
     with endpoint(reply) as (url, seen):
         judge = EndpointJudge(url + "/", "some-model", "key", at_once=3)
         answers = [Judged("Who?", f"score-{i % 5}") for i in range(11)]
-        assert judge(PIRATE, answers) == [i % 5 if i % 5 < 4 else NO_SCORE for i in range(11)]
+        assert scores(judge, answers) == [i % 5 if i % 5 < 4 else NO_SCORE for i in range(11)]
     assert len(seen) == 11
     assert {(one["path"], one["key"], one["model"]) for one in seen} == {
         ("/v1/chat/completions", "Bearer key", "some-model")
@@ -177,7 +183,7 @@ def test_each_answer_is_judged_once_and_scores_come_in_order() -> None:
 
 def test_a_busy_endpoint_is_asked_again() -> None:
     with endpoint(lambda n, _: (200, says("2")) if n > 2 else ((429, {}) if n == 1 else (503, {}))) as (url, seen):
-        assert EndpointJudge(url, "m", pause_s=0.01)(PIRATE, [Judged("?", "a")]) == [2]
+        assert scores(EndpointJudge(url, "m", pause_s=0.01), [Judged("?", "a")]) == [2]
     assert len(seen) == 3
 
 
@@ -187,7 +193,7 @@ def test_an_endpoint_that_will_not_judge_ends_the_judging_with_its_reason(status
         endpoint(lambda *_: (status, {"error": "no such key"})) as (url, seen),
         pytest.raises(SteerscopeError, match=f"m at {url} answers {status}: .*no such key.*--resume"),
     ):
-        EndpointJudge(url, "m", tries=3, pause_s=0.01)(PIRATE, [Judged("?", "a")])
+        scores(EndpointJudge(url, "m", tries=3, pause_s=0.01), [Judged("?", "a")])
     assert len(seen) == asked
 
 
@@ -198,7 +204,7 @@ def test_a_prompt_that_is_refused_has_no_score_and_the_others_have(status: int) 
 
     answers = [Judged("?", text) for text in ("a", "long", "b")]
     with endpoint(reply) as (url, seen):
-        first, refused, last = EndpointJudge(url, "m", tries=3)(PIRATE, answers)
+        first, refused, last = scores(EndpointJudge(url, "m", tries=3), answers)
     assert (first, last, len(seen)) == (2, 2, 3)
     assert isinstance(refused, NoScore)
     assert refused.reason == f'the judge answers {status}: {{"error": "too long"}}'
@@ -217,8 +223,8 @@ def test_the_same_refusal_again_and_again_ends_the_judging_with_the_endpoints_wo
         judge = EndpointJudge(url, "m", at_once=2, same_refusals=limit)
         for _ in range(2):
             told = f"refuses {limit} prompts in a row with the same words: 400: {re.escape(words)}; .*--resume"
-            with pytest.raises(JudgingFailed, match=told):
-                judge(PIRATE, answers)
+            with pytest.raises(Interrupted, match=told):
+                scores(judge, answers)
     assert 2 * limit <= len(seen) <= 2 * (limit + 4)
 
 
@@ -230,18 +236,18 @@ def test_refusals_are_counted_over_calls_and_other_words_or_a_score_end_the_row(
     with endpoint(reply) as (url, _):
         judge = EndpointJudge(url, "m", at_once=1, same_refusals=3)
         for one in ("a", "b", "fine", "c", "d", "other", "e", "f"):
-            judge(PIRATE, [Judged("?", one)])
-        with pytest.raises(JudgingFailed, match="no credit"):
-            judge(PIRATE, [Judged("?", "g")])
+            scores(judge, [Judged("?", one)])
+        with pytest.raises(Interrupted, match="no credit"):
+            scores(judge, [Judged("?", "g")])
         never = EndpointJudge(url, "m", at_once=1, same_refusals=0)
-        assert len(never(PIRATE, [Judged("?", "a")] * 20)) == 20
+        assert len(scores(never, [Judged("?", "a")] * 20)) == 20
 
 
 def test_limits_are_sent_and_hold() -> None:
     with endpoint(lambda *_: (200, says("2"))) as (url, seen):
-        EndpointJudge(url, "m")(PIRATE, [Judged("?", "a")])
-        EndpointJudge(url, "m", max_tokens=512, temperature=0.5)(PIRATE, [Judged("?", "a")])
-        EndpointJudge(url, "m", max_completion_tokens=900, temperature=None)(PIRATE, [Judged("?", "a")])
+        scores(EndpointJudge(url, "m"), [Judged("?", "a")])
+        scores(EndpointJudge(url, "m", max_tokens=512, temperature=0.5), [Judged("?", "a")])
+        scores(EndpointJudge(url, "m", max_completion_tokens=900, temperature=None), [Judged("?", "a")])
     names = ("max_tokens", "max_completion_tokens", "temperature")
     assert [[one.get(name) for name in names] for one in seen] == [[16, None, 0.0], [512, None, 0.5], [None, 900, None]]
     assert "max_tokens" not in seen[2]
@@ -258,39 +264,36 @@ def test_limits_are_sent_and_hold() -> None:
         return 200, says("2")
 
     with endpoint(slow) as (url, seen):
-        EndpointJudge(url, "m", at_once=3)(PIRATE, [Judged("?", str(i)) for i in range(12)])
+        scores(EndpointJudge(url, "m", at_once=3), [Judged("?", str(i)) for i in range(12)])
         assert most[0] <= 3
         with pytest.raises(SteerscopeError, match="cannot be reached"):
-            EndpointJudge(url, "m", timeout_s=0.01, tries=2, pause_s=0)(PIRATE, [Judged("?", "a")])
+            scores(EndpointJudge(url, "m", timeout_s=0.01, tries=2, pause_s=0), [Judged("?", "a")])
 
 
 def test_thinking_that_was_cut_off_is_told() -> None:
     with endpoint(lambda *_: (200, says("<think>The answer"))) as (url, _):
-        assert EndpointJudge(url, "m")(PIRATE, [Judged("?", "a")]) == [
+        assert scores(EndpointJudge(url, "m"), [Judged("?", "a")]) == [
             NoScore("its thinking was cut off: give it more tokens")
         ]
 
 
-def test_what_was_said_before_the_endpoint_went_away_comes_with_the_failure() -> None:
-    with (
-        endpoint(lambda n, _: (200, says("3")) if n < 4 else (403, {})) as (url, seen),
-        pytest.raises(JudgingFailed, match="answers 403") as caught,
-    ):
-        EndpointJudge(url, "m", at_once=1)(PIRATE, [Judged("?", str(i)) for i in range(50)])
-    assert list(caught.value.scores[:3]) == [3, 3, 3]
-    assert len(caught.value.scores) == 50
-    assert all(isinstance(score, NoScore) for score in caught.value.scores[3:])
+def test_what_was_said_before_the_endpoint_went_away_comes_before_the_failure() -> None:
+    with endpoint(lambda n, _: (200, says("3")) if n < 4 else (403, {})) as (url, seen):
+        judged = EndpointJudge(url, "m", at_once=1)(PIRATE, [Judged("?", str(i)) for i in range(50)])
+        assert [next(judged) for _ in range(3)] == [(0, 3), (1, 3), (2, 3)]
+        with pytest.raises(Interrupted, match="answers 403"):
+            next(judged)
     assert len(seen) < 10  # and the rest was not asked for
 
 
 def test_an_endpoint_that_is_not_there_is_told() -> None:
     with pytest.raises(SteerscopeError, match="cannot be reached"):
-        EndpointJudge("http://127.0.0.1:9/v1", "m", tries=2, pause_s=0.01)(PIRATE, [Judged("?", "a")])
+        scores(EndpointJudge("http://127.0.0.1:9/v1", "m", tries=2, pause_s=0.01), [Judged("?", "a")])
 
 
 def test_an_answer_that_is_no_completion_is_no_judgement() -> None:
     with endpoint(lambda *_: (200, ["odd"])) as (url, _):
-        (found,) = EndpointJudge(url, "m")(PIRATE, [Judged("?", "a")])
+        (found,) = scores(EndpointJudge(url, "m"), [Judged("?", "a")])
     assert found == NoScore("the judge's answer is no completion: '[\"odd\"]'")
 
 

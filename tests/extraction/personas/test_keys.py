@@ -6,11 +6,11 @@ import torch
 
 from steerscope.extraction.personas.judges import REFUSAL, Score
 from steerscope.extraction.personas.keys import Answers, role_keys, trait_keys
-from steerscope.extraction.personas.rollouts import Label, Rollout
+from steerscope.extraction.personas.rollouts import Label, PersonaRollout
 
 
-def ask(label: Label, prompt: int, question: int, persona: str = "fox") -> Rollout:
-    return Rollout(persona, label, prompt, question, f"{label} {prompt}", f"question {question}")
+def ask(label: Label, prompt: int, question: int, persona: str = "fox") -> PersonaRollout:
+    return PersonaRollout(persona, label, prompt, question, f"{label} {prompt}", f"question {question}")
 
 
 def rows(n: int) -> torch.Tensor:

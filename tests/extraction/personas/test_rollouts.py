@@ -10,16 +10,11 @@ from extraction.personas.conftest import role
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.results import Generation
 from steerscope.engines.sync import SyncEngine
+from steerscope.extraction.answers import conversation, takes_system
 from steerscope.extraction.personas.definitions import Persona
-from steerscope.extraction.personas.folder import Ledger, Shards
-from steerscope.extraction.personas.rollouts import (
-    RolloutSettings,
-    answer_all,
-    conversation,
-    rollouts,
-    takes_system,
-    text_of,
-)
+from steerscope.extraction.personas.folder import Shards
+from steerscope.extraction.personas.rollouts import answer_all, rollouts, text_of
+from steerscope.extraction.runs import Ledger, RolloutSettings
 from steerscope.specs.errors import RequestFailed
 from support import tiny
 
@@ -28,9 +23,11 @@ FOX = rollouts(role("fox", "A fox.", "A dog."), ["How was it?", "And then?"], "t
 
 
 def ask(engine: SyncEngine, folder: Path, wanted: list, batch: int = 32) -> tuple[Ledger, Shards, list]:
-    shards = Shards(folder / "shards")
+    """With the sizes of the batches, and then what failed."""
+    shards, failures = Shards(folder / "shards"), list[str]()
     ledger = Ledger(folder / "fox.jsonl", shards.holds)
-    return ledger, shards, list(answer_all(engine, wanted, SETTINGS, ledger, shards, batch))
+    _, *sizes = answer_all(engine, wanted, SETTINGS, ledger, shards, batch, failures)
+    return ledger, shards, sizes + failures
 
 
 def listen(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
@@ -69,7 +66,7 @@ def test_the_kept_mean_is_that_of_the_answers_own_rows(
 
 def test_every_instruction_meets_every_question_and_lines_say_so(engine: SyncEngine, tmp_path: Path) -> None:
     ledger, shards, told = ask(engine, tmp_path, FOX, batch=3)
-    assert told == [(3, None), (1, None)]
+    assert told == [3, 1]
     lines = list(ledger.records.values())
     assert {(line["prompt_index"], line["question_index"]) for line in lines} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     for one, line in zip(FOX, lines, strict=True):
@@ -129,11 +126,11 @@ def test_one_that_fails_is_told_and_left_for_the_next_run(
 
     monkeypatch.setattr(engine, "chat", failing)
     ledger, _, told = ask(engine, tmp_path, FOX)
-    assert told == [(4, "it overflowed")]
+    assert told == [4, "it overflowed"]
     assert list(ledger.records) == [one.id for i, one in enumerate(FOX) if i != 1]
     monkeypatch.undo()
     ledger, _, told = ask(engine, tmp_path, FOX)
-    assert told == [(1, None)]
+    assert told == [1]
     assert set(ledger.records) == {one.id for one in FOX}
 
 

@@ -22,9 +22,10 @@ from steerscope.engines.hf import HFEngine
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.personas.build import build, gather
 from steerscope.extraction.personas.definitions import Keywords, Persona
-from steerscope.extraction.personas.judges import EndpointJudge, Judged, JudgingFailed, KeywordJudge, Score
-from steerscope.extraction.personas.rollouts import RolloutSettings
-from steerscope.extraction.personas.run import Folder, PersonaRun, generate
+from steerscope.extraction.personas.folder import Folder
+from steerscope.extraction.personas.judges import EndpointJudge, Judged, KeywordJudge, Score
+from steerscope.extraction.personas.run import PersonaRun, generate
+from steerscope.extraction.runs import Interrupted, RolloutSettings
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem, RequestFailed
 from steerscope.vectors.legacy import load_capping, load_persona, read_pt
 from support import tiny
@@ -203,7 +204,7 @@ def test_each_judgement_is_asked_for_once_though_the_endpoint_goes_away(
     copy(whole, tmp_path, "scores")
     with endpoint(lambda n, _: (403, {}) if n == 5 else (200, says("3"))) as (url, seen):
         judge = EndpointJudge(url, "m", at_once=1)
-        with pytest.raises(JudgingFailed, match="answers 403"):
+        with pytest.raises(Interrupted, match="answers 403"):
             generate(engine, a_run(), tmp_path, judge=judge, resume=True)
         generate(engine, a_run(), tmp_path, judge=judge, resume=True)
     prompts = [one["messages"][0]["content"] for one in seen]
@@ -391,7 +392,7 @@ def test_what_does_not_fit_a_folder_is_refused_with_all_reasons(engine: SyncEngi
     for text in (
         "fox is there twice",
         "has no questions",
-        "holds a run already; go on with --resume",
+        "holds answers already; go on with --resume",
         "another sampling",
     ):
         assert text in told

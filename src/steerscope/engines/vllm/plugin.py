@@ -100,7 +100,7 @@ def _load_model(inner: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         from steerscope.engines.vllm.worker.worker import WorkerTaps
 
         taps = WorkerTaps(self, settings)
-        for owner, names in ((taps, RPC), (taps.watching.packs, PACK_RPC)):
+        for owner, names in ((taps, RPC), (taps.lenses.packs, PACK_RPC)):
             for name in names:
                 setattr(self, f"steerscope_{name}", getattr(owner, name))
         self.steerscope = taps

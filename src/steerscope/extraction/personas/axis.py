@@ -1,9 +1,8 @@
 """The axis along which roles differ most, and caps that keep a model from moving along it.
 
-The axis is the first principal component of the mean rows of roles, layer by layer, at length 1, turned so that the
-default lies on its positive side; `contrast_axis` is the simpler mean of the default minus the mean of the roles, with
-its own length. A cap keeps the projection of every row at a floor or below a ceiling, which is a percentile of the
-projections of answers that were seen.
+The axis is the first principal component of the mean rows of roles at each layer, with length 1 and the default on its
+positive side. `contrast_axis` is the mean of the default minus the mean of the roles, with its own length. A cap keeps
+the projection of every row above a floor, which is a percentile of the projections of known answers.
 """
 
 from collections.abc import Mapping
@@ -17,38 +16,38 @@ from steerscope.extraction.personas.folder import write_pt
 from steerscope.extraction.strategies import first_axis, towards
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.steering import LayersLike, Steering, checked_layers
-from steerscope.vectors.vector import Json, SteeringVector
+from steerscope.vectors.vector import SteeringVector
 
 FEWEST_ROLES = 3  # the first component of two is only the line between them
 
 
 def principal_axis(roles: Tensor, default: Tensor, model: str | None = None) -> SteeringVector:
-    """From role means [roles, layers, hidden] and the default's [layers, hidden]."""
+    """Return the axis of role means [roles, layers, hidden] and the default's mean [layers, hidden]."""
     if len(roles) < FEWEST_ROLES:
         what = f"an axis of {len(roles)} roles says nothing"
         raise InvalidRequest([Problem("roles", what, f"give at least {FEWEST_ROLES}")])
     spread = roles.double() - roles.double().mean(0)
-    everybody, is_default = torch.cat([roles, default[None]]), torch.arange(len(roles) + 1) == len(roles)
-    first = towards(first_axis(spread), everybody, is_default)
+    means = torch.cat([roles, default[None]])
+    first = towards(first_axis(spread), means, torch.arange(len(means)) == len(roles))
     along, whole = (spread * first).sum(-1).square().sum(0), spread.square().sum((0, 2))
-    explained = along / whole.clamp_min(1e-30)  # 0 where all roles are alike
-    about: dict[str, Json] = {
-        "name": "axis",
-        "roles": len(roles),
-        "explained": [round(float(share), 4) for share in explained],
-    }
-    return SteeringVector(dict(enumerate(first)), model=model, method="first PC of role means", provenance=about)
+    explained = [round(float(share), 4) for share in along / whole.clamp_min(1e-30)]  # 0 where all roles are alike
+    return SteeringVector(
+        dict(enumerate(first)),
+        model=model,
+        method="first PC of role means",
+        provenance={"name": "axis", "roles": len(roles), "explained": explained},  # type: ignore[dict-item]
+    )
 
 
 def contrast_axis(roles: Tensor, default: Tensor, model: str | None = None) -> SteeringVector:
-    """The default's mean minus the mean of the roles' means."""
-    found = default.double() - roles.double().mean(0)
-    about: dict[str, Json] = {"name": "axis-contrast", "roles": len(roles)}
-    return SteeringVector(dict(enumerate(found.float())), model=model, method="default - roles", provenance=about)
+    """Return the default's mean minus the mean of the roles' means."""
+    found = (default.double() - roles.double().mean(0)).float()
+    provenance = {"name": "axis-contrast", "roles": len(roles)}
+    return SteeringVector(dict(enumerate(found)), model=model, method="default - roles", provenance=provenance)
 
 
 def thresholds(vector: SteeringVector, rows: Tensor, percentile: float) -> dict[int, float]:
-    """The percentile of the projections of rows [n, layers, hidden] on the vector's unit directions, at each layer."""
+    """Return, by layer, the percentile of the projections of rows [n, layers, hidden] on the unit directions."""
     if not 0 <= percentile <= 100:
         raise InvalidRequest([Problem("percentile", f"is {percentile:g}", "choose 0 to 100")])
     layers = vector.layers or range(rows.shape[1])
@@ -56,15 +55,14 @@ def thresholds(vector: SteeringVector, rows: Tensor, percentile: float) -> dict[
 
 
 def floor(vector: SteeringVector, limits: Mapping[int, float], tokens: str = "all") -> Steering:
-    """Keep projections from falling below the limits: a cap for each layer, in order."""
+    """Return a cap for each layer that keeps projections from falling below its limit."""
     return Steering.of(*(vector.at(k).cap(min=limit, layers=k, tokens=tokens) for k, limit in limits.items()))
 
 
 def write_capping(
     path: Path, vector: SteeringVector, experiments: Mapping[str, Mapping[int, float]], name: str = "axis"
 ) -> None:
-    """The same as a `capping_config.pt`. Its caps are upper bounds, so the vector is turned round: what must not fall
-    below the floor along v must not rise above minus the floor along -v."""
+    """Write floors as a `capping_config.pt`. Its caps are upper bounds: a floor along v becomes a ceiling along -v."""
     layers = sorted({layer for floors in experiments.values() for layer in floors})
     turned = -vector.at(layers).normalised()
     data = {
@@ -77,16 +75,16 @@ def write_capping(
     write_pt(path, data)
 
 
-def cap_layers(layers: LayersLike | None, count: int) -> tuple[int, ...]:
-    """Of a model with so many layers; unless somebody chooses, from 70 to 85 percent of the depth."""
-    first = min(round(0.7 * count), count - 1)
+def cap_layers(layers: LayersLike | None, n_layers: int) -> tuple[int, ...]:
+    """Return the layers to cap; by default those from 70 to 85 percent of the depth."""
+    first = min(round(0.7 * n_layers), n_layers - 1)
     try:
-        wanted = range(first, max(round(0.85 * count), first + 1)) if layers is None else checked_layers(layers)
+        wanted = range(first, max(round(0.85 * n_layers), first + 1)) if layers is None else checked_layers(layers)
     except ValueError as error:
         what, _, remedy = str(error).partition("; ")
         raise InvalidRequest([Problem("layers", what, remedy)]) from None
-    chosen = tuple(range(count)) if wanted == "all" else tuple(wanted)
-    if chosen[-1] >= count:
+    chosen = tuple(range(n_layers)) if wanted == "all" else tuple(wanted)
+    if chosen[-1] >= n_layers:
         what = f"layer {chosen[-1]} is out of range"
-        raise InvalidRequest([Problem("layers", what, f"the model has layers 0–{count - 1}")])
+        raise InvalidRequest([Problem("layers", what, f"the model has layers 0–{n_layers - 1}")])
     return chosen

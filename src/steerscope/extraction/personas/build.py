@@ -1,4 +1,4 @@
-"""Files from what a run has gathered; no model is needed, and everything here may be made again at any time."""
+"""Vectors, axis and caps from the answers and scores of a run; no model is needed."""
 
 import json
 from collections import Counter
@@ -19,25 +19,25 @@ from steerscope.extraction.personas.axis import (
     write_capping,
 )
 from steerscope.extraction.personas.definitions import Persona
-from steerscope.extraction.personas.folder import write_json, write_pt
+from steerscope.extraction.personas.folder import Folder, write_pt
 from steerscope.extraction.personas.keys import Answers, Keys, role_keys, trait_keys
-from steerscope.extraction.personas.rollouts import Rollout, text_of
-from steerscope.extraction.personas.run import Folder, PersonaRun, load_run, score_id
-from steerscope.files import atomic_path
+from steerscope.extraction.personas.rollouts import text_of
+from steerscope.extraction.personas.run import PersonaRun, load_run, score_id
+from steerscope.extraction.runs import write_json, write_text
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.steering import LayersLike
 from steerscope.vectors.files import load, save
 from steerscope.vectors.vector import SteeringVector
 
 PERCENTILES = (1.0, 25.0, 50.0, 75.0)
-TRUSTED = 5  # answers or pairs; a key of those that were judged so is left out where they are fewer
-_ROLE_CHOICE, _TRAIT_CHOICE = ("pos_3", "pos_all"), ("pos_neg_50", "pos_neg")
-_OF_ALL = ("pos_all", "pos_neg", "pos_default")  # need no judge
+TRUSTED = 5  # answers or pairs; keys that depend on scores are left out where they are fewer
+_CHOICES = {"roles": ("pos_3", "pos_all"), "traits": ("pos_neg_50", "pos_neg")}  # best first
+_NEED_NO_SCORE = ("pos_all", "pos_neg", "pos_default")
 Summary = dict[str, Any]
 
 
 def build(out: Path, *, layers: LayersLike | None = None, percentiles: Sequence[float] = PERCENTILES) -> Summary:
-    """Vectors of all personas, the axis of the roles, and caps on it at some layers; returns what summary.json says."""
+    """Write vectors of all personas, the axis of the roles, and caps on it at some layers; return summary.json."""
     run, folder = load_run(out), Folder(out)
     assert run.model is not None
     chosen_layers = cap_layers(layers, run.model.layers)
@@ -58,21 +58,20 @@ def build(out: Path, *, layers: LayersLike | None = None, percentiles: Sequence[
         if keys:
             tensors = {key: value for key, (value, _) in keys.items()}
             write_pt(out / "vectors" / persona.kind / f"{persona.name}.pt", tensors)
-        chosen = _choose(persona, keys)
-        if chosen is None:
+        key = next((key for key in _CHOICES[persona.kind] if key in keys), None)
+        if key is None:
             continue
-        name, difference = chosen, keys[chosen][0]
+        name, (rows, count) = key, keys[key]
         if persona.kind == "roles":
-            name, own = f"{chosen}-default_1", _ground(default, run.questions(persona))
-            if not torch.equal(own, ground):
-                name = f"{chosen}-default of the same questions"
-            means[persona.name] = difference + (ground - own)  # as if it had been asked what all were asked
-            difference = difference - own
-        _save_contrast(out, run, persona, difference, name, keys[chosen][1])
+            own = _ground(default, run.questions(persona))
+            name += "-default_1" if torch.equal(own, ground) else "-default of the same questions"
+            means[persona.name] = rows + (ground - own)  # as if it had been asked all questions
+            rows = rows - own
+        _save_contrast(out, run, persona, rows, name, count)
         personas[persona.name]["steering"] = name
     summary: Summary = {"personas": personas}
     if len(means) >= FEWEST_ROLES:
-        summary["axis"] = _axis(out, run, means, default.means, ground, chosen_layers, percentiles)
+        summary["axis"] = _axis(out, run.model.name, means, default.means, ground, chosen_layers, percentiles)
     summary["files"] = _files(summary, percentiles)
     _remove_stale(out, summary["files"])
     write_json(out / "summary.json", summary)
@@ -80,15 +79,14 @@ def build(out: Path, *, layers: LayersLike | None = None, percentiles: Sequence[
 
 
 def _ground(default: Answers, questions: Sequence[str] | None = None) -> Tensor:
-    """The mean of the default's answers to some questions; of all where it has answered none of them."""
+    """Return the mean of the default's answers to some questions; of all where it has answered none of them."""
     some = [i for i, one in enumerate(default.asked) if questions is None or one.question in questions]
-    rows = default.means[torch.tensor(some)] if some else default.means
-    return rows.double().mean(0).float()
+    return default.mean(some or range(len(default.asked))).float()
 
 
 def _keys(run: PersonaRun, persona: Persona, answers: Answers) -> Keys:
     keys = role_keys(answers) if persona.kind == "roles" else trait_keys(answers, len(run.default.instructions))
-    return {key: found for key, found in keys.items() if key in _OF_ALL or found[1] >= TRUSTED}
+    return {key: found for key, found in keys.items() if key in _NEED_NO_SCORE or found[1] >= TRUSTED}
 
 
 def _files(summary: Summary, percentiles: Sequence[float]) -> list[str]:
@@ -103,7 +101,7 @@ def _files(summary: Summary, percentiles: Sequence[float]) -> list[str]:
 
 
 def _remove_stale(out: Path, written: Sequence[str]) -> None:
-    """Files of the last time that were not written this time; what others put there is left alone."""
+    """Remove files of the last build that this one did not write; other files stay."""
     try:
         before = json.loads((out / "summary.json").read_bytes())["files"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -115,23 +113,18 @@ def _remove_stale(out: Path, written: Sequence[str]) -> None:
 
 
 def gather(run: PersonaRun, folder: Folder, persona: Persona) -> Answers:
-    """The answers that have rows, with their scores; for a trait the default's to the same questions are among them."""
-    given = dict(folder.answers(persona).records)
-    if persona.kind == "traits":
-        given |= folder.answers(run.default).records
-    scores = folder.scores(persona).records if persona.name != run.default.name else {}
-    asked = run.asked(persona) if persona.name == run.default.name else run.judged(persona)
-    found: list[Rollout] = [one for one in asked if given.get(one.id, {}).get("shard")]
+    """Return the answers that have rows, with their scores; a trait's include the default's to the same questions."""
     assert run.model is not None
-    rows = folder.shards.read([given[one.id] for one in found]) if found else torch.empty(0, run.model.layers, 0)
-    ids = [score_id(run.judge or "", persona, one, text_of(given[one.id])) for one in found]
+    is_default = persona.name == run.default.name
+    records = dict(folder.answers(persona).records)
+    if persona.kind == "traits":
+        records |= folder.answers(run.default).records
+    scores = {} if is_default else folder.scores(persona).records
+    asked = run.asked(persona) if is_default else run.judged(persona)
+    found = [one for one in asked if records.get(one.id, {}).get("shard")]
+    rows = folder.shards.read([records[one.id] for one in found]) if found else torch.empty(0, run.model.layers, 0)
+    ids = [score_id(run.judge or "", persona, one, text_of(records[one.id])) for one in found]
     return Answers(found, rows, [scores.get(id, {}).get("score") for id in ids])
-
-
-def _choose(persona: Persona, keys: Keys) -> str | None:
-    """The key that stands for a persona: the well judged answers where there are enough of them."""
-    best, every = _ROLE_CHOICE if persona.kind == "roles" else _TRAIT_CHOICE
-    return next((key for key in (best, every) if key in keys), None)
 
 
 def _persona_summary(persona: Persona, answers: Answers, keys: Keys) -> Summary:
@@ -153,35 +146,32 @@ def _save_contrast(out: Path, run: PersonaRun, persona: Persona, rows: Tensor, k
 
 
 def _save(vector: SteeringVector, path: Path) -> None:
-    """A file that would not change is left alone."""
+    """Write a vector unless the file already holds it."""
     if not path.is_file() or not load(path).equals(vector):
         save(vector, path)
 
 
 def _axis(
     out: Path,
-    run: PersonaRun,
+    model: str,
     means: dict[str, Tensor],
     default_rows: Tensor,
     ground: Tensor,
-    chosen: Sequence[int],
+    layers: Sequence[int],
     percentiles: Sequence[float],
 ) -> Summary:
-    """Caps are floors: a row is kept at least as far on the default's side as a percentile of the default's answers."""
-    assert run.model is not None
+    """Write both axes and caps: floors at percentiles of the projections of the default's answers."""
     roles = torch.stack(list(means.values()))
-    axis = principal_axis(roles, ground, run.model.name)
-    contrast = contrast_axis(roles, ground, run.model.name)
+    axis, contrast = principal_axis(roles, ground, model), contrast_axis(roles, ground, model)
     _save(axis, out / "steering" / "axis.safetensors")
     _save(contrast, out / "steering" / "axis-contrast.safetensors")
     experiments = {}
     for percentile in percentiles:
-        limits = thresholds(axis.at(list(chosen)), default_rows, percentile)
-        experiments[f"layers_{_span(chosen)}-p{percentile / 100:g}"] = limits
-        with atomic_path(out / "steering" / f"cap-p{percentile:g}.json") as temporary:
-            temporary.write_text(floor(axis, limits).to_json(), encoding="utf-8")
+        limits = thresholds(axis.at(list(layers)), default_rows, percentile)
+        experiments[f"layers_{_span(layers)}-p{percentile / 100:g}"] = limits
+        write_text(out / "steering" / f"cap-p{percentile:g}.json", floor(axis, limits).to_json())
     write_capping(out / "steering" / "capping_config.pt", axis, experiments)
-    middle = chosen[len(chosen) // 2]
+    middle = layers[len(layers) // 2]
     places = {name: float(axis.projection(rows[middle], middle)) for name, rows in {**means, "default": ground}.items()}
     return {
         "roles": list(means),
@@ -194,6 +184,6 @@ def _axis(
 
 
 def _span(layers: Sequence[int]) -> str:
-    """As the public capping configs name them: the first, and the one behind the last."""
+    """As in public capping configs: the first layer, and the one after the last."""
     gapless = len(layers) == layers[-1] - layers[0] + 1
     return f"{layers[0]}:{layers[-1] + 1}" if gapless else ",".join(map(str, layers))

@@ -1,14 +1,14 @@
-"""What a role or a trait is, and where it is read from.
+"""Roles and traits, read from the public sets unchanged.
 
-The JSON is that of the public role and trait sets, taken unchanged: `instruction` is a list of `{"pos": …}` for a role
-and of `{"pos": …, "neg": …}` for a trait, `questions` belong to the persona, `eval_prompt` is what a judge is asked,
-with `{question}` and `{answer}` in it. `keywords` (`{"pos": […], "neg": […]}`) are ours, for the judge that counts
-words; other fields are passed over. The role `default` is nobody: what it is told, nothing among it, is the ground all
-others are compared with. Shared questions are JSONL, an object with a `question` per line.
+A role has `instruction: [{"pos": …}]`, a trait `[{"pos": …, "neg": …}]`. `questions` belong to the persona;
+`eval_prompt`, with `{question}` and `{answer}` in it, is what a judge is asked. `keywords` (`{"pos": […], "neg": […]}`)
+are ours, for the judge that counts words; other fields are ignored. All personas are compared with the role `default`.
+Shared questions are JSONL, an object with a `question` per line.
 """
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Literal, Self
 
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
+from steerscope.extraction.jsonl import numbered_lines, parse_all
 from steerscope.files import reading
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
@@ -30,7 +31,7 @@ class _Foreign(Spec):
 
 
 class Instruction(_Foreign):
-    """What the model is told to be, and for a trait its opposite."""
+    """What the model is instructed to be, and for a trait its opposite."""
 
     pos: str
     neg: str | None = None
@@ -65,71 +66,63 @@ class Persona(_Foreign):
 
 
 def load_persona_file(path: Path | Traversable) -> Persona:
-    name = Path(path.name).stem
     with reading(str(path), "role or trait"):
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict):
             raise BadFile(f"{path} is not a readable role or trait: expected an object with the key instruction")
-        return Persona.parse({**data, "name": name})
+        return Persona.parse({**data, "name": Path(path.name).stem})
 
 
 def names(kind: Kind, folder: Path | None = None) -> list[str]:
-    """What a folder of JSON files (default: the shipped one) holds; `default` is left out."""
-    found = sorted(file.name.removesuffix(".json") for file in _files(kind, folder))
-    return [name for name in found if name != DEFAULT]
+    """Names in a folder of JSON files (default: the shipped one), without `default`."""
+    if folder is not None and not folder.is_dir():
+        raise BadFile(f"{folder} is not a folder of {kind}")
+    files = [file.name for file in (folder or _SHIPPED / kind).iterdir() if file.name.endswith(".json")]
+    return sorted({name.removesuffix(".json") for name in files} - {DEFAULT})
 
 
 def load_personas(kind: Kind, wanted: Sequence[str], folder: Path | None = None) -> list[Persona]:
-    """Some personas by name, or `all` of a kind; every name and file that is wrong is told."""
-    known, problems, found = names(kind, folder), [], []
-    for name in dict.fromkeys(known if list(wanted) == ["all"] else wanted):
-        if name not in known:
-            problems.append(Problem(kind, f"there is no {name!r}", f"choose from {', '.join(known) or 'none'}"))
-            continue
-        try:
-            persona = load_persona_file((folder or _SHIPPED / kind) / f"{name}.json")
-        except BadFile as error:
-            problems.append(Problem(kind, str(error), "correct the file"))
-            continue
-        if persona.kind != kind:
-            told = "every instruction of a trait has pos and neg, none of a role has neg"
-            problems.append(Problem(kind, f"{name} is one of the {persona.kind}", told))
-        found.append(persona)
-    if problems:
-        raise InvalidRequest(problems)
-    return found
+    """Load personas by name, or `all` of a kind; every wrong name and file is reported."""
+    known = names(kind, folder)
+    chosen = known if list(wanted) == ["all"] else dict.fromkeys(wanted)
+    return parse_all([("", name) for name in chosen], partial(_load_persona, kind, folder, known))
+
+
+def _load_persona(kind: Kind, folder: Path | None, known: Sequence[str], name: str) -> Persona:
+    if name not in known:
+        remedy = f"choose from {', '.join(known) or 'none'}"
+        raise InvalidRequest([Problem(kind, f"there is no {name!r}", remedy)])
+    try:
+        persona = load_persona_file((folder or _SHIPPED / kind) / f"{name}.json")
+    except BadFile as error:
+        raise InvalidRequest([Problem(kind, str(error), "correct the file")]) from None
+    if persona.kind != kind:
+        remedy = "every instruction of a trait has pos and neg, none of a role has neg"
+        raise InvalidRequest([Problem(kind, f"{name} is one of the {persona.kind}", remedy)])
+    return persona
 
 
 def load_default(folder: Path | None = None) -> Persona:
-    """The `default.json` of a folder of roles, or the shipped one where it has none."""
+    """Load the `default.json` of a folder of roles, or the shipped one where it has none."""
     own = folder / f"{DEFAULT}.json" if folder else None
     return load_persona_file(own if own and own.is_file() else _SHIPPED / "roles" / f"{DEFAULT}.json")
 
 
 def load_questions(path: Path | None = None) -> list[str]:
-    """Each question once, in the order of the file."""
-    source, problems, found = path or _SHIPPED / "questions.jsonl", [], []
-    with reading(str(source), "file of questions"):
-        lines = source.read_text(encoding="utf-8").split("\n")  # JSON may hold U+2028
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            question = json.loads(line)["question"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            question = None
-        if isinstance(question, str) and question.strip():
-            found.append(question)
-        else:
-            problems.append(Problem(f"{source}:{number}", "holds no question", 'write {"question": "…"}'))
-    if not problems and not found:
-        problems.append(Problem(str(source), "holds no question", 'write {"question": "…"} on each line'))
-    if problems:
-        raise InvalidRequest(problems)
-    return list(dict.fromkeys(found))
+    """Return each question once, in the order of the file."""
+    source = path or _SHIPPED / "questions.jsonl"
+    questions = parse_all(numbered_lines(source, "file of questions"), _question)
+    if not questions:
+        remedy = 'write {"question": "…"} on each line'
+        raise InvalidRequest([Problem(str(source), "holds no question", remedy)])
+    return list(dict.fromkeys(questions))
 
 
-def _files(kind: Kind, folder: Path | None) -> list[Path | Traversable]:
-    if folder is not None and not folder.is_dir():
-        raise BadFile(f"{folder} is not a folder of {kind}")
-    return [file for file in (folder or _SHIPPED / kind).iterdir() if file.name.endswith(".json")]
+def _question(line: str) -> str:
+    try:
+        question = json.loads(line)["question"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        question = None
+    if isinstance(question, str) and question.strip():
+        return question
+    raise InvalidRequest([Problem("", "holds no question", 'write {"question": "…"}')])

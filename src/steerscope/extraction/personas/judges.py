@@ -1,20 +1,21 @@
 """Judges: how far an answer plays its role (0 to 3), or shows its trait (0 to 100).
 
-A judge is a callable with a name; the name is kept with its scores, so that another judge's are not taken for its own.
-`KeywordJudge` counts words, needs nothing, and is as good as its lists: it sees what an answer speaks of, not whether
-it is well played. `EndpointJudge` asks a model behind any OpenAI-compatible server. A refusal to answer is 0 for a role
-and REFUSAL for a trait, as in the public sets; `NoScore` says why no judgement could be had.
+A judge is a callable with a name; scores are stored under the name, so those of another judge are never reused.
+`KeywordJudge` counts words and is as good as its lists: it sees what an answer is about, not how well it is played.
+`EndpointJudge` asks a model behind any OpenAI-compatible server. A refusal to answer is 0 for a role and REFUSAL for a
+trait, as in the public sets; `NoScore` gives the reason where there is no score.
 """
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from steerscope.extraction.endpoint import AskingFailed, Endpoint, NoReply
+from steerscope.extraction.endpoint import Endpoint, NoReply
 from steerscope.extraction.personas.definitions import Persona
-from steerscope.specs.errors import Problem, SteerscopeError
+from steerscope.extraction.runs import Results
+from steerscope.specs.errors import Problem
 
 Score = float | Literal["REFUSAL"]
 REFUSAL: Literal["REFUSAL"] = "REFUSAL"
@@ -31,14 +32,6 @@ class NoScore:
     reason: str
 
 
-class JudgingFailed(SteerscopeError):
-    """A judge that cannot go on; `scores` holds what it had said of the same answers, in order."""
-
-    def __init__(self, message: str, scores: "Sequence[Score | NoScore]") -> None:
-        super().__init__(message)
-        self.scores = scores
-
-
 class Judged(NamedTuple):
     question: str
     answer: str
@@ -49,10 +42,14 @@ class Judge(Protocol):
     def name(self) -> str: ...
 
     def check(self, personas: Sequence[Persona]) -> list[Problem]:
-        """What keeps it from judging these, told before anything is generated."""
+        """Return why it cannot judge these personas; called before anything is generated."""
         ...
 
-    def __call__(self, persona: Persona, answers: Sequence[Judged]) -> Sequence[Score | NoScore]: ...
+    def __call__(self, persona: Persona, answers: Sequence[Judged]) -> Results[Score | NoScore]:
+        """Return a score for each answer, or yield (index, score) as they arrive, to be stored one by one.
+
+        A judge that cannot go on raises; what it had yielded is stored."""
+        ...
 
 
 # --- words
@@ -81,17 +78,18 @@ class KeywordJudge:
         return [self._score(persona, one.answer) for one in answers]
 
     def _score(self, persona: Persona, answer: str) -> Score:
-        refused = refuses(answer)
         pos, neg = _count(persona.keywords.pos, answer), _count(persona.keywords.neg, answer)
         if persona.kind == "traits":
-            return REFUSAL if refused and not pos and not neg else round(50 + 50 * (pos - neg) / (pos + neg + 0.5), 1)
+            if refuses(answer) and not pos and not neg:
+                return REFUSAL
+            return round(50 + 50 * (pos - neg) / (pos + neg + 0.5), 1)
         if not pos:
-            return 0 if refused else 1
+            return 0 if refuses(answer) else 1
         return 2 if pos == 1 or _IS_AI.search(answer) else 3
 
 
 def refuses(answer: str) -> bool:
-    """Whether an answer declines, by its words."""
+    """Whether the words of an answer decline."""
     return bool(_REFUSES.search(answer))
 
 
@@ -117,80 +115,80 @@ class EndpointJudge(Endpoint):
     """A model behind an endpoint as a judge."""
 
     def check(self, personas: Sequence[Persona]) -> list[Problem]:
-        remedy = "write {answer} where the answer is to stand"
-        asked = [one for one in personas if one.eval_prompt is not None and "{answer}" not in one.eval_prompt]
-        return [Problem(f"{one.name}.eval_prompt", "does not show the answer", remedy) for one in asked]
+        return [problem.under(one.name) for one in personas for problem in check_rubric(one, "eval_prompt")]
 
-    def __call__(self, persona: Persona, answers: Sequence[Judged]) -> list[Score | NoScore]:
+    def __call__(self, persona: Persona, answers: Sequence[Judged]) -> Iterator[tuple[int, Score | NoScore]]:
         highest = 3 if persona.kind == "roles" else 100
-        try:
-            replies = self.ask([prompt_for(persona, one) for one in answers])
-        except AskingFailed as error:
-            raise JudgingFailed(str(error), [_judgement(reply, highest) for reply in error.replies]) from error
-        return [_judgement(reply, highest) for reply in replies]
+        for i, reply in self.ask([prompt_for(persona, one) for one in answers]):
+            yield i, _judgement(reply, highest)
 
 
 def _judgement(reply: str | NoReply, highest: int) -> Score | NoScore:
     if isinstance(reply, NoReply):
         return NoScore(reply.reason)
-    score = parse_score(reply, highest)
-    if score is None and without_thinking(reply) is None:
+    if without_thinking(reply) is None:
         return NoScore("its thinking was cut off: give it more tokens")
+    score = parse_score(reply, highest)
     return NoScore("its reply holds no score") if score is None else score
 
 
+def check_rubric(persona: Persona, field: str) -> list[Problem]:
+    if persona.eval_prompt is None or "{answer}" in persona.eval_prompt:
+        return []
+    return [Problem(field, "does not show the answer", "write {answer} where the answer is to stand")]
+
+
 def prompt_for(persona: Persona, one: Judged) -> str:
-    """The persona's own eval_prompt or ours, filled in one go: an answer cannot hold a place to fill."""
+    """Fill the persona's own eval_prompt or ours in one pass, so that an answer cannot contain a placeholder."""
     template = persona.eval_prompt or (_ROLE if persona.kind == "roles" else _TRAIT)
     values = {"question": one.question, "answer": one.answer, "name": persona.name}
     return re.sub(r"\{(question|answer|name)\}", lambda match: values[match[1]], template)
 
+
+# --- replies
 
 _NO_REFUSAL = re.compile(
     r"\b(?:no|non|not|cannot|without|\w+n['’]t)\b[^.,;:\n]{0,20}?\brefusal\b"
     r"|\brefusal\s*[:=?]\s*(?:no|false)\b(?!\s+[a-z])",
     re.I,
 )
+_THINKING = r"(?:think|thinking|thought|reasoning)"
+_OPENED = re.compile(rf"<{_THINKING}\b[^>]*>|\[THINK\]", re.I)
+_CLOSED = re.compile(rf"</{_THINKING}>|\[/THINK\]", re.I)
+_THOUGHT = re.compile(rf"(?:{_OPENED.pattern}).*?(?:{_CLOSED.pattern})", re.I | re.S)
+_NUMBER = r"\d+(?:[.,]\d+)*"
+_ALONE = re.compile(rf"(?<![\w.])(?<!\d,)((?<!\d)[-−])?({_NUMBER})(?![\w%]|[.,]\d)")
+_FRACTION = re.compile(rf"({_NUMBER})\s*(?:/|\b(?:out )?of\b)\s*({_NUMBER})", re.I)
 
 
 def says_refusal(reply: str) -> bool:
     return REFUSAL in _NO_REFUSAL.sub("", reply).upper()
 
 
-_THINKING = r"(?:think|thinking|thought|reasoning)"
-_OPENED = re.compile(rf"<{_THINKING}\b[^>]*>|\[THINK\]", re.I)
-_CLOSED = re.compile(rf"</{_THINKING}>|\[/THINK\]", re.I)
-_THOUGHT = re.compile(rf"(?:{_OPENED.pattern}).*?(?:{_CLOSED.pattern})", re.I | re.S)
-
-
 def without_thinking(reply: str) -> str | None:
-    """Return what a reply says beside its thinking, None where the thinking was cut off. Some templates open the
-    block before the reply begins, so all before a closing tag is thinking as well."""
+    """Return a reply without its thinking, None where the thinking was cut off. Some templates open the block before
+    the reply begins, so everything before a closing tag is thinking as well."""
     rest = _CLOSED.split(_THOUGHT.sub(" ", reply))[-1]
     return None if _OPENED.search(rest) else rest
 
 
-_NUMBER = r"\d+(?:[.,]\d+)*"
-_ALONE = re.compile(rf"(?<![\w.])(?<!\d,)((?<!\d)[-−])?({_NUMBER})(?![\w%]|[.,]\d)")
-_FRACTION = re.compile(rf"({_NUMBER})\s*(?:/|\b(?:out )?of\b)\s*({_NUMBER})", re.I)
-
-
 def parse_score(reply: str, highest: int) -> Score | None:
-    """The one number of a reply, where it is on the scale. What is said about the scale itself, fractions of another
-    one, percents on a scale that does not end at 100, and thinking do not count; of several different numbers none is
-    the score."""
-    said = without_thinking(reply)
-    if said is None:
+    """Return the one number of a reply, if it is on the scale, else None.
+
+    Mentions of the scale, fractions of another one, percents on a scale that does not end at 100, and thinking do not
+    count. There is no score where several different numbers remain."""
+    text = without_thinking(reply)
+    if text is None:
         return None
-    if says_refusal(said):
+    if says_refusal(text):
         return REFUSAL if highest == 100 else 0
     if highest == 100:
-        said = re.sub(r"(?<=\d)\s*(?:%|percent\b)", " ", said, flags=re.I)
+        text = re.sub(r"(?<=\d)\s*(?:%|percent\b)", " ", text, flags=re.I)
     whole = rf"{highest}\b(?![.,]\d)"
-    said = re.sub(rf"\b[01]\s*(?:to|through|and|-|–)\s*{whole}", " ", said, flags=re.I)
-    said = _FRACTION.sub(lambda part: f" {part[1]} " if _value(part[2]) == highest else " ", said)
-    said = re.sub(rf"\b(?:out|scale) of {whole}", " ", said, flags=re.I)
-    numbers = {-_value(number) if sign else _value(number) for sign, number in _ALONE.findall(said)}
+    text = re.sub(rf"\b[01]\s*(?:to|through|and|-|–)\s*{whole}", " ", text, flags=re.I)
+    text = _FRACTION.sub(lambda part: f" {part[1]} " if _value(part[2]) == highest else " ", text)
+    text = re.sub(rf"\b(?:out|scale) of {whole}", " ", text, flags=re.I)
+    numbers = {-_value(number) if sign else _value(number) for sign, number in _ALONE.findall(text)}
     score = numbers.pop() if len(numbers) == 1 else None
     return score if score is not None and 0 <= score <= highest else None
 

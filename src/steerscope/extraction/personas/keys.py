@@ -1,83 +1,87 @@
-"""From answers and scores to the tensors users know: `pos_0` … `pos_3`, `pos_all`; `pos_neg`, `pos_neg_50`, …
+"""From answers and scores to the tensors of persona files: `pos_0` … `pos_3`, `pos_all`; `pos_neg`, `pos_neg_50`, …
 
-What each key holds is as in the files they already have: a role's are means over the answers with that score; a trait's
-are differences of means over pairs of answers to the same question, `_50` over those pairs whose scores differ by more
-than 50, and means of its pos answers with scores from 70, and from 40 to below 70. A key that no answer would stand
-behind is left out: a vector of zeros would pass for a measurement. (`build` leaves out those of too few, too.)
+Keys of a role are means over the answers with that score. Keys of a trait are differences of means over pairs of
+answers to the same question, `_50` over the pairs whose scores differ by more than 50, and means of its pos answers
+with scores from 70, and from 40 to below 70. A key without answers is left out, because a vector of zeros would look
+like a measurement; `build` also leaves out keys of too few.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from steerscope.extraction.personas.judges import REFUSAL, Score
-from steerscope.extraction.personas.rollouts import Rollout
+from steerscope.extraction.personas.rollouts import PersonaRollout
 
 APART = 50.0
+Keys = dict[str, tuple[Tensor, int]]  # the tensor, and the number of answers or pairs behind it
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Of one persona: rollouts, the mean row [layers, hidden] of each, and scores (None: not judged)."""
+    """Answers of one persona: rollouts, the mean row [layers, hidden] of each, and scores (None: not judged)."""
 
-    asked: Sequence[Rollout]
+    asked: Sequence[PersonaRollout]
     means: Tensor
     scores: Sequence[Score | None]
 
     def select(self, *labels: str) -> list[int]:
         return [i for i, one in enumerate(self.asked) if one.label in labels]
 
+    def number(self, i: int) -> float | None:
+        """Return a score that is a number."""
+        score = self.scores[i]
+        return None if score is None or score == REFUSAL else score
 
-Keys = dict[str, tuple[Tensor, int]]  # the tensor and how many answers or pairs stand behind it
+    def mean(self, places: Sequence[int]) -> Tensor:
+        return self.means[torch.tensor(places)].double().mean(0)
 
 
 def role_keys(answers: Answers) -> Keys:
-    pos, scores = answers.select("pos"), answers.scores
-    found = {f"pos_{level}": [i for i in pos if _near(scores[i], level)] for level in range(4)}
-    return _means(answers.means, {**found, "pos_all": pos})
-
-
-def _near(score: Score | None, level: int) -> bool:
-    return score is not None and score != REFUSAL and round(score) == level
+    scored = _numbers(answers)
+    groups = {f"pos_{level}": [i for i, score in scored.items() if round(score) == level] for level in range(4)}
+    return _means(answers, {**groups, "pos_all": answers.select("pos")})
 
 
 def trait_keys(answers: Answers, default_prompts: int) -> Keys:
-    """Answers are the trait's and the default's to the same questions; instruction i meets i of the default's, which
-    begin again where they are fewer."""
-    place = {(one.label, one.prompt_index, one.question): i for i, one in enumerate(answers.asked)}
+    """Instruction i is paired with instruction i of the default, modulo the number of the default's instructions."""
     keys: Keys = {}
     for other in ("neg", "default"):
-        pairs = []
-        for i in answers.select("pos"):
-            one = answers.asked[i]
-            index = one.prompt_index % default_prompts if other == "default" else one.prompt_index
-            j = place.get((other, index, one.question))
-            if j is not None and REFUSAL not in (answers.scores[i], answers.scores[j]):
-                pairs.append((i, j))
-        far = [(i, j) for i, j in pairs if _apart(answers.scores[i], answers.scores[j])]
-        keys |= _differences(answers.means, {f"pos_{other}": pairs, f"pos_{other}_{APART:.0f}": far})
-    scored = [(i, s) for i in answers.select("pos") if isinstance(s := answers.scores[i], int | float)]
-    bands = {"pos_70": [i for i, s in scored if s >= 70], "pos_40_70": [i for i, s in scored if 40 <= s < 70]}
-    return keys | _means(answers.means, bands)
+        pairs = _pairs(answers, other, lambda i, other=other: i % default_prompts if other == "default" else i)
+        far = [(i, j) for i, j in pairs if _apart(answers.number(i), answers.number(j))]
+        for key, chosen in ((f"pos_{other}", pairs), (f"pos_{other}_{APART:.0f}", far)):
+            if chosen:
+                difference = answers.mean([i for i, _ in chosen]) - answers.mean([j for _, j in chosen])
+                keys[key] = difference.float(), len(chosen)
+    scored = _numbers(answers)
+    high = [i for i, score in scored.items() if score >= 70]
+    middle = [i for i, score in scored.items() if 40 <= score < 70]
+    return keys | _means(answers, {"pos_70": high, "pos_40_70": middle})
 
 
-def _apart(one: Score | None, other: Score | None) -> bool:
-    return isinstance(one, int | float) and isinstance(other, int | float) and one - other > APART
+def _pairs(answers: Answers, other: str, prompt_of: Callable[[int], int]) -> list[tuple[int, int]]:
+    """Pos answers with the other answer to the same question, without refusals."""
+    place = {(one.label, one.prompt_index, one.question): i for i, one in enumerate(answers.asked)}
+    pairs = []
+    for i in answers.select("pos"):
+        one = answers.asked[i]
+        j = place.get((other, prompt_of(one.prompt_index), one.question))
+        if j is not None and REFUSAL not in (answers.scores[i], answers.scores[j]):
+            pairs.append((i, j))
+    return pairs
 
 
-def _means(rows: Tensor, groups: Mapping[str, Sequence[int]]) -> Keys:
-    return {key: (_mean(rows, group).float(), len(group)) for key, group in groups.items() if group}
+def _apart(one: float | None, other: float | None) -> bool:
+    return one is not None and other is not None and one - other > APART
 
 
-def _differences(rows: Tensor, groups: Mapping[str, Sequence[tuple[int, int]]]) -> Keys:
-    return {
-        key: ((_mean(rows, [i for i, _ in pairs]) - _mean(rows, [j for _, j in pairs])).float(), len(pairs))
-        for key, pairs in groups.items()
-        if pairs
-    }
+def _numbers(answers: Answers) -> dict[int, float]:
+    """Pos answers whose score is a number."""
+    numbers = {i: answers.number(i) for i in answers.select("pos")}
+    return {i: score for i, score in numbers.items() if score is not None}
 
 
-def _mean(rows: Tensor, index: Sequence[int]) -> Tensor:
-    return rows[torch.tensor(index)].double().mean(0)
+def _means(answers: Answers, groups: dict[str, list[int]]) -> Keys:
+    return {key: (answers.mean(group).float(), len(group)) for key, group in groups.items() if group}

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from steerscope.engines.vllm import plugin
 from steerscope.engines.vllm.settings import Settings, asked_for
-from steerscope.engines.vllm.worker.pool import least_room
+from steerscope.engines.vllm.worker.pool import smallest_pool
 from steerscope.specs.errors import ModelNotFound, SteerscopeError, problems_of
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def batched_tokens(config: Any) -> int:
     row_bytes = model.get_hidden_size() * model.dtype.itemsize
     taps = len(settings.keys(model.hf_text_config.num_hidden_layers))
     limit = settings.pool_bytes or current_platform.get_device_total_memory() // _POOL_PART
-    while tokens > least and row_bytes * (taps * least_room(tokens, scheduler.max_num_seqs)[1] + tokens) > limit:
+    while tokens > least and row_bytes * (taps * smallest_pool(tokens, scheduler.max_num_seqs)[1] + tokens) > limit:
         tokens = max(least, tokens // 2)
     return tokens
 

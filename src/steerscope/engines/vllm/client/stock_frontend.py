@@ -240,9 +240,9 @@ def named(folder: str | None) -> Mapping[str, VectorData]:
 
 def drain_here(arena: str) -> None:
     """Where the workers live in this process nobody runs them any more when the last text is out."""
-    from steerscope.engines.vllm.worker.worker import HERE
+    from steerscope.engines.vllm.worker.worker import LOCAL_WORKERS
 
-    for taps in list(HERE):
+    for taps in list(LOCAL_WORKERS):
         taps.settle_idle(arena)
 
 

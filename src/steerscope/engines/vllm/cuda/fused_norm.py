@@ -1,11 +1,10 @@
-"""The tap and the model's next RMS norm as one kernel on CUDA: in a decoding step of a few µs per kernel, one that is
-not there is the only one that costs nothing.
+"""The tap and the model's next RMS norm as one kernel on CUDA, because a further kernel costs a decoding step a few µs.
 
-With few tokens the device is mostly idle, and time is what reads wait for each other: the answers a tap waits for
-(which vector, which cell) are asked for first, what may be wanted is read before it is known whether anybody wants it,
-and rows are kept last, so that the norm does not wait for them. What a tap does to decoding tokens may lie ready
-(`laying`): then there is nothing to look up. With many tokens time is what memory can carry, and rows of which only the
-mean is wanted are summed where they are (`summing`): to keep them would cost a quarter of what the norm does.
+With few tokens the device is mostly idle, and the time goes to loads that wait for each other. So loads that others
+depend on (which vector, which cell) come first, values are loaded before it is known whether they are used, and rows
+are stored last, so that the norm does not wait for them. Ops of decoding tokens may be precomputed
+(`precomputed_ops`). With many tokens memory bandwidth is the limit, and rows of which only the mean is captured are
+summed in registers (`prefill_sums`): storing them would cost a quarter of the norm.
 """
 
 import torch
@@ -13,19 +12,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from steerscope.engines.vllm.cuda.kernel import asked, checked, is_lost, steered, warps
+from steerscope.engines.vllm.cuda.kernel import check_shapes, group_and_ops, n_warps, overflows, steer_row
 from steerscope.engines.vllm.cuda.precomputed_ops import BEFORE, PLACE, TAIL
-from steerscope.engines.vllm.cuda.prefill_sums import FEW, LINE, ROWS
-from steerscope.engines.vllm.cuda.row_store import advance, gather, kept, where
+from steerscope.engines.vllm.cuda.row_store import advance, cell_of, gather, store_row
 from steerscope.engines.vllm.worker import tap
-from steerscope.engines.vllm.worker.step_index import ASKER, CELL, ENTRIES, GROUP, LAID, STRIDE
+from steerscope.engines.vllm.worker.index_layout import (
+    CELL,
+    ENTRIES,
+    FEW,
+    FLAG,
+    GROUP,
+    PRECOMPUTED,
+    ROWS,
+    RUN_NUMBERS,
+    STRIDE,
+    WATCHED,
+)
 
-_TILE = 2  # tokens that are summed at once
+_TILE = 2  # tokens of a run that are computed at once
 
 
 @triton.jit
-def _steered_by_one(d, h, v, five):
-    """What the ops do, by one that lies ready."""
+def _steer_with(d, h, v, five):
+    """Return `d` steered by one op with vector `v` and the coefficients at `five`."""
     c, s, m, lo, hi = tl.load(five), tl.load(five + 1), tl.load(five + 2), tl.load(five + 3), tl.load(five + 4)
     p = tl.sum(h.to(tl.float32) * v)
     low = tl.maximum(s * p, lo, propagate_nan=tl.PropagateNan.ALL)
@@ -34,25 +43,25 @@ def _steered_by_one(d, h, v, five):
 
 
 @triton.jit
-def _ready(
-    d, h, a, what, five, mine, vectors, coefficients, gates, at, inside, hidden,
+def _steer_precomputed(
+    d, h, a, row_kind, five, mine, vectors, coefficients, gates, at, inside, hidden,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The same by what lies ready, as far as it does."""
-    if what == 1.0:
+    """Return `d` steered by the precomputed ops of the given kind, or by ops that are looked up."""
+    if row_kind == 1.0:
         d = (d.to(tl.float32) + a).to(d.dtype)
-    elif what == 2.0:
-        d = _steered_by_one(d, h, a, five)
-    elif what != 0.0:
-        d = steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
+    elif row_kind == 2.0:
+        d = _steer_with(d, h, a, five)
+    elif row_kind != 0.0:
+        d = steer_row(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
     return d
 
 
 @triton.jit
-def _normed(x, squares, w, hidden, epsilon, BESIDE_ONE: tl.constexpr):
-    """vLLM's norm of a stream that is not rounded."""
+def _normed(x, squares, w, hidden, epsilon, ADDS_ONE: tl.constexpr):
+    """Return vLLM's norm of a stream that is not rounded."""
     y = x * tl.math.rsqrt(squares / hidden + epsilon)
-    if BESIDE_ONE:
+    if ADDS_ONE:
         y = y * (w.to(tl.float32) + 1.0)
     else:
         y = y.to(w.dtype).to(tl.float32) * w.to(tl.float32)
@@ -62,32 +71,34 @@ def _normed(x, squares, w, hidden, epsilon, BESIDE_ONE: tl.constexpr):
 
 @triton.jit
 def few_kernel(
-    delta, residual, weight, normed, stream, laid, staged, pool, index, vectors, coefficients, gates, order, before,
-    faults, laid_rows, delta_stride, residual_stride, index_width, hidden, first_watched, epsilon,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BESIDE_ONE: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
-    LAST: tl.constexpr, LARGE: tl.constexpr, ASKER: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr,
-    STRIDE: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr, LAID: tl.constexpr, TAIL: tl.constexpr,
+    delta, residual, weight, normed, stream, precomputed, staged, pool, index, vectors, coefficients, gates, order,
+    before, overflow_flags, precomputed_rows, delta_stride, residual_stride, index_width, hidden, first_watched,
+    epsilon,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
+    LAST: tl.constexpr, LARGE: tl.constexpr, FLAG: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr,
+    STRIDE: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr, PRECOMPUTED: tl.constexpr, TAIL: tl.constexpr,
     PLACE: tl.constexpr, BEFORE: tl.constexpr, STAGED: tl.constexpr,
 ):  # fmt: skip
-    """The tap, then vLLM's norm: the stream is summed in float32, handed on rounded, and normed unrounded."""
+    """Run the tap and vLLM's norm for few tokens: the stream is summed in float32, stored rounded, and normed
+    unrounded."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < hidden
     kind = delta.dtype.element_ty
     mine = index + token * index_width
     group, busy, place, was, cell = 0, 0, -1, 0, 0
-    ready, a, what, near, lies = laid, 0.0, -1.0, False, False
+    ready, a, row_kind, near, is_ready = precomputed, 0.0, -1.0, False, False
     if STEER or CAPTURE:
-        group, busy = asked(mine, STEER, COLUMNS, GROUP, ENTRIES)
+        group, busy = group_and_ops(mine, STEER, COLUMNS, GROUP, ENTRIES)
     d = tl.load(delta + token * delta_stride + at, mask=inside, other=0.0)
     r = tl.load(residual + token * residual_stride + at, mask=inside, other=0.0)
     if STEER or CAPTURE:
-        ready = laid + token * (hidden + TAIL)
-        near = token < laid_rows
-        lies = near & (tl.load(mine + ASKER) >= LAID)
+        ready = precomputed + token * (hidden + TAIL)
+        near = token < precomputed_rows
+        is_ready = near & (tl.load(mine + FLAG) >= PRECOMPUTED)
         if STEER:
             a = tl.load(ready + at, mask=inside & near, other=0.0)
-            what = tl.where(lies, tl.load(ready + hidden, mask=near, other=0.0), -1.0)
+            row_kind = tl.where(is_ready, tl.load(ready + hidden, mask=near, other=0.0), -1.0)
     w = tl.load(weight + at, mask=inside, other=0.0)
     if CAPTURE:
         cell = tl.load(mine + CELL)
@@ -97,54 +108,56 @@ def few_kernel(
     if STEER:
         h = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
         if busy != 0:
-            d = _ready(
-                d, h, a, what, ready + hidden + 1, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS,
+            d = _steer_precomputed(
+                d, h, a, row_kind, ready + hidden + 1, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS,
                 BLOCK, ENTRIES,
             )  # fmt: skip
     x = d.to(tl.float32) + r.to(tl.float32)
     tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
     if STAGED:
         tl.store(staged + token * hidden + at, x.to(kind), mask=inside)
-    if STEER and CAPTURE:  # noqa: SIM102 # what is known when it is compiled stands alone
-        if lies:  # while the sum is waited for
-            kept(h, x.to(kind), token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
+    if STEER and CAPTURE:  # noqa: SIM102 # a constant of the compiler stands alone
+        if is_ready:  # while the sum is computed
+            store_row(h, x.to(kind), token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
     squares = tl.sum(x * x)
     if STEER:
-        large = (busy != 0) & ~(squares < LARGE)  # it may hold what is not finite: this is at hand, the rest is rare
+        large = (busy != 0) & ~(squares < LARGE)  # a cheap test: only such rows can hold inf or NaN
         if large:
-            lost = is_lost(x, kind)
-            if lost:  # as in `tap._silence`
-                tl.store(faults + (tl.load(mine + ASKER) & (LAID - 1)), 1)
+            lost = overflows(x, kind)
+            if lost:  # as `tap._clear_overflow`
+                tl.store(overflow_flags + (tl.load(mine + FLAG) & (PRECOMPUTED - 1)), 1)
                 x = tl.zeros([BLOCK], dtype=tl.float32)
                 squares = tl.sum(x * x)
                 tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
                 if CAPTURE:  # noqa: SIM102
-                    if lies:
-                        kept(h, x.to(kind), token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
-    y = _normed(x, squares, w, hidden, epsilon, BESIDE_ONE)
+                    if is_ready:
+                        store_row(
+                            h, x.to(kind), token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED
+                        )
+    y = _normed(x, squares, w, hidden, epsilon, ADDS_ONE)
     tl.store(normed + token * hidden + at, y.to(kind), mask=inside)
     if CAPTURE:
         late = x.to(kind)
         if not STEER:
             h = late
-            if lies:
-                kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
-        if (group != 0) & ~lies:
-            place, was, cell = where(mine, group, order, before, CELL)
-            kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
+            if is_ready:
+                store_row(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
+        if (group != 0) & ~is_ready:
+            place, was, cell = cell_of(mine, group, order, before, CELL)
+            store_row(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
     if LAST and (CAPTURE or STAGED):
         advance(mine, CELL, STRIDE)
 
 
 @triton.jit
 def many_kernel(
-    delta, residual, weight, normed, stream, pool, index, vectors, coefficients, gates, order, before, faults,
+    delta, residual, weight, normed, stream, pool, index, vectors, coefficients, gates, order, before, overflow_flags,
     delta_stride, residual_stride, index_width, hidden, first_watched, epsilon,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BESIDE_ONE: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
-    LAST: tl.constexpr, LARGE: tl.constexpr, ASKER: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr,
-    STRIDE: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr, LAID: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
+    LAST: tl.constexpr, LARGE: tl.constexpr, FLAG: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr,
+    STRIDE: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr, PRECOMPUTED: tl.constexpr,
 ):  # fmt: skip
-    """The same where there is nothing to wait for: others run meanwhile."""
+    """Do the same for many tokens, where other programs run while one waits for its loads."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < hidden
@@ -152,56 +165,57 @@ def many_kernel(
     mine = index + token * index_width
     group, busy, place, was, cell = 0, 0, -1, 0, 0
     if STEER or CAPTURE:
-        group, busy = asked(mine, STEER, COLUMNS, GROUP, ENTRIES)
+        group, busy = group_and_ops(mine, STEER, COLUMNS, GROUP, ENTRIES)
     d = tl.load(delta + token * delta_stride + at, mask=inside, other=0.0)
     r = tl.load(residual + token * residual_stride + at, mask=inside, other=0.0)
     w = tl.load(weight + at, mask=inside, other=0.0)
     if CAPTURE:
-        place, was, cell = where(mine, group, order, before, CELL)
+        place, was, cell = cell_of(mine, group, order, before, CELL)
     h = d
     if STEER:
         h = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
         if busy != 0:
-            d = steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
+            d = steer_row(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
     x = d.to(tl.float32) + r.to(tl.float32)
     tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
     squares = tl.sum(x * x)
     if STEER:
         large = (busy != 0) & ~(squares < LARGE)
         if large:
-            lost = is_lost(x, kind)
+            lost = overflows(x, kind)
             if lost:
-                tl.store(faults + (tl.load(mine + ASKER) & (LAID - 1)), 1)
+                tl.store(overflow_flags + (tl.load(mine + FLAG) & (PRECOMPUTED - 1)), 1)
                 x = tl.zeros([BLOCK], dtype=tl.float32)
                 squares = tl.sum(x * x)
                 tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
-    y = _normed(x, squares, w, hidden, epsilon, BESIDE_ONE)
+    y = _normed(x, squares, w, hidden, epsilon, ADDS_ONE)
     tl.store(normed + token * hidden + at, y.to(kind), mask=inside)
     if CAPTURE:
         late = x.to(kind)
         if not STEER:
             h = late
-        kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
+        store_row(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
         if LAST:
             advance(mine, CELL, STRIDE)
 
 
-@triton.jit(do_not_specialize=["tokens", "listed", "covered"])
+@triton.jit(do_not_specialize=["tokens", "n_runs", "covered"])
 def sum_kernel(
     delta, residual, weight, normed, stream, runs, pool, index, order,
-    tokens, listed, covered, delta_stride, residual_stride, index_width, hidden, first_watched, epsilon,
-    BLOCK: tl.constexpr, BESIDE_ONE: tl.constexpr, LAST: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr,
-    STRIDE: tl.constexpr, WATCHED: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
+    tokens, n_runs, covered, delta_stride, residual_stride, index_width, hidden, first_watched, epsilon,
+    BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr, LAST: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr,
+    STRIDE: tl.constexpr, WATCHED: tl.constexpr, RUN_NUMBERS: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """The same for the tokens of a run, where nobody steers: those of a list, then such as it does not cover."""
+    """Do the same without steering for the tokens of each run, and sum their captured rows; then for the tokens that
+    the runs do not cover."""
     program = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)[None, :]
     inside = at < hidden
     kind = delta.dtype.element_ty
-    first, count, step, group, cell = covered + (program - listed) * ROWS, ROWS, 1, 0, 0
-    if program < listed:
-        mine = runs + program * LINE
+    first, count, step, group, cell = covered + (program - n_runs) * ROWS, ROWS, 1, 0, 0
+    if program < n_runs:
+        mine = runs + program * RUN_NUMBERS
         first, count, step = tl.load(mine).to(tl.int64), tl.load(mine + 1), tl.load(mine + 2)
         group, cell = tl.load(mine + 3), tl.load(mine + 4)
     w = tl.load(weight + at, mask=inside, other=0.0)
@@ -217,7 +231,7 @@ def sum_kernel(
         row = x.to(kind)
         tl.store(stream + token * hidden + at, row, mask=whole)
         squares = tl.sum(x * x, axis=1, keep_dims=True)
-        y = _normed(x, squares, w, hidden, epsilon, BESIDE_ONE)
+        y = _normed(x, squares, w, hidden, epsilon, ADDS_ONE)
         tl.store(normed + token * hidden + at, y.to(kind), mask=whole)
         total += tl.sum(row.to(tl.float32), axis=0, keep_dims=True)
         if group == 0:
@@ -243,8 +257,8 @@ def cuda_tap_norm(
     residual: Tensor,
     weight: Tensor,
     epsilon: float,
-    beside_one: bool,
-    laid: Tensor,
+    adds_one: bool,
+    precomputed: Tensor,
     staged: Tensor,
     stage: Tensor,
     orders: Tensor,
@@ -255,49 +269,50 @@ def cuda_tap_norm(
     gates: Tensor,
     order: Tensor,
     before: Tensor,
-    faults: Tensor,
+    overflow_flags: Tensor,
     steer: bool,
     capture: bool,
     last: bool,
 ) -> tuple[Tensor, Tensor]:
-    doing = tap.come(index)
-    steer, capture = steer and doing.steer, capture and doing.capture
-    tokens, hidden = checked(delta, residual, index)
-    runs = doing.runs
+    mode = tap.mode_of(index)
+    steer, capture = steer and mode.steer, capture and mode.capture
+    tokens, hidden = check_shapes(delta, residual, index)
+    runs = mode.runs
     if runs is not None and (tokens <= FEW or steer or not capture):
         raise ValueError(f"a tap was to sum rows of {tokens} tokens, which it does not where it steers, or has few")
     normed, stream = (torch.empty(tokens, hidden, dtype=delta.dtype, device=delta.device) for _ in range(2))
     block = triton.next_power_of_2(hidden)
-    tables = pool, index, vectors, coefficients, gates, order, before, faults
+    tables = pool, index, vectors, coefficients, gates, order, before, overflow_flags
     sizes = delta.stride(0), residual.stride(0), index.shape[1], hidden, pool.shape[0] - index.shape[0], epsilon
     known = {
-        "COLUMNS": (index.shape[1] - ENTRIES) // 3, "BLOCK": block, "BESIDE_ONE": beside_one, "STEER": steer,
-        "LAST": last, "LARGE": min(torch.finfo(delta.dtype).max ** 2, torch.finfo(torch.float32).max), "ASKER": ASKER,
-        "CELL": CELL, "GROUP": GROUP, "STRIDE": STRIDE, "ENTRIES": ENTRIES, "WATCHED": tap.WATCHED, "LAID": LAID,
+        "COLUMNS": (index.shape[1] - ENTRIES) // 3, "BLOCK": block, "ADDS_ONE": adds_one, "STEER": steer,
+        "LAST": last, "LARGE": min(torch.finfo(delta.dtype).max ** 2, torch.finfo(torch.float32).max), "FLAG": FLAG,
+        "CELL": CELL, "GROUP": GROUP, "STRIDE": STRIDE, "ENTRIES": ENTRIES, "WATCHED": WATCHED,
+        "PRECOMPUTED": PRECOMPUTED,
     }  # fmt: skip
     if tokens <= FEW:
         on_stage = capture and not steer and tokens <= len(staged)
         few_kernel[(tokens,)](  # type: ignore[index]
-            delta, residual, weight, normed, stream, laid, staged, *tables, laid.shape[0], *sizes, **known,
-            CAPTURE=capture and not on_stage, TAIL=TAIL, PLACE=PLACE, BEFORE=BEFORE, STAGED=on_stage,
-            num_warps=warps(block),
+            delta, residual, weight, normed, stream, precomputed, staged, *tables, precomputed.shape[0], *sizes,
+            **known, CAPTURE=capture and not on_stage, TAIL=TAIL, PLACE=PLACE, BEFORE=BEFORE, STAGED=on_stage,
+            num_warps=n_warps(block),
         )  # fmt: skip
         if on_stage and last:
             gather(stage, pool, index, orders, tokens)
         return normed, stream
     if runs is None:
-        # Mostly nobody has more than one column. Code for several needs so many registers that fewer rows are worked on
-        # at a time.
-        one = steer and doing.columns == 1
+        # Mostly tokens have one op column. Code for several needs more registers, so fewer programs run at a time.
+        one = steer and mode.columns == 1
         many_kernel[(tokens,)](  # type: ignore[index]
             delta, residual, weight, normed, stream, *tables, *sizes, **known | ({"COLUMNS": 1} if one else {}),
-            CAPTURE=capture, num_warps=warps(block if one else block // 2),
+            CAPTURE=capture, num_warps=n_warps(block if one else block // 2),
         )  # fmt: skip
         return normed, stream
-    programs = len(runs) + max(0, triton.cdiv(tokens - doing.covered, ROWS))
-    some = {name: known[name] for name in ("BLOCK", "BESIDE_ONE", "LAST", "CELL", "GROUP", "STRIDE", "WATCHED")}
+    programs = len(runs) + max(0, triton.cdiv(tokens - mode.covered, ROWS))
+    some = {name: known[name] for name in ("BLOCK", "ADDS_ONE", "LAST", "CELL", "GROUP", "STRIDE", "WATCHED")}
     sum_kernel[(programs,)](  # type: ignore[index]
-        delta, residual, weight, normed, stream, runs, pool, index, order, tokens, len(runs), doing.covered, *sizes,
-        **some, LINE=LINE, ROWS=ROWS, SPAN=4 // delta.element_size(), TILE=_TILE, num_warps=warps(block // 2),
+        delta, residual, weight, normed, stream, runs, pool, index, order, tokens, len(runs), mode.covered, *sizes,
+        **some, RUN_NUMBERS=RUN_NUMBERS, ROWS=ROWS, SPAN=4 // delta.element_size(), TILE=_TILE,
+        num_warps=n_warps(block // 2),
     )  # fmt: skip
     return normed, stream

@@ -1,7 +1,7 @@
-"""The tap on CUDA: one Triton program per token. A token with nothing to do costs one load; another is read once, put
-through its ops in registers, and written once. The definition is `core.equation.change`.
+"""The tap on CUDA: one Triton program per token. A token without work costs one load; any other is read once, steered
+in registers, and written once. Its arithmetic is `core.equation.change`.
 
-This is the kernel for a tap alone; `norming` has those that are the model's next norm too.
+This is the kernel of a tap alone; `fused_norm` has those that also compute the model's next norm.
 """
 
 import torch
@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from steerscope.engines.vllm.cuda.row_store import end_kernel, kept, where
+from steerscope.engines.vllm.cuda.row_store import cell_of, end_kernel, store_row
 from steerscope.engines.vllm.worker import tap
-from steerscope.engines.vllm.worker.step_index import ASKER, CELL, ENTRIES, GROUP, LAID, STRIDE
+from steerscope.engines.vllm.worker.index_layout import CELL, ENTRIES, FLAG, GROUP, PRECOMPUTED, STRIDE, WATCHED
 
 
 @triton.jit
-def asked(mine, STEER: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr):
-    """The group that captures this token, and whether it has ops; 0 each: nothing to do."""
+def group_and_ops(mine, STEER: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr):
+    """Return the group of a token, and non-zero if the token has ops."""
     busy = 0
     if STEER:
         for k in tl.static_range(COLUMNS):
@@ -25,11 +25,11 @@ def asked(mine, STEER: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 
 
 @triton.jit
-def steered(
+def steer_row(
     d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """`d` with what the ops do to the stream `h` added to it, once."""
+    """Return `d` plus the change that the ops make to the stream `h`."""
     start = h.to(tl.float32)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for k in tl.static_range(COLUMNS):
@@ -43,7 +43,7 @@ def steered(
             gate = tl.load(gates + tl.load(mine + ENTRIES + 2 + 3 * k))
             if (gate != 0) & ((c != 0) | (s != 0) | (m != 0)):
                 p = 0.0
-                if (s != 0) | (m != 0):  # a sum over all threads, which plain additions do without
+                if (s != 0) | (m != 0):  # a sum over all threads, which Add does not need
                     p = tl.sum((start + total) * v)
                 low = tl.maximum(s * p, lo, propagate_nan=tl.PropagateNan.ALL)
                 clipped = tl.minimum(low, hi, propagate_nan=tl.PropagateNan.ALL)
@@ -52,22 +52,22 @@ def steered(
 
 
 @triton.jit
-def is_lost(x, kind):
-    """Whether a row, rounded, holds an infinity or NaN."""
+def overflows(x, kind):
+    """Return whether a row, rounded, holds an infinity or NaN."""
     return tl.sum(tl.where(tl.abs(x.to(kind).to(tl.float32)) < float("inf"), 0, 1)) > 0
 
 
 @triton.jit
 def _kernel(
-    delta, residual, pool, index, vectors, coefficients, gates, order, before, faults,
+    delta, residual, pool, index, vectors, coefficients, gates, order, before, overflow_flags,
     delta_stride, residual_stride, index_width, hidden, first_watched,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
-    ASKER: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr,
-    LAID: tl.constexpr,
+    FLAG: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr,
+    PRECOMPUTED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     mine = index + token * index_width
-    group, busy = asked(mine, STEER, COLUMNS, GROUP, ENTRIES)
+    group, busy = group_and_ops(mine, STEER, COLUMNS, GROUP, ENTRIES)
     if (group != 0) | (busy != 0):
         at = tl.arange(0, BLOCK)
         inside = at < hidden
@@ -79,12 +79,12 @@ def _kernel(
             r = tl.load(residual + token * residual_stride + at, mask=inside, other=0.0)
             h = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
         if busy != 0:
-            d = steered(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
+            d = steer_row(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
             x = d.to(tl.float32)
             if RESIDUAL:
                 x += r.to(tl.float32)
-            if is_lost(x, kind):  # as in `tap._silence`
-                tl.store(faults + (tl.load(mine + ASKER) & (LAID - 1)), 1)
+            if overflows(x, kind):  # as `tap._clear_overflow`
+                tl.store(overflow_flags + (tl.load(mine + FLAG) & (PRECOMPUTED - 1)), 1)
                 d = tl.zeros([BLOCK], dtype=kind)
                 if RESIDUAL:
                     r = d
@@ -94,8 +94,8 @@ def _kernel(
             late = d
             if RESIDUAL:
                 late = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
-            place, was, cell = where(mine, group, order, before, CELL)
-            kept(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
+            place, was, cell = cell_of(mine, group, order, before, CELL)
+            store_row(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
 
 
 def _cuda_tap(
@@ -108,15 +108,15 @@ def _cuda_tap(
     gates: Tensor,
     order: Tensor,
     before: Tensor,
-    faults: Tensor,
+    overflow_flags: Tensor,
     steer: bool,
     capture: bool,
 ) -> None:
-    doing = tap.come(index)
-    steer, capture = steer and doing.steer, capture and doing.capture
+    mode = tap.mode_of(index)
+    steer, capture = steer and mode.steer, capture and mode.capture
     if not (steer or capture):
         return
-    tokens, hidden = checked(delta, residual, index)
+    tokens, hidden = check_shapes(delta, residual, index)
     block = triton.next_power_of_2(hidden)
     _kernel[(tokens,)](  # type: ignore[index]
         delta,
@@ -128,7 +128,7 @@ def _cuda_tap(
         gates,
         order,
         before,
-        faults,
+        overflow_flags,
         delta.stride(0),
         residual.stride(0) if residual is not None else 0,
         index.shape[1],
@@ -139,17 +139,18 @@ def _cuda_tap(
         RESIDUAL=residual is not None,
         STEER=steer,
         CAPTURE=capture,
-        ASKER=ASKER,
+        FLAG=FLAG,
         CELL=CELL,
         GROUP=GROUP,
         ENTRIES=ENTRIES,
-        WATCHED=tap.WATCHED,
-        LAID=LAID,
-        num_warps=warps(block),
+        WATCHED=WATCHED,
+        PRECOMPUTED=PRECOMPUTED,
+        num_warps=n_warps(block),
     )
 
 
-def checked(delta: Tensor, residual: Tensor | None, index: Tensor) -> tuple[int, int]:
+def check_shapes(delta: Tensor, residual: Tensor | None, index: Tensor) -> tuple[int, int]:
+    """Return the numbers of tokens and of hidden dimensions."""
     tokens, hidden = delta.shape
     if tokens > index.shape[0]:
         raise ValueError(f"a step has {tokens} tokens, and the tap was made for {index.shape[0]}")
@@ -158,19 +159,19 @@ def checked(delta: Tensor, residual: Tensor | None, index: Tensor) -> tuple[int,
     return tokens, hidden
 
 
-def warps(block: int) -> int:
+def n_warps(block: int) -> int:
     return max(1, min(16, block // 256))
 
 
-def _cuda_end(delta: Tensor, index: Tensor, faults: Tensor) -> None:
-    del faults
-    if tap.come(index).capture:
+def _cuda_end(delta: Tensor, index: Tensor, overflow_flags: Tensor) -> None:
+    del overflow_flags
+    if tap.mode_of(index).capture:
         end_kernel[(delta.shape[0],)](index, index.shape[1], CELL=CELL, STRIDE=STRIDE, num_warps=1)  # type: ignore[index]
 
 
 def register() -> None:
-    """Make these the taps of CUDA tensors, once."""
-    from steerscope.engines.vllm.cuda.fused_norm import cuda_tap_norm  # made of parts of this
+    """Register the kernels as the CUDA implementations of the operators, once."""
+    from steerscope.engines.vllm.cuda.fused_norm import cuda_tap_norm  # imports this module
 
     if not torch._C._dispatch_has_kernel_for_dispatch_key("steerscope::tap", "CUDA"):
         tap.library.impl("tap", _cuda_tap, "CUDA")

@@ -1,47 +1,48 @@
-"""How many bytes of rows may leave beside a step: what the bus carries in a part of the time that such a step takes.
+"""Decide how many bytes of rows are copied to the host beside a step.
 
-The small copies of a step (sampled tokens out) wait behind rows that are on their way. Too many of them and the step
-lasts as long as they do, so that they seem to fit beside it: steps and rows are timed apart, by the device.
+The limit is what the bus carries in a part of the step's time. The small copies of a step (sampled tokens) wait behind
+copies of rows. With too many rows the step lasts as long as their copy, and the rows seem to fit beside it; so the
+device times steps and rows separately.
 """
 
-_FIRST = 64 << 20  # while nobody knows better
-_ENOUGH = 1 << 20  # the least; smaller ones tell how long a copy takes, not how fast the bus is
-_SHARE = 0.7  # of a step: what is left over is for the step's own
-_AGAIN = 7  # of so many that go beside steps of a known size, two in a row are timed: three events more for the host
+_FIRST_BYTES = 64 << 20  # while nothing was measured
+_MIN_BYTES = 1 << 20  # smaller copies measure latency, not the rate of the bus
+_SHARE = 0.7  # of a step; the rest is for the step's own copies
+_TIMED_EVERY = 7  # of so many copies beside steps of a known size, two in a row are timed, at three events more
 
 
 class Pace:
-    """Steps are told apart by how many tokens they have: a step that reads prompts takes as long as fifty others."""
+    """Step times by the number of tokens: a step with prompts takes as long as fifty others."""
 
     def __init__(self) -> None:
         self.rate = 0.0  # bytes per millisecond, of the last rows that arrived
-        self._steps: dict[int, tuple[float, float]] = {}  # by the size of a step: milliseconds of the last two
-        self._owed = 0  # bytes that went out beyond what they should
+        self._steps: dict[int, tuple[float, float]] = {}  # milliseconds of the last two steps of a size
+        self._excess = 0  # bytes copied beyond what was allowed
         self._turn, self._new = 0, False
 
     def timed(self, tokens: int) -> bool:
-        """Whether what goes beside the next step, with so many tokens, is to be timed. A step lasts from one mark to
-        the next, so what follows a step that nobody knows is timed too."""
+        """Return whether the copies beside the next step are timed. A step lasts from one mark to the next, so the step
+        after one of unknown size is timed too."""
         before, self._new = self._new, not self.rate or tokens.bit_length() not in self._steps
         self._turn += 1
-        return before or self._new or self._turn % _AGAIN < 2
+        return before or self._new or self._turn % _TIMED_EVERY < 2
 
     def step_took(self, tokens: int, ms: float) -> None:
         size = tokens.bit_length()
         self._steps[size] = self._steps.get(size, (ms, ms))[1], ms
 
-    def rows_took(self, size: int, ms: float) -> None:
-        if ms > 0 and size >= _ENOUGH:
-            self.rate = size / ms
+    def rows_took(self, n_bytes: int, ms: float) -> None:
+        if ms > 0 and n_bytes >= _MIN_BYTES:
+            self.rate = n_bytes / ms
 
     def beside(self, tokens: int) -> int:
-        """Bytes for a step with so many tokens."""
+        """Return the bytes to copy beside a step with so many tokens."""
         known = self._steps.get(tokens.bit_length())
         if known is None or not self.rate:
-            return _FIRST - self._owed
-        fits = int(_SHARE * min(known) * self.rate)  # one of two may have waited for somebody to come
-        return max(_ENOUGH, fits) - self._owed  # some, always: else nobody would find out that there is time again
+            return _FIRST_BYTES - self._excess
+        fits = int(_SHARE * min(known) * self.rate)  # one of the two steps may have waited for requests
+        return max(_MIN_BYTES, fits) - self._excess  # never zero, or longer steps would go unnoticed
 
-    def sent(self, size: int, allowed: int) -> None:
-        """Copies are not cut to size: what was too much is not sent with the next step, what was too little is gone."""
-        self._owed = max(0, size - allowed)
+    def copied(self, n_bytes: int, allowed: int) -> None:
+        """Charge bytes above the allowance to the next step: copies are not cut to size."""
+        self._excess = max(0, n_bytes - allowed)

@@ -1,10 +1,10 @@
-"""What a tap does to decoding tokens, laid out before the steps that use it.
+"""Compute the ops of decoding tokens before the steps that run them.
 
-To steer a token, a tap looks up which vector, then reads it, and the second read waits for the first: in a decoding
-step that is most of what steering costs. Keeping a row is the same with its place in its group. But from one step to
-the next the tokens of a decoding batch ask for the same. So when the batch changes, one kernel writes for every tap and
-token what is to be added, or the vector of an op that depends on the stream, and the place of the tap in the token's
-group, where only the token's number leads. What rules switch, and tokens with several such ops, are looked up as ever.
+To steer a token, a tap looks up the number of a vector and then loads the vector; the second load waits for the first,
+which is most of the cost of steering a decoding step. But the ops of a decoding batch stay the same from step to step.
+So when the batch changes, one kernel writes for every tap and token the row to be added, or the vector of an op that
+depends on the stream, and the tap's place in the token's group; a tap finds them by the token's number alone. Ops that
+rules switch, and several stream-dependent ops of one token, are looked up in every step.
 """
 
 import torch
@@ -12,24 +12,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from steerscope.engines.vllm.worker.step_index import ENTRIES, GROUP
+from steerscope.engines.vllm.worker.index_layout import ENTRIES, GROUP
 
-# Numbers behind a row, a whole cache line: what it is, the five coefficients of an op, the place in the group, and
-# whether that keeps rows as they were before their ops.
+# Numbers behind a row, a whole cache line: its kind, the five coefficients of an op, the place in the group, and
+# whether the group captures before steering.
 TAIL, PLACE, BEFORE = 16, 6, 7
-_MOST = 128 << 20  # bytes, at most
+_MAX_BYTES = 128 << 20
 
 
 @triton.jit
-def _lay_kernel(
-    laid, index, vectors, coefficients, orders, before, tokens, rows, index_width, hidden, slots, numbers, groups,
+def _precompute_kernel(
+    precomputed, index, vectors, coefficients, orders, before, tokens, rows, index_width, hidden, slots, numbers,
+    groups,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ENTRIES: tl.constexpr, TAIL: tl.constexpr,
     PLACE: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
-    """−1: look it up; 0: nothing; 1: add this row; 2: this is the vector of the only op, its coefficients follow."""
+    """Write the kind of a row: −1: look the ops up; 0: no op; 1: add this row; 2: the row is the vector of the only op,
+    whose coefficients follow."""
     token, tap = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    out = laid + (tap * rows + token) * (hidden + TAIL)
-    what = -1.0
+    out = precomputed + (tap * rows + token) * (hidden + TAIL)
+    row_kind = -1.0
     if token < tokens:
         at = tl.arange(0, BLOCK)
         inside = at < hidden
@@ -39,7 +41,7 @@ def _lay_kernel(
         tl.store(out + hidden + BEFORE, tl.load(before + group).to(tl.float32))
         row = tl.zeros([BLOCK], dtype=tl.float32)
         last = tl.zeros([BLOCK], dtype=tl.float32)
-        acting, hard, gated, five = 0, 0, 0, coefficients + tap * numbers * 5
+        acting, dependent, gated, five = 0, 0, 0, coefficients + tap * numbers * 5
         for k in tl.static_range(COLUMNS):
             number = tl.load(mine + ENTRIES + 1 + 3 * k)
             here = coefficients + (tap * numbers + number) * 5
@@ -52,45 +54,45 @@ def _lay_kernel(
                 row += (c + clipped) * last
                 five = here
                 acting += 1
-                hard += ((s != 0) | (m != 0)).to(tl.int32)
+                dependent += ((s != 0) | (m != 0)).to(tl.int32)
                 gated += (tl.load(mine + ENTRIES + 2 + 3 * k) != 0).to(tl.int32)
         if acting == 0:
-            what = 0.0
-        elif (hard == 0) & (gated == 0):
-            what = 1.0
+            row_kind = 0.0
+        elif (dependent == 0) & (gated == 0):
+            row_kind = 1.0
         elif (acting == 1) & (gated == 0):
-            what = 2.0
+            row_kind = 2.0
             row = last
             for i in tl.static_range(5):
                 tl.store(out + hidden + 1 + i, tl.load(five + i))
-        if what > 0:
+        if row_kind > 0:
             tl.store(out + at, row, mask=inside)
-    tl.store(out + hidden, what)
+    tl.store(out + hidden, row_kind)
 
 
-class Laying:
-    """For the taps of a worker, [taps, slots, …] as the slot table has them."""
+class PrecomputedOps:
+    """The precomputed ops of all taps of a worker; the tables are [taps, slots, …] of the slot table."""
 
     def __init__(
-        self, vectors: Tensor, coefficients: Tensor, orders: Tensor, before: Tensor, index: Tensor, requests: int
+        self, vectors: Tensor, coefficients: Tensor, orders: Tensor, before: Tensor, index: Tensor, max_requests: int
     ) -> None:
         taps, _, hidden = vectors.shape
         self._vectors, self._coefficients, self._index = vectors, coefficients, index
         self._orders, self._before = orders, before  # [taps, groups], [groups]
-        self.rows = min(requests, _MOST // (4 * taps * (hidden + TAIL)))  # tokens of a step that has this
-        self.laid = torch.zeros(taps, self.rows, hidden + TAIL, device=vectors.device)
-        self.laid[:, :, hidden] = -1
+        self.rows = min(max_requests, _MAX_BYTES // (4 * taps * (hidden + TAIL)))  # tokens of a step, at most
+        self.table = torch.zeros(taps, self.rows, hidden + TAIL, device=vectors.device)
+        self.table[:, :, hidden] = -1
         self._tokens = 0
 
-    def lay(self, tokens: int) -> None:
-        """For so many tokens, as the index on the device says; what lay ready for others no longer does."""
+    def compute(self, tokens: int) -> None:
+        """Compute the ops of the first tokens from the index on the device, and invalidate those of the others."""
         count, self._tokens = max(tokens, self._tokens), tokens
         if not count:
             return
         taps, slots, hidden = self._vectors.shape
         block = triton.next_power_of_2(hidden)
-        _lay_kernel[(count, taps)](  # type: ignore[index]
-            self.laid,
+        _precompute_kernel[(count, taps)](  # type: ignore[index]
+            self.table,
             self._index,
             self._vectors,
             self._coefficients,

@@ -1,14 +1,13 @@
-"""CUDA streams, for what is done beside every step."""
+"""Work on CUDA streams beside the forward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 
-class Here:
-    """The stream that runs forwards. To ask torch for it takes longer than to record an event."""
+class CurrentStream:
+    """The stream that runs forwards, cached: asking torch for it takes longer than recording an event."""
 
     def __init__(self, device: torch.device) -> None:
         self._known = torch.cuda.current_stream(device)
@@ -21,15 +20,10 @@ class Here:
 
 
 @contextmanager
-def aside(here: torch.cuda.Stream, stream: torch.cuda.Stream) -> Iterator[None]:
-    """What is launched goes to this stream, and from then on again to the one that is known to be current."""
+def on_stream(current: torch.cuda.Stream, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Launch on `stream` inside the block, and on `current` again after it."""
     torch.cuda.set_stream(stream)
     try:
         yield
     finally:
-        torch.cuda.set_stream(here)
-
-
-def sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On its way to the device, behind what this stream was told before."""
-    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
+        torch.cuda.set_stream(current)

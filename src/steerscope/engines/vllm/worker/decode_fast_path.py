@@ -1,103 +1,105 @@
-"""What a step does, and decoding requests as arrays: a step that is the last one, a token later, needs a comparison and
-a few sums, whatever the number of requests. (An operation on arrays takes longer, however small they are, and where the
-host is slower than the device every step waits for it.)"""
+"""Plan repeated decoding steps with array operations.
+
+While the same requests decode, a step differs from the last one only by one token per request. Such a step is planned
+by one comparison and a few sums, whatever the number of requests.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from steerscope.engines.vllm.worker.requests import Asker, Looks, Slice
+from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest, WatchedRows
 
-_FORESEEN = 64  # steps
+_EXPECTED_STEPS = 64  # positions are computed for this many steps at once
 NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(slots=True)
-class Filled:
-    """What one step does: how many tokens have a say, and the rows that are complete with it."""
+class StepPlan:
+    """What the taps do in one step, and the rows that are complete after it."""
 
     tokens: int = 0  # index rows [0, tokens) are written, the rest is zero
-    slices: list[Slice] = field(default_factory=list)
-    failed: list[Asker] = field(default_factory=list)  # found out in this step
-    looks: Looks | None = None  # rows that lenses read
+    slices: list[RowSlice] = field(default_factory=list)
+    failed: list[TrackedRequest] = field(default_factory=list)  # requests that failed in this step
+    watched_rows: WatchedRows | None = None
     recomputed: int = 0  # requests that were preempted and begin again
     summed: int = 0  # rows that taps sum
-    columns: int = 0  # of ops, that a token may have at most
+    columns: int = 0  # largest number of op columns of a token
     steers: bool = False
     keeps: bool = False  # rows are captured or read
-    busy: bool = False  # the taps have something to do: one or the other
-    same: bool = False  # the index says what it said in the last step
-    runs: np.ndarray | None = None  # of tokens that taps sum, and of the others
-    advance: bool = False  # it does when every token's cell is moved on by its stride
+    busy: bool = False  # steers or keeps
+    same: bool = False  # the index equals that of the last step
+    runs: np.ndarray | None = None  # runs of tokens that taps sum (`prefill_sums`)
+    advance: bool = False  # the index is right once the cell of every token has moved by its stride
 
 
 @dataclass(slots=True)
-class Steady:
-    """Decoding requests, as arrays over the askers of a batch."""
+class DecodeFastPath:
+    """Decoding requests as arrays, one element per tracked request of the batch."""
 
     names: list[str]
-    askers: list[Asker]
-    request: np.ndarray  # its number in the batch
+    requests: list[TrackedRequest]
+    batch_row: np.ndarray  # number of the request in the batch
     token: np.ndarray
-    first: np.ndarray  # its position in the first of these steps
+    first: np.ndarray  # position in the first of these steps
     width: np.ndarray  # 0: captures nothing any more
     cell: np.ndarray  # of the next row, `lag` steps ago
-    room: np.ndarray  # rows left in its page, likewise
-    most: np.ndarray
-    filled: Filled  # a step that changes nothing else
-    everybody: bool  # who is in the batch asks for something
-    alone: bool  # nobody feeds more than one token
-    turn: np.ndarray  # so many rows before its last one, and before others that count from there, what is there leaves
+    room: np.ndarray  # rows left in the page, `lag` steps ago
+    most: np.ndarray  # positions of captured rows are below this
+    plan: StepPlan  # of a step that changes nothing else
+    all_tracked: bool  # every request of the batch is tracked
+    only_decodes: bool  # every request of the batch computes one token
+    turn: np.ndarray  # offset between the steps in which requests flush pages that are not full
     left: int = 0  # steps until the first page is full
-    due: int = 0  # … and until rows leave one that is not
+    due: int = 0  # steps until a page that is not full is flushed
     lag: int = 0
-    steps: int = 0  # so far
-    _foreseen: list[bytes] = field(default_factory=list)  # what the scheduler will say of the positions, step by step
+    steps: int = 0  # planned so far
+    _expected: list[bytes] = field(default_factory=list)  # the scheduler's positions for the next steps
 
     @property
     def position(self) -> np.ndarray:
-        """The next one of each."""
+        """Return the next position of each request."""
         return self.first + self.steps
 
-    def fits(self, names: Sequence[str], starts: np.ndarray, computed: np.ndarray) -> bool:
-        """The batch is the last one, a token later."""
+    def matches(self, names: Sequence[str], starts: np.ndarray, computed: np.ndarray) -> bool:
+        """Return whether the batch is the last one, one token later."""
         if names != self.names:
             return False
-        count, at = len(names), self.steps % _FORESEEN
-        if starts.item(count) == count:  # everybody feeds one token
-            same = self.alone
+        count, step = len(names), self.steps % _EXPECTED_STEPS
+        if starts.item(count) == count:
+            same_tokens = self.only_decodes
         else:
-            same = bool((starts[self.request] == self.token).all())
-            same = same and bool((starts[self.request + 1] == self.token + 1).all())
-        if not at:
-            ahead = self.position + np.arange(_FORESEEN)[:, None]
-            self._foreseen = [positions.tobytes() for positions in ahead.astype(computed.dtype)]
-        found = computed if self.everybody else computed[self.request]
-        return same and found.tobytes().startswith(self._foreseen[at])
+            same_tokens = bool((starts[self.batch_row] == self.token).all())
+            same_tokens = same_tokens and bool((starts[self.batch_row + 1] == self.token + 1).all())
+        if step == 0:
+            ahead = self.position + np.arange(_EXPECTED_STEPS)[:, None]
+            self._expected = [positions.tobytes() for positions in ahead.astype(computed.dtype)]
+        found = computed if self.all_tracked else computed[self.batch_row]
+        return same_tokens and found.tobytes().startswith(self._expected[step])
 
     @property
-    def left_behind(self) -> np.ndarray:
-        """Rows that each can have after the next one, but for those of its turn."""
+    def rows_left(self) -> np.ndarray:
+        """Return how many rows each request can have after the next one, less its turn."""
         return self.most - self.position - 1 - self.turn
 
     def next_due(self, period: int) -> int:
-        """Steps until that is a multiple of the period, for anybody."""
-        left = self.left_behind
+        """Return the number of steps until `rows_left` of any request is a multiple of the period."""
+        left = self.rows_left
         return int(np.where(left > 0, (left - 1) % period + 1, NEVER).min())
 
-    def wanted(self) -> bool:
-        """Whether anybody wants something, now or if a part of it is computed again. Rows are had once; but what was
-        steered once must be steered again."""
-        return self.filled.busy or not self.filled.same or any(asker.wire.columns for asker in self.askers)
+    def has_work(self) -> bool:
+        """Return whether a request needs the index, now or when a part of it is computed again: rows are captured once,
+        but what was steered once must be steered again."""
+        return self.plan.busy or not self.plan.same or any(request.wire.columns for request in self.requests)
 
     def catch_up(self) -> None:
         self.cell += self.lag * self.width
         self.room -= self.lag * (self.width > 0)
         self.lag = 0
 
-    def count(self) -> None:
-        """One more row in every page."""
+    def add_row(self) -> None:
+        """Count one more row in every page."""
         self.steps += 1
         self.lag += 1
         self.catch_up()

@@ -1,8 +1,7 @@
-"""Rows of one worker on their way to the clients that asked for them, and what else those clients are told: how many
-rows are there, that a request failed and why, and that nothing will be written any more.
+"""Publish captured rows, readings, results and failures of a worker's requests in the shared memory of their clients.
 
-A region of shared memory belongs to one request. Its counters say whose it is; nothing is written where they name
-another, and nothing after this worker has left it.
+A region of shared memory belongs to one request. Its counters name the owner; nothing is written where they name
+another request, and nothing after this worker has left the region.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from steerscope.capture.transport import ALIGN, HEADER, LEFT, MET, OWNER, READ, 
 from steerscope.engines.vllm.wire import Wire, WireCapture
 from steerscope.engines.vllm.worker.pool import Pool
 from steerscope.engines.vllm.worker.reductions import make_reductions
-from steerscope.engines.vllm.worker.requests import Asker, Slice
+from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest
 from steerscope.lenses.monitor import HostStepReadings
 
 log = logging.getLogger("steerscope")
@@ -27,18 +26,19 @@ log = logging.getLogger("steerscope")
 
 class Delivery:
     def __init__(self, pool: Pool, hidden: int, dtype: torch.dtype, stage: int, writes: bool) -> None:
-        self.pool, self.hidden, self._cell = pool, hidden, hidden * dtype.itemsize
-        self.stage, self.writes = stage, writes  # which pipeline stage this is; whether it is the rank that speaks
+        """`stage` is the pipeline stage; `writes` says whether this rank writes to shared memory."""
+        self.pool, self.hidden, self._row_bytes = pool, hidden, hidden * dtype.itemsize
+        self.stage, self.writes = stage, writes
         self.arena: Arena | None = None  # of the client that attached one
-        self.arenas: dict[str, Arena] = {}  # those that requests name
+        self.arenas: dict[str, Arena] = {}  # named by requests
         self.reductions = make_reductions(pool.cells)
-        self.reducing: dict[str, tuple[Asker, Any]] = {}  # with what they keep
-        self._open: list[Asker] = []  # of these, such as were left before their clients took what was foretold
+        self.reducing: dict[str, tuple[TrackedRequest, Any]] = {}  # with their partial results
+        self._untaken: list[TrackedRequest] = []  # left before their clients took a result that was written early
         self.counts = {"rows": 0, "row_bytes": 0}
-        self.when_read: Callable[[], torch.cuda.Event] | None = None  # on a GPU: when all readings asked for are there
-        self._finishing: set[str] = set()  # requests whose regions the client keeps for us, left or not
+        self.when_read: Callable[[], torch.cuda.Event] | None = None  # on a GPU: event after all readings so far
+        self._finishing: set[str] = set()  # requests whose regions the client keeps until `complete`
 
-    # --- where rows go
+    # --- regions
 
     def attach(self, path: str, size: int) -> None:
         self.arena = Arena(Path(path), size, create=False)
@@ -49,17 +49,32 @@ class Delivery:
             self.pool.unpin(self.arena)
             self.arena = None
 
-    def meet(self, asker: Asker) -> None:
-        """Find its region. Say that we have met it, then look whether the region is still its own: a client that
-        withdrew a request does these in the other order, so that one of us sees the other. What was withdrawn but runs
-        is steered all the same (its keys are cached as such), and captures nothing."""
-        asker.arena = self._arena_of(asker.wire)
-        if asker.arena is None or not self._owned(asker):
-            self._part(asker)
+    def find_region(self, request: TrackedRequest) -> None:
+        """Find the request's region and mark it as met.
+
+        The mark is written before the owner is checked again; a client that withdraws a request does the two in the
+        other order, so that one side sees the other. A withdrawn request that runs is still steered, since its keys are
+        cached as steered ones, and captures nothing."""
+        request.arena = self._arena_of(request.wire)
+        if request.arena is not None and self._owned(request):
+            self._set(request, MET + self.stage, 1)
+            if self._owned(request):
+                return
+        request.arena, request.left = None, True
+        request.wire = dataclasses.replace(request.wire, capture=None, watch=None)
+
+    def reserve_rows(self, request: TrackedRequest) -> None:
+        """Find the place of a capture's rows of this stage, behind those of earlier stages; start its reduction."""
+        capture = request.wire.capture
+        assert capture is not None
+        request.max_rows = capture.positions.count(capture.most)
+        before = 0 if capture.reduce else request.max_rows * request.taps_before
+        request.offset = request.wire.offset + HEADER + before * self._row_bytes
+        if capture.reduce is None or not self.writes:
             return
-        self._set(asker, MET + self.stage, 1)
-        if not self._owned(asker):
-            self._part(asker)
+        if self._untaken:
+            self._release_taken()
+        self.reducing[request.wire.name] = request, self.reductions.start(capture, request.width)
 
     def _arena_of(self, wire: Wire) -> Arena | None:
         if wire.arena is None:
@@ -70,210 +85,206 @@ class Delivery:
             self.pool.pin(self.arenas[path])
         return self.arenas[path]
 
-    def _owned(self, asker: Asker) -> bool:
-        return self._word(asker, OWNER) == asker.wire.owner
+    def _owned(self, request: TrackedRequest) -> bool:
+        return self._counter(request, OWNER) == request.wire.owner
 
-    def _word(self, asker: Asker, counter: int) -> int:
-        assert asker.arena is not None
-        return asker.arena.ints[(asker.wire.offset + ALIGN * counter) // 8]
+    def _counter(self, request: TrackedRequest, counter: int) -> int:
+        assert request.arena is not None
+        return request.arena.ints[(request.wire.offset + ALIGN * counter) // 8]
 
-    def _part(self, asker: Asker) -> None:
-        asker.arena, asker.left = None, True
-        asker.wire = dataclasses.replace(asker.wire, capture=None, watch=None)
+    def _set(self, request: TrackedRequest, counter: int, value: int) -> None:
+        """Publish a counter, unless the region was left."""
+        if self.writes and request.arena is not None and not request.left:
+            request.left = counter == LEFT + self.stage
+            request.arena.ints[(request.wire.offset + ALIGN * counter) // 8] = value
 
     # --- rows
 
-    def bring_out(self, parts: list[Slice]) -> None:
-        reduced: list[tuple[Any, Slice]] = []
-        last = False
-        for part in parts:
-            capture, held = part.asker.wire.capture, self.reducing.get(part.asker.wire.name)
-            over = capture is not None and capture.reduce and held is None  # its result has been written
-            last |= capture is not None and part.stop == capture.most
-            if part.asker.failed is not None or part.start == part.stop or capture is None or over:
+    def flush(self, slices: list[RowSlice]) -> None:
+        """Queue rows to be copied to their clients, or pass them to their reductions."""
+        reduced: list[tuple[Any, RowSlice]] = []
+        ends = False
+        for part in slices:
+            capture, entry = part.request.wire.capture, self.reducing.get(part.request.wire.name)
+            result_written = capture is not None and capture.reduce and entry is None
+            ends |= capture is not None and part.stop == capture.most
+            if part.request.failed is not None or part.start == part.stop or capture is None or result_written:
                 self.drop(part)
-            elif held is not None:
-                reduced.append((held[1], part))
+            elif entry is not None:
+                reduced.append((entry[1], part))
             else:
                 try:
-                    self._send(part, capture)
-                except Exception as error:  # one request's rows are void, the step goes on
+                    self._copy(part, capture)
+                except Exception as error:  # only this request's rows are void
                     self.drop(part)
-                    self.fail(part.asker, f"{type(error).__name__}: {error}")
+                    self.fail(part.request, f"{type(error).__name__}: {error}")
         if reduced:
             self._reduce(reduced)
-        if last:  # of a text as long as it may become: it is about to end
-            self.pool.hasten()
+        if ends:  # a text has reached its largest length and is about to end
+            self.pool.copy_waiting_now()
 
-    def drop(self, *parts: Slice) -> None:
-        """Their rows go nowhere: their cells are free, if need be when what was sent of them before has arrived."""
-        for part in parts:
+    def drop(self, *slices: RowSlice) -> None:
+        """Free the cells of slices without copying them, after earlier rows of the same cells were copied."""
+        for part in slices:
             if part.before:
-                self.pool.afterwards(part.asker, functools.partial(self.pool.give, *part.room))
+                self.pool.after_copies(part.request, functools.partial(self.pool.give, *part.freed))
             else:
-                self.pool.give(*part.room)
+                self.pool.give(*part.freed)
 
-    def _reduce(self, parts: list[tuple[Any, Slice]]) -> None:
-        try:
-            self.reductions.push(parts)
-            whole = [(held, part.asker) for held, part in parts if part.asker.complete and self._speaks(part.asker)]
-            counter = ALIGN * (ROWS + self.stage)
-            self.reductions.foretell([(h, a.most, *self._result(a), a.wire.offset + counter) for h, a in whole])
-        except Exception as error:
-            for _, part in parts:
-                self.fail(part.asker, f"{type(error).__name__}: {error}")
-        for _, part in parts:
-            self.pool.give(*part.room)
-
-    def _send(self, part: Slice, capture: WireCapture) -> None:
-        asker, count = part.asker, part.stop - part.start
-        if not self.writes or asker.arena is None or asker.left:
+    def _copy(self, part: RowSlice, capture: WireCapture) -> None:
+        request, count = part.request, part.stop - part.start
+        if not self.writes or request.arena is None or request.left:
             self.drop(part)
             return
-        used = count * asker.width
-        offset = asker.place + capture.positions.count(part.start) * asker.width * self._cell
-        note = functools.partial(self._set, asker, ROWS + self.stage, part.reached)
+        n_cells = count * request.width
+        offset = request.offset + capture.positions.count(part.start) * request.width * self._row_bytes
+        publish = functools.partial(self._set, request, ROWS + self.stage, part.n_rows)
         self.counts["rows"] += count
-        self.counts["row_bytes"] += used * self._cell
-        self.pool.move(part, used, offset, note)
+        self.counts["row_bytes"] += n_cells * self._row_bytes
+        self.pool.copy_rows(part, n_cells, offset, publish)
 
-    def _set(self, asker: Asker, counter: int, value: int) -> None:
-        """Tell the client; never again after the region was left."""
-        if self.writes and asker.arena is not None and not asker.left:
-            asker.left = counter == LEFT + self.stage
-            asker.arena.ints[(asker.wire.offset + ALIGN * counter) // 8] = value
+    # --- failures and the end of requests
 
-    def fail(self, asker: Asker, why: str) -> None:
-        asker.failed = why
-        mine = asker.arena is not None and (not asker.left or asker.wire.name in self._finishing)
-        if mine and self._owned(asker):
-            assert asker.arena is not None
-            asker.arena.fail(asker.wire.offset, why)
+    def fail(self, request: TrackedRequest, reason: str) -> None:
+        request.failed = reason
+        reachable = request.arena is not None and (not request.left or request.wire.name in self._finishing)
+        if reachable and self._owned(request):
+            assert request.arena is not None
+            request.arena.fail(request.wire.offset, reason)
         else:
-            log.error("%s: %s", asker.wire.name, why)
+            log.error("%s: %s", request.wire.name, reason)
 
-    def leave(self, asker: Asker) -> None:
-        """No more rows: when those under way have arrived, its memory belongs to the client alone."""
-        if self.writes:
-            if (fence := self.reductions.fence()) is not None:
-                self.pool.afterwards(asker, _nothing, fence)
-            event = self.when_read() if self.when_read is not None and asker.wire.watch else None
-            self.pool.afterwards(asker, functools.partial(self._left, asker), event)
-        else:
-            asker.left = True
-
-    def _left(self, asker: Asker) -> None:
-        over = asker.arena is not None and self._word(asker, TAKEN)
-        self._set(asker, LEFT + self.stage, 1)
-        if asker.wire.name not in self.reducing:
+    def leave(self, request: TrackedRequest) -> None:
+        """Leave the request's region to its client once everything under way has arrived."""
+        if not self.writes:
+            request.left = True
             return
-        if over:  # its client has what was foretold, and will not ask
-            self.reductions.release(self.reducing.pop(asker.wire.name)[1])
-        else:
-            self._open.append(asker)
+        if (fence := self.reductions.fence()) is not None:
+            self.pool.after_copies(request, _do_nothing, fence)
+        event = self.when_read() if self.when_read is not None and request.wire.watch else None
+        self.pool.after_copies(request, functools.partial(self._left, request), event)
 
-    def _look_again(self) -> None:
-        """At those whose clients may have taken what was foretold since, or are gone."""
-        waiting, self._open = self._open, []
-        for asker in waiting:
-            if (known := self.reducing.get(asker.wire.name)) is None or known[0] is not asker:
+    def _left(self, request: TrackedRequest) -> None:
+        taken = request.arena is not None and self._counter(request, TAKEN)
+        self._set(request, LEFT + self.stage, 1)
+        if request.wire.name not in self.reducing:
+            return
+        if taken:  # the client has the early result and sends no `finish`
+            self.reductions.release(self.reducing.pop(request.wire.name)[1])
+        else:
+            self._untaken.append(request)
+
+    def _release_taken(self) -> None:
+        """Release the reductions whose clients have taken an early result since, or are gone."""
+        waiting, self._untaken = self._untaken, []
+        for request in waiting:
+            entry = self.reducing.get(request.wire.name)
+            if entry is None or entry[0] is not request:
                 continue
-            if asker.arena is None or self._word(asker, TAKEN) or not self._owned(asker):
-                self.reductions.release(self.reducing.pop(asker.wire.name)[1])
+            if request.arena is None or self._counter(request, TAKEN) or not self._owned(request):
+                self.reductions.release(self.reducing.pop(request.wire.name)[1])
             else:
-                self._open.append(asker)
+                self._untaken.append(request)
+
+    def hold_regions(self, names: set[str]) -> None:
+        """Note that the client keeps the regions of these requests until `complete`."""
+        self._finishing = names
+
+    def complete(self, ended: list, requests: Sequence[TrackedRequest] = ()) -> None:
+        """Copy the rows, write the reductions and leave the regions of ended requests: [name, rows, offset, …] each.
+        `requests` are those of them that are still tracked."""
+        self.pool.wait_for_copies(self._finishing)
+        counted: list[tuple[TrackedRequest, int]] = []
+        for name, rows, *_ in ended:
+            entry = self.reducing.pop(name, None)
+            if entry is not None and rows and (count := self._write_result(*entry, rows)) is not None:
+                counted.append((entry[0], count))
+        self.reductions.flush()
+        for request, count in counted:
+            assert request.arena is not None
+            request.arena.ints[(request.wire.offset + ALIGN * (ROWS + self.stage)) // 8] = count
+        if self.writes and self.arena is not None:
+            for _, _, offset, *_ in ended:  # also of requests that never ran here
+                self.arena.ints[(offset + ALIGN * (LEFT + self.stage)) // 8] = 1
+        for request in requests:
+            request.left = True
+        self._finishing = set()
+
+    # --- reductions
+
+    def _reduce(self, parts: list[tuple[Any, RowSlice]]) -> None:
+        try:
+            self.reductions.push(parts)
+            counter = ALIGN * (ROWS + self.stage)
+            self.reductions.write_early([
+                (partial, r.max_rows, *self._result_place(r), r.wire.offset + counter)
+                for partial, r in ((partial, part.request) for partial, part in parts)
+                if r.complete and self._writes_result(r)
+            ])  # fmt: skip
+        except Exception as error:
+            for _, part in parts:
+                self.fail(part.request, f"{type(error).__name__}: {error}")
+        for _, part in parts:
+            self.pool.give(*part.freed)
+
+    def _writes_result(self, request: TrackedRequest) -> bool:
+        return request.failed is None and request.arena is not None and self.writes
+
+    def _result_place(self, request: TrackedRequest) -> tuple[Arena, int]:
+        assert request.arena is not None
+        return request.arena, request.wire.offset + HEADER + request.taps_before * self.hidden * 4
+
+    def _write_result(self, request: TrackedRequest, partial: Any, rows: int) -> int | None:
+        """Queue a result to be written by the next `flush` of the reductions; return its number of rows."""
+        capture = request.wire.capture
+        if capture is None or not self._writes_result(request):
+            return None
+        try:
+            counted = capture.positions.count(rows)
+            return self.reductions.finish(partial, rows, counted, *self._result_place(request))
+        except Exception as error:
+            self.fail(request, f"{type(error).__name__}: {error}")
+            return None
 
     # --- readings
 
-    def tell(self, asker: Asker, seen: HostStepReadings, start: int, first: int, count: int) -> None:
-        """Readings of a request, from position `first` on. Those of rows that came again are there already, and rows
-        beyond the longest text are nobody's."""
-        watch, watched = asker.wire.watch, asker.watched
+    def publish_readings(
+        self, request: TrackedRequest, readings: HostStepReadings, start: int, first: int, count: int
+    ) -> None:
+        """Publish `count` readings of a request from position `first` on; they begin at row `start` of the step's.
+        Readings of recomputed rows are there already, and rows beyond the longest text have none."""
+        watch, watched = request.wire.watch, request.watched
         assert watch is not None
         assert watched is not None
-        number = watched.told if first >= watched.until else watch.positions.count(first)
-        skip, stop = max(0, watched.told - number), min(number + count, watched.most)
+        number = watched.published if first >= watched.until else watch.positions.count(first)
+        skip, stop = max(0, watched.published - number), min(number + count, watched.max_readings)
         if number + skip >= stop:
             return
-        here = slice(start + skip, start + stop - number)
-        watched.told, watched.until = stop, first + count
-        if not self.writes or asker.arena is None or asker.left:
+        rows = slice(start + skip, start + stop - number)
+        watched.published, watched.until = stop, first + count
+        if not self.writes or request.arena is None or request.left:
             return
         size = 4 * watch.words
-        at = asker.wire.offset + HEADER + watch.place + (number + skip) * size
-        out = asker.arena.bytes[at : at + (stop - number - skip) * size].view(np.int32).reshape(-1, watch.words)
-        k, found = watch.kept, min(watch.kept, seen.values.shape[1])
+        at = request.wire.offset + HEADER + watch.place + (number + skip) * size
+        out = request.arena.bytes[at : at + (stop - number - skip) * size].view(np.int32).reshape(-1, watch.words)
+        k, found = watch.kept, min(watch.kept, readings.values.shape[1])
         if found < k:
             out[:, found:k], out[:, k + found : 2 * k] = 0, -1
-        out[:, :found].view(np.float32)[:] = seen.values[here, :found]
-        out[:, k : k + found] = seen.indices[here, :found]
+        out[:, :found].view(np.float32)[:] = readings.values[rows, :found]
+        out[:, k : k + found] = readings.indices[rows, :found]
         if watch.compiled.rules:
-            assert seen.on is not None
-            assert seen.off is not None
-            assert seen.scores is not None
-            bits = 1 << np.arange(seen.on.shape[1])
-            out[:, 2 * k], out[:, 2 * k + 1] = seen.on[here] @ bits, seen.off[here] @ bits
-            out[:, 2 * k + 2 :].view(np.float32)[:] = seen.scores[here, : len(watch.compiled.terms)]
-        self._set(asker, READ, stop)
-
-    # --- reductions, and the end of requests
-
-    def expect(self, asker: Asker) -> None:
-        """It captures: find the place of its rows of this stage, behind those of earlier ones."""
-        capture = asker.wire.capture
-        assert capture is not None
-        asker.most = capture.positions.count(capture.most)
-        before = 0 if capture.reduce else asker.most * asker.before
-        asker.place = asker.wire.offset + HEADER + before * self._cell
-        if capture.reduce is None or not self.writes:
-            return
-        if self._open:
-            self._look_again()
-        self.reducing[asker.wire.name] = asker, self.reductions.start(capture, asker.width)
-
-    def hold(self, names: set[str]) -> None:
-        """From now on, until `complete`, the client keeps the regions of these for us."""
-        self._finishing = names
-
-    def complete(self, requests: list, askers: Sequence[Asker] = ()) -> None:
-        """[name, rows, offset, …] each: their rows are brought out, reductions written, regions left. Some of them may
-        be known here until the next step says that they are gone."""
-        self.pool.drain(self._finishing)
-        counted: list[tuple[Asker, int]] = []
-        for name, rows, *_ in requests:
-            held = self.reducing.pop(name, None)
-            if held is not None and rows and (n := self._reduced(*held, rows)) is not None:
-                counted.append((held[0], n))
-        self.reductions.flush()
-        for asker, n in counted:
-            assert asker.arena is not None
-            asker.arena.ints[(asker.wire.offset + ALIGN * (ROWS + self.stage)) // 8] = n
-        if self.writes and self.arena is not None:
-            for _, _, offset, *_ in requests:  # also those that never came here
-                self.arena.ints[(offset + ALIGN * (LEFT + self.stage)) // 8] = 1
-        for asker in askers:
-            asker.left = True
-        self._finishing = set()
-
-    def _speaks(self, asker: Asker) -> bool:
-        """A result of it is to be written, and by this rank."""
-        return asker.failed is None and asker.arena is not None and self.writes
-
-    def _result(self, asker: Asker) -> tuple[Arena, int]:
-        """Where its result belongs."""
-        assert asker.arena is not None
-        return asker.arena, asker.wire.offset + HEADER + asker.before * self.hidden * 4
-
-    def _reduced(self, asker: Asker, held: Any, rows: int) -> int | None:
-        """Its result is on its way to its region; of how many rows."""
-        capture = asker.wire.capture
-        if capture is None or not self._speaks(asker):
-            return None
-        try:
-            return self.reductions.finish(held, rows, capture.positions.count(rows), *self._result(asker))
-        except Exception as error:
-            self.fail(asker, f"{type(error).__name__}: {error}")
-            return None
+            _write_rules(out[:, 2 * k :], readings, rows, len(watch.compiled.terms))
+        self._set(request, READ, stop)
 
 
-def _nothing() -> None: ...
+def _write_rules(out: np.ndarray, readings: HostStepReadings, rows: slice, n_terms: int) -> None:
+    """Write which rules went on and off (a bit each) and the scores of their terms."""
+    assert readings.on is not None
+    assert readings.off is not None
+    assert readings.scores is not None
+    bits = 1 << np.arange(readings.on.shape[1])
+    out[:, 0], out[:, 1] = readings.on[rows] @ bits, readings.off[rows] @ bits
+    out[:, 2:].view(np.float32)[:] = readings.scores[rows, :n_terms]
+
+
+def _do_nothing() -> None: ...

@@ -1,9 +1,9 @@
-"""Watched requests in a worker: lenses read the rows of a step after its forward, and rules switch the gates that the
-taps of the next one read. Every rank computes the same; one of them reports to the client.
+"""Lenses in a worker: they read the watched rows of a step after its forward, and rules switch the gates that the taps
+of the next one read. Every rank computes the same; one of them reports to the client.
 
-Taps write watched rows behind the pool's cells, at the number of their token. A step that repeats the last one, a token
-later, uses the same tensors again. On a GPU readings go to the client without the host (`readout`). The host waits for
-readings that it needs itself: tiers load the lenses that a row leads to, and rows that are computed again must be
+Taps store watched rows behind the pool's cells, at the number of their token. A step that repeats the last one, a token
+later, uses the same tensors again. On a GPU readings go to the client without the host (`cuda.lens_readout`). The host
+waits only for readings that it needs itself: tiers load the lenses that a row leads to, and recomputed rows must be
 steered as they were.
 """
 
@@ -20,18 +20,19 @@ from torch import Tensor
 from steerscope.core.slot_table import Key
 from steerscope.engines.vllm.wire import WireWatch
 from steerscope.engines.vllm.worker.delivery import Delivery
+from steerscope.engines.vllm.worker.index_layout import WATCHED
 from steerscope.engines.vllm.worker.packs import WorkerPacks
-from steerscope.engines.vllm.worker.requests import Asker, Looks, Watched
-from steerscope.engines.vllm.worker.tap import WATCHED
+from steerscope.engines.vllm.worker.requests import TrackedRequest, WatchedRows, WatchState
 from steerscope.lenses.monitor import HostStepReadings, Monitor, WatchPlan
 from steerscope.lenses.reader import Reader
 from steerscope.specs.errors import RequestFailed
 from steerscope.specs.watch import Watch
 
 if TYPE_CHECKING:
-    from steerscope.engines.vllm.cuda.lens_readout import Readout, Sheet
+    from steerscope.engines.vllm.cuda.lens_readout import DeviceRead, LensReadout
 
-Group = tuple[tuple[Key, ...], bool, Key | None]  # captured taps, whether before steering, and the one that is watched
+Group = tuple[tuple[Key, ...], bool, Key | None]  # captured taps, whether before steering, and the watched tap
+RowsOfRequest = tuple[TrackedRequest, int, int, int]  # request, first token in the batch, positions [start, stop)
 
 
 def groups_of(keys: tuple[Key, ...] | None, before: bool, watched: Key | None) -> list[Group]:
@@ -58,103 +59,105 @@ def _spec(pack: str, top_k: int, levels: tuple[int, ...] | None) -> Watch:
 
 
 @dataclass(slots=True)
-class Look:
-    """Rows that one reader reads together, request after request, on the host's time."""
+class HostRead:
+    """Rows that one reader reads while the host waits."""
 
     reader: Reader
     top_k: int
-    parts: list[tuple[Asker, int, int]]  # request, first position, number of rows
-    rows: Tensor  # their cells in the pool
+    parts: list[tuple[TrackedRequest, int, int]]  # request, first position, number of rows
+    rows: Tensor  # cells in the pool
     position: Tensor
     slot: Tensor | None
     view: Tensor | None
 
     @property
-    def askers(self) -> list[Asker]:
-        return [asker for asker, _, _ in self.parts]
+    def requests(self) -> list[TrackedRequest]:
+        return [request for request, _, _ in self.parts]
 
 
-class Watching:
+class WorkerLenses:
     def __init__(self, device: torch.device, slots: int, cells: Tensor, tokens: int, delivery: Delivery) -> None:
         self.monitor = Monitor(device, slots=slots)
         self.packs = WorkerPacks(self.monitor)
         self.delivery, self._cells, self._first = delivery, cells, len(cells) - tokens
-        self.counts = {"readings": 0, "lens_seconds": 0.0}  # seconds of this thread: a device may take longer
-        self._last: Looks | None = None  # of the last step, which the next may repeat
-        self._readout: Readout | None = None
+        self.counts = {"readings": 0, "lens_seconds": 0.0}  # host seconds: the device may take longer
+        self._last: WatchedRows | None = None  # of the last step, which the next may repeat
+        self._readout: LensReadout | None = None
         self.monitor.closing = self._drop
         if device.type == "cuda":
             from steerscope.engines.vllm.cuda import lens_readout
 
-            self._readout = lens_readout.Readout(self.monitor, cells, self._first, delivery)
+            self._readout = lens_readout.LensReadout(self.monitor, cells, self._first, delivery)
 
     # --- requests
 
-    def admit(self, asker: Asker, watch: WireWatch, alone: int, both: int) -> None:
-        """Give a request its seat. `alone` and `both` are the groups of its tokens that are watched, and that are also
-        captured."""
+    def admit(self, request: TrackedRequest, watch: WireWatch, read_group: int, both_group: int) -> None:
+        """Give a request its seat. Watched tokens have `read_group`, or `both_group` where they are also captured."""
         pack = self.packs.installed.get(watch.pack)
         if pack is None:
             raise RequestFailed("its lens pack is not on this worker")
         spec = _spec(watch.pack, watch.top_k, watch.levels)
         seat = self.monitor.admit(WatchPlan(pack, watch.key, watch.positions, watch.compiled, spec))
-        gates = [self.monitor.gate(seat, column.gate) for column in asker.wire.columns]
-        asker.watched = Watched(seat, gates, alone, both, watch.positions.count(watch.most))
+        gates = [self.monitor.gate(seat, column.gate) for column in request.wire.columns]
+        request.watched = WatchState(seat, gates, read_group, both_group, watch.positions.count(watch.most))
 
-    def release(self, asker: Asker) -> None:
-        if asker.watched is not None:
-            self.monitor.release(asker.watched.seat)
-            asker.watched = None
+    def release(self, request: TrackedRequest) -> None:
+        if request.watched is not None:
+            self.monitor.release(request.watched.seat)
+            request.watched = None
 
     # --- the rows of a step
 
-    def read(self, looks: Looks) -> None:
-        """Read the watched rows of a step, after its forward and before the next one's taps, on the stream that runs
+    def read(self, watched_rows: WatchedRows) -> None:
+        """Read the watched rows of a step after its forward and before the next one's taps, on the stream that runs
         them."""
-        self._last = looks
-        if looks.kept is None:
-            looks.kept = self._looks(looks)
+        self._last = watched_rows
+        if watched_rows.reads is None:
+            watched_rows.reads = self._reads_of(watched_rows)
         began = time.perf_counter()
-        for look in looks.kept:
+        for read in watched_rows.reads:
             try:
-                if isinstance(look, Look):
-                    self._read(look, looks.moved)
+                if isinstance(read, HostRead):
+                    self._read_on_host(read, watched_rows.offset)
                 else:
                     assert self._readout is not None
-                    self._readout.read(look)
-                    self.counts["readings"] += len(look.lines)
-            except Exception as error:  # only requests of this look fail
-                for asker in look.askers:
-                    self.delivery.fail(asker, f"{type(error).__name__}: {error}")
+                    self._readout.read(read)
+                    self.counts["readings"] += len(read.lines)
+            except Exception as error:  # only requests of this read fail
+                for request in read.requests:
+                    self.delivery.fail(request, f"{type(error).__name__}: {error}")
         self.counts["lens_seconds"] += time.perf_counter() - began
 
     def _drop(self, reader: Reader) -> None:
         """Release a reader that is about to be closed; the last step may have rows of ended requests for it."""
-        if self._last is not None and self._last.kept is not None:
-            self._last.kept = [look for look in self._last.kept if look.reader is not reader]
+        if self._last is not None and self._last.reads is not None:
+            self._last.reads = [read for read in self._last.reads if read.reader is not reader]
         if self._readout is not None:
             self._readout.drop(reader)
 
-    def _looks(self, looks: Looks) -> "list[Look | Sheet]":
-        groups: dict[object, list[tuple[Asker, int, int, int]]] = defaultdict(list)
-        for part in looks.parts:
+    def _reads_of(self, watched_rows: WatchedRows) -> "list[HostRead | DeviceRead]":
+        groups: dict[object, list[RowsOfRequest]] = defaultdict(list)
+        for part in watched_rows.parts:
             assert part[0].watched is not None
             groups[part[0].watched.seat.group, self._needs_host(part[0])].append(part)
-        return [self._look(parts) if self._needs_host(parts[0][0]) else self._sheet(parts) for parts in groups.values()]
+        return [
+            self._host_read(parts) if self._needs_host(parts[0][0]) else self._device_read(parts)
+            for parts in groups.values()
+        ]
 
-    def _needs_host(self, asker: Asker) -> bool:
+    def _needs_host(self, request: TrackedRequest) -> bool:
         """Return whether the host has to know this request's readings before the next step."""
-        assert asker.watched is not None
-        assert asker.wire.watch is not None
-        switches = any(rule.kind == "steer" for rule in asker.wire.watch.compiled.rules)
-        return self._readout is None or asker.watched.seat.reader.tiers is not None or switches
+        assert request.watched is not None
+        assert request.wire.watch is not None
+        switches = any(rule.kind == "steer" for rule in request.wire.watch.compiled.rules)
+        return self._readout is None or request.watched.seat.reader.tiers is not None or switches
 
-    def _sheet(self, parts: list[tuple[Asker, int, int, int]]) -> "Sheet":
+    def _device_read(self, parts: list[RowsOfRequest]) -> "DeviceRead":
         assert self._readout is not None
-        return self._readout.sheet(parts)
+        return self._readout.prepare(parts)
 
-    def _look(self, parts: list[tuple[Asker, int, int, int]]) -> Look:
-        seats = [asker.watched.seat for asker, *_ in parts if asker.watched is not None]
+    def _host_read(self, parts: list[RowsOfRequest]) -> HostRead:
+        seats = [request.watched.seat for request, *_ in parts if request.watched is not None]
         counts = torch.tensor([b - a for _, _, a, b in parts])
         device = self.monitor.device
 
@@ -162,39 +165,40 @@ class Watching:
             return torch.tensor(values).repeat_interleave(counts).to(device)
 
         rows = [self._first + token + i for _, token, a, b in parts for i in range(b - a)]
-        return Look(
+        return HostRead(
             reader=seats[0].reader,
             top_k=max(seat.top_k for seat in seats),
-            parts=[(asker, a, b - a) for asker, _, a, b in parts],
+            parts=[(request, a, b - a) for request, _, a, b in parts],
             rows=torch.tensor(rows).to(device),
             position=torch.tensor([at for _, _, a, b in parts for at in range(a, b)]).to(device),
             slot=per_row([seat.slot for seat in seats]) if any(seat.slot for seat in seats) else None,
             view=per_row([seat.view for seat in seats]) if any(seat.view for seat in seats) else None,
         )
 
-    def _read(self, look: Look, moved: int) -> None:
-        rows, position = self._cells.index_select(0, look.rows), look.position + moved
+    def _read_on_host(self, read: HostRead, offset: int) -> None:
+        rows, position = self._cells.index_select(0, read.rows), read.position + offset
         # The host waits for these few numbers: they must reach the client before the token that comes with them.
-        seen = self.monitor.look(look.reader, rows, look.top_k, look.slot, position, look.view).to_host()
-        start, changed = 0, seen.on is not None and seen.off is not None and bool((seen.on | seen.off).any())
-        for asker, first, count in look.parts:
-            if asker.watched is not None and asker.failed is None:
-                if changed:
-                    _remember(asker.watched, asker.wire.watch, seen, start, first + moved, count)
-                self.delivery.tell(asker, seen, start, first + moved, count)
+        readings = self.monitor.look(read.reader, rows, read.top_k, read.slot, position, read.view).to_host()
+        switched = readings.on is not None and readings.off is not None and bool((readings.on | readings.off).any())
+        start = 0
+        for request, first, count in read.parts:
+            if request.watched is not None and request.failed is None:
+                if switched:
+                    _record_gates(request.watched, request.wire.watch, readings, start, first + offset, count)
+                self.delivery.publish_readings(request, readings, start, first + offset, count)
                 self.counts["readings"] += count
             start += count
 
 
-def _remember(
-    watched: Watched, watch: WireWatch | None, seen: HostStepReadings, start: int, first: int, count: int
+def _record_gates(
+    watched: WatchState, watch: WireWatch | None, readings: HostStepReadings, start: int, first: int, count: int
 ) -> None:
-    """Record on which rows gates were switched: rows that are computed again must be steered as they were."""
+    """Record on which rows gates were switched: recomputed rows must be steered as they were."""
     assert watch is not None
-    if seen.on is None or seen.off is None:
+    if readings.on is None or readings.off is None:
         return
     for r, rule in enumerate(watch.compiled.rules):
         if rule.kind == "steer":
-            on, off = seen.on[start : start + count, r], seen.off[start : start + count, r]
+            on, off = readings.on[start : start + count, r], readings.off[start : start + count, r]
             for i in (on | off).nonzero()[0].tolist():
                 watched.switch(r + 1, first + i, bool(on[i]))

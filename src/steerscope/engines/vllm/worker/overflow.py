@@ -1,56 +1,57 @@
-"""Steering that leaves the numbers: rows that are not finite, and who must be told."""
+"""Fail requests whose steering makes rows that are not finite."""
 
 from collections import deque
 
 from steerscope.engines.vllm.wire import OVERFLOW, Recent
 from steerscope.engines.vllm.worker.delivery import Delivery
 from steerscope.engines.vllm.worker.pool import Pool
-from steerscope.engines.vllm.worker.requests import Asker
-from steerscope.engines.vllm.worker.step_index import Books
+from steerscope.engines.vllm.worker.requests import TrackedRequest
+from steerscope.engines.vllm.worker.step_index import StepIndex
 
-_LOOKING = 16  # steps in which rows that were steered may still be found not to be finite
+_STEPS = 16  # after a steered step in which its overflow may still be found
 
 
-class Faults:
-    """Every request that steers has a flag on the device."""
+class OverflowWatch:
+    """Flags on the device, one for each request that steers."""
 
-    def __init__(self, requests: int, pool: Pool, books: Books, delivery: Delivery) -> None:
-        self._pool, self._books, self._delivery = pool, books, delivery
-        self._owners: dict[int, Asker] = {}  # of flags, also after they have left
-        self._numbers = deque(range(1, 2 * requests + 2))  # those given back are used again last
+    def __init__(self, max_requests: int, pool: Pool, step_index: StepIndex, delivery: Delivery) -> None:
+        self._pool, self._step_index, self._delivery = pool, step_index, delivery
+        self._owners: dict[int, TrackedRequest] = {}  # also of flags that were released
+        self._free = deque(range(1, 2 * max_requests + 2))  # flags released last are used last
         self._spoilt = Recent()
-        self.looking = 0  # so many more steps
+        self.steps_left = 0  # in which flags are checked
 
-    def give(self, asker: Asker) -> None:
-        asker.number = self._numbers.popleft()
-        self._owners[asker.number] = asker
+    def assign(self, request: TrackedRequest) -> None:
+        request.flag = self._free.popleft()
+        self._owners[request.flag] = request
 
-    def release(self, asker: Asker) -> None:
-        if asker.number:
-            self._numbers.append(asker.number)
-            asker.number = 0
+    def release(self, request: TrackedRequest) -> None:
+        if request.flag:
+            self._free.append(request.flag)
+            request.flag = 0
 
-    def inherited(self, asker: Asker) -> bool:
-        """What it has read from the prefix cache may be what such steering left."""
-        return asker.cached and bool(asker.wire.columns) and asker.wire.steering in self._spoilt
+    def inherited(self, request: TrackedRequest) -> bool:
+        """Return whether the prefix cache may have given the request rows of a steering that overflowed."""
+        return request.cached and bool(request.wire.columns) and request.wire.steering in self._spoilt
 
-    def look(self, steers: bool) -> None:
-        """After a step."""
+    def check(self, steers: bool) -> None:
+        """Check the flags after a step."""
         if steers:
-            self.looking = _LOOKING
-        if self.looking:
-            self.looking -= 1
-            self._note(self._pool.faulty())
+            self.steps_left = _STEPS
+        if self.steps_left:
+            self.steps_left -= 1
+            self._fail(self._pool.take_overflows())
 
-    def look_now(self) -> None:
-        self._note(self._pool.faulty(wait=True))
+    def check_now(self) -> None:
+        self._fail(self._pool.take_overflows(wait=True))
 
-    def _note(self, numbers: list[int]) -> None:
-        for number in numbers:
-            asker = self._owners.get(number)
-            if asker is not None and asker.failed is None:
-                self._spoilt.add(asker.wire.steering)
-                self._delivery.fail(asker, OVERFLOW)
-                for other in self._books.askers.values():  # they may have read what it left in the prefix cache
-                    if other.cached and other.failed is None and other.wire.steering == asker.wire.steering:
-                        self._delivery.fail(other, OVERFLOW)
+    def _fail(self, flags: list[int]) -> None:
+        for flag in flags:
+            request = self._owners.get(flag)
+            if request is None or request.failed is not None:
+                continue
+            self._spoilt.add(request.wire.steering)
+            self._delivery.fail(request, OVERFLOW)
+            for other in self._step_index.requests.values():  # it may have read the request's blocks in the cache
+                if other.cached and other.failed is None and other.wire.steering == request.wire.steering:
+                    self._delivery.fail(other, OVERFLOW)

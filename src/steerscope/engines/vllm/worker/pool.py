@@ -1,7 +1,7 @@
-"""Device memory for the rows of running steps, and their way out.
+"""Device memory for the rows of running steps, and the way from there to the clients.
 
-On the CPU rows are copied to the client's memory as soon as they are complete, and the index that taps read is the very
-memory the books write.
+On a CPU rows are copied to the client's memory as soon as they are complete, and taps read the memory of the step index
+itself.
 """
 
 import bisect
@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 
 from steerscope.capture.transport import Arena
-from steerscope.engines.vllm.worker.requests import Asker, Slice
-from steerscope.engines.vllm.worker.step_index import CELL, PAGE, STRIDE
+from steerscope.engines.vllm.worker.index_layout import CELL, STRIDE
+from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest
+from steerscope.engines.vllm.worker.step_index import PAGE
 from steerscope.specs.errors import CapacityExceeded
 
-_FEW = 4
-_SMALL = 16  # such a part of all cells
-_PART = 20  # … and of the device's memory, for rows that wait while others come
+_FEW_FLAGS = 4
+_SMALL = 16  # blocks of at most this part of all cells are taken from the end
+_MEMORY_PART = 20  # of the device's memory, for rows that wait to be copied
 
 
 class Cells:
-    """Which cells are free, neighbours merged. What is small (pages of texts that are being written) lies at the end,
-    so that the prompts of a whole step find their place at the beginning."""
+    """The free cells, as merged intervals. Small blocks (pages of decoding requests) are taken from the end, so that
+    the prompts of a whole step find room at the beginning."""
 
     def __init__(self, count: int) -> None:
         self._free: list[tuple[int, int]] = [(0, count)]  # (first, behind the last), ascending
@@ -35,9 +36,9 @@ class Cells:
         for i in reversed(range(len(self._free))) if small else range(len(self._free)):
             first, last = self._free[i]
             if last - first >= count:
-                left, found = ((first, last - count), last - count) if small else ((first + count, last), first)
+                left, taken = ((first, last - count), last - count) if small else ((first + count, last), first)
                 self._free[i : i + 1] = [left] if left[0] < left[1] else []
-                return found
+                return taken
         return None
 
     def give(self, first: int, count: int) -> None:
@@ -45,8 +46,8 @@ class Cells:
             return
         at = bisect.bisect(self._free, (first, first))
         last = first + count
-        assert at == len(self._free) or last <= self._free[at][0], "cells that are free already"
-        assert not at or self._free[at - 1][1] <= first, "cells that are free already"
+        assert at == len(self._free) or last <= self._free[at][0], "the cells are free already"
+        assert not at or self._free[at - 1][1] <= first, "the cells are free already"
         if at < len(self._free) and self._free[at][0] == last:
             last = self._free.pop(at)[1]
         if at and self._free[at - 1][1] == first:
@@ -56,67 +57,70 @@ class Cells:
 
 
 class Pool(Protocol):
-    cells: Tensor  # [cells + tokens, hidden]: those that are handed out, and behind them the watched rows of a step
-    index: Tensor  # [tokens, columns] int32, what the taps read
-    faults: Tensor  # [askers] int32, set by the taps
+    cells: Tensor  # [cells + tokens, hidden]: cells to be taken, and behind them the watched rows of a step
+    index: Tensor  # [tokens, columns] int32, read by the taps
+    overflow_flags: Tensor  # [requests] int32, set by the taps
 
     def take(self, count: int) -> int | None:
-        """The first of so many cells in a row; None: there is no room."""
+        """Return the first of `count` adjacent cells; None if there is no room."""
         ...
 
     def take_late(self, count: int) -> int | None:
-        """The same, when enough of what earlier steps left has arrived: beside the step that runs."""
+        """Do the same, and wait for copies of earlier steps if need be."""
         ...
 
     def give(self, first: int, count: int) -> None:
-        """They are no longer needed, or not once what is queued has read them."""
+        """Free cells; they are written again only after everything queued has read them."""
         ...
 
-    def lay_out(
-        self, vectors: Tensor, coefficients: Tensor, orders: Tensor, before: Tensor, requests: int
+    def make_precomputed(
+        self, vectors: Tensor, coefficients: Tensor, orders: Tensor, before: Tensor, max_requests: int
     ) -> Tensor | None:
-        """Before the first step: where what taps do to tokens is laid ready, tap by tap, if it ever is."""
+        """Return the memory for precomputed ops [taps, …], if there are any. Called before the first step."""
         ...
 
-    def make_stage(self, taps: int, requests: int) -> Tensor | None:
-        """Before the first step: where taps leave rows until it ends, [taps, rows, hidden], if they ever do."""
+    def make_stage(self, n_taps: int, max_requests: int) -> Tensor | None:
+        """Return the memory where taps leave rows until the step ends [taps, rows, hidden], if they do. Called before
+        the first step."""
         ...
 
-    def send_index(self, tokens: int, lay: bool = False) -> None:
-        """The books' index holds from now on: rows [0, tokens), zero beyond. `lay`: the same will be asked
-        for again and again."""
+    def upload_index(self, tokens: int, precompute: bool = False) -> None:
+        """Give the taps index rows [0, tokens), and zeros beyond. `precompute`: the same ops will run in many steps."""
         ...
 
     def advance(self, tokens: int) -> None:
-        """The cell of every token lies one stride further than in the step before, if the taps have not seen to it."""
+        """Move the cell of every token by its stride, unless the taps have done so."""
         ...
 
     def rows(self, cell: int, count: int, width: int) -> Tensor:
-        """[count, width, hidden]"""
+        """Return rows [count, width, hidden]."""
         ...
 
-    def move(self, part: Slice, used: int, offset: int, note: Callable[[], None]) -> None:
-        """Copy that many cells of a slice to its asker's arena, then give the slice's cells back and call this."""
+    def copy_rows(self, part: RowSlice, n_cells: int, offset: int, publish: Callable[[], None]) -> None:
+        """Queue a copy of cells of a slice to its request's arena; after it free the slice's cells and call
+        `publish`."""
         ...
 
-    def pump(self, tokens: int) -> None:
-        """Beside a step with so many: send some of what waits, and see what has arrived."""
+    def copy_some(self, tokens: int) -> None:
+        """Start copies beside a step with so many tokens, and publish what has arrived."""
         ...
 
-    def hasten(self) -> None:
-        """Behind the forward that was queued last: what waits leaves now, if that is not much."""
+    def copy_waiting_now(self) -> None:
+        """Start the waiting copies behind the forward that was queued last, if they are few."""
         ...
 
-    def afterwards(self, asker: Asker, note: Callable[[], None], event: torch.cuda.Event | None = None) -> None:
-        """Call this for it when everything moved so far has arrived, and the event too."""
+    def after_copies(
+        self, request: TrackedRequest, call: Callable[[], None], event: torch.cuda.Event | None = None
+    ) -> None:
+        """Call a function once everything queued so far has arrived, and the event is reached."""
         ...
 
-    def drain(self, names: set[str] | None = None) -> None:
-        """Return when everything moved has arrived; or that of these."""
+    def wait_for_copies(self, names: set[str] | None = None) -> None:
+        """Return when all copies have arrived, or those of the named requests."""
         ...
 
-    def faulty(self, wait: bool = False) -> list[int]:
-        """Numbers of askers whose steered rows were found not to be finite; some steps late unless it waits."""
+    def take_overflows(self, wait: bool = False) -> list[int]:
+        """Return and clear the overflow flags that are set; without `wait` some steps late."""
         ...
 
     def pin(self, arena: Arena) -> None: ...
@@ -127,79 +131,81 @@ class Pool(Protocol):
 
 
 def watched_rows(cells: int, index: np.ndarray) -> int:
-    """Behind the cells there is a row for every token of a step, where rows are captured at all."""
+    """Return the number of rows behind the cells: one for each token of a step, if rows are captured at all."""
     return len(index) if cells else 0
 
 
-def least_room(tokens: int, requests: int) -> tuple[int, int]:
-    """Of an engine whose steps have at most so many: rows of a page when all ask, and rows of a pool in which those of
-    one step always fit, beside open pages and rows that wait to be sent."""
-    page = max(1, min(PAGE, tokens // (4 * requests)))
-    return page, tokens + page * requests + tokens // 4
+def smallest_pool(tokens: int, max_requests: int) -> tuple[int, int]:
+    """Return (rows per page when every request captures, rows of the smallest pool that holds one full step beside open
+    pages and rows that wait to be copied)."""
+    page = max(1, min(PAGE, tokens // (4 * max_requests)))
+    return page, tokens + page * max_requests + tokens // 4
 
 
-def room_for(cells: int, row: int, tokens: int, limit: int | None, memory: int) -> int:
-    """Cells of a pool that needs so many: as many as `limit` bytes hold. Where nobody has said, a device with memory of
-    its own has up to twice what is needed: while the prompts of one step leave, those of the next are read."""
-    most = min(2 * cells, memory // _PART // row) if limit is None else limit // row - tokens
+def pool_cells(cells: int, row_bytes: int, tokens: int, max_bytes: int | None, memory: int) -> int:
+    """Return the number of cells of a pool that needs at least `cells`: as many as fit `max_bytes`. Without a limit a
+    GPU gets up to twice as many, so that the rows of one prompt step are copied while the next one runs."""
+    most = min(2 * cells, memory // _MEMORY_PART // row_bytes) if max_bytes is None else max_bytes // row_bytes - tokens
     return max(cells, most) if cells else 0
 
 
 def make_pool(
     device: torch.device,
     cells: int,
-    askers: int,
+    max_flags: int,
     hidden: int,
     dtype: torch.dtype,
     index: np.ndarray,
-    limit: int | None,
+    max_bytes: int | None,
     runner: Any,
 ) -> Pool:
-    """With so many cells, or more (`room_for`)."""
-    row = hidden * dtype.itemsize
-    size = (cells + watched_rows(cells, index)) * row
+    """Return a pool of at least `cells` cells."""
+    row_bytes = hidden * dtype.itemsize
+    size = (cells + watched_rows(cells, index)) * row_bytes
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    cells = room_for(cells, row, len(index), limit, memory)
-    if limit is not None and size > limit:
+    cells = pool_cells(cells, row_bytes, len(index), max_bytes, memory)
+    if max_bytes is not None and size > max_bytes:
         raise CapacityExceeded(
             f"the rows of one step, and those that wait to be sent, can take {size >> 20} MiB, pool_bytes is "
-            f"{limit >> 20} MiB: tap fewer layers or sites, lower max_num_batched_tokens, or raise pool_bytes"
+            f"{max_bytes >> 20} MiB: tap fewer layers or sites, lower max_num_batched_tokens, or raise pool_bytes"
         )
     if device.type == "cuda":
         from steerscope.engines.vllm.cuda.pool import CudaPool
 
-        return CudaPool(device, cells, askers, hidden, dtype, index, runner)
-    return HostPool(cells, askers, hidden, dtype, index)
+        return CudaPool(device, cells, max_flags, hidden, dtype, index, runner)
+    return HostPool(cells, max_flags, hidden, dtype, index)
 
 
-def clear_faults(faults: Tensor, numbers: list[int]) -> None:
-    """Those of new askers: whoever had the number before may have left one. A launch costs a GPU more than they do."""
-    if len(numbers) < _FEW:
+def clear_overflow_flags(overflow_flags: Tensor, numbers: list[int]) -> None:
+    """Clear the flags of new requests, which earlier owners may have left set. One launch for many flags."""
+    if len(numbers) < _FEW_FLAGS:
         for number in numbers:
-            faults[number] = 0
+            overflow_flags[number] = 0
         return
-    wanted = torch.tensor(numbers, pin_memory=faults.is_cuda).to(faults.device, non_blocking=True)
-    faults.index_fill_(0, wanted, 0)
+    on_device = torch.tensor(numbers, pin_memory=overflow_flags.is_cuda).to(overflow_flags.device, non_blocking=True)
+    overflow_flags.index_fill_(0, on_device, 0)
 
 
 class HostPool:
-    def __init__(self, cells: int, askers: int, hidden: int, dtype: torch.dtype, index: np.ndarray) -> None:
+    def __init__(self, cells: int, max_flags: int, hidden: int, dtype: torch.dtype, index: np.ndarray) -> None:
         self.cells = torch.zeros(cells + watched_rows(cells, index), hidden, dtype=dtype)
         self._bytes = self.cells.view(torch.uint8).numpy()  # [cells, bytes]
         self.index = torch.from_numpy(index)
-        self.faults = torch.zeros(askers, dtype=torch.int32)
+        self.overflow_flags = torch.zeros(max_flags, dtype=torch.int32)
         free = Cells(cells)
         self.take, self.take_late, self.give = free.take, free.take, free.give
 
-    def lay_out(self, vectors: Tensor, coefficients: Tensor, orders: Tensor, before: Tensor, requests: int) -> None:
-        del vectors, coefficients, orders, before, requests  # here a look-up costs nothing beside the rest
+    def make_precomputed(
+        self, vectors: Tensor, coefficients: Tensor, orders: Tensor, before: Tensor, max_requests: int
+    ) -> None:
+        del vectors, coefficients, orders, before, max_requests  # looking ops up costs little on a CPU
 
-    def make_stage(self, taps: int, requests: int) -> None:
-        del taps, requests
+    def make_stage(self, n_taps: int, max_requests: int) -> None:
+        del n_taps, max_requests
 
-    def send_index(self, tokens: int, lay: bool = False) -> None:
-        del lay
-        self.faults[0] = tokens > 0  # the taps read the books' own memory, if there is anything to read
+    def upload_index(self, tokens: int, precompute: bool = False) -> None:
+        del precompute
+        self.overflow_flags[0] = tokens > 0  # on a CPU, flag 0 says whether the index has any row
 
     def advance(self, tokens: int) -> None:
         self.index[:tokens, CELL] += self.index[:tokens, STRIDE]
@@ -207,26 +213,28 @@ class HostPool:
     def rows(self, cell: int, count: int, width: int) -> Tensor:
         return self.cells[cell : cell + count * width].view(count, width, -1)
 
-    def move(self, part: Slice, used: int, offset: int, note: Callable[[], None]) -> None:
-        assert part.asker.arena is not None
-        source = self._bytes[part.cell : part.cell + used].reshape(-1)
-        part.asker.arena.bytes[offset : offset + len(source)] = source
-        self.give(*part.room)
-        note()
+    def copy_rows(self, part: RowSlice, n_cells: int, offset: int, publish: Callable[[], None]) -> None:
+        assert part.request.arena is not None
+        source = self._bytes[part.cell : part.cell + n_cells].reshape(-1)
+        part.request.arena.bytes[offset : offset + len(source)] = source
+        self.give(*part.freed)
+        publish()
 
-    def pump(self, tokens: int) -> None: ...
+    def copy_some(self, tokens: int) -> None: ...
 
-    def hasten(self) -> None: ...
+    def copy_waiting_now(self) -> None: ...
 
-    def afterwards(self, asker: Asker, note: Callable[[], None], event: torch.cuda.Event | None = None) -> None:
-        del asker, event
-        note()
+    def after_copies(
+        self, request: TrackedRequest, call: Callable[[], None], event: torch.cuda.Event | None = None
+    ) -> None:
+        del request, event
+        call()
 
-    def drain(self, names: set[str] | None = None) -> None: ...
+    def wait_for_copies(self, names: set[str] | None = None) -> None: ...
 
-    def faulty(self, wait: bool = False) -> list[int]:
+    def take_overflows(self, wait: bool = False) -> list[int]:
         del wait
-        flags = self.faults[1:]
+        flags = self.overflow_flags[1:]
         if not flags.any():
             return []
         found = (flags.nonzero().flatten() + 1).tolist()

@@ -1,8 +1,8 @@
-"""Reductions of captured rows in a worker, of all requests of a step together.
+"""Reduce the captured rows of all requests of a step.
 
-Rows past the end of a text, which an engine that schedules ahead computes before it hears of the end, must not be among
-them: the newest `hold` rows of a request are kept apart. `core.reductions.HeldBack` is the definition, and what runs on
-a CPU; on a GPU one kernel does a step of all requests.
+An engine that schedules ahead computes rows past the end of a text before it hears of the end, and these must not be
+reduced: the newest `hold` rows of a request are kept apart. `core.reductions.HeldBack` is the definition, and the
+implementation on a CPU; on a GPU one kernel reduces the rows of all requests.
 """
 
 import copy
@@ -14,41 +14,43 @@ import torch
 from steerscope.capture.transport import Arena
 from steerscope.core.reductions import HeldBack, Reducer
 from steerscope.engines.vllm.wire import WireCapture
-from steerscope.engines.vllm.worker.requests import Slice
+from steerscope.engines.vllm.worker.requests import RowSlice
 from steerscope.specs.tokens import END
 
 
 class Reductions(Protocol):
     def start(self, capture: WireCapture, width: int) -> Any:
-        """What a request of so many taps keeps until its end."""
+        """Return the partial result of a request with `width` taps."""
         ...
 
-    def push(self, parts: Sequence[tuple[Any, Slice]]) -> None:
-        """Take rows in; their cells may be used again behind the next `join`."""
+    def push(self, parts: Sequence[tuple[Any, RowSlice]]) -> None:
+        """Add rows to partial results. Their cells may be written again after the next `join`."""
         ...
 
     def join(self) -> None:
-        """The next forward comes behind whatever was pushed: it may write to those cells."""
+        """Let the next forward wait for everything pushed: it may write to the same cells."""
         ...
 
-    def foretell(self, ends: Sequence[tuple[Any, int, Arena, int, int]]) -> None:
-        """So many rows were taken in, and no more will come: their result may be written to the first place of the
-        arena, and then their number to the second. `finish` may still say that some do not count."""
+    def write_early(self, ends: Sequence[tuple[Any, int, Arena, int, int]]) -> None:
+        """Write results before their requests have ended: (partial result, rows, arena, place of the result, place of
+        the row count) each. `finish` may still find that some rows do not count."""
         ...
 
     def fence(self) -> torch.cuda.Event | None:
-        """When all that was foretold is written; None: it is."""
+        """Return an event after all results written early; None if they are there."""
         ...
 
-    def finish(self, held: Any, rows: int, counted: int, arena: Arena, place: int) -> int:
-        """Of `counted` rows, all at positions below `rows`, the result [taps, hidden] is to be at this place of the
-        shared memory after `flush`; how many rows it stands for."""
+    def finish(self, partial: Any, rows: int, counted: int, arena: Arena, place: int) -> int:
+        """Queue the result [taps, hidden] of `counted` rows, all at positions below `rows`, to be written by `flush`;
+        return the number of rows that it reduces."""
         ...
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Write all queued results."""
+        ...
 
-    def release(self, held: Any) -> None:
-        """Nobody asks for anything of it any more."""
+    def release(self, partial: Any) -> None:
+        """Free a partial result."""
         ...
 
 
@@ -60,32 +62,32 @@ class HostReductions:
         assert capture.reduce is not None
         return HeldBack(Reducer(capture.reduce, width, self._cells.shape[1], self._cells.device), capture.hold)
 
-    def push(self, parts: Sequence[tuple[HeldBack, Slice]]) -> None:
-        for held, part in parts:
-            count, width = part.stop - part.start, part.asker.width
+    def push(self, parts: Sequence[tuple[HeldBack, RowSlice]]) -> None:
+        for partial, part in parts:
+            count, width = part.stop - part.start, part.request.width
             rows = self._cells[part.cell : part.cell + count * width].view(count, width, -1)
-            held.push(range(part.start, part.stop), rows)
+            partial.push(range(part.start, part.stop), rows)
 
     def join(self) -> None: ...
 
-    def foretell(self, ends: Sequence[tuple[HeldBack, int, Arena, int, int]]) -> None:
-        for held, counted, arena, place, counter in ends:
-            reducer = copy.deepcopy(held).finish(END)
+    def write_early(self, ends: Sequence[tuple[HeldBack, int, Arena, int, int]]) -> None:
+        for partial, counted, arena, place, counter in ends:
+            reducer = copy.deepcopy(partial).finish(END)
             if reducer.n == counted:
                 _write(reducer, arena, place)
                 arena.words[counter // 8] = counted
 
     def fence(self) -> None: ...
 
-    def finish(self, held: HeldBack, rows: int, counted: int, arena: Arena, place: int) -> int:
-        del counted  # the rows themselves say
-        reducer = held.finish(rows)
+    def finish(self, partial: HeldBack, rows: int, counted: int, arena: Arena, place: int) -> int:
+        del counted  # the partial result knows it
+        reducer = partial.finish(rows)
         _write(reducer, arena, place)
         return reducer.n
 
     def flush(self) -> None: ...
 
-    def release(self, held: HeldBack) -> None: ...
+    def release(self, partial: HeldBack) -> None: ...
 
 
 def _write(reducer: Reducer, arena: Arena, place: int) -> None:

@@ -1,13 +1,13 @@
-"""What a worker knows of each request that asks for something, and the pieces of a step that belong to one."""
+"""Requests that a worker tracks, and slices of their captured rows."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from steerscope.capture.transport import Arena
 from steerscope.core.slot_table import Lease
 from steerscope.engines.vllm.wire import Wire
-from steerscope.specs.tokens import END, Interval
+from steerscope.specs.tokens import END, Interval, Positions
 
 if TYPE_CHECKING:
     from steerscope.lenses.monitor import Seat
@@ -15,36 +15,37 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Page:
-    """Cells for rows that follow each other: row i of position start + i."""
+    """Adjacent cells of one decoding request: row i belongs to position `start` + i."""
 
     cell: int
     start: int
-    size: int
-    count: int = 0
-    sent: int = 0  # rows that have left it already
+    size: int  # rows
+    count: int = 0  # rows written
+    flushed: int = 0  # rows flushed before the page was full
 
 
 @dataclass(slots=True)
-class Watched:
-    """What a watched request has in the worker that holds its tap."""
+class WatchState:
+    """State of a watched request in the worker that holds its tap."""
 
     seat: "Seat"
     gates: list[int]  # the gate of each of its columns
-    alone: int  # the group of its tokens that are read and not captured
-    both: int  # … and of those that are both
-    most: int  # readings that there can be
-    seen: int = 0  # watched rows computed so far, all below a position that never falls
-    told: int = 0  # those that the client has
-    until: int = 0  # … all of positions below this
-    open: dict[int, list[Interval]] = field(default_factory=dict)  # by gate of a column: rows on which it is open
+    read_group: int  # of tokens that lenses read and that are not captured
+    both_group: int  # of tokens that are read and captured
+    max_readings: int
+    seen: int = 0  # watched rows computed so far; they lie below a position that never falls
+    published: int = 0  # readings that the client has
+    until: int = 0  # all published readings belong to positions below this one
+    open: dict[int, list[Interval]] = field(default_factory=dict)  # rows on which a column's gate is open, by gate
 
-    def reach(self, count: int, position: int) -> None:
-        """So many rows were watched, all below this position: in steps that repeat, nobody counts them one by one."""
+    def advance(self, count: int, position: int) -> None:
+        """Record that `count` rows below a position were watched; repeated steps do not count them one by one."""
         self.seen = max(self.seen, count)
-        self.told, self.until = max(self.told, min(self.seen, self.most)), max(self.until, position)
+        self.published = max(self.published, min(self.seen, self.max_readings))
+        self.until = max(self.until, position)
 
     def switch(self, gate: int, row: int, on: bool) -> None:
-        """A rule changed with this row, which is known on the host from now on."""
+        """Record that a rule opened or closed a gate with this row."""
         spans = self.open.setdefault(gate, [])
         if on:
             spans.append((row + 1, END))
@@ -53,74 +54,141 @@ class Watched:
 
 
 @dataclass(slots=True)
-class Looks:
-    """The watched rows of a step: whose, from which token of the batch on, positions [start, stop)."""
+class WatchedRows:
+    """Rows of a step that lenses read: (request, first token in the batch, start, stop) each."""
 
-    parts: "list[tuple[Asker, int, int, int]]"
-    moved: int = 0  # all positions lie so much further: steps that repeat share this
-    kept: Any = None  # what the reader made of it
+    parts: "list[tuple[TrackedRequest, int, int, int]]"
+    offset: int = 0  # added to all positions; repeated steps share this object
+    reads: Any = None  # what the reader prepared for these rows
 
 
 @dataclass(slots=True)
-class Asker:
+class TrackedRequest:
     """A request that steers, captures or is watched."""
 
     wire: Wire
     leases: list[Lease]
-    group: int  # 0: captures nothing here
-    width: int  # captured taps on this worker
-    before: int = 0  # captured taps of earlier pipeline stages: their rows come first
-    place: int = 0  # where the rows of this worker begin in its arena
-    seen: int = 0  # captured rows computed so far, all below a position that never falls
-    most: int = 0  # captured rows that there can be
-    moved: int = 0  # captured rows that are there or on their way
-    reached: int = 0  # the first position that was never fed
+    group: int  # capture group; 0: captures nothing in this worker
+    width: int  # captured taps of this worker
+    taps_before: int = 0  # captured taps of earlier pipeline stages: their rows come first
+    offset: int = 0  # of this worker's rows in the arena
+    seen: int = 0  # captured rows computed so far; they lie below a position that never falls
+    max_rows: int = 0
+    flushed: int = 0  # captured rows that are in the arena or being copied
+    next_position: int = 0  # the first position that was never computed
     failed: str | None = None
-    left: bool = False  # its region is no longer ours
-    arena: Arena | None = None  # where that region is
-    number: int = 0  # which fault flag is its own
-    cached: bool = False  # its first rows were not computed here
+    left: bool = False  # its region belongs to the client alone
+    arena: Arena | None = None
+    flag: int = 0  # number of its overflow flag
+    cached: bool = False  # its first rows came from the prefix cache
     page: Page | None = None
-    watched: Watched | None = None
-    groups: list[Hashable] = field(default_factory=list)  # those it holds
+    watched: WatchState | None = None
+    groups: list[Hashable] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
-        """All rows that it can ever have are there or on their way."""
-        return 0 < self.most == self.moved
+        """Whether every row that the request can have was flushed."""
+        return 0 < self.max_rows == self.flushed
 
     @property
     def steers(self) -> bool:
         return bool(self.leases) and len(self.leases) == len(self.wire.columns)
 
+    # --- what it asks for, by position
 
-@dataclass(slots=True)  # not frozen: there are many of them, and it would take three times as long
-class Slice:
+    @property
+    def capture_stop(self) -> int:
+        """Return the position below which its captured rows lie."""
+        assert self.wire.capture is not None
+        return self.wire.capture.most
+
+    def captures(self, position: int) -> bool:
+        capture = self.wire.capture
+        return bool(self.group) and capture is not None and position < capture.most and position in capture.positions
+
+    def rows_to_capture(self, start: int, stop: int) -> Iterator[Interval]:
+        """Yield the intervals of [start, stop) whose rows are captured. Missing rows before them fail the request."""
+        capture = self.wire.capture
+        assert capture is not None
+        for a, b in capture.positions.within(start, min(stop, capture.most)):  # an extra step has no rows
+            if capture.positions.count(a) > self.seen:
+                self.failed = f"rows before position {a} were never computed"
+                return
+            self.seen = max(self.seen, capture.positions.count(b))
+            yield a, b
+
+    def rows_to_read(self, start: int, stop: int) -> Iterator[Interval]:
+        """Yield the intervals of [start, stop) that lenses read. Missing rows before them fail the request."""
+        watch, watched = self.wire.watch, self.watched
+        assert watch is not None
+        assert watched is not None
+        for a, b in watch.positions.within(start, min(stop, watch.most)):
+            if watch.positions.count(a) > watched.seen:
+                self.failed = f"watched rows before position {a} were never computed"
+                return
+            watched.seen = max(watched.seen, watch.positions.count(b))
+            yield a, b
+
+    def gated(self, k: int, recomputed: bool) -> tuple[int, Positions]:
+        """Return the gate of column k, and the positions that have it. Gates hold their state after the newest row; for
+        recomputed rows the recorded state counts, and the rows that were steered have the gate that is always open."""
+        column = self.wire.columns[k]
+        if not column.gate:
+            return 0, column.positions
+        if self.watched is None:
+            return 0, Positions()
+        if recomputed:
+            return 0, column.positions & Positions.of(self.watched.open.get(column.gate, ()))
+        return self.watched.gates[k], column.positions
+
+    def stays_equal(self, position: int) -> bool:
+        """Return whether it does the same at all later positions as at this one."""
+        capture, stop = self.wire.capture, position + (1 << 30)
+        if capture and position < capture.most:
+            if not _is_constant(capture.positions, position, capture.most):
+                return False
+            if self.group and position in capture.positions:
+                stop = capture.most  # the fast path ends with the last captured row
+        watch = self.wire.watch
+        if self.watched and watch and position < watch.most and not _is_constant(watch.positions, position, watch.most):
+            return False
+        return all(_is_constant(column.positions, position, stop) for column in self.wire.columns)
+
+
+@dataclass(slots=True)  # not frozen: creating a frozen one takes three times as long
+class RowSlice:
     """Rows of one request: positions [start, stop) are cells [cell, cell + (stop − start) · width)."""
 
-    asker: Asker
+    request: TrackedRequest
     start: int
     stop: int
     cell: int
-    reached: int  # captured rows that are there when this slice is
-    size: int  # cells that are free when it has left; none: their page is still being written
-    before: int = 0  # so many of these lie before it: rows that were sent earlier, or sums
-    summed: int = 0  # so many of its rows, the first ones, are not there, but in these sums; the cells are the others'
+    n_rows: int  # captured rows of the request that exist once this slice is copied
+    n_freed: int  # cells that are free afterwards; 0: their page is still being written
+    before: int = 0  # cells between the first of those and `cell`: flushed earlier, or partial sums
+    summed: int = 0  # number of leading rows that exist only as partial sums; `cell` points at the remaining ones
 
     @property
-    def room(self) -> tuple[int, int]:
-        """The first of those cells, and their number."""
-        return self.cell - self.before, self.size
+    def freed(self) -> tuple[int, int]:
+        """Return the first cell that is free afterwards, and the number of cells."""
+        return self.cell - self.before, self.n_freed
 
 
-def sliced(asker: Asker, start: int, stop: int, cell: int, size: int, before: int = 0, summed: int = 0) -> Slice:
-    """Rows of it that are on their way from now on."""
-    assert asker.wire.capture is not None
-    asker.moved = max(asker.moved, asker.wire.capture.positions.count(stop))
-    return Slice(asker, start, stop, cell, asker.moved, size, before, summed)
+def make_slice(
+    request: TrackedRequest, start: int, stop: int, cell: int, n_freed: int, before: int = 0, summed: int = 0
+) -> RowSlice:
+    """Return a slice and count its rows as flushed."""
+    assert request.wire.capture is not None
+    request.flushed = max(request.flushed, request.wire.capture.positions.count(stop))
+    return RowSlice(request, start, stop, cell, request.flushed, n_freed, before, summed)
 
 
-def rest_of(asker: Asker, page: Page, count: int) -> Slice:
-    """What of a page with so many rows was not sent; no more will join them."""
-    before, size = page.sent * asker.width, page.size * asker.width
-    return sliced(asker, page.start + page.sent, page.start + count, page.cell + before, size, before)
+def rest_of_page(request: TrackedRequest, page: Page, count: int) -> RowSlice:
+    """Return the rows of a page with `count` rows that were not flushed; no more are added to it."""
+    before, size = page.flushed * request.width, page.size * request.width
+    return make_slice(request, page.start + page.flushed, page.start + count, page.cell + before, size, before)
+
+
+def _is_constant(positions: Positions, start: int, stop: int) -> bool:
+    """Return whether the positions hold either all of [start, stop) or none of it."""
+    return list(positions.within(start, stop)) in ([], [(start, stop)])

@@ -1,11 +1,11 @@
-"""Seeded requests on vLLM's CPU build.
+"""Repair seeded requests on vLLM's CPU build.
 
-While a prompt is fed in pieces, the V1 runner samples after every piece, throws the token away and takes the draw back
-by moving the generator's offset. CPU generators have no offset: there the step fails, and the engine with it.
-Generators that remember their state give it what it needs.
+While a prompt is computed in pieces, the V1 runner samples after every piece, discards the token and undoes the draw by
+moving the generator's offset. CPU generators have no offset, so the step and the engine would fail. Generators that
+remember their state undo the draw.
 
-Up to vLLM 0.28 the sampler for CPUs looks at seeds only when every request of the batch has one, so that the text of a
-seeded request depends on who runs beside it. The others get generators too.
+Up to vLLM 0.28 the CPU sampler uses seeds only when every request of the batch has one, so the text of a seeded request
+would depend on the other requests. The others get generators too.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 
-class Rewindable(torch.Generator):
-    """A CPU generator whose last draw can be taken back."""
+class RewindableGenerator(torch.Generator):
+    """A CPU generator whose last draw can be undone."""
 
     before: torch.Tensor
 
@@ -25,23 +25,23 @@ class Rewindable(torch.Generator):
         return 0
 
     def set_offset(self, offset: int) -> torch.Generator:
-        del offset  # one draw back, whatever the runner thinks its size is
+        del offset  # always one draw back, whatever size the runner assumes
         return self.set_state(self.before)
 
 
-def mend(runner: Any) -> None:  # vLLM's V1 CPU runner, its inputs prepared
-    """Before a step with seeded requests: all have a generator, and where the sample will be thrown away it can go
-    back."""
+def repair_generators(runner: Any) -> None:
+    """Give every request of vLLM's V1 CPU runner a generator before a step with seeded requests, and those whose sample
+    is discarded one that can be rewound."""
     batch = runner.input_batch
     for at in range(len(batch.req_ids)):
         if at not in batch.generators:
             batch.generators[at] = spare = torch.Generator()
-            spare.seed()  # all new ones begin alike
+            spare.seed()  # new generators all begin with the same state
     for at, generator in batch.generators.items():
         if not runner.discard_request_mask.np[at]:
             continue
-        if not isinstance(generator, Rewindable):
-            mended = Rewindable()
-            mended.set_state(generator.get_state())
-            batch.generators[at] = runner.requests[batch.req_ids[at]].generator = generator = mended
+        if not isinstance(generator, RewindableGenerator):
+            rewindable = RewindableGenerator()
+            rewindable.set_state(generator.get_state())
+            batch.generators[at] = runner.requests[batch.req_ids[at]].generator = generator = rewindable
         generator.remember()

@@ -1,395 +1,384 @@
-"""The books of the vLLM engine: who asked for what, and what each token of a step must do.
+"""The step index: what each token of a step must do.
 
-Before every forward the scheduler's own numbers (which requests run, how many tokens, from which position) are turned
-into one row of integers per token: where its captured rows go, which group of taps captures it, and its ops. Rows of
-tokens nobody claims are zero. Pure numpy, and work only for requests that asked for something.
+Before every forward the scheduler's numbers (which requests run, how many tokens, from which position) become one row
+of integers per token: the cell of its captured row, its capture group and its ops. Rows of untracked tokens are zero.
+Pure numpy; the work grows with the number of tracked requests, not with the batch.
 
-While requests decode, a step differs from the last one only in where its rows go, and these lie in pages: rows of one
-request side by side. Such a step is a comparison and a few sums, whatever the number of requests. Now and then, and
-just before a text is as long as it may become, what pages hold is sent.
+Rows of a decoding request lie side by side in a page, so a repeated step costs one comparison and a few sums
+(`decode_fast_path`). Pages are flushed when they are full, every `_PERIOD` rows, and just before a text reaches its
+largest length.
 """
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from steerscope.engines.vllm.cuda.prefill_sums import Prompts, Taken
-from steerscope.engines.vllm.wire import WireColumn
-from steerscope.engines.vllm.worker.decode_fast_path import NEVER, Filled, Steady
-from steerscope.engines.vllm.worker.requests import Asker, Looks, Page, Slice, rest_of, sliced
+from steerscope.engines.vllm.worker.decode_fast_path import NEVER, DecodeFastPath, StepPlan
+from steerscope.engines.vllm.worker.index_layout import CELL, ENTRIES, FLAG, GROUP, STRIDE
+from steerscope.engines.vllm.worker.prefill_sums import PrefillRows, PromptSlice
+from steerscope.engines.vllm.worker.requests import (
+    Page,
+    RowSlice,
+    TrackedRequest,
+    WatchedRows,
+    make_slice,
+    rest_of_page,
+)
 from steerscope.specs.errors import CapacityExceeded
-from steerscope.specs.tokens import Interval, Positions
 
-# Columns of the index: the asker's number, the first cell, the group, how many cells further the next row of a decoding
-# request lies, and the ops, three numbers each.
-ASKER, CELL, GROUP, STRIDE, ENTRIES = range(5)
-LAID = 1 << 30  # added to the asker's number: what its ops add lies ready (on a GPU, `laying`)
 PAGE = 128  # rows, at most
-# Rows leave pages that are not full every so many steps, in a few steps that follow each other: to send those of all
-# requests at once would hold up the next step, and to send few at a time takes the host longer.
+# Rows of pages that are not full are flushed every _PERIOD steps, spread over _TURNS steps: all requests at once would
+# delay the next step, and few at a time cost the host more.
 _PERIOD, _TURNS = 64, 4
-_FEW = 4  # askers
-_TRIES = 4  # of finding room for a step
-_LINE = 16  # an index row fills whole cache lines
+_FEW_REQUESTS = 4
+_MAX_TRIES = 4  # to find room for a step
+_LINE = 16  # integers: an index row fills whole cache lines
+
+ReserveCells = Callable[[int], int]  # returns the first of so many adjacent cells; may close every page to make room
+FlushRows = Callable[[list[RowSlice]], None]
 
 
-class Books:
-    def __init__(self, tokens: int, columns: int, page: int = PAGE, shared: int = 0) -> None:
-        """Pages have `page` rows, or up to PAGE if those of everybody who asks are no more than `shared` rows."""
-        self.columns, self._page, self._shared = columns, page, shared
-        width = -(-(ENTRIES + 3 * columns) // _LINE) * _LINE
-        self.index = np.zeros((tokens, width), dtype=np.int32)
-        self.askers: dict[str, Asker] = {}
+@dataclass(slots=True)
+class _BatchPart:
+    """Tokens of one tracked request in a batch."""
+
+    request: TrackedRequest
+    number: int  # of the request in the batch
+    first: int  # token in the batch
+    position: int
+    count: int  # tokens
+
+    def token_of(self, position: int) -> int:
+        return self.first + position - self.position
+
+
+@dataclass(slots=True)
+class _StepRows:
+    """Rows of a step that are captured or read."""
+
+    prompts: list[PromptSlice] = field(default_factory=list)
+    decoded: list[tuple[TrackedRequest, int, int]] = field(default_factory=list)  # request, token, position
+    watched: list[tuple[TrackedRequest, int, int, int]] = field(default_factory=list)  # request, token, start, stop
+
+
+class StepIndex:
+    def __init__(self, n_tokens: int, n_columns: int, page_rows: int = PAGE, shared_rows: int = 0) -> None:
+        """Make an index for steps of up to `n_tokens`. Pages have `page_rows` rows, or up to PAGE while the pages of
+        all tracked requests together have at most `shared_rows`."""
+        self.columns, self._page_rows, self._shared_rows = n_columns, page_rows, shared_rows
+        width = -(-(ENTRIES + 3 * n_columns) // _LINE) * _LINE
+        self.index = np.zeros((n_tokens, width), dtype=np.int32)
+        self.requests: dict[str, TrackedRequest] = {}
         self._dirty = 0  # index rows [0, dirty) may be non-zero
-        self._steady: Steady | None = None
-        self.proving = False  # a dummy batch is to do what the index says
-        self.resting = False  # those who asked have all they wanted
+        self._fast: DecodeFastPath | None = None
+        self.proving = False  # a dummy batch runs with the index as it is
+        self.resting = False  # no tracked request has work left
 
     @property
     def page(self) -> int:
-        """Rows of one that is opened now: a small part of the pool, also when few ask."""
-        return max(self._page, min(PAGE, self._shared // max(_FEW, len(self.askers))))
+        """Return the rows of a page that is opened now: a small part of the pool, also with few requests."""
+        return max(self._page_rows, min(PAGE, self._shared_rows // max(_FEW_REQUESTS, len(self.requests))))
 
-    def fill(
+    def plan(
         self,
-        requests: Sequence[str],
+        names: Sequence[str],
         starts: np.ndarray,
         computed: np.ndarray,
-        reserve: Callable[[int], int],
-        bring_out: Callable[[list[Slice]], None],
+        reserve: ReserveCells,
+        flush: FlushRows,
         span: int = 0,
-    ) -> Filled:
-        """Write the index for a step in which request i feeds tokens [starts[i], starts[i+1]) of the batch, beginning
-        at its absolute position computed[i]. `reserve(cells)` gives the first cell of so many in a row, and may close
-        every page to make room; `bring_out` takes rows of earlier steps; with `span`, see `summing.Prompts`."""
-        if self._steady is not None and self._steady.fits(requests, starts, computed):
-            again = self._repeat(self._steady, reserve)
-            if again is not None:
-                return again
-        self.settle()
-        filled = Filled()
+    ) -> StepPlan:
+        """Write the index for a step in which request i computes tokens [starts[i], starts[i+1]) of the batch, from
+        position computed[i] on, and return the plan. `flush` takes rows of earlier steps; `span` are the cells of one
+        row of partial sums, 0 without sums."""
+        if self._fast is not None and self._fast.matches(names, starts, computed):
+            repeated = self._repeat(self._fast, reserve)
+            if repeated is not None:
+                return repeated
         self.clear()
-        here: list[tuple[int, Asker]] = []
-        taken: list[Taken] = []  # of prompts
-        rows: list[tuple[Asker, int, int, int]] = []  # who, batch token, positions; of those who feed one token
-        looks: list[tuple[Asker, int, int, int]] = []  # the same, of those who are watched
-        for i, name in enumerate(requests):
-            asker = self.askers.get(name)
-            if asker is None:
-                continue
-            here.append((i, asker))
-            first, last, at = int(starts[i]), int(starts[i + 1]), int(computed[i])
-            self._dirty = filled.tokens = last
-            before, fine = at < asker.reached, not asker.failed
-            filled.recomputed += before
-            if asker.page is not None and (last - first > 1 or asker.page.start + asker.page.count != at):
-                bring_out(self.close(asker))
-            asker.reached = max(asker.reached, at + last - first)
-            # Also when its rows are void: its keys and values are cached under the salt of its steering.
-            if asker.steers and self._steer(asker, first, at, at + last - first, before):
-                filled.columns = max(filled.columns, len(asker.wire.columns))
-            if asker.group and asker.wire.capture and not asker.failed:
-                found = [(asker, first + a - at, a, b) for a, b in _captured(asker, at, at + last - first)]
-                if last - first == 1:
-                    rows += found
-                else:
-                    taken += [Taken(*one, again=before) for one in found]
-            if asker.watched is not None and not asker.failed:
-                looks += [(asker, first + a - at, a, b) for a, b in _read(asker, at, at + last - first)]
-            if asker.failed and fine:
-                filled.failed.append(asker)
-        prompts = Prompts(taken, 0 if filled.columns else span)
-        filled.slices += prompts.place(self._make_room(rows, prompts.cells, reserve), self.index, CELL, GROUP)
-        filled.runs, filled.summed = prompts.runs(filled.tokens), prompts.summed
-        period = self._period
-        for i, (asker, token, _, _) in enumerate(rows):
-            cell = self._page_row(asker, i % _TURNS, period, filled)
-            self.index[token, CELL : STRIDE + 1] = cell, asker.group, asker.width
-        if looks:
-            filled.looks = Looks(looks)
-            for asker, token, a, b in looks:
-                self._watch(asker, token, b - a)
-        filled.steers, filled.keeps = filled.columns > 0, bool(taken or rows or looks)
-        filled.busy = filled.steers or filled.keeps
-        self._steady = self._begin(list(requests), here, starts, computed, filled)
-        self.resting = len(here) == len(self.askers) and self._steady is not None and not self._steady.wanted()
-        return filled
+        plan, rows, parts = StepPlan(), _StepRows(), list[_BatchPart]()
+        for number, name in enumerate(names):
+            request = self.requests.get(name)
+            if request is not None:
+                first, stop = int(starts[number]), int(starts[number + 1])
+                part = _BatchPart(request, number, first, int(computed[number]), stop - first)
+                parts.append(part)
+                self._dirty = plan.tokens = stop
+                self._plan_request(part, plan, rows, flush)
+        self._place_rows(rows, plan, reserve, span)
+        plan.steers = plan.columns > 0
+        plan.keeps = bool(rows.prompts or rows.decoded or rows.watched)
+        plan.busy = plan.steers or plan.keeps
+        self._fast = self._fast_path_after(list(names), parts, starts, computed, plan)
+        self.resting = len(parts) == len(self.requests) and self._fast is not None and not self._fast.has_work()
+        return plan
 
-    def admit(self, name: str, asker: Asker) -> None:
-        """It may have fed tokens before, of which it asked for nothing."""
-        self.settle()  # steps that repeat know who asks
-        self.askers[name], self.resting = asker, False
+    def admit(self, name: str, request: TrackedRequest) -> None:
+        """Track a request, which may have computed tokens before."""
+        self.leave_fast_path()
+        self.requests[name], self.resting = request, False
 
-    def _watch(self, asker: Asker, token: int, count: int) -> None:
-        """After captures: a token has one group."""
-        assert asker.watched is not None
-        group = self.index[token : token + count, GROUP]
-        group[:] = np.where(group == 0, asker.watched.alone, asker.watched.both)
-
-    def _make_room(self, rows: list[tuple[Asker, int, int, int]], total: int, reserve: Callable[[int], int]) -> int:
-        """A page for everybody who feeds one token, and the first of so many cells. Nothing counts before all have
-        theirs: whoever closes pages to make room must find rows of earlier steps in them, and no others."""
-        cell: int | None = None
-        for _ in range(_TRIES):
-            for asker, _, position, _ in rows:
-                if asker.page is None:
-                    assert asker.wire.capture is not None
-                    size = min(self.page, asker.wire.capture.most - position)
-                    asker.page = Page(reserve(size * asker.width), position, size)
-            if cell is None and total:
-                cell = reserve(total)
-            if all(asker.page is not None for asker, *_ in rows):
-                return cell or 0
-        raise CapacityExceeded("the rows of one step do not fit the pool")
-
-    def _page_row(self, asker: Asker, turn: int, period: int, filled: Filled) -> int:
-        """The cell of one more row; a page that is full with it is complete."""
-        page = asker.page
-        assert page is not None
-        assert asker.wire.capture is not None
-        page.count += 1
-        if page.count == page.size:
-            filled.slices += self.close(asker)
-        elif not (more := asker.wire.capture.most - page.start - page.count - 1) or (more - turn) % period == 0:
-            filled.slices += self._part(asker, page.count)
-        return page.cell + (page.count - 1) * asker.width
-
-    @property
-    def _period(self) -> int:
-        """Counted from a text's last row, so that few others have to leave with that one."""
-        return _PERIOD if self.page > _PERIOD else NEVER
-
-    def _part(self, asker: Asker, count: int) -> list[Slice]:
-        """What a page of so many rows holds and was not sent. Reductions take rows in all at once."""
-        page, capture = asker.page, asker.wire.capture
-        assert page is not None
-        if capture is None or capture.reduce is not None or page.sent == count:
-            return []
-        first, page.sent = page.sent, count
-        return [sliced(asker, page.start + first, page.start + count, page.cell + first * asker.width, 0)]
-
-    def close(self, asker: Asker) -> list[Slice]:
-        """The rows of its open page, if it has one (there may be none yet); no more will join them."""
-        if self._steady is not None and asker.page is not None:
-            self.settle()
-        page, asker.page = asker.page, None
-        return [] if page is None else [rest_of(asker, page, page.count)]
-
-    def _steer(self, asker: Asker, first: int, at: int, stop: int, again: bool) -> bool:
-        """Whether any of these tokens is steered. What is computed again is steered as it was the first time."""
-        some = False
-        for k, (column, lease) in enumerate(zip(asker.wire.columns, asker.leases, strict=True)):
-            gate, positions = _switched(asker, k, column, again)
-            for a, b in positions.within(at, stop):
-                where = slice(first + a - at, first + b - at)
-                self.index[where, ASKER] = asker.number
-                entry = (lease.vector_slot, lease.coefficient_slot, gate)
-                self.index[where, ENTRIES + 3 * k : ENTRIES + 3 * k + 3] = entry
-                some = True
-        return some
-
-    # --- steps that repeat
-
-    def _begin(
-        self, names: list[str], here: list[tuple[int, Asker]], starts: np.ndarray, computed: np.ndarray, filled: Filled
-    ) -> Steady | None:
-        """What the next steps look like if everybody who asks goes on with one token each; None if not so."""
-        for i, asker in here:
-            at = int(computed[i])
-            if starts[i + 1] - starts[i] != 1 or asker.failed or not _lasts(asker, at):
-                return None
-        if not here or filled.recomputed:  # a row that comes again has entries of its own
-            return None
-        request = np.array([i for i, _ in here])
-        askers = [asker for _, asker in here]
-        rows = [asker.width if asker.group and asker.wire.capture and _captures(asker, int(computed[i])) else 0
-                for i, asker in here]  # fmt: skip
-        pages = [asker.page for asker in askers]
-        capturing = any(rows)
-        again = Filled(
-            filled.tokens,
-            looks=filled.looks,
-            columns=filled.columns,
-            steers=filled.steers,
-            keeps=filled.keeps,
-            busy=filled.busy,
-            same=not capturing,
-            advance=capturing,
-        )
-        made = Steady(
-            names=names,
-            askers=askers,
-            request=request,
-            token=starts[request].astype(np.int64),
-            first=computed[request].astype(np.int64) + 1,
-            width=np.array(rows),
-            cell=np.array([page.cell + page.count * w if page else 0 for page, w in zip(pages, rows, strict=True)]),
-            room=np.array([0 if page is None else page.size - page.count for page in pages]),
-            most=np.array([asker.wire.capture.most if w and asker.wire.capture else NEVER
-                           for asker, w in zip(askers, rows, strict=True)]),
-            filled=again,
-            everybody=len(here) == len(names),
-            alone=int(starts[len(names)]) == len(names),
-            turn=np.arange(len(askers)) % _TURNS,
-        )  # fmt: skip
-        if capturing:
-            made.left = int(made.room[made.width > 0].min())
-            made.due = made.next_due(self._period)
-        return made
-
-    def _repeat(self, now: Steady, reserve: Callable[[int], int]) -> Filled | None:
-        if now.filled.same or now.left > 1:
-            if now.filled.looks is not None:
-                now.filled.looks.moved += 1
-            now.steps += 1
-            now.lag += 1
-            now.left -= 1
-            now.due -= 1
-            if now.filled.same or now.due:
-                return now.filled
-            return replace(now.filled, slices=self._parts(now))
-        again = replace(now.filled, slices=[])
-        now.catch_up()
-        if now.left == 0:
-            if not self._turn_pages(now, reserve):
-                return None
-            self.index[now.token, CELL] = now.cell
-            again.advance = False
-        now.count()
-        if again.looks is not None:
-            again.looks.moved += 1
-        for i in np.flatnonzero((now.room == 0) & (now.width > 0)):
-            asker = now.askers[i]
-            assert asker.page is not None
-            page, asker.page = asker.page, None
-            again.slices.append(rest_of(asker, page, page.size))
-        now.due -= 1
-        if not now.due:
-            again.slices += self._parts(now)
-        return again
-
-    def _parts(self, now: Steady) -> list[Slice]:
-        """What pages that are not full hold with this step, and is to leave."""
-        found: list[Slice] = []
-        left = now.left_behind
-        for i in np.flatnonzero((left >= 0) & (left % self._period == 0)):
-            if now.width[i] and (page := now.askers[i].page) is not None:
-                found += self._part(now.askers[i], page.size - int(now.room[i]) + now.lag)
-        now.due = now.next_due(self._period)
-        return found
-
-    def _turn_pages(self, now: Steady, reserve: Callable[[int], int]) -> bool:
-        """A new page for everybody whose last one is full; False when these steps do not go on."""
-        positions = now.position
-        if not (positions < now.most).all():
-            return False
-        for i in np.flatnonzero((now.room == 0) & (now.width > 0)):
-            asker, position = now.askers[i], int(positions[i])
-            size = min(self.page, int(now.most[i]) - position)
-            asker.page = Page(reserve(size * asker.width), position, size)
-            now.cell[i], now.room[i] = asker.page.cell, size
-            if self._steady is not now:  # there was no room, and all pages were closed to make some
-                return False
-        return True
-
-    def settle(self) -> None:
-        """Write back to the askers what the arrays know."""
-        now, self._steady = self._steady, None
-        if now is None:
-            return
-        now.catch_up()
-        arrays = now.position.tolist(), now.width.tolist(), now.room.tolist()
-        for asker, position, width, room in zip(now.askers, *arrays, strict=True):
-            asker.reached = max(asker.reached, position)
-            if asker.watched is not None and asker.wire.watch is not None:
-                asker.watched.reach(asker.wire.watch.positions.count(position), position)
-            if not width or asker.wire.capture is None:
-                continue
-            asker.seen = max(asker.seen, asker.wire.capture.positions.count(position))
-            if asker.page is not None:
-                asker.page.count = asker.page.size - room
-
-    def forget(self, name: str) -> tuple[Asker | None, list[Slice]]:
-        """The request is over: who it was, and the rows of its open page."""
-        asker = self.askers.get(name)
-        if asker is None:
+    def forget(self, name: str) -> tuple[TrackedRequest | None, list[RowSlice]]:
+        """Stop tracking a request; return it and the rows of its open page."""
+        request = self.requests.get(name)
+        if request is None:
             return None, []
-        self.settle()
-        del self.askers[name]
-        return asker, self.close(asker)
+        self.leave_fast_path()
+        del self.requests[name]
+        return request, self.close_page(request)
 
-    def called(self, names: Container[str]) -> list[tuple[str, Asker]]:
-        """Askers by the names that clients gave them."""
-        return [(key, asker) for key, asker in self.askers.items() if asker.wire.name in names]
+    def by_client_name(self, names: Container[str]) -> list[tuple[str, TrackedRequest]]:
+        """Return requests by the names that their clients gave them."""
+        return [(key, request) for key, request in self.requests.items() if request.wire.name in names]
 
     @property
     def clean(self) -> bool:
-        """The index says "nothing to do" for every token."""
+        """Return whether the index is zero for every token."""
         return self._dirty == 0
 
     def clear(self) -> None:
-        self.settle()
+        self.leave_fast_path()
         self.index[: self._dirty] = 0
         self._dirty = 0
 
+    def close_page(self, request: TrackedRequest) -> list[RowSlice]:
+        """Return the rows of a request's open page, if it has one; no more are added to it."""
+        if self._fast is not None and request.page is not None:
+            self.leave_fast_path()
+        page, request.page = request.page, None
+        return [] if page is None else [rest_of_page(request, page, page.count)]
 
-def _constant(positions: Positions, at: int, stop: int) -> bool:
-    """Either all of [at, stop) or none of it."""
-    return list(positions.within(at, stop)) in ([], [(at, stop)])
+    # --- one request of a step
 
+    def _plan_request(self, part: _BatchPart, plan: StepPlan, rows: _StepRows, flush: FlushRows) -> None:
+        request, stop = part.request, part.position + part.count
+        was_fine, recomputed = not request.failed, part.position < request.next_position
+        plan.recomputed += recomputed
+        page = request.page
+        if page is not None and (part.count > 1 or page.start + page.count != part.position):
+            flush(self.close_page(request))
+        request.next_position = max(request.next_position, stop)
+        # A failed request is steered too: its keys and values are cached under the salt of its steering.
+        if request.steers and self._write_ops(part, recomputed):
+            plan.columns = max(plan.columns, len(request.wire.columns))
+        if request.group and request.wire.capture and not request.failed:
+            for start, end in request.rows_to_capture(part.position, stop):
+                if part.count == 1:
+                    rows.decoded.append((request, part.first, start))
+                else:
+                    rows.prompts.append(PromptSlice(request, part.token_of(start), start, end, recomputed))
+        if request.watched is not None and not request.failed:
+            for start, end in request.rows_to_read(part.position, stop):
+                rows.watched.append((request, part.token_of(start), start, end))
+        if request.failed and was_fine:
+            plan.failed.append(request)
 
-def _lasts(asker: Asker, at: int) -> bool:
-    """What it does at this position it does from then on."""
-    capture, stop = asker.wire.capture, at + (1 << 30)
-    if capture and at < capture.most:
-        if not _constant(capture.positions, at, capture.most):
+    def _write_ops(self, part: _BatchPart, recomputed: bool) -> bool:
+        """Write the ops of a request's tokens; return whether there are any. Recomputed tokens are steered as they were
+        the first time."""
+        steered = False
+        request = part.request
+        for k, lease in enumerate(request.leases):
+            gate, positions = request.gated(k, recomputed)
+            for start, end in positions.within(part.position, part.position + part.count):
+                tokens = slice(part.token_of(start), part.token_of(end))
+                self.index[tokens, FLAG] = request.flag
+                entry = (lease.vector_slot, lease.coefficient_slot, gate)
+                self.index[tokens, ENTRIES + 3 * k : ENTRIES + 3 * k + 3] = entry
+                steered = True
+        return steered
+
+    # --- where rows go
+
+    def _place_rows(self, rows: _StepRows, plan: StepPlan, reserve: ReserveCells, span: int) -> None:
+        prompts = PrefillRows(rows.prompts, 0 if plan.columns else span)
+        first = self._reserve_all(rows.decoded, prompts.n_cells, reserve)
+        plan.slices += prompts.place(first, self.index, CELL, GROUP)
+        plan.runs, plan.summed = prompts.runs(plan.tokens), prompts.summed
+        period = self._period
+        for i, (request, token, _) in enumerate(rows.decoded):
+            cell = self._add_to_page(request, i % _TURNS, period, plan)
+            self.index[token, CELL : STRIDE + 1] = cell, request.group, request.width
+        for request, token, start, stop in rows.watched:
+            self._write_watch_group(request, token, stop - start)
+        if rows.watched:
+            plan.watched_rows = WatchedRows(rows.watched)
+
+    def _write_watch_group(self, request: TrackedRequest, token: int, count: int) -> None:
+        """Write the group of watched tokens, after that of captures: a token has one group."""
+        assert request.watched is not None
+        group = self.index[token : token + count, GROUP]
+        group[:] = np.where(group == 0, request.watched.read_group, request.watched.both_group)
+
+    def _reserve_all(self, decoded: list[tuple[TrackedRequest, int, int]], n_cells: int, reserve: ReserveCells) -> int:
+        """Open a page for every decoding request without one; return the first of `n_cells` cells for prompts.
+
+        `reserve` may close pages to make room and flush their rows, so rows of this step are only added once every
+        page is there."""
+        cell: int | None = None
+        for _ in range(_MAX_TRIES):
+            for request, _, position in decoded:
+                if request.page is None:
+                    assert request.wire.capture is not None
+                    size = min(self.page, request.wire.capture.most - position)
+                    request.page = Page(reserve(size * request.width), position, size)
+            if cell is None and n_cells:
+                cell = reserve(n_cells)
+            if all(request.page is not None for request, *_ in decoded):
+                return cell or 0
+        raise CapacityExceeded("the rows of one step do not fit the pool")
+
+    def _add_to_page(self, request: TrackedRequest, turn: int, period: int, plan: StepPlan) -> int:
+        """Return the cell of one more row; flush the page when it is full, or when its turn has come."""
+        page, capture = request.page, request.wire.capture
+        assert page is not None
+        assert capture is not None
+        page.count += 1
+        rows_left = capture.most - page.start - page.count - 1
+        if page.count == page.size:
+            plan.slices += self.close_page(request)
+        elif rows_left == 0 or (rows_left - turn) % period == 0:
+            plan.slices += self._unflushed(request, page.count)
+        return page.cell + (page.count - 1) * request.width
+
+    @property
+    def _period(self) -> int:
+        """Return the rows between two flushes of a page, counted back from the last row of the text: other requests
+        then seldom flush in the step that ends a text."""
+        return _PERIOD if self.page > _PERIOD else NEVER
+
+    def _unflushed(self, request: TrackedRequest, count: int) -> list[RowSlice]:
+        """Return the rows of an open page with `count` rows that were not flushed. Reductions take whole pages."""
+        page, capture = request.page, request.wire.capture
+        assert page is not None
+        if capture is None or capture.reduce is not None or page.flushed == count:
+            return []
+        first, page.flushed = page.flushed, count
+        cell = page.cell + first * request.width
+        return [make_slice(request, page.start + first, page.start + count, cell, n_freed=0)]
+
+    # --- repeated decoding steps
+
+    def _fast_path_after(
+        self, names: list[str], parts: list[_BatchPart], starts: np.ndarray, computed: np.ndarray, plan: StepPlan
+    ) -> DecodeFastPath | None:
+        """Return the fast path for steps in which every tracked request computes one more token; None where the next
+        step may differ in more than that."""
+        if not parts or plan.recomputed:  # recomputed rows have ops of their own
+            return None
+        if any(part.count != 1 or part.request.failed or not part.request.stays_equal(part.position)
+               for part in parts):  # fmt: skip
+            return None
+        requests = [part.request for part in parts]
+        batch_row = np.array([part.number for part in parts])
+        width = [part.request.width if part.request.captures(part.position) else 0 for part in parts]
+        pages = [request.page for request in requests]
+        capturing = any(width)
+        fast = DecodeFastPath(
+            names=names,
+            requests=requests,
+            batch_row=batch_row,
+            token=starts[batch_row].astype(np.int64),
+            first=computed[batch_row].astype(np.int64) + 1,
+            width=np.array(width),
+            cell=np.array([page.cell + page.count * w if page else 0 for page, w in zip(pages, width, strict=True)]),
+            room=np.array([0 if page is None else page.size - page.count for page in pages]),
+            most=np.array([part.request.capture_stop if w else NEVER for part, w in zip(parts, width, strict=True)]),
+            plan=_repeated_plan(plan, capturing),
+            all_tracked=len(parts) == len(names),
+            only_decodes=int(starts[len(names)]) == len(names),
+            turn=np.arange(len(requests)) % _TURNS,
+        )
+        if capturing:
+            fast.left = int(fast.room[fast.width > 0].min())
+            fast.due = fast.next_due(self._period)
+        return fast
+
+    def _repeat(self, fast: DecodeFastPath, reserve: ReserveCells) -> StepPlan | None:
+        """Plan the last step again, one token later; None if its rows no longer fit the open pages."""
+        if fast.plan.same or fast.left > 1:
+            if fast.plan.watched_rows is not None:
+                fast.plan.watched_rows.offset += 1
+            fast.steps += 1
+            fast.lag += 1
+            fast.left -= 1
+            fast.due -= 1
+            if fast.plan.same or fast.due:
+                return fast.plan
+            return replace(fast.plan, slices=self._due_rows(fast))
+        plan = replace(fast.plan, slices=[])
+        fast.catch_up()
+        if fast.left == 0:
+            if not self._open_pages(fast, reserve):
+                return None
+            self.index[fast.token, CELL] = fast.cell
+            plan.advance = False
+        fast.add_row()
+        if plan.watched_rows is not None:
+            plan.watched_rows.offset += 1
+        for i in np.flatnonzero((fast.room == 0) & (fast.width > 0)):
+            request = fast.requests[i]
+            page, request.page = request.page, None
+            assert page is not None
+            plan.slices.append(rest_of_page(request, page, page.size))
+        fast.due -= 1
+        if not fast.due:
+            plan.slices += self._due_rows(fast)
+        return plan
+
+    def _due_rows(self, fast: DecodeFastPath) -> list[RowSlice]:
+        """Return rows of pages that are not full and whose turn has come."""
+        slices: list[RowSlice] = []
+        left = fast.rows_left
+        for i in np.flatnonzero((left >= 0) & (left % self._period == 0)):
+            page = fast.requests[i].page
+            if fast.width[i] and page is not None:
+                slices += self._unflushed(fast.requests[i], page.size - int(fast.room[i]) + fast.lag)
+        fast.due = fast.next_due(self._period)
+        return slices
+
+    def _open_pages(self, fast: DecodeFastPath, reserve: ReserveCells) -> bool:
+        """Open a page for every request whose last one is full; return False when the fast path has ended."""
+        positions = fast.position
+        if not (positions < fast.most).all():
             return False
-        if asker.group and at in capture.positions:
-            stop = capture.most  # where its rows end it is looked at again
-    watch = asker.wire.watch
-    if asker.watched and watch and at < watch.most and not _constant(watch.positions, at, watch.most):
-        return False
-    return all(_constant(column.positions, at, stop) for column in asker.wire.columns)
+        for i in np.flatnonzero((fast.room == 0) & (fast.width > 0)):
+            request, position = fast.requests[i], int(positions[i])
+            size = min(self.page, int(fast.most[i]) - position)
+            request.page = Page(reserve(size * request.width), position, size)
+            fast.cell[i], fast.room[i] = request.page.cell, size
+            if self._fast is not fast:  # `reserve` closed every page to make room
+                return False
+        return True
 
-
-def _captures(asker: Asker, at: int) -> bool:
-    capture = asker.wire.capture
-    return capture is not None and at < capture.most and at in capture.positions
-
-
-def _captured(asker: Asker, at: int, stop: int) -> Iterator[Interval]:
-    """The positions of [at, stop) whose rows are wanted. A gap before them means that rows are missing for good."""
-    capture = asker.wire.capture
-    assert capture is not None
-    for a, b in capture.positions.within(at, min(stop, capture.most)):  # a step too many has rows nobody may see
-        if capture.positions.count(a) > asker.seen:
-            asker.failed = f"rows before position {a} were never computed"
+    def leave_fast_path(self) -> None:
+        """Write what the arrays of the fast path hold back to the requests."""
+        fast, self._fast = self._fast, None
+        if fast is None:
             return
-        asker.seen = max(asker.seen, capture.positions.count(b))
-        yield a, b
+        fast.catch_up()
+        arrays = fast.position.tolist(), fast.width.tolist(), fast.room.tolist()
+        for request, position, width, room in zip(fast.requests, *arrays, strict=True):
+            capture, watch = request.wire.capture, request.wire.watch
+            request.next_position = max(request.next_position, position)
+            if request.watched is not None and watch is not None:
+                request.watched.advance(watch.positions.count(position), position)
+            if not width or capture is None:
+                continue
+            request.seen = max(request.seen, capture.positions.count(position))
+            if request.page is not None:
+                request.page.count = request.page.size - room
 
 
-def _read(asker: Asker, at: int, stop: int) -> Iterator[Interval]:
-    """The positions of [at, stop) that lenses read. Rules need every row: a gap before them is an error."""
-    watch, watched = asker.wire.watch, asker.watched
-    assert watch is not None
-    assert watched is not None
-    for a, b in watch.positions.within(at, min(stop, watch.most)):
-        if watch.positions.count(a) > watched.seen:
-            asker.failed = f"watched rows before position {a} were never computed"
-            return
-        watched.seen = max(watched.seen, watch.positions.count(b))
-        yield a, b
-
-
-def _switched(asker: Asker, k: int, column: WireColumn, again: bool) -> tuple[int, Positions]:
-    """The gate of a column, and the positions that have it. The gates stand as they are after the newest row: for rows
-    that come again it is known how they stood, and those that were steered are always open."""
-    if not column.gate:
-        return 0, column.positions
-    if asker.watched is None:
-        return 0, Positions()
-    if again:
-        return 0, column.positions & Positions.of(asker.watched.open.get(column.gate, ()))
-    return asker.watched.gates[k], column.positions
+def _repeated_plan(plan: StepPlan, capturing: bool) -> StepPlan:
+    return StepPlan(
+        plan.tokens,
+        watched_rows=plan.watched_rows,
+        columns=plan.columns,
+        steers=plan.steers,
+        keeps=plan.keeps,
+        busy=plan.busy,
+        same=not capturing,
+        advance=capturing,
+    )

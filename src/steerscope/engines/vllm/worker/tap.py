@@ -1,10 +1,10 @@
 """The tap: steers the tokens of a forward in place and copies captured rows to the pool.
 
-It reads nothing but tensors whose addresses never change, so it can be compiled and replayed in a CUDA graph; a layer
-number never enters it, so that the compiled code of equal layers is equal. What it does is `core.equation.change`.
+A tap reads only tensors whose addresses never change, so it can be compiled and replayed in a CUDA graph. A layer
+number never enters it, so the compiled code of equal layers is equal. Its arithmetic is `core.equation.change`.
 
-It is one operator, opaque to the compiler: here in torch, on CUDA as a Triton kernel of the same definition. A launch
-costs more than what it does, so where the model's next step is an RMS norm over the same stream, one kernel does both.
+It is one operator, opaque to the compiler: torch code here, a Triton kernel of the same definition on CUDA. A launch
+costs more than the arithmetic, so where an RMS norm of the model follows on the same stream, one kernel does both.
 """
 
 import contextlib
@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from steerscope.core.equation import change
-from steerscope.engines.vllm.worker.step_index import ASKER, CELL, ENTRIES, GROUP
+from steerscope.engines.vllm.worker.index_layout import CELL, ENTRIES, FLAG, GROUP, WATCHED
 
 library = torch.library.Library("steerscope", "DEF")
 library.define(
     "tap(Tensor(a!) delta, Tensor(d!)? residual, Tensor(b!) pool, Tensor index, Tensor vectors, Tensor coefficients, "
-    "Tensor gates, Tensor order, Tensor before, Tensor(c!) faults, bool steer, bool capture) -> ()"
+    "Tensor gates, Tensor order, Tensor before, Tensor(c!) overflow_flags, bool steer, bool capture) -> ()"
 )
-# What the last tap does after it: move the cells on. (That it writes to the index, and others to the stage, is not
-# said: nobody but taps reads them, and they come one after the other, since all write to the faults.)
-library.define("end(Tensor delta, Tensor index, Tensor(a!) faults) -> ()")
+# The last tap of a step moves the cells on. Its writes to the index, and those of other taps to the stage, are not in
+# the schema: only taps read them, and taps run in order because all of them write to `overflow_flags`.
+library.define("end(Tensor delta, Tensor index, Tensor(a!) overflow_flags) -> ()")
 library.define(
-    "tap_norm(Tensor delta, Tensor residual, Tensor weight, float epsilon, bool beside_one, Tensor laid, "
+    "tap_norm(Tensor delta, Tensor residual, Tensor weight, float epsilon, bool adds_one, Tensor precomputed, "
     "Tensor staged, Tensor stage, Tensor orders, Tensor(a!) pool, Tensor index, Tensor vectors, Tensor coefficients, "
-    "Tensor gates, Tensor order, Tensor before, Tensor(b!) faults, bool steer, bool capture, bool last) "
+    "Tensor gates, Tensor order, Tensor before, Tensor(b!) overflow_flags, bool steer, bool capture, bool last) "
     "-> (Tensor, Tensor)"
 )
 
@@ -49,57 +49,54 @@ def _fake_norm(delta: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(delta), torch.empty_like(delta)
 
 
-# In `order`, added to a place: a group that reads the row too. It is left behind the cells, at the token's own number,
-# so that whoever is watched needs no cells: the rows of one step are looked at before the next.
-WATCHED = 1 << 16
-
-
-class Doing(NamedTuple):
-    """What the taps of a step do on CUDA, at most."""
+class TapMode(NamedTuple):
+    """Upper bound of what the taps of a step do on CUDA."""
 
     steer: bool = True
     capture: bool = True
-    runs: Tensor | None = None  # where they sum rows instead of keeping them (`summing`)
-    covered: int = 0  # the first so many tokens are in these
-    columns: int = 0  # of ops that any token has at most; 0: nobody knows
+    runs: Tensor | None = None  # runs of rows that taps sum instead of keeping them (`prefill_sums`)
+    covered: int = 0  # number of leading tokens that the runs cover
+    columns: int = 0  # largest number of op columns of a token; 0: unknown
 
 
-_working = Doing()  # graphs may be captured with less
+_launch_mode = TapMode()  # of kernels that are launched now: CUDA graphs may be captured with less
 
 
 @contextlib.contextmanager
-def kernels(steer: bool, capture: bool) -> Iterator[None]:
-    """What is launched meanwhile does no more than this."""
-    global _working
-    _working = Doing(steer, capture)
+def launch_mode(steer: bool, capture: bool) -> Iterator[None]:
+    """Launch kernels that do no more than this while the context is entered."""
+    global _launch_mode
+    _launch_mode = TapMode(steer, capture)
     try:
         yield
     finally:
-        _working = Doing()
+        _launch_mode = TapMode()
 
 
-_steps: dict[int, Callable[[], Doing] | Doing] = {}  # of those that are not replayed, by the address of an index
+# An operator takes only tensors, so the step of a forward is found by the address of the index that its taps read. Only
+# forwards that are not replayed have an entry: a function until the first tap runs, then its result.
+_pending: dict[int, Callable[[], TapMode] | TapMode] = {}
 
 
-def before_first(index: Tensor, ask: Callable[[], Doing]) -> None:
-    """Whichever tap of the forward that follows comes first does this before it reads the index: the device then has
-    the layers before it to work on. Only for forwards that are not replayed."""
-    _steps[index.data_ptr()] = ask
+def at_first_tap(index: Tensor, plan: Callable[[], TapMode]) -> None:
+    """Call `plan` when the first tap of the next forward is about to read the index: the device then computes the
+    layers before it meanwhile. Only for forwards that are not replayed."""
+    _pending[index.data_ptr()] = plan
 
 
-def over(index: Tensor) -> bool:
-    """The forward is. Whether no tap came, and that was never done."""
-    return bool(_steps) and callable(_steps.pop(index.data_ptr(), None))
+def end_forward(index: Tensor) -> bool:
+    """End the forward; return whether no tap has run, so that `plan` was never called."""
+    return bool(_pending) and callable(_pending.pop(index.data_ptr(), None))
 
 
-def come(index: Tensor) -> Doing:
-    """A tap is about to read this index."""
-    if not _steps:
-        return _working
-    known = _steps.get(index.data_ptr(), _working)
+def mode_of(index: Tensor) -> TapMode:
+    """Return the mode of a tap that is about to read the index."""
+    if not _pending:
+        return _launch_mode
+    known = _pending.get(index.data_ptr(), _launch_mode)
     if callable(known):
-        _steps[index.data_ptr()] = _working
-        known = _steps[index.data_ptr()] = known()
+        _pending[index.data_ptr()] = _launch_mode  # in case it fails
+        known = _pending[index.data_ptr()] = known()
     return known
 
 
@@ -113,14 +110,14 @@ def _torch_tap(
     gates: Tensor,
     order: Tensor,
     before: Tensor,
-    faults: Tensor,
+    overflow_flags: Tensor,
     steer: bool,
     capture: bool,
 ) -> None:
     if delta.ndim != 2 or delta.shape[0] > index.shape[0]:
         raise ValueError(f"the layer's output has shape {tuple(delta.shape)}, not [up to {len(index)} tokens, hidden]")
-    come(index)
-    if not faults[0]:
+    mode_of(index)
+    if not overflow_flags[0]:  # the index has no row
         return
     first_watched = pool.shape[0] - index.shape[0]
     index = index[: delta.shape[0]]
@@ -128,118 +125,141 @@ def _torch_tap(
     place = order.index_select(0, group)
     watched = place >= WATCHED - 1
     place = torch.where(watched, place - WATCHED, place)
-    wanted = place >= 0 if capture else torch.zeros_like(group, dtype=torch.bool)
-    early = wanted & before.index_select(0, group)
-    _copy_rows(early, delta, residual, pool, index, place)
+    captured = place >= 0 if capture else torch.zeros_like(group, dtype=torch.bool)
+    early = captured & before.index_select(0, group)
+    _store_rows(early, delta, residual, pool, index, place)
     if steer:
-        columns = (index.shape[1] - ENTRIES) // 3
-        entries = index[:, ENTRIES : ENTRIES + 3 * columns].reshape(len(index), columns, 3)
-        used = entries[:, :, 1].ne(0)
-        steered = used.any(1).nonzero().squeeze(1)
-        if len(steered):
-            entries = entries[:, : int(used.any(0).nonzero().max()) + 1]
-            mine = delta.index_select(0, steered)
-            stream = mine if residual is None else mine + residual.index_select(0, steered)
-            gained = change(stream, vectors, coefficients, entries.index_select(0, steered), gates)
-            changed = (mine.float() + gained).to(delta.dtype)
-            delta.index_copy_(0, steered, changed)
-            stream = changed if residual is None else changed + residual.index_select(0, steered)
-            _silence(steered[~torch.isfinite(stream).all(1)], delta, residual, index, faults)
-    _copy_rows(wanted & ~early, delta, residual, pool, index, place)
+        _steer(delta, residual, index, vectors, coefficients, gates, overflow_flags)
+    _store_rows(captured & ~early, delta, residual, pool, index, place)
     if capture:
-        _leave_rows(watched, delta, residual, pool, first_watched)
+        _store_watched_rows(watched, delta, residual, pool, first_watched)
 
 
-def _silence(lost: Tensor, delta: Tensor, residual: Tensor | None, index: Tensor, faults: Tensor) -> None:
-    """Rows that steering made infinite or NaN. Their request fails, but some steps later, and what it left in the cache
-    is read by whoever gets its blocks next: times zero, but zero times NaN is NaN."""
-    if len(lost):
-        faults[index[lost, ASKER].long()] = 1
+def _steer(
+    delta: Tensor,
+    residual: Tensor | None,
+    index: Tensor,
+    vectors: Tensor,
+    coefficients: Tensor,
+    gates: Tensor,
+    overflow_flags: Tensor,
+) -> None:
+    columns = (index.shape[1] - ENTRIES) // 3
+    entries = index[:, ENTRIES : ENTRIES + 3 * columns].reshape(len(index), columns, 3)
+    used = entries[:, :, 1].ne(0)
+    steered = used.any(1).nonzero().squeeze(1)
+    if not len(steered):
+        return
+    entries = entries[:, : int(used.any(0).nonzero().max()) + 1]
+    rows = delta.index_select(0, steered)
+    stream = rows if residual is None else rows + residual.index_select(0, steered)
+    added = change(stream, vectors, coefficients, entries.index_select(0, steered), gates)
+    changed = (rows.float() + added).to(delta.dtype)
+    delta.index_copy_(0, steered, changed)
+    stream = changed if residual is None else changed + residual.index_select(0, steered)
+    _clear_overflow(steered[~torch.isfinite(stream).all(1)], delta, residual, index, overflow_flags)
+
+
+def _clear_overflow(
+    tokens: Tensor, delta: Tensor, residual: Tensor | None, index: Tensor, overflow_flags: Tensor
+) -> None:
+    """Flag the requests of rows that steering made infinite or NaN, and clear the rows. The request fails some steps
+    later; until then later owners of its cache blocks read them times zero, and zero times NaN is NaN."""
+    if len(tokens):
+        overflow_flags[index[tokens, FLAG].long()] = 1
         for tensor in (delta, residual):
             if tensor is not None:
-                tensor[lost] = 0
+                tensor[tokens] = 0
 
 
-def _leave_rows(which: Tensor, delta: Tensor, residual: Tensor | None, pool: Tensor, first: int) -> None:
-    """Rows of watched tokens, behind the cells."""
+def _store_watched_rows(which: Tensor, delta: Tensor, residual: Tensor | None, pool: Tensor, first: int) -> None:
+    """Store the rows of watched tokens behind the cells."""
     tokens = which.nonzero().squeeze(1)
     if len(tokens):
-        rows = delta.index_select(0, tokens)
-        if residual is not None:
-            rows = rows + residual.index_select(0, tokens)
-        pool.index_copy_(0, tokens + first, rows.to(pool.dtype))
+        pool.index_copy_(0, tokens + first, _stream_rows(tokens, delta, residual).to(pool.dtype))
 
 
-def _copy_rows(
+def _store_rows(
     which: Tensor, delta: Tensor, residual: Tensor | None, pool: Tensor, index: Tensor, place: Tensor
 ) -> None:
     tokens = which.nonzero().squeeze(1)
     if len(tokens):
-        rows = delta.index_select(0, tokens)
-        if residual is not None:
-            rows = rows + residual.index_select(0, tokens)
-        pool.index_copy_(0, (index[tokens, CELL] + place[tokens]).long(), rows.to(pool.dtype))
+        cells = (index[tokens, CELL] + place[tokens]).long()
+        pool.index_copy_(0, cells, _stream_rows(tokens, delta, residual).to(pool.dtype))
+
+
+def _stream_rows(tokens: Tensor, delta: Tensor, residual: Tensor | None) -> Tensor:
+    rows = delta.index_select(0, tokens)
+    return rows if residual is None else rows + residual.index_select(0, tokens)
 
 
 library.impl("tap", _torch_tap, "CPU")
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class TapTables:
     """Tensors that all taps of a worker read."""
 
     pool: Tensor  # [cells + tokens, hidden]
-    index: Tensor  # [tokens, 2 + 3 · columns]
+    index: Tensor  # [tokens, columns of the step index]
     gates: Tensor
-    before: Tensor  # [groups]: the group captures before steering
-    faults: Tensor  # [askers]: 1 where a steered row is not finite; on the CPU, [0]: somebody asks for something
+    before: Tensor  # [groups]: whether the group captures before steering
+    overflow_flags: Tensor  # [requests]: 1 after a steered row was not finite; on a CPU, [0]: the index has rows
     stage: Tensor | None = None  # [taps, rows, hidden]: on CUDA, where rows may be left until the step ends
-    orders: Tensor | None = None  # [taps, groups]: of all taps
+    orders: Tensor | None = None  # [taps, groups]: `order` of all taps
 
 
 class Tap(nn.Module):
-    """The tensors of one (layer, site)."""
+    """The tap of one (layer, site)."""
 
     pool: Tensor
     index: Tensor
     gates: Tensor
     before: Tensor
-    faults: Tensor
+    overflow_flags: Tensor
     vectors: Tensor
     coefficients: Tensor
     order: Tensor
-    laid: Tensor
+    precomputed: Tensor
     staged: Tensor
     stage: Tensor
     orders: Tensor
 
     def __init__(
         self,
-        shared: Shared,
+        tables: TapTables,
         vectors: Tensor,
         coefficients: Tensor,
         steer: bool = True,
         capture: bool = True,
         noop: bool = False,
         last: bool = False,
-        laid: Tensor | None = None,  # what is done to tokens, ready, on CUDA
-        order: Tensor | None = None,  # [groups]: place of this tap in each, −1: none
+        precomputed: Tensor | None = None,  # ops of tokens, computed before the step, on CUDA
+        order: Tensor | None = None,  # [groups]: place of this tap's row among the captured ones; −1: not captured
         staged: Tensor | None = None,  # its part of the stage
     ) -> None:
         super().__init__()
         self.steer, self.capture, self.noop = steer, capture, noop
         self.last = last  # of a step, on CUDA
-        order = torch.full_like(shared.before, -1, dtype=torch.int32) if order is None else order
-        tensors = {"pool": shared.pool, "index": shared.index, "gates": shared.gates, "before": shared.before}
-        tensors["faults"] = shared.faults
-        less = {"laid": laid, "staged": staged, "stage": shared.stage, "orders": shared.orders}
-        tensors |= {name: torch.zeros(0, device=vectors.device) if t is None else t for name, t in less.items()}
-        tensors |= {"vectors": vectors, "coefficients": coefficients, "order": order}
+        if order is None:
+            order = torch.full_like(tables.before, -1, dtype=torch.int32)
+        optional = {"precomputed": precomputed, "staged": staged, "stage": tables.stage, "orders": tables.orders}
+        tensors = {
+            "pool": tables.pool,
+            "index": tables.index,
+            "gates": tables.gates,
+            "before": tables.before,
+            "overflow_flags": tables.overflow_flags,
+            "vectors": vectors,
+            "coefficients": coefficients,
+            "order": order,
+            **{name: torch.zeros(0, device=vectors.device) if t is None else t for name, t in optional.items()},
+        }
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
 
     def _tables(self) -> tuple[Tensor, ...]:
-        """As both operators take them."""
+        """Return the tensors in the order of both operators."""
         return (
             self.pool,
             self.index,
@@ -248,26 +268,26 @@ class Tap(nn.Module):
             self.gates,
             self.order,
             self.before,
-            self.faults,
+            self.overflow_flags,
         )
 
     def forward(self, delta: Tensor, residual: Tensor | None) -> None:
-        """In place."""
+        """Steer `delta` in place and store captured rows of delta + residual."""
         if self.noop:
             return
         torch.ops.steerscope.tap(delta, residual, *self._tables(), self.steer, self.capture)
         if self.last and self.capture:
-            torch.ops.steerscope.end(delta, self.index, self.faults)
+            torch.ops.steerscope.end(delta, self.index, self.overflow_flags)
 
     def normed(self, delta: Tensor, residual: Tensor, norm: "RMSNorm") -> tuple[Tensor, Tensor]:
-        """On CUDA: this tap and the norm that follows it; the normed stream and the stream."""
+        """Run this tap and the norm behind it in one CUDA kernel; return the normed stream and the stream."""
         return torch.ops.steerscope.tap_norm(
             delta,
             residual,
             norm.weight.data,
             norm.variance_epsilon,
-            beside_one(norm),
-            self.laid,
+            adds_one(norm),
+            self.precomputed,
             self.staged,
             self.stage,
             self.orders,
@@ -279,7 +299,7 @@ class Tap(nn.Module):
 
 
 class RMSNorm(Protocol):
-    """What vLLM's RMSNorm and GemmaRMSNorm are made of."""
+    """The parts of vLLM's RMSNorm and GemmaRMSNorm that the kernel needs."""
 
     weight: Tensor
     variance_epsilon: float
@@ -287,13 +307,13 @@ class RMSNorm(Protocol):
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Any: ...
 
 
-def beside_one(norm: RMSNorm) -> bool:
-    """Gemma's weights are what is added to one."""
+def adds_one(norm: RMSNorm) -> bool:
+    """Return whether the norm multiplies by 1 + weight, as Gemma's does."""
     return type(norm).__name__ == "GemmaRMSNorm"
 
 
 class TappedNorm(nn.Module):
-    """A norm of the model, in its place, behind a tap on the stream that enters it."""
+    """A norm of the model behind a tap on the stream that enters it."""
 
     def __init__(self, norm: nn.Module, tap: Tap) -> None:
         super().__init__()

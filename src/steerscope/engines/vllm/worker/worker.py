@@ -1,8 +1,8 @@
-"""In every worker process: buffers and taps once the weights are loaded, the index before each forward's
-taps, rows after it.
+"""steerscope in a worker process: makes the taps once the weights are loaded, plans each step before its forward, and
+flushes captured rows after it.
 
-The runner's own methods are wrapped on the instance. Nothing here may stop the engine: what goes wrong with a request
-is written into its counters and kept for the client to read, and the request's rows are void.
+Methods of vLLM's model runner are wrapped on the instance. Nothing here may stop the engine: the failure of a request
+is written to its counters for the client to read, and its rows are void.
 """
 
 import functools
@@ -17,25 +17,23 @@ import numpy as np
 import torch
 
 from steerscope.capture.transport import STAGES
-from steerscope.core.slot_table import Key, SlotPool, SlotTable
-from steerscope.engines.vllm.cuda.graphs import Graphs, around
-from steerscope.engines.vllm.cuda.prefill_sums import FEW
-from steerscope.engines.vllm.cuda.streams import sent
 from steerscope.engines.vllm.guards import check_config, count_memory, graph_sizes, layer_count, plain_norms
-from steerscope.engines.vllm.settings import NAME, Settings
-from steerscope.engines.vllm.wire import OVERFLOW, Wire, waits
-from steerscope.engines.vllm.worker.decode_fast_path import Filled
+from steerscope.engines.vllm.settings import Settings
+from steerscope.engines.vllm.worker.admission import Admission
+from steerscope.engines.vllm.worker.decode_fast_path import StepPlan
 from steerscope.engines.vllm.worker.delivery import Delivery
+from steerscope.engines.vllm.worker.graph_sets import GraphSets, wrap_method
+from steerscope.engines.vllm.worker.index_layout import FEW
 from steerscope.engines.vllm.worker.layer_proof import prove_layers
-from steerscope.engines.vllm.worker.lenses import Group, Watching, groups_of, places_of
-from steerscope.engines.vllm.worker.model_layout import attach, find_layers, in_norms, returned
-from steerscope.engines.vllm.worker.overflow import Faults
-from steerscope.engines.vllm.worker.pool import clear_faults, least_room, make_pool
-from steerscope.engines.vllm.worker.requests import Asker
-from steerscope.engines.vllm.worker.seeds import mend
-from steerscope.engines.vllm.worker.step_index import Books
-from steerscope.engines.vllm.worker.tap import Doing, Shared, Tap, before_first, over
-from steerscope.engines.vllm.worker.worker_check import dry_run, prove, replayed
+from steerscope.engines.vllm.worker.lenses import WorkerLenses
+from steerscope.engines.vllm.worker.model_layout import Layers, find_layers, returned
+from steerscope.engines.vllm.worker.overflow import OverflowWatch
+from steerscope.engines.vllm.worker.pool import make_pool, smallest_pool
+from steerscope.engines.vllm.worker.seeds import repair_generators
+from steerscope.engines.vllm.worker.step_index import StepIndex
+from steerscope.engines.vllm.worker.tap import TapMode, at_first_tap, end_forward
+from steerscope.engines.vllm.worker.tap_set import TapSet
+from steerscope.engines.vllm.worker.worker_check import check_taps, dry_run, largest_replayed
 from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
 from steerscope.specs.steering import SITES, Site
 
@@ -43,86 +41,71 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 log = logging.getLogger("steerscope")
-NOTHING = Filled()
-HERE: "weakref.WeakSet[WorkerTaps]" = weakref.WeakSet()  # those of this process
+IDLE = StepPlan()
+LOCAL_WORKERS: "weakref.WeakSet[WorkerTaps]" = weakref.WeakSet()  # of this process
 
 
 class WorkerTaps:
-    """What steerscope keeps in one worker."""
+    """The taps of one worker, and what runs them in every step."""
 
-    def __init__(self, worker: Any, settings: Settings) -> None:  # vLLM's worker, whatever its version
+    def __init__(self, worker: Any, settings: Settings) -> None:
+        """Tap the model of vLLM's worker, whose weights are loaded."""
         config, runner = worker.vllm_config, worker.model_runner
         check_config(config)
         self.settings, self.runner, self.device = settings, runner, runner.device
         self.hidden, self.dtype = config.model_config.get_hidden_size(), config.model_config.dtype
-        layers = layer_count(config)
-        found = find_layers(runner.get_model(), layers)
-        asked = settings.keys(layers)
-        sites: list[Site] = [site for site in SITES if site in settings.sites]
-        found = prove_layers(found, self.hidden, sites, functools.partial(dry_run, runner))
-        self.keys: tuple[Key, ...] = tuple(key for key in asked if key[0] in found.found)
-        self.returns = returned(next(iter(found.found.values())).module)
-        self.layer_class = type(next(iter(found.found.values())).module).__name__
-        self.list_name, self.first_layer = found.name, min(found.found)
-        from vllm.distributed import get_pp_group, get_tp_group
+        self.stage, self.writes = _place_of_rank()
+        layers = self._proven_layers(layer_count(config))
+        keys = tuple(key for key in settings.keys(layer_count(config)) if key[0] in layers.found)
+        first = next(iter(layers.found.values())).module
+        self._layer_facts = {"layer_class": type(first).__name__, "list": layers.name, "returns": returned(first)}
 
-        self.stage, self.writes = get_pp_group().rank_in_group, get_tp_group().rank_in_group == 0
+        tokens = max(config.scheduler_config.max_num_batched_tokens, *(graph_sizes(config) or [1]))
+        max_requests = config.scheduler_config.max_num_seqs
+        page_rows, n_rows = smallest_pool(tokens, max_requests)
+        self.step_index = StepIndex(tokens, settings.max_columns, page_rows, shared_rows=tokens // 4)
+        n_cells = n_rows * len(keys) if settings.capture else 0
+        index, max_flags = self.step_index.index, 2 * max_requests + 2
+        self.pool = make_pool(
+            self.device, n_cells, max_flags, self.hidden, self.dtype, index, settings.pool_bytes, runner
+        )
+        self.delivery = Delivery(self.pool, self.hidden, self.dtype, self.stage, self.writes)
+        self.overflow = OverflowWatch(max_requests, self.pool, self.step_index, self.delivery)
+        # Watched requests that run, and as many that were preempted.
+        self.lenses = WorkerLenses(self.device, 2 * max_requests + 1, self.pool.cells, tokens, self.delivery)
+        gates, norms = self.lenses.monitor.rules.gates, not settings.noop and plain_norms(config)
+        self.taps = TapSet(layers, keys, settings, self.pool, gates, max_requests, norms)
+        count_memory(runner, self.device, *self.taps.memory)
+        self.admission = Admission(self.taps, self.step_index, self.delivery, self.overflow, self.lenses)
+
+        self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "summed": 0, "stall_s": 0.0}
+        self.graphs = GraphSets(runner)
+        self.lock = threading.RLock()  # a client in this process calls from another thread
+        self._plan, self._output, self._deferred = IDLE, cast("SchedulerOutput", None), list[Any]()  # of the step
+        self._largest_replayed = tokens  # steps of at most so many tokens may be CUDA graphs, which run no host code
+        self._wrap(worker, runner)
+        LOCAL_WORKERS.add(self)
+
+    def _proven_layers(self, count: int) -> Layers:
         if self.stage >= STAGES:
             raise UnsupportedModel(f"pipelines have at most {STAGES} stages here: lower pipeline_parallel_size")
-        tokens = max(config.scheduler_config.max_num_batched_tokens, *(graph_sizes(config) or [1]))
-        requests = config.scheduler_config.max_num_seqs
-        page, rows = least_room(tokens, requests)
-        self.books = Books(tokens, settings.max_columns, page, tokens // 4)
-        self.table = SlotTable(self.hidden, settings.slots, self.device)
-        table = self.table.reserve(self.keys)
-        self.groups = SlotPool(settings.groups, "capture group")
-        cells = rows * len(self.keys) if settings.capture else 0
-        self.pool = pool = make_pool(
-            self.device, cells, 2 * requests + 2, self.hidden, self.dtype, self.books.index, settings.pool_bytes, runner
-        )
-        self.orders = torch.full((len(self.keys), settings.groups), -1, dtype=torch.int32, device=self.device)
-        before = torch.zeros(settings.groups, dtype=torch.bool, device=self.device)
-        self._laid = pool.lay_out(*table, self.orders, before, requests) if settings.steer else None
-        norms = not settings.noop and plain_norms(config)
-        self._staged = pool.make_stage(len(self.keys), requests) if norms and in_norms(found, self.keys) else None
-        self.span = 0 if self._staged is None else 4 // self.dtype.itemsize  # cells of a sum, if taps make any
-        self.delivery = Delivery(self.pool, self.hidden, self.dtype, self.stage, self.writes)
-        self.faults = Faults(requests, self.pool, self.books, self.delivery)
-        # As many as can be known at once: those that were preempted are, too.
-        self.watching = Watching(self.device, 2 * requests + 1, self.pool.cells, tokens, self.delivery)
-        gates = self.watching.monitor.rules.gates
-        self.shared = Shared(pool.cells, pool.index, gates, before, pool.faults, self._staged, self.orders)
-        self.taps = {key: self._tap(key) for key in self.keys}
-        count_memory(runner, self.device, self.pool.cells, *table, self._laid, self._staged)
-        attach(found, self.taps, norms)
-        self.vectors: dict[bytes, dict[Key, np.ndarray]] = {}
-        self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "summed": 0, "stall_s": 0.0}
-        self.graphs, self.lock = Graphs(runner), threading.RLock()  # a client here may ask from another thread
-        self._share = functools.lru_cache(maxsize=256)(self._share_of)  # requests ask alike
-        self._filled, self._output, self._later = NOTHING, cast("SchedulerOutput", None), list[Any]()  # of the step
-        self._replayed = tokens  # steps of no more than so many may be CUDA graphs, in which nobody can do anything
-        self._wrap(runner)
-        around(worker, "compile_or_warm_up_model", self._after_warm_up)
-        HERE.add(self)
+        sites: list[Site] = [site for site in SITES if site in self.settings.sites]
+        layers = find_layers(self.runner.get_model(), count)
+        return prove_layers(layers, self.hidden, sites, functools.partial(dry_run, self.runner))
 
-    def _tap(self, key: Key) -> Tap:
-        number, asked = self.keys.index(key), self.settings
-        last = self.device.type == "cuda" and number == len(self.keys) - 1
-        laid, staged = (None if part is None else part[number] for part in (self._laid, self._staged))
-        how = asked.steer, asked.capture, asked.noop, last, laid, self.orders[number], staged
-        return Tap(self.shared, *self.table.tensors(key), *how)
-
-    def _wrap(self, runner: Any) -> None:
-        """V2 runners build an input batch for real steps only; V1 runners call `_model_forward` for those only."""
+    def _wrap(self, worker: Any, runner: Any) -> None:
+        """Wrap the methods that run a step. V2 runners build an input batch for real steps only; V1 runners call
+        `_model_forward` for real steps only."""
         self._dummy_run = runner._dummy_run
-        around(runner, "execute_model", self._around_step)
+        wrap_method(runner, "execute_model", self._around_step)
         if hasattr(runner, "_model_forward"):
-            around(runner, "_model_forward", self._before_forward)
-            around(runner, "_dummy_run", self._before_dummy)
+            wrap_method(runner, "_model_forward", self._before_forward)
+            wrap_method(runner, "_dummy_run", self._before_dummy)
         else:
-            around(runner, "prepare_inputs", self._after_inputs)
-            around(runner, "capture_model", self.graphs.capture)
-            around(runner, "profile_cudagraph_memory", self.graphs.profile)
+            wrap_method(runner, "prepare_inputs", self._after_inputs)
+            wrap_method(runner, "capture_model", self.graphs.capture)
+            wrap_method(runner, "profile_cudagraph_memory", self.graphs.profile)
+        wrap_method(worker, "compile_or_warm_up_model", self._after_warm_up)
 
     # --- the step
 
@@ -133,199 +116,133 @@ class WorkerTaps:
             self.counts["steps"] += 1
             for name in output.finished_req_ids:
                 self._forget(name)
-            self._filled, self._output, self._later = NOTHING, output, []
+            self._plan, self._output, self._deferred = IDLE, output, []
             try:
                 result = run(output, *args, **kwargs)
-                if over(self.pool.index):
+                if end_forward(self.pool.index):
                     raise RuntimeError("no tap ran in a step, though one did before: its rows would be wrong")
-            except Exception:  # an engine in this process goes on: its next step needs the cells, and another forward
-                over(self.pool.index)
-                self.delivery.drop(*self._filled.slices)
+            except Exception:  # an engine in this process goes on: its next step needs the cells and a new forward
+                end_forward(self.pool.index)
+                self.delivery.drop(*self._plan.slices)
                 self.runner.execute_model_state = None
                 raise
-            if self._filled.looks is not None:
-                self.watching.read(self._filled.looks)
-            if self._filled.slices:
-                self.delivery.bring_out(self._filled.slices)
-            if self._filled.steers or self.faults.looking:
-                self.faults.look(self._filled.steers)
-            if self._later:
-                self._admit_all(self._later)  # while the device works
-            if not output.total_num_scheduled_tokens:  # nobody runs any more: no later step will bring the rows out
-                self.pool.drain()
+            self._after_forward(output)
             return result
+
+    def _after_forward(self, output: "SchedulerOutput") -> None:
+        """Read, flush and check the rows of a step, while the device computes it."""
+        if self._plan.watched_rows is not None:
+            self.lenses.read(self._plan.watched_rows)
+        if self._plan.slices:
+            self.delivery.flush(self._plan.slices)
+        if self._plan.steers or self.overflow.steps_left:
+            self.overflow.check(self._plan.steers)
+        if self._deferred:
+            self.admission.admit_all(self._deferred)
+        if not output.total_num_scheduled_tokens:  # no request runs, so no later step copies the rows
+            self.pool.wait_for_copies()
 
     def _before_forward(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
         batch, runner = self.runner.input_batch, self.runner
-        self._stage(batch.req_ids, runner.query_start_loc.np, batch.num_computed_tokens_cpu)
+        self._prepare_step(batch.req_ids, runner.query_start_loc.np, batch.num_computed_tokens_cpu)
         if self.device.type == "cpu" and batch.generators:
-            mend(runner)
+            repair_generators(runner)
         return run(*args, **kwargs)
 
     def _after_inputs(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
         batch = run(*args, **kwargs)
-        self._stage(batch.req_ids, batch.query_start_loc_np, batch.num_computed_tokens_np)
+        self._prepare_step(batch.req_ids, batch.query_start_loc_np, batch.num_computed_tokens_np)
         return batch
 
     def _before_dummy(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Warm-up, graph capture and idle data-parallel ranks must find nothing to do."""
-        if not self.books.clean and not self.books.proving:
-            self.books.clear()
-            self.pool.send_index(0)
+        """Clear the index before a dummy batch (warm-up, graph capture, idle data-parallel ranks)."""
+        if not self.step_index.clean and not self.step_index.proving:
+            self.step_index.clear()
+            self.pool.upload_index(0)
         return run(*args, **kwargs)
 
     def _after_warm_up(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
         result = run(*args, **kwargs)
-        prove(self, self._dummy_run)
-        self._replayed = replayed(self, self._dummy_run, self._replayed)
+        check_taps(self, self._dummy_run)
+        self._largest_replayed = largest_replayed(self, self._dummy_run, self._largest_replayed)
         return result
 
-    def _stage(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
-        """While the device reads its inputs, or begins with the first layer."""
-        output, books = self._output, self.books
-
-        def ask(span: int = 0) -> Doing:
-            """What the taps are to do in this step."""
-            if fresh := output.scheduled_new_reqs:
-                self._later = self._admit_all(fresh, output.num_scheduled_tokens)
-            if books.resting or (not books.askers and books.clean):
-                self.graphs.use()
-                return Doing(False, False)
-            now = self._fill(names, starts, computed, span)
-            runs = None if now.runs is None else sent(now.runs, self.device)
-            return Doing(now.steers, now.keeps, runs, now.tokens, now.columns)
-
-        if output.total_num_scheduled_tokens > self._replayed:
-            span = self.span if output.total_num_scheduled_tokens > FEW else 0
-            before_first(self.pool.index, functools.partial(ask, span))
+    def _prepare_step(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
+        """Plan the step and upload the index: in a replayed step at once, in others when the first tap runs, beside the
+        layers before it."""
+        n_tokens = self._output.total_num_scheduled_tokens
+        span = self.taps.span if n_tokens > FEW else 0
+        if n_tokens > self._largest_replayed:
+            at_first_tap(self.pool.index, lambda: self._start_step(names, starts, computed, span))
         else:
-            ask()
-        # Beside the forward: its inputs, which come over the same bus, are there.
-        self.pool.pump(output.total_num_scheduled_tokens)
+            self._start_step(names, starts, computed, 0)
+        self.pool.copy_some(n_tokens)  # the step's inputs, which use the same bus, have arrived
 
-    def _fill(self, names: list[str], starts: np.ndarray, computed: np.ndarray, span: int) -> Filled:
-        how = self.reserve, self.delivery.bring_out, span
+    def _start_step(self, names: list[str], starts: np.ndarray, computed: np.ndarray, span: int) -> TapMode:
+        """Admit new requests and plan the step; return what its taps do at most."""
+        if new_requests := self._output.scheduled_new_reqs:
+            self._deferred = self.admission.admit_all(new_requests, self._output.num_scheduled_tokens)
+        if self.step_index.resting or (not self.step_index.requests and self.step_index.clean):
+            self.graphs.use()
+            return TapMode(False, False)
+        plan = self._plan_step(names, starts, computed, span)
+        runs = (
+            None if plan.runs is None else torch.from_numpy(plan.runs).pin_memory().to(self.device, non_blocking=True)
+        )
+        return TapMode(plan.steers, plan.keeps, runs, plan.tokens, plan.columns)
+
+    def _plan_step(self, names: list[str], starts: np.ndarray, computed: np.ndarray, span: int) -> StepPlan:
+        arguments = names, starts, computed, self.reserve, self.delivery.flush, span
         try:
-            self._filled = self.books.fill(names, starts, computed, *how)
-        except Exception as error:  # a fault of ours: those who asked are told, the step goes on without their rows
-            for asker in [self.books.askers[name] for name in names if name in self.books.askers]:
-                self.delivery.fail(asker, f"{type(error).__name__}: {error}")
-            # Steered they must be, or the step must not run: their keys are cached as steered ones.
-            self._filled = self.books.fill(names, starts, computed, *how)
-        self.graphs.use(self._filled.steers, self._filled.busy)
-        if self._filled.advance:
-            self.pool.advance(self._filled.tokens)
-        elif not self._filled.same:
-            self.pool.send_index(self._filled.tokens if self._filled.busy else 0, lay=self._filled.busy)
+            self._plan = self.step_index.plan(*arguments)
+        except Exception as error:  # our fault: these requests fail, and the step runs without their rows
+            for request in [self.step_index.requests[name] for name in names if name in self.step_index.requests]:
+                self.delivery.fail(request, f"{type(error).__name__}: {error}")
+            # They must still be steered, or the step must not run: their keys are cached as steered ones.
+            self._plan = self.step_index.plan(*arguments)
+        plan = self._plan
+        self.graphs.use(plan.steers, plan.busy)
+        if plan.advance:
+            self.pool.advance(plan.tokens)
+        elif not plan.same:
+            self.pool.upload_index(plan.tokens if plan.busy else 0, precompute=plan.busy)
         self.counts["asked_steps"] += 1
-        self.counts["recomputed"] += self._filled.recomputed
-        self.counts["summed"] += self._filled.summed
-        for asker in self._filled.failed:
-            self.delivery.fail(asker, asker.failed or "")
+        self.counts["recomputed"] += plan.recomputed
+        self.counts["summed"] += plan.summed
+        for request in plan.failed:
+            self.delivery.fail(request, request.failed or "")
         self.delivery.reductions.join()
-        return self._filled
+        return plan
 
     def reserve(self, cells: int) -> int:
-        """Cells in a row. If rows of earlier steps make no room, the last one's leave too; nothing runs meanwhile."""
+        """Return the first of so many adjacent cells. Without room, wait for copies of earlier steps, then close every
+        page; no forward runs meanwhile."""
         first = self.pool.take(cells)
         if first is None:
             began = time.perf_counter()
-            if (first := self.pool.take_late(cells)) is None:
-                for asker in self.books.askers.values():
-                    self.delivery.bring_out(self.books.close(asker))
-                self.pool.drain()
+            first = self.pool.take_late(cells)
+            if first is None:
+                self._flush_pages()
                 first = self.pool.take(cells)
             self.counts["stall_s"] += time.perf_counter() - began
         if first is None:
             raise CapacityExceeded("the rows of one step do not fit the pool")
         return first
 
-    # --- requests
-
-    def _admit_all(self, requests: list, tokens: dict[str, int] | None = None) -> list:
-        """Meet new requests, but for those that want nothing of a step with so many tokens of each: these."""
-        later, fresh = [], []
-        for new in requests:
-            extra = new.sampling_params.extra_args if new.sampling_params else None
-            if tokens is not None and waits(extra, new.num_computed_tokens + tokens[new.req_id]):
-                later.append(new)
-            elif extra is not None and (number := self._admit(new, extra.get(NAME))):
-                fresh.append(number)
-        clear_faults(self.pool.faults, fresh)
-        return later
-
-    def _admit(self, new: Any, packed: bytes | None) -> int:
-        """Which fault flag is its own, if it steers."""
-        if packed is None or new.req_id in self.books.askers:  # a request that was preempted comes again
-            return 0
-        try:
-            wire = Wire.unpack(packed)
-        except Exception as error:
-            log.error("a request carries a steerscope entry that cannot be read: %s", error)
-            return 0
-        asker = Asker(wire, [], 0, 0, cached=new.num_computed_tokens > 0)
-        try:
-            self.delivery.meet(asker)
-            for column in wire.columns:
-                known = self.table.lease(column.vectors, column.strengths)
-                asker.leases.append(known or self.table.acquire(column.placed(self.vectors, self.taps, self.hidden)))
-            if wire.columns:
-                self.faults.give(asker)
-            if asker.wire.capture or asker.wire.watch:
-                self._join_groups(asker)
-        except Exception as error:
-            self.delivery.fail(asker, f"{type(error).__name__}: {error}")
-        if self.faults.inherited(asker):
-            self.delivery.fail(asker, OVERFLOW)
-        asker.wire = asker.wire.without_content()
-        self.books.admit(new.req_id, asker)
-        return asker.number
-
-    def _join_groups(self, asker: Asker) -> None:
-        """Numbers for its tokens that are captured, watched, or both, as far as these taps are here."""
-        capture, watch = asker.wire.capture, asker.wire.watch
-        keys, before = self._share(capture.keys) if capture else ((), 0)
-        watched = watch.key if watch and watch.key in self.taps else None
-        numbers: dict[Group, int] = {}
-        for group in groups_of(keys or None, bool(capture and capture.before_steering), watched):
-            numbers[group], fresh = self.groups.acquire(group)
-            asker.groups.append(group)
-            if fresh:
-                self.set_group(numbers[group], group)
-        found = list(numbers.values())
-        if capture and keys:
-            asker.group, asker.width, asker.before = found[0], len(keys), before
-            self.delivery.expect(asker)
-        if watch and watched:
-            self.watching.admit(asker, watch, found[1 if keys else 0], found[-1])
-
-    def _share_of(self, keys: tuple[Key, ...]) -> tuple[tuple[Key, ...], int]:
-        """Those of these taps that are here, and how many are on earlier stages."""
-        return tuple(key for key in keys if key in self.taps), sum(layer < self.first_layer for layer, _ in keys)
-
-    def set_group(self, number: int, group: Group) -> None:
-        """From now on, tokens of this group are captured and watched at its taps."""
-        self.shared.before[number] = group[1]
-        places = torch.tensor(places_of(group, self.keys), dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        self.orders[:, number].copy_(places, non_blocking=True)
-
-    def _release(self, asker: Asker) -> None:
-        while asker.leases:
-            self.table.release(asker.leases.pop())
-        while asker.groups:
-            self.groups.release(asker.groups.pop())
-        asker.group = 0
-        self.watching.release(asker)
-        self.faults.release(asker)
+    def _flush_pages(self) -> None:
+        """Copy the rows of all open pages to the clients."""
+        for request in self.step_index.requests.values():
+            self.delivery.flush(self.step_index.close_page(request))
+        self.pool.wait_for_copies()
 
     def _forget(self, name: str) -> None:
-        asker, rows = self.books.forget(name)
-        if asker is not None:
-            self.delivery.bring_out(rows)
-            self._release(asker)
-            self.delivery.leave(asker)
+        request, rows = self.step_index.forget(name)
+        if request is not None:
+            self.delivery.flush(rows)
+            self.admission.release(request)
+            self.delivery.leave(request)
 
-    # --- what the client asks (RPC; every rank answers): tensors of a step may only be changed in inference mode
+    # --- RPCs of the client, answered by every rank. Tensors of a step may only be changed in inference mode.
 
     @torch.inference_mode()
     def attach_arena(self, path: str, size: int) -> None:
@@ -333,62 +250,70 @@ class WorkerTaps:
 
     @torch.inference_mode()
     def detach_arena(self) -> None:
-        """The client closes: nothing is written there any more."""
+        """Stop writing to the arena of a client that closes."""
         self.settle()
-        self.watching.packs.close()
+        self.lenses.packs.close()
         self.delivery.detach()
 
     @torch.inference_mode()
     def register(self, name: bytes, keys: list, data: bytes) -> None:
-        """Keep vectors for later requests: float32 [keys, hidden]."""
-        rows = np.frombuffer(data, dtype="<f4").reshape(len(keys), self.hidden)
-        self.vectors[bytes(name)] = {(layer, site): row for (layer, site), row in zip(keys, rows, strict=True)}
+        self.admission.register(name, keys, data)
 
     def unregister(self, name: bytes) -> None:
-        self.vectors.pop(bytes(name), None)
+        self.admission.unregister(name)
 
     @torch.inference_mode()
-    def finish(self, requests: list) -> None:
-        """The end of requests is known: [name, rows, offset, whether it steers] each. Nothing is written for them any
-        more, rows are brought out, reductions completed."""
-        self.delivery.hold(names := {name for name, *_ in requests})
-        if any(steers for *_, steers in requests):
-            self.faults.look_now()
-        known = self.books.called(names)
-        for key, asker in known:
-            if not asker.complete or asker.page is not None or asker.watched is not None:
+    def finish(self, ended: list) -> None:
+        """Complete requests whose end is known, [name, rows, offset, whether it steers] each: copy their rows, write
+        their results, leave their regions."""
+        names = {name for name, *_ in ended}
+        self.delivery.hold_regions(names)
+        if any(steers for *_, steers in ended):
+            self.overflow.check_now()
+        known = self.step_index.by_client_name(names)
+        for key, request in known:
+            if not request.complete or request.page is not None or request.watched is not None:
                 self._forget(key)
-        self.delivery.complete(requests, [asker for _, asker in known])
+        self.delivery.complete(ended, [request for _, request in known])
 
     @torch.inference_mode()
     def forget(self, names: list[str]) -> None:
-        """These have ended, which the next step would say too."""
-        for key, _ in self.books.called(names):
+        """Stop tracking requests that have ended, before the next step says so."""
+        for key, _ in self.step_index.by_client_name(names):
             self._forget(key)
-        self.pool.drain(set(names))
+        self.pool.wait_for_copies(set(names))
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Nothing runs: every request that is still known has ended."""
-        for key in list(self.books.askers):
+        """Stop tracking all requests. The engine is idle."""
+        for key in list(self.step_index.requests):
             self._forget(key)
-        self.pool.drain()
+        self.pool.wait_for_copies()
 
     @torch.inference_mode()
     def settle_idle(self, arena: str) -> None:
-        """For a client in the same process, which would otherwise wait for a step that never comes; if it is ours."""
-        if arena not in self.delivery.arenas:
-            return
-        with self.lock:
-            for asker in self.books.askers.values():
-                self.delivery.bring_out(self.books.close(asker))
-            self.pool.drain()
+        """Flush all rows for a client in the same process, which would otherwise wait for a step that never comes; do
+        nothing for arenas of other engines."""
+        if arena in self.delivery.arenas:
+            with self.lock:
+                self._flush_pages()
 
     def describe(self) -> dict[str, Any]:
-        found = {"layer_class": self.layer_class, "list": self.list_name, "stage": self.stage, "returns": self.returns}
-        found |= {"taps": [list(key) for key in self.keys], "runner": type(self.runner).__module__}
-        return found | {"pool_bytes": self.pool.cells.nbytes, "sums": self.span > 0}
+        taps = {"taps": [list(key) for key in self.taps.keys], "sums": self.taps.span > 0}
+        where = {"stage": self.stage, "runner": type(self.runner).__module__, "pool_bytes": self.pool.cells.nbytes}
+        return self._layer_facts | where | taps
 
     def stats(self) -> dict[str, float]:
-        now = {"slots_in_use": self.table.in_use, "askers": len(self.books.askers), "packs": len(self.watching.monitor)}
-        return {**self.counts, **self.watching.counts, **self.delivery.counts, **self.pool.stats(), **now}
+        now = {
+            "slots_in_use": self.taps.table.in_use,
+            "requests": len(self.step_index.requests),
+            "packs": len(self.lenses.monitor),
+        }
+        return {**self.counts, **self.lenses.counts, **self.delivery.counts, **self.pool.stats(), **now}
+
+
+def _place_of_rank() -> tuple[int, bool]:
+    """Return the pipeline stage, and whether this rank of its tensor-parallel group writes to shared memory."""
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    return get_pp_group().rank_in_group, get_tp_group().rank_in_group == 0

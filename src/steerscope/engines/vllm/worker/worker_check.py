@@ -1,8 +1,8 @@
-"""Proof in a worker, before it serves: every tap steers and captures in the compiled code and graphs that will run.
+"""Check in a worker, before it serves, that every tap steers and captures in the compiled code that will run.
 
 The runner's own dummy batches go through the model, one like a decoding request and one like a short prompt. Every
-token is steered at every tap: its projection on a direction of that tap is set to a value. The rows that the taps
-captured must show it. What else is in those rows does not matter, and nothing of this stays behind.
+token is steered at every tap: its projection on a direction of that tap is set to a value, which the captured rows must
+show. What else is in those rows does not matter, and nothing of the check stays behind.
 """
 
 import functools
@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from steerscope.core.slot_table import Column, Key
-from steerscope.engines.vllm.cuda.prefill_sums import FEW, LINE
 from steerscope.engines.vllm.guards import graph_sizes
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn
-from steerscope.engines.vllm.worker.requests import Asker
-from steerscope.engines.vllm.worker.tap import Doing, before_first, over
+from steerscope.engines.vllm.worker.index_layout import FEW, RUN_NUMBERS
+from steerscope.engines.vllm.worker.requests import TrackedRequest
+from steerscope.engines.vllm.worker.tap import TapMode, at_first_tap, end_forward
 from steerscope.specs.errors import UnsupportedModel
 from steerscope.specs.steering import Ablate
 from steerscope.specs.tokens import EVERYWHERE
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("steerscope")
 _BATCHES = ((2, False), (1, True))  # tokens, and whether as decoding requests; one token must not be traced first
 _DRY_TOKENS = 4
-_FACTOR = 4.0  # the value, in units of what the row's norm is without it
-_REACHED = 0.01  # of a row's norm: steering of earlier layers moves it by more
-_BLANK = 7.0  # what a row holds before the taps write to it
-_TRIES = 3  # dummy batches may read memory that was never written: now and then it is not finite
+_FACTOR = 4.0  # the steered value, in units of the row's norm without steering
+_REACHED = 0.01  # of a row's norm: steering of earlier layers moves the row by more
+_BLANK = 7.0  # fills a row before the taps write to it
+_MAX_TRIES = 3  # dummy batches may read memory that was never written and is not finite
 
 
 def dry_run(runner: Any) -> None:
@@ -52,64 +52,71 @@ def dry_run(runner: Any) -> None:
 
 
 @torch.inference_mode()
-def prove(taps: "WorkerTaps", dummy_run: Callable[..., Any]) -> None:
-    if not (taps.settings.steer and taps.settings.capture and taps.keys) or taps.settings.noop:
+def check_taps(worker: "WorkerTaps", dummy_run: Callable[..., Any]) -> None:
+    """Raise UnsupportedModel if a tap does not steer or capture."""
+    settings = worker.settings
+    if not (settings.steer and settings.capture and worker.taps.keys) or settings.noop:
         return
-    if "force_attention" in inspect.signature(dummy_run).parameters:  # else its output is memory never written
+    if "force_attention" in inspect.signature(dummy_run).parameters:  # else attention returns unwritten memory
         dummy_run = functools.partial(dummy_run, force_attention=True)
     for batch in _BATCHES:
-        if not any(_try(taps, dummy_run, batch) for _ in range(_TRIES)):
+        if not any(_check_batch(worker, dummy_run, batch) for _ in range(_MAX_TRIES)):
             log.warning("vLLM's dummy batches are not finite: the taps were not tried in the worker")
 
 
 @torch.inference_mode()
-def replayed(taps: "WorkerTaps", dummy_run: Callable[..., Any], most: int) -> int:
-    """Forwards of more tokens than this call their taps one by one, as one of them shows; `most`: none does."""
-    largest, seen = max(graph_sizes(taps.runner.vllm_config), default=0), list[bool]()
-    if largest >= most or not taps.keys:
+def largest_replayed(worker: "WorkerTaps", dummy_run: Callable[..., Any], most: int) -> int:
+    """Return the largest number of tokens of a forward that may be replayed without host code; `most` if taps never run
+    on the host. On CUDA, also compile the kernels that forwards with more tokens need."""
+    largest, ran = max(graph_sizes(worker.runner.vllm_config), default=0), list[bool]()
+    if largest >= most or not worker.taps.keys:
         return most
-    runs = torch.zeros(1, LINE, dtype=torch.int32, device=taps.pool.index.device)
 
-    def run(tokens: int, doing: Doing) -> None:
-        before_first(taps.pool.index, lambda: seen.append(True) or doing)
+    def run(tokens: int, mode: TapMode) -> None:
+        at_first_tap(worker.pool.index, lambda: ran.append(True) or mode)
         try:
             dummy_run(tokens)
         finally:
-            over(taps.pool.index)
+            end_forward(worker.pool.index)
 
     few, many = max(2, largest + 1), max(largest, FEW) + 1
-    run(few, Doing())
-    if not seen:
+    run(few, TapMode())
+    if not ran:
         return most
-    if taps.device.type == "cuda":  # kernels are compiled when they are first needed: now
-        less = Doing(False, False), Doing(False, True), Doing(True, False)
-        with_one = tuple(Doing(True, keeps, columns=1) for keeps in (False, True))
-        for tokens in [few] if most < many else sorted({few, many}):
-            for doing in less + with_one if tokens > FEW else less:
-                if taps.settings.steer or not doing.steer:
-                    run(tokens, doing)
-        if taps.span and most >= many:
-            run(many, Doing(False, True, runs))
+    if worker.device.type == "cuda":
+        _compile_kernels(worker, run, [few] if most < many else sorted({few, many}))
+        if worker.taps.span and most >= many:
+            runs = torch.zeros(1, RUN_NUMBERS, dtype=torch.int32, device=worker.pool.index.device)
+            run(many, TapMode(False, True, runs))
     return largest
 
 
-def _try(taps: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bool]) -> bool:
-    """False: the batch says nothing."""
-    rng = np.random.default_rng(0)
-    directions = {key: _unit(rng.standard_normal(taps.hidden)) for key in taps.keys}
-    untouched = _run(taps, dummy_run, batch, None)
+def _compile_kernels(worker: "WorkerTaps", run: Callable[[int, TapMode], None], sizes: list[int]) -> None:
+    """Run every mode of the taps once, because kernels are compiled when they are first launched."""
+    modes = TapMode(False, False), TapMode(False, True), TapMode(True, False)
+    with_one_column = tuple(TapMode(True, keeps, columns=1) for keeps in (False, True))
+    for tokens in sizes:
+        for mode in modes + with_one_column if tokens > FEW else modes:
+            if worker.settings.steer or not mode.steer:
+                run(tokens, mode)
+
+
+def _check_batch(worker: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bool]) -> bool:
+    """Check the taps in one dummy batch; return False if its numbers are not finite and show nothing."""
+    rng, keys = np.random.default_rng(0), worker.taps.keys
+    directions = {key: _unit(rng.standard_normal(worker.hidden)) for key in keys}
+    untouched = _run(worker, dummy_run, batch, None)
     norms = untouched.norm(dim=-1).amax(dim=0).clamp(min=1e-3)
     if not norms.isfinite().all():
         return False
-    values = {key: _FACTOR * float(norm) for key, norm in zip(taps.keys, norms, strict=True)}
+    values = {key: _FACTOR * float(norm) for key, norm in zip(keys, norms, strict=True)}
     coefficients = {key: Ablate(vector=[1.0], to=value).coefficients() for key, value in values.items()}
-    column = Column(EVERYWHERE, 0, directions, coefficients)
-    rows = _run(taps, dummy_run, batch, column)
-    if rows.isfinite().all():
-        _judge(taps, rows, directions, values)
-        _judge_later(taps, rows - untouched, norms, directions)
-        return True
-    return False
+    rows = _run(worker, dummy_run, batch, Column(EVERYWHERE, 0, directions, coefficients))
+    if not rows.isfinite().all():
+        return False
+    _check_projections(worker, rows, directions, values)
+    _check_later_layers(worker, rows - untouched, norms, directions)
+    return True
 
 
 def _unit(direction: np.ndarray) -> np.ndarray:
@@ -117,74 +124,79 @@ def _unit(direction: np.ndarray) -> np.ndarray:
 
 
 def _run(
-    taps: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bool], column: Column | None
+    worker: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bool], column: Column | None
 ) -> torch.Tensor:
-    """A dummy batch as if one request asked for it, captured at every tap: float64 [tokens, taps, hidden]."""
-    tokens, uniform = batch
+    """Run a dummy batch as one request that captures every tap, steered by `column`; return the rows as float64
+    [tokens, taps, hidden], NaN if a tap has found them not finite."""
+    (tokens, uniform), taps, index, pool = batch, worker.taps, worker.step_index, worker.pool
     capture = WireCapture(taps.keys, EVERYWHERE, False, None, 0, tokens)
     columns = () if column is None else (WireColumn.of(column, inline=False),)
-    wire = Wire("proof", None, 0, 0, columns, capture)
+    wire = Wire("check", None, 0, 0, columns, capture)
     leases = [] if column is None else [taps.table.acquire(column)]
-    asker = Asker(wire, leases, 0, len(taps.keys), number=1)
     group = (taps.keys, False, None)
-    asker.group, _ = taps.groups.acquire(group)
-    taps.set_group(asker.group, group)
-    taps.books.askers["proof"] = asker
-    filled = taps.books.fill(["proof"], np.array([0, tokens]), np.array([0]), taps.reserve, lambda _: None)
-    taps.graphs.use(filled.steers, filled.busy)
-    taps.pool.send_index(tokens, lay=uniform)
+    number, _ = taps.groups.acquire(group)
+    taps.set_group(number, group)
+    request = TrackedRequest(wire, leases, number, len(taps.keys), flag=1)
+    index.requests["check"] = request
+    plan = index.plan(["check"], np.array([0, tokens]), np.array([0]), worker.reserve, lambda _: None)
+    worker.graphs.use(plan.steers, plan.busy)
+    pool.upload_index(tokens, precompute=uniform)
     try:
-        taps.books.proving = True
-        (part,) = filled.slices
-        cells = taps.pool.rows(part.cell, tokens, len(taps.keys)).fill_(_BLANK)
+        index.proving = True
+        (part,) = plan.slices
+        cells = pool.rows(part.cell, tokens, len(taps.keys)).fill_(_BLANK)
         dummy_run(tokens, uniform_decode=uniform)
         rows = cells.double().cpu()
-        taps.pool.give(*part.room)
-        _judge_kept(taps, rows)
-        if taps.shared.faults[asker.number]:  # a tap found a row that is not finite, and made it zero
+        pool.give(*part.freed)
+        _check_captured(worker, rows)
+        if pool.overflow_flags[request.flag]:  # the tap has cleared the row
             rows[:] = torch.nan
         return rows
     finally:
-        taps.books.proving = False
-        taps.shared.faults[1:] = 0
-        taps.books.forget("proof")
-        taps.books.clear()
-        taps.pool.send_index(0)
+        index.proving = False
+        pool.overflow_flags[1:] = 0
+        index.forget("check")
+        index.clear()
+        pool.upload_index(0)
         taps.groups.release(group)
         for lease in leases:
             taps.table.release(lease)
 
 
-def _judge_later(
-    taps: "WorkerTaps", moved: torch.Tensor, norms: torch.Tensor, directions: dict[Key, np.ndarray]
+def _check_later_layers(
+    worker: "WorkerTaps", moved: torch.Tensor, norms: torch.Tensor, directions: dict[Key, np.ndarray]
 ) -> None:
-    """What taps change must reach the taps of later layers: rows there move in other directions than their own."""
-    first = min(layer for layer, _ in taps.keys)
-    for i, key in enumerate(taps.keys):
-        own = torch.from_numpy(directions[key].astype(np.float64))
+    """Check that steering reaches the taps of later layers: rows there move in directions other than their own."""
+    keys = worker.taps.keys
+    first = min(layer for layer, _ in keys)
+    for i, (layer, site) in enumerate(keys):
+        own = torch.from_numpy(directions[layer, site].astype(np.float64))
         beside = moved[:, i] - (moved[:, i] @ own)[:, None] * own
-        in_stream = key[1].startswith("resid")  # (in a dummy batch attention may return the same whatever it reads)
-        if in_stream and key[0] > first and not bool((beside.norm(dim=-1) > _REACHED * norms[i]).all()):
+        in_stream = site.startswith("resid")  # in a dummy batch attention may return the same for any input
+        if in_stream and layer > first and not bool((beside.norm(dim=-1) > _REACHED * norms[i]).all()):
             raise UnsupportedModel(
-                f"self-test failed: what is steered before layer {key[0]} does not reach {key[1]} of that layer in the "
+                f"self-test failed: what is steered before layer {layer} does not reach {site} of that layer in the "
                 "mode that will run"
             )
 
 
-def _judge_kept(taps: "WorkerTaps", rows: torch.Tensor) -> None:
+def _check_captured(worker: "WorkerTaps", rows: torch.Tensor) -> None:
     if len(blank := (rows == _BLANK).all(dim=-1).any(dim=0).nonzero().flatten()):
-        layer, site = taps.keys[int(blank[0])]
+        layer, site = worker.taps.keys[int(blank[0])]
         raise UnsupportedModel(
             f"self-test failed: no row of {site} of layer {layer} was captured in the mode that will run"
         )
 
 
-def _judge(taps: "WorkerTaps", rows: torch.Tensor, directions: dict[Key, np.ndarray], values: dict[Key, float]) -> None:
-    """A row that was not steered has a projection of about norm / √hidden; rounding makes far less."""
-    eps = torch.finfo(taps.dtype).eps
-    for i, key in enumerate(taps.keys):
+def _check_projections(
+    worker: "WorkerTaps", rows: torch.Tensor, directions: dict[Key, np.ndarray], values: dict[Key, float]
+) -> None:
+    """Check that every row has the projection it was steered to. A row that was not steered has a projection of about
+    norm / √hidden, far more than rounding makes."""
+    eps = torch.finfo(worker.dtype).eps
+    for i, key in enumerate(worker.taps.keys):
         got = rows[:, i] @ torch.from_numpy(directions[key].astype(np.float64))
-        allowed = max(1e-3, 8 * eps) * values[key] + 8 * eps * rows[:, i].norm(dim=-1) / taps.hidden**0.5
+        allowed = max(1e-3, 8 * eps) * values[key] + 8 * eps * rows[:, i].norm(dim=-1) / worker.hidden**0.5
         error = (got - values[key]).abs()
         if bool((error > allowed).any()):
             raise UnsupportedModel(

@@ -1,4 +1,4 @@
-// The server: plain requests, errors in its own words, streams of events.
+// Requests to the server, its errors, and streams of events.
 
 let key = "";
 try {

@@ -1,5 +1,5 @@
-// Puts the page together: the message box, tabs, theme, keys, the height of the heat map.
-import { $, h, icon, work } from "./dom.js";
+// The page as a whole: the message box, tabs, theme, keys, the height of the heat map.
+import { $, fill, h, icon, work } from "./dom.js";
 import { change, emit, keepConversation, on, restoreConversation, settings, state } from "./state.js";
 import { connect } from "./connection.js";
 import { send, stopAll } from "./runs.js";
@@ -18,16 +18,16 @@ const narrow = matchMedia("(max-width: 820px)");
 // --- the message box
 
 function setUpComposer() {
-  const box = $("#prompt"),
-    button = $("#send"),
-    compare = $("#compare");
+  const box = $("#prompt");
+  const button = $("#send");
+  const compare = $("#compare");
   const fit = () => {
     box.style.height = "auto";
     box.style.height = `${box.scrollHeight}px`;
   };
   const show = () => {
     const writing = state.running > 0;
-    button.replaceChildren(icon(writing ? "stop" : "send"), h("span.sr", {}, writing ? "Stop" : "Send"));
+    fill(button, icon(writing ? "stop" : "send"), h("span.sr", writing ? "Stop" : "Send"));
     button.title = writing ? "Stop (Esc)" : "Send (Enter)";
     button.disabled = !writing && (state.connection !== "ready" || !box.value.trim());
   };
@@ -53,54 +53,61 @@ function setUpComposer() {
   compare.checked = settings.compare;
   compare.addEventListener("change", () => change({ compare: compare.checked }));
   on("running connection", show);
-  on("again", () => {
-    const turn = state.turns.at(-1);
-    if (turn && !state.running && state.connection === "ready") send(turn.user, { turn });
-  });
+  on("again", answerAgain);
   show();
   if (!narrow.matches) box.focus();
 }
 
+function answerAgain() {
+  const turn = state.turns.at(-1);
+  if (turn && !state.running && state.connection === "ready") send(turn.user, { turn });
+}
+
 // --- tabs and the panel
 
+const tabs = [...document.querySelectorAll("#tabs [role=tab]")];
+
+function chooseTab(name) {
+  for (const tab of tabs) {
+    const here = tab.dataset.tab === name;
+    tab.setAttribute("aria-selected", here);
+    tab.tabIndex = here ? 0 : -1;
+    $(`#tab-${tab.dataset.tab}`).hidden = !here;
+  }
+  change({ tab: name });
+}
+
 function setUpTabs() {
-  const tabs = [...document.querySelectorAll("#tabs [role=tab]")];
-  const choose = (name) => {
-    for (const tab of tabs) {
-      const here = tab.dataset.tab === name;
-      tab.setAttribute("aria-selected", here);
-      tab.tabIndex = here ? 0 : -1;
-      $(`#tab-${tab.dataset.tab}`).hidden = !here;
-    }
-    change({ tab: name });
-  };
   for (const tab of tabs) {
     tab.id = `to-${tab.dataset.tab}`;
     tab.setAttribute("aria-controls", `tab-${tab.dataset.tab}`);
     $(`#tab-${tab.dataset.tab}`).setAttribute("aria-labelledby", tab.id);
-    tab.addEventListener("click", () => choose(tab.dataset.tab));
+    tab.addEventListener("click", () => chooseTab(tab.dataset.tab));
     tab.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (!step) return;
       const next = tabs[(tabs.indexOf(tab) + step + tabs.length) % tabs.length];
-      choose(next.dataset.tab);
+      chooseTab(next.dataset.tab);
       next.focus();
     });
   }
-  choose(tabs.some((tab) => tab.dataset.tab === settings.tab) ? settings.tab : "steer");
+  chooseTab(tabs.some((tab) => tab.dataset.tab === settings.tab) ? settings.tab : "steer");
+}
+
+/** The panel lies over the page on narrow screens. */
+function setUpPanel() {
   const panel = $("#panel");
-  const open = () => {
+  $("#open-panel").addEventListener("click", () => {
     panel.classList.add("open");
     $("#close-panel").focus();
-  };
-  $("#open-panel").addEventListener("click", open);
+  });
   $("#close-panel").addEventListener("click", () => {
     panel.classList.remove("open");
     $("#open-panel").focus();
   });
   on("pin", () => {
     if (!state.pinned) return;
-    choose("token");
+    chooseTab("token");
     if (narrow.matches) panel.classList.add("open");
   });
 }
@@ -108,15 +115,15 @@ function setUpTabs() {
 // --- theme
 
 function setUpTheme() {
-  const button = $("#theme"),
-    system = matchMedia("(prefers-color-scheme: dark)");
+  const button = $("#theme");
+  const system = matchMedia("(prefers-color-scheme: dark)");
   const names = { auto: "as the system", light: "light", dark: "dark" };
   let chosen = document.documentElement.dataset.theme ?? "auto";
   const show = () => {
     if (chosen === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = chosen;
     button.title = `Theme: ${names[chosen]}`;
-    button.replaceChildren(icon(chosen), h("span.sr", {}, button.title));
+    fill(button, icon(chosen), h("span.sr", button.title));
     emit("theme");
   };
   button.addEventListener("click", () => {
@@ -136,8 +143,8 @@ function setUpTheme() {
 // --- the height of the heat map
 
 function setUpSplitter() {
-  const bar = $("#splitter"),
-    dock = $("#dock");
+  const bar = $("#splitter");
+  const dock = $("#dock");
   const set = (height) => {
     const fit = Math.round(Math.max(40, Math.min(innerHeight * 0.7, height)));
     dock.style.setProperty("--dock", `${fit}px`);
@@ -166,7 +173,7 @@ function setUpSplitter() {
 
 const KEYS = [
   ["Enter", "send; Shift+Enter is a new line"],
-  ["Ctrl Enter", "answer the last message again with the present steering"],
+  ["Ctrl Enter", "answer the last message again with the current steering"],
   ["Esc", "stop the answer, close what is open"],
   ["/", "go to the message box"],
   ["← → ↑ ↓", "go through an answer’s tokens, or the heat map, when it has the focus"],
@@ -175,16 +182,9 @@ const KEYS = [
 ];
 
 function help() {
-  const dialog = $("#dialog");
-  dialog.replaceChildren(
-    h("h2", {}, "Keys"),
-    h(
-      "div.keys",
-      {},
-      KEYS.flatMap(([key, what]) => [h("kbd", {}, key), h("span", {}, what)]),
-    ),
-    h("button.plain", { type: "button", onclick: () => dialog.close() }, "Close"),
-  );
+  const keys = KEYS.flatMap(([key, what]) => [h("kbd", key), h("span", what)]);
+  const close = h("button.plain", { onclick: () => dialog.close() }, "Close");
+  const dialog = fill($("#dialog"), h("h2", "Keys"), h("div.keys", keys), close);
   if (!dialog.open) dialog.showModal();
 }
 
@@ -216,6 +216,7 @@ await restoreConversation();
 setUpTheme();
 setUpComposer();
 setUpTabs();
+setUpPanel();
 setUpSplitter();
 setUpVectors();
 setUpWatching();

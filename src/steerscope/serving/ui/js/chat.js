@@ -1,16 +1,15 @@
-// The conversation. Tokens are appended and tinted once per animation frame, whatever arrived since the last one.
-import { $, bytes, h, icon, iconButton, soon, work } from "./dom.js";
+// The conversation. New tokens are appended and tinted once per animation frame.
+import { $, bytes, fill, h, icon, iconButton, soon, work } from "./dom.js";
 import { emit, keepConversation, on, settings, state } from "./state.js";
 import { paint } from "./tint.js";
-import { told, toldLong } from "./steering.js";
-import { facts, problem } from "./endings.js";
+import { opText, opTextLong } from "./steering.js";
+import { send } from "./runs.js";
 import { saveCapture } from "./exporting.js";
-import { blank } from "./blank.js";
 
-const views = new Map(); // run id → what shows it
+const views = new Map(); // run id → its view
 const touched = new Set(); // runs that changed since the last frame
-let log,
-  stuck = true;
+let log;
+let stuck = true; // the log follows what is written
 const seed = h("span.t");
 
 export function setUpChat() {
@@ -50,71 +49,86 @@ function rebuild(turn) {
 
 function rebuildNow() {
   views.clear();
-  log.replaceChildren(...(state.turns.length ? state.turns.map(turnView) : [blank()]));
+  fill(log, state.turns.length ? state.turns.map(turnView) : blank());
   stuck = true;
-  for (const turn of state.turns) for (const run of turn.runs) touched.add(run);
   draw();
+}
+
+const TRIES = [
+  "How was your day?",
+  "Tell me a story about a lighthouse in a storm.",
+  "What should I cook on a cold evening?",
+];
+
+/** The page before the first message. */
+function blank() {
+  const ready = state.connection === "ready";
+  const note = (missing, text) => ready && missing && h("p.server-note", text);
+  const lead =
+    "Every token of the answer is coloured by what lenses read in the model while it was written. " +
+    "Point at a token for all its readings; move a slider and ask again to see what changes.";
+  return h(
+    "div.blank",
+    h("h2", "Watch a model think, and steer it"),
+    h("p", lead),
+    note(!state.lenses.length, "No lens pack is loaded, so no concepts are read: start the server with --pack PACK."),
+    note(
+      !state.vectors.length,
+      "There are no vectors: drop a file on the panel, or start the server with --vectors DIR.",
+    ),
+    h(
+      "div.tries",
+      TRIES.map((text) => h("button", { disabled: !ready, onclick: () => send(text) }, text)),
+    ),
+  );
 }
 
 function turnView(turn) {
   const pair = turn.runs.length > 1;
-  const answers = h(
-    `div.answers${pair ? ".pair" : ""}`,
-    {},
-    turn.runs.map((run) => runView(turn, run, pair)),
-  );
+  const answers = turn.runs.map((run) => runView(turn, run, pair));
   for (const run of turn.runs) touched.add(run);
+  const row = (who, content) => h("div.row", h("div.who", who), content);
   return h(
     "article.turn",
     { "data-turn": turn.id },
-    h("div.row", {}, h("div.who", {}, "You"), h("div.said", {}, turn.user)),
-    h("div.row", {}, h("div.who", {}, "Model"), answers),
+    row("You", h("div.said", turn.user)),
+    row("Model", h(`div.answers${pair ? ".pair" : ""}`, answers)),
   );
 }
 
+/** The tokens of an answer or of a message, and how far they are drawn. */
+function tokensView(run, turn, label) {
+  const about = { tabindex: 0, role: "group", "aria-label": `${label}: arrow keys go through its tokens` };
+  const tokens = h("div.tokens", { ...about, "data-run": run.id });
+  const made = { run, turn, tokens, line: null, spans: [], painted: 0 };
+  views.set(run.id, made);
+  return made;
+}
+
 function runView(turn, run, pair) {
-  const tokens = h("div.tokens", {
-    tabindex: 0,
-    role: "group",
-    "aria-label": "Answer: arrow keys go through its tokens",
-    "data-run": run.id,
-  });
-  const made = {
-    run,
-    turn,
-    tokens,
-    line: null,
-    spans: [],
-    painted: 0,
+  const made = Object.assign(tokensView(run, turn, "Answer"), {
     marked: 0,
     shownStatus: null,
     caret: h("span.caret", { "aria-hidden": "true" }),
-    wait: h("div.waiting", {}, "Waiting for the first token"),
+    wait: h("div.waiting", "Waiting for the first token"),
     fires: h("div.fires", { hidden: true }),
     chips: new Map(),
-    foot: h("div.foot"),
     counts: h("span"),
     note: h("div"),
-  };
-  tokens.append(made.wait);
-  made.foot.append(made.counts);
-  views.set(run.id, made);
-  made.root = h(
-    `section.answer${pair && turn.runs[turn.chosen] === run ? ".kept" : ""}`,
-    { "data-run": run.id },
-    head(turn, run, pair),
-    tokens,
-    made.note,
-    made.fires,
-    made.foot,
-  );
+  });
+  made.tokens.append(made.wait);
+  made.foot = h("div.foot", made.counts);
+  const kept = pair && turn.runs[turn.chosen] === run;
+  const about = { "data-run": run.id };
+  const parts = [head(turn, run, pair), made.tokens, made.note, made.fires, made.foot];
+  made.root = h(`section.answer${kept ? ".kept" : ""}`, about, parts);
   return made.root;
 }
 
 function head(turn, run, pair) {
-  const chips = run.steer.map((op) => h("span.chip", { title: toldLong(op) }, told(op)));
-  if (run.side === "A" && !chips.length) chips.push(h("span.chip.plain-chip", {}, "nothing is switched on"));
-  if (!pair) return h("div.answer-head", {}, chips);
+  const chips = run.steer.map((op) => h("span.chip", { title: opTextLong(op) }, opText(op)));
+  if (run.side === "A" && !chips.length) chips.push(h("span.chip.plain-chip", "no vector is switched on"));
+  if (!pair) return h("div.answer-head", chips);
   const keep = h("input", {
     type: "radio",
     name: `keep-${turn.id}`,
@@ -125,27 +139,25 @@ function head(turn, run, pair) {
       keepConversation();
     },
   });
-  const name = run.side === "A" ? "Steered" : "Unsteered";
+  const title = "The next message continues from this answer";
   return h(
     "div.answer-head",
-    {},
-    h("span.side", {}, `${run.side} · ${name}`),
+    h("span.side", `${run.side} · ${run.side === "A" ? "Steered" : "Unsteered"}`),
     chips,
-    h("label.keep", { title: "The next message goes on from this answer" }, keep, "continue"),
+    h("label.keep", { title }, keep, "continue"),
   );
 }
 
-/** The message, token by token once the server has told them; of two answers the first one's readings are shown. */
+/** The message, token by token once the server has sent them; of two answers the first one's readings are shown. */
 function drawSaid({ run, turn }) {
   const said = run.said;
   if (!said || turn.runs[0] !== run) return;
   let made = views.get(said.id);
   if (!made) {
-    const label = "Your message: arrow keys go through its tokens";
-    const tokens = h("div.tokens", { tabindex: 0, role: "group", "aria-label": label, "data-run": said.id });
-    views.set(said.id, (made = { run: said, turn, tokens, line: null, spans: [], painted: 0 }));
+    made = tokensView(said, turn, "Your message");
     append(made);
-    log.querySelector(`[data-turn="${turn.id}"] .said`)?.replaceChildren(tokens);
+    const box = $(`[data-turn="${turn.id}"] .said`, log);
+    if (box) fill(box, made.tokens);
   }
   tintNew(made);
 }
@@ -163,10 +175,7 @@ function draw() {
 
 function drawRun(made) {
   const { run } = made;
-  if (run.tokens.length && made.wait) {
-    made.wait.remove();
-    made.wait = null;
-  }
+  if (run.tokens.length) made.wait.remove();
   append(made);
   tintNew(made);
   drawSaid(made);
@@ -227,14 +236,14 @@ function repaint() {
   }
 }
 
-/** Underline the token, and count it on the rule's chip. That a vector went off again is only in the heat map. */
+/** Underline the token, and count it on the rule's chip. Only the heat map shows when a vector is switched off again. */
 function mark(made, fired) {
   if (fired.action.endsWith("_off")) return;
   made.spans[Math.min(fired.at, made.spans.length - 1)]?.classList.add("fired");
   made.fires.hidden = false;
   let chip = made.chips.get(fired.name);
   if (!chip) {
-    chip = h("button.fire", { type: "button", title: "Go to the next token where it fired" }, icon("flag"), h("span"));
+    chip = h("button.fire", { title: "Go to the next token where it fired" }, icon("flag"), h("span"));
     Object.assign(chip, { ats: [], next: 0 });
     made.chips.set(fired.name, chip);
     made.fires.append(chip);
@@ -250,36 +259,56 @@ function ended(made) {
   made.shownStatus = run.status;
   if (run.status === "waiting" || run.status === "writing") return;
   made.caret.remove();
-  if (made.wait) {
-    made.wait.remove();
-    made.wait = null;
-  }
+  made.wait.remove();
   if (run.status === "stopped" && !run.tokens.length)
-    made.tokens.append(h("div.waiting", {}, "Stopped before the first token"));
-  if (run.status === "failed") made.note.replaceChildren(problem(run, turn));
+    made.tokens.append(h("div.waiting", "Stopped before the first token"));
+  if (run.status === "failed") fill(made.note, problem(run, turn));
   made.tokens.hidden = run.status === "failed" && !run.tokens.length;
-  const parts = [made.counts];
-  if (run.capture) {
-    const what = `${run.capture.rows} rows · ${bytes(run.capture.bytes ?? 0)}`;
-    parts.push(
-      h(
-        "button.quiet.get",
-        { type: "button", title: "Download these activations (safetensors)", onclick: () => saveCapture(run) },
-        icon("down"),
-        what,
-      ),
-    );
-  }
-  const tools = h(
-    "span.tools",
-    {},
-    run.text ? iconButton("copy", "Copy the text", () => navigator.clipboard?.writeText(run.text)) : null,
-  );
+  const copy = iconButton("copy", "Copy the text", () => navigator.clipboard?.writeText(run.text));
   // Only the last message can be answered again: the style sheet hides the button of those before it.
-  if (run === turn.runs.at(-1)) {
-    const again = iconButton("again", "Answer again with the present steering (Ctrl+Enter)", () => emit("again"));
-    again.classList.add("again");
-    tools.append(again);
-  }
-  made.foot.replaceChildren(...parts, h("span.gap"), tools);
+  const again = iconButton("again", "Answer again with the current steering (Ctrl+Enter)", () => emit("again"));
+  again.classList.add("again");
+  const tools = h("span.tools", run.text && copy, run === turn.runs.at(-1) && again);
+  fill(made.foot, made.counts, run.capture && captureButton(run), h("span.gap"), tools);
+}
+
+function captureButton(run) {
+  const about = { title: "Download these activations (safetensors)", onclick: () => saveCapture(run) };
+  return h("button.quiet.get", about, icon("down"), `${run.capture.rows} rows · ${bytes(run.capture.bytes ?? 0)}`);
+}
+
+const ENDS = {
+  stop: "ended by itself",
+  stop_string: "stop string",
+  length: "cut at the limit",
+  rule: "ended by a rule",
+};
+
+/** "24 tokens · 12.3/s · cut at the limit" */
+function facts(run) {
+  const n = run.tokens.length;
+  if (!n) return "";
+  const parts = [`${n} ${n === 1 ? "token" : "tokens"}`];
+  const seconds = (run.last - run.first) / 1000;
+  if (n > 1 && seconds > 0) parts.push(`${((n - 1) / seconds).toFixed(1)}/s`);
+  if (run.status === "stopped") parts.push("stopped");
+  if (run.status === "done") parts.push(ENDS[run.finish] ?? run.finish ?? "done");
+  return parts.join(" · ");
+}
+
+function problem(run, turn) {
+  const { message, problems, status, retryAfter } = run.error;
+  const list = problems.map((one) =>
+    h("li", h("code", one.param ?? ""), ` ${one.message}`, one.remedy && `: ${one.remedy}`),
+  );
+  let title = list.length ? "The server refused this:" : message;
+  if (status === 429) title = `The server is full${retryAfter ? `; try again in ${retryAfter} s` : ""}.`;
+  const again = () => send(turn.user, { turn, compare: turn.runs.length > 1 });
+  return h(
+    "div.problem",
+    { role: "alert" },
+    h("b", title),
+    list.length > 0 && h("ul", list),
+    h("div", h("button.plain", { onclick: again }, "Try again")),
+  );
 }

@@ -1,11 +1,11 @@
-// A text box with a list below it: type to narrow it, arrows and Enter to choose.
-import { h, icon } from "./dom.js";
+// A text box with a list below it: typing narrows the list, arrows and Enter choose.
+import { fill, h, icon } from "./dom.js";
 
 const MOST = 300;
 let ids = 0;
 
 export class Combo {
-  /** `items()` → [{value, label, hint?, depth?, find?} | {group}], asked for each time the list opens. */
+  /** `items()` → [{value, label, hint?, depth?, find?} | {group}], called each time the list opens. */
   constructor(root, { label, items, pick, placeholder = "" }) {
     this.items = items;
     this.pick = pick;
@@ -50,31 +50,22 @@ export class Combo {
     const fits = (item) =>
       words.every((word) => `${item.label} ${item.find ?? ""} ${item.hint ?? ""}`.toLowerCase().includes(word));
     const found = this.items().filter((item) => (item.group ? !words.length : fits(item)));
-    const rows = found.slice(0, MOST).map((item) =>
-      item.group
-        ? h("li.group", { role: "presentation" }, item.group)
-        : h(
-            "li",
-            {
-              role: "option",
-              "data-value": item.value,
-              "aria-selected": "false",
-              "--depth": words.length ? 0 : (item.depth ?? 0),
-            },
-            item.label,
-            item.hint || (words.length && item.depth) ? h("small", {}, item.hint ?? "") : null,
-          ),
-    );
-    rows.forEach((row, i) => {
-      row.id = `${this.list.id}-${i}`;
-    });
-    if (!rows.length) rows.push(h("li.none", {}, "Nothing has this name"));
-    if (found.length > MOST) rows.push(h("li.none", {}, `${found.length - MOST} more: type to narrow the list`));
-    this.list.replaceChildren(...rows);
+    const rows = found.slice(0, MOST).map((item, i) => this.row(item, i, words.length > 0));
+    if (!rows.length) rows.push(h("li.none", "Nothing has this name"));
+    if (found.length > MOST) rows.push(h("li.none", `${found.length - MOST} more: type to narrow the list`));
+    fill(this.list, rows);
     this.list.hidden = false;
     this.input.setAttribute("aria-expanded", "true");
     const here = this.options().findIndex((row) => row.textContent === this.current);
     this.mark(words.length ? 0 : Math.max(here, 0));
+  }
+
+  /** One line of the list; a narrowed list is not indented. */
+  row(item, i, narrowed) {
+    if (item.group) return h("li.group", { role: "presentation" }, item.group);
+    const depth = narrowed ? 0 : (item.depth ?? 0);
+    const about = { id: `${this.list.id}-${i}`, role: "option", "data-value": item.value, "aria-selected": "false" };
+    return h("li", { ...about, "--depth": depth }, item.label, item.hint && h("small", item.hint));
   }
 
   close() {

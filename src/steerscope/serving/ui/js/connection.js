@@ -1,16 +1,16 @@
-// Whether the server is there: loading, ready, gone, or asking for a key. Tries again by itself.
-import { $, h } from "./dom.js";
+// The state of the server: loading, ready, gone, or asking for a key. Tries again by itself.
+import { $, fill, h } from "./dom.js";
 import { ask, get, Refused, setKey, Unreachable } from "./api.js";
 import { emit, on, state } from "./state.js";
 import { hush, notice } from "./notice.js";
-import { loadVectors } from "./vectorfiles.js";
+import { loadVectors } from "./vectors.js";
 import { loadLenses } from "./watching.js";
 
-const TOLD = { starting: "Loading", ready: "Ready", offline: "Disconnected", locked: "Key needed", failed: "Failed" };
-const LOOK_MS = 15_000,
-  MOST_WAIT_MS = 15_000;
-let timer = 0,
-  wait = 1000;
+const NAMES = { starting: "Loading", ready: "Ready", offline: "Disconnected", locked: "Key needed", failed: "Failed" };
+const LOOK_MS = 15_000;
+const MOST_WAIT_MS = 15_000;
+let timer = 0;
+let wait = 1000;
 
 export function connect() {
   on("lost", () => {
@@ -27,7 +27,7 @@ function become(next) {
   state.connection = next;
   const status = $("#status");
   status.dataset.state = next;
-  $("span", status).textContent = TOLD[next];
+  $("span", status).textContent = NAMES[next];
   if (before !== next) emit("connection");
 }
 
@@ -36,15 +36,9 @@ async function look() {
   try {
     // /health answers 200 while the model loads; /ready would fill the browser's console with errors.
     const answer = await ask("health", { accept: [503] });
-    const told = await answer.json();
-    if (told.stage !== "ready") {
-      become(answer.ok ? "starting" : "failed");
-      const what = answer.ok ? `The server is getting ready: ${told.stage}` : `The server ${told.stage}`;
-      notice(what, {
-        kind: answer.ok ? "info" : "bad",
-        progress: answer.ok ? (told.progress ?? -1) : null,
-        stays: true,
-      });
+    const health = await answer.json();
+    if (health.stage !== "ready") {
+      showLoading(answer.ok, health);
       timer = setTimeout(look, 1000);
       return;
     }
@@ -55,29 +49,31 @@ async function look() {
     if (error instanceof Refused && error.status === 401) return askKey();
     if (!(error instanceof Unreachable) && !(error instanceof Refused)) throw error;
     become("offline");
-    const what =
-      error instanceof Unreachable
-        ? "The server cannot be reached. Your conversation is kept here; trying again."
-        : error.message;
-    notice(what, { action: { name: "Try now", act: look }, stays: true });
+    const lost = "The server cannot be reached. Your conversation is kept here; trying again.";
+    notice(error instanceof Unreachable ? lost : error.message, {
+      action: { name: "Try now", act: look },
+      stays: true,
+    });
     timer = setTimeout(look, wait);
     wait = Math.min(wait * 1.6, MOST_WAIT_MS);
   }
 }
 
+function showLoading(works, health) {
+  become(works ? "starting" : "failed");
+  if (works) notice(`The server is getting ready: ${health.stage}`, { kind: "info", progress: -1, stays: true });
+  else notice(`The server ${health.stage}`, { stays: true });
+}
+
 async function load() {
   const facts = await get("v1/capabilities");
   state.facts = facts;
-  const parts = [
-    facts.layers && `${facts.layers} layers`,
-    facts.hidden && `${facts.hidden} wide`,
-    facts.engine && `${facts.engine} engine`,
-  ].filter(Boolean);
-  $("#model").replaceChildren(
-    h("b", {}, facts.model ?? ""),
-    h("span", {}, parts.length ? ` · ${parts.join(" · ")}` : ""),
+  fill(
+    $("#model"),
+    h("b", facts.model),
+    h("span", ` · ${facts.layers} layers · ${facts.hidden} wide · ${facts.engine} engine`),
   );
-  document.title = `${facts.model ?? "steerscope"} · steerscope`;
+  document.title = `${facts.model} · steerscope`;
   const [steer] = await Promise.all([get("v1/steering"), loadVectors(), loadLenses()]);
   state.serverSteering = steer.ops;
   hush();
@@ -93,23 +89,15 @@ function askKey() {
     "aria-label": "API key",
     required: true,
   });
-  const dialog = $("#dialog");
-  const form = h(
-    "form",
-    {
-      method: "dialog",
-      onsubmit: () => {
-        setKey(input.value.trim());
-        look();
-      },
-    },
-    input,
-    h("button.plain.main", { type: "submit" }, "Connect"),
-  );
-  dialog.replaceChildren(
-    h("h2", {}, "This server asks for a key"),
-    h("p", {}, "The one it was started with (--api-key). It stays in this tab."),
-    form,
+  const onsubmit = () => {
+    setKey(input.value.trim());
+    look();
+  };
+  const dialog = fill(
+    $("#dialog"),
+    h("h2", "This server needs a key"),
+    h("p", "The key it was started with (--api-key). It stays in this tab."),
+    h("form", { method: "dialog", onsubmit }, input, h("button.plain.main", { type: "submit" }, "Connect")),
   );
   if (!dialog.open) dialog.showModal();
   input.focus();

@@ -1,111 +1,97 @@
-// Sliders, pairs of sliders and segments, all native inputs underneath.
+// Sliders, pairs of sliders, segments, switches and menus, all native inputs underneath.
 import { h, short } from "./dom.js";
 
-/** Name, slider and number. Numbers outside the slider's range widen it. */
-export function slider({ name, min, max, step, value, change, signed = false, title }) {
-  const range = h("input", { type: "range", min, max, step, value, "aria-label": name });
-  const number = h("input", { type: "number", step: "any", value: trim(value), "aria-label": `${name}, as a number` });
-  const box = h(`span.range${signed ? ".signed" : ""}`, {}, signed ? h("i.zero") : null, range);
-  const fit = (to) => {
-    if (to > range.max) range.max = to * 1.5;
-    if (to < range.min) range.min = to * 1.5;
-  };
-  const fill = () => {
+/** A line of a form: a name, and its input. */
+export const field = (name, ...inputs) => h("div.field.wide", h("span", name), ...inputs);
+
+const place = (value, low, high) => Math.max(0, Math.min(1, (value - low) / (high - low || 1)));
+
+/** Name, slider and number. Numbers outside the slider's range [min, max, step] widen it. */
+export function slider(name, [min, max, step], value, change, { signed = false, title } = {}) {
+  const range = h("input", { type: "range", min, max, step, "aria-label": name });
+  const number = h("input", { type: "number", step: "any", "aria-label": `${name}, as a number` });
+  const box = h(`span.range${signed ? ".signed" : ""}`, signed && h("i.zero"), range);
+  const show = () => {
+    number.value = String(Math.round(value * 1000) / 1000);
     const [low, high] = [Number(range.min), Number(range.max)];
-    const place = (Number(range.value) - low) / (high - low || 1);
-    const zero = signed ? Math.max(0, Math.min(1, -low / (high - low))) : 0;
-    box.style.setProperty("--a", Math.min(place, zero));
-    box.style.setProperty("--b", Math.max(place, zero));
+    const at = place(Number(range.value), low, high);
+    const zero = signed ? place(0, low, high) : 0;
+    box.style.setProperty("--a", Math.min(at, zero));
+    box.style.setProperty("--b", Math.max(at, zero));
     box.style.setProperty("--zero", zero);
   };
-  fit(value);
-  range.value = value;
+  const set = (to) => {
+    value = to;
+    if (to > range.max) range.max = to * 1.5;
+    if (to < range.min) range.min = to * 1.5;
+    range.value = to;
+    show();
+  };
   range.addEventListener("input", () => {
-    number.value = trim(Number(range.value));
-    fill();
-    change(Number(range.value));
+    value = Number(range.value);
+    show();
+    change(value);
   });
   number.addEventListener("change", () => {
     const to = Number(number.value);
-    if (!Number.isFinite(to) || number.value === "") {
-      number.value = trim(Number(range.value));
-      return;
-    }
-    fit(to);
-    range.value = to;
-    fill();
+    if (!Number.isFinite(to) || number.value === "") return show();
+    set(to);
     change(to);
   });
-  fill();
-  return h("div.field", { title }, h("span", {}, name), box, number);
+  set(value);
+  return h("div.field", { title }, h("span", name), box, number);
 }
-const trim = (value) => String(Math.round(value * 1000) / 1000);
 
-/** Two ends on one track; `out` is the text at the right, or two numbers when `numbers` is set. */
-export function interval({ name, min, max, step, from, to, change, out }) {
-  const [a, b] = [from, to].map((value, k) =>
-    h("input", {
-      type: "range",
-      min: Math.min(min, from),
-      max: Math.max(max, to),
-      step,
-      value,
-      "aria-label": `${name}: ${k ? "to" : "from"}`,
-    }),
-  );
-  const told = h("span.out");
-  const box = h("span.range.dual", {}, a, b);
-  const fill = () => {
-    const size = Number(a.max) - Number(a.min) || 1;
-    box.style.setProperty("--a", (Number(a.value) - Number(a.min)) / size);
-    box.style.setProperty("--b", (Number(b.value) - Number(a.min)) / size);
-    told.textContent = (out ?? ((x, y) => `${short(x)}…${short(y)}`))(Number(a.value), Number(b.value));
+/** Two ends on one track; `text` of both is shown at the right. */
+export function interval(name, [min, max, step], [from, to], change, text = (a, b) => `${short(a)}…${short(b)}`) {
+  const end = (value, which) =>
+    h("input", { type: "range", min, max, step, value, "aria-label": `${name}: ${which}`, oninput: moved });
+  const [a, b] = [end(from, "from"), end(to, "to")];
+  const out = h("span.out");
+  const box = h("span.range.dual", a, b);
+  const show = () => {
+    const [low, high] = [Number(a.value), Number(b.value)];
+    box.style.setProperty("--a", place(low, min, max));
+    box.style.setProperty("--b", place(high, min, max));
+    a.style.zIndex = low > (min + max) / 2 ? 2 : 1; // the end that can still be moved lies on top
+    out.textContent = text(low, high);
   };
-  const moved = (which) => () => {
-    if (Number(a.value) > Number(b.value)) which === a ? (b.value = a.value) : (a.value = b.value);
-    a.style.zIndex = Number(a.value) > (Number(a.min) + Number(a.max)) / 2 ? 2 : 1;
-    fill();
+  function moved(event) {
+    if (Number(a.value) > Number(b.value)) {
+      const other = event.target === a ? b : a;
+      other.value = event.target.value;
+    }
+    show();
     change(Number(a.value), Number(b.value));
-  };
-  a.addEventListener("input", moved(a));
-  b.addEventListener("input", moved(b));
-  a.style.zIndex = from > (min + max) / 2 ? 2 : 1;
-  fill();
-  return h("div.field", {}, h("span", {}, name), box, told);
+  }
+  show();
+  return h("div.field", h("span", name), box, out);
 }
 
-export function segments({ label, options, value, change }) {
-  const buttons = options.map(([key, name]) =>
-    h(
-      "button",
-      {
-        type: "button",
-        "aria-pressed": key === value ? "true" : "false",
-        onclick: () => {
-          buttons.forEach((one, i) => one.setAttribute("aria-pressed", options[i][0] === key));
-          change(key);
-        },
-      },
-      name,
-    ),
-  );
+export function segments(label, options, value, change) {
+  const choose = (chosen) => {
+    buttons.forEach((one, i) => one.setAttribute("aria-pressed", options[i][0] === chosen));
+  };
+  const pick = (key) => () => {
+    choose(key);
+    change(key);
+  };
+  const buttons = options.map(([key, name]) => h("button", { onclick: pick(key) }, name));
+  choose(value);
   return h("div.segments", { role: "group", "aria-label": label }, buttons);
 }
 
-export function toggle({ name, value, change, title }) {
+export function toggle(name, checked, change) {
+  const onchange = (event) => change(event.target.checked);
   return h(
     "label.switch",
-    { title },
-    h("input", { type: "checkbox", role: "switch", checked: value, onchange: (event) => change(event.target.checked) }),
+    h("input", { type: "checkbox", role: "switch", checked, onchange }),
     h("i"),
-    h("span", {}, name),
+    h("span", name),
   );
 }
 
-export function choose({ label, options, value, change }) {
-  return h(
-    "select",
-    { "aria-label": label, onchange: (event) => change(event.target.value) },
-    options.map(([key, name]) => h("option", { value: key, selected: key === value }, name)),
-  );
+export function choose(label, options, value, change) {
+  const items = options.map(([key, name]) => h("option", { value: key, selected: key === value }, name));
+  return h("select", { "aria-label": label, onchange: (event) => change(event.target.value) }, items);
 }

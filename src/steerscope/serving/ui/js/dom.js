@@ -1,47 +1,49 @@
-// Small tools for elements, and one animation frame for everything that wants to be drawn.
+// Helpers for elements, one animation frame for all drawing, and texts of numbers.
 
-/** h("p.note", {title: "x", onclick: f}, "text", child) */
-export function h(what, props, ...children) {
+/** h("p.note", {title: "x", onclick: f}, "text", child): properties may be left out, and null children are skipped. */
+export function h(what, ...rest) {
   const [tag, ...classes] = what.split(".");
-  const element = document.createElement(tag || "div");
+  const element = document.createElement(tag);
   if (classes.length) element.className = classes.join(" ");
-  for (const [name, value] of Object.entries(props ?? {})) {
+  if (tag === "button") element.type = "button";
+  const given = rest[0]?.constructor === Object ? rest.shift() : {};
+  for (const [name, value] of Object.entries(given)) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name.startsWith("--")) element.style.setProperty(name, value);
     else if (name in element && !name.startsWith("aria") && name !== "list") element[name] = value;
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  return fill(element, ...rest);
+}
+
+/** Replace what is in an element. */
+export function fill(element, ...children) {
+  const missing = [null, undefined, false, ""];
+  element.replaceChildren(...children.flat().filter((child) => !missing.includes(child)));
   return element;
 }
 
 export const $ = (selector, root = document) => root.querySelector(selector);
 
-export function icon(name) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("aria-hidden", "true");
-  const use = document.createElementNS("http://www.w3.org/2000/svg", "use");
-  use.setAttribute("href", `#i-${name}`);
-  svg.append(use);
-  return svg;
+export function svg(tag, attributes, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  return fill(element, ...children);
 }
 
-export function iconButton(name, title, onclick, small = true) {
-  return h(
-    `button.icon-button${small ? ".small" : ""}`,
-    { type: "button", title, "aria-label": title, onclick },
-    icon(name),
-  );
-}
+export const icon = (name) => svg("svg", { "aria-hidden": "true" }, svg("use", { href: `#i-${name}` }));
 
-/** What was done to the document, for tests and for the curious: `steerscope.work` in the console. */
+export const iconButton = (name, title, onclick) =>
+  h("button.icon-button.small", { title, "aria-label": title, onclick }, icon(name));
+
+/** Counts of changes to the document, for tests: `steerscope.work` in the console. */
 export const work = { frames: 0, spans: 0, tints: 0, columns: 0, largestFrame: 0 };
 
 const waiting = new Set();
 let asked = false;
 
-/** Run `job` in the next animation frame, once, however often it is asked for before that. */
+/** Run `job` once in the next animation frame. */
 export function soon(job) {
   waiting.add(job);
   if (asked) return;
@@ -67,6 +69,7 @@ export function later(job, ms) {
   };
 }
 
+/** Announce a text to screen readers. */
 export function say(text) {
   $("#live").textContent = text;
 }

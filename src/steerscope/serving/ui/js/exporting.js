@@ -1,54 +1,27 @@
-// Taking things home: the conversation as JSON with all that was read, activations as safetensors.
-import { $, h } from "./dom.js";
+// Downloads: the conversation as JSON with all readings, activations as safetensors.
+import { $, fill, h } from "./dom.js";
 import { ask } from "./api.js";
 import { settings, state } from "./state.js";
-import { join } from "./safetensors.js";
 import { notice } from "./notice.js";
 
 export function setUpExport() {
-  const menu = $("#export"),
-    button = $("button", menu),
-    list = $(".menu-list", menu);
-  const close = () => {
-    list.hidden = true;
-    button.setAttribute("aria-expanded", "false");
+  const menu = $("#export");
+  const button = $("button", menu);
+  const list = $(".menu-list", menu);
+  const open = (shown) => {
+    list.hidden = !shown;
+    button.setAttribute("aria-expanded", shown);
   };
+  list.addEventListener("click", () => open(false));
   button.addEventListener("click", () => {
-    if (!list.hidden) return close();
-    const kept = captured();
-    const item = (name, note, act, off) =>
-      h(
-        "button",
-        {
-          type: "button",
-          role: "menuitem",
-          disabled: off,
-          onclick: () => {
-            close();
-            act();
-          },
-        },
-        name,
-        h("small", {}, note),
-      );
-    list.replaceChildren(
-      item("Conversation (JSON)", "texts, tokens, readings, rules, projections", saveConversation, !state.turns.length),
-      item(
-        "Activations (safetensors)",
-        kept.length
-          ? `${kept.length} ${kept.length === 1 ? "answer" : "answers"} in one file`
-          : "switch on “Keep activations” under Run",
-        saveCaptures,
-        !kept.length,
-      ),
-    );
-    list.hidden = false;
-    button.setAttribute("aria-expanded", "true");
+    if (!list.hidden) return open(false);
+    fill(list, items());
+    open(true);
     $("button:not(:disabled)", list)?.focus();
   });
   menu.addEventListener("keydown", (event) => {
     if (event.key === "Escape") {
-      close();
+      open(false);
       button.focus();
     }
     const step = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key];
@@ -58,8 +31,20 @@ export function setUpExport() {
     }
   });
   document.addEventListener("pointerdown", (event) => {
-    if (!menu.contains(event.target)) close();
+    if (!menu.contains(event.target)) open(false);
   });
+}
+
+function items() {
+  const item = (name, note, onclick, disabled) =>
+    h("button", { role: "menuitem", disabled, onclick }, name, h("small", note));
+  const n = captured().length;
+  const texts = "texts, tokens, readings, rules, projections";
+  const kept = n ? `${n} ${n === 1 ? "answer" : "answers"} in one file` : "switch on “Keep activations” under Run";
+  return [
+    item("Conversation (JSON)", texts, saveConversation, !state.turns.length),
+    item("Activations (safetensors)", kept, saveCaptures, !n),
+  ];
 }
 
 function save(blob, name) {
@@ -69,6 +54,7 @@ function save(blob, name) {
 }
 const stamp = () => new Date().toISOString().slice(0, 16).replace(/[-:]/g, "").replace("T", "-");
 
+/** Answers with activations, and the prefix of their tensors' names in a common file. */
 const captured = () =>
   state.turns.flatMap((turn, k) =>
     turn.runs
@@ -76,59 +62,50 @@ const captured = () =>
       .map((run) => ({ run, prefix: `turn${k + 1}${run.side ? `.${run.side.toLowerCase()}` : ""}.` })),
   );
 
-/** Everything that was asked and read, in names instead of numbers. */
+// --- the conversation
+
+/** The conversation with all readings, in names instead of numbers. */
 export function conversation() {
-  const named = (top) =>
-    top?.length
-      ? Array.from({ length: top.length / 2 }, (_, j) => ({ id: state.concepts[top[2 * j]].id, score: top[2 * j + 1] }))
-      : [];
   const read = state.turns.flatMap((turn) => turn.runs.flatMap((run) => [...run.top, ...(run.said?.top ?? [])]));
   const used = new Set(read.flatMap((top) => (top ?? []).filter((_, j) => j % 2 === 0)));
-  const tokens = (run) => run.tokens.map((text, i) => ({ i, id: run.ids[i], t: text, top: named(run.top[i]) }));
+  const { temperature, topP: top_p, maxTokens: max_tokens, seed, penalty: repetition_penalty } = settings;
   return {
     format: "steerscope-conversation-1",
     written: new Date().toISOString(),
     model: state.facts?.model ?? null,
     system: settings.system || null,
-    sampling: {
-      temperature: settings.temperature,
-      top_p: settings.topP,
-      max_tokens: settings.maxTokens,
-      seed: settings.seed,
-      repetition_penalty: settings.penalty,
-    },
+    sampling: { temperature, top_p, max_tokens, seed, repetition_penalty },
     concepts: [...used]
       .sort((a, b) => a - b)
-      .map((index) => ({
-        id: state.concepts[index].id,
-        name: state.concepts[index].name,
-        path: state.concepts[index].path,
-      })),
-    turns: state.turns.map((turn) => ({
-      user: turn.user,
-      chosen: turn.chosen,
-      answers: turn.runs.map((run) => ({
-        side: run.side,
-        text: run.text,
-        steer: run.steer,
-        finish: run.finish,
-        status: run.status,
-        error: run.error,
-        usage: run.usage,
-        prompt_tokens: run.prompt,
-        message: run.said && { position: run.said.prompt, tokens: tokens(run.said), projections: run.said.projections },
-        tokens: tokens(run),
-        rules: run.firings,
-        projections: run.projections,
-        captures: run.capture,
-      })),
-    })),
+      .map((index) => state.concepts[index])
+      .map(({ id, name, path }) => ({ id, name, path })),
+    turns: state.turns.map(({ user, chosen, runs }) => ({ user, chosen, answers: runs.map(answer) })),
   };
 }
 
-export function saveConversation() {
+function answer(run) {
+  const { side, text, steer, finish, status, error, usage, said, projections } = run;
+  return {
+    ...{ side, text, steer, finish, status, error, usage },
+    prompt_tokens: run.prompt,
+    message: said && { position: said.prompt, tokens: tokens(said), projections: said.projections },
+    tokens: tokens(run),
+    rules: run.firings,
+    projections,
+    captures: run.capture,
+  };
+}
+
+const tokens = (run) => run.tokens.map((t, i) => ({ i, id: run.ids[i], t, top: named(run.top[i] ?? []) }));
+
+const named = (top) =>
+  Array.from({ length: top.length / 2 }, (_, j) => ({ id: state.concepts[top[2 * j]].id, score: top[2 * j + 1] }));
+
+function saveConversation() {
   save(new Blob([JSON.stringify(conversation(), null, 1)], { type: "application/json" }), `steerscope-${stamp()}.json`);
 }
+
+// --- activations
 
 async function fetched(run) {
   return (await ask(`v1/captures/${encodeURIComponent(run.capture.id)}`)).arrayBuffer();
@@ -160,3 +137,30 @@ const gone = (error) =>
   error.status === 404 || error.status === 410
     ? "These activations are no longer on the server. Answer again to keep new ones."
     : error.message;
+
+/** Join safetensors files (an 8-byte length, a JSON header, then the tensors' bytes): [{prefix, buffer}] → Blob. */
+function join(parts) {
+  const header = {};
+  const notes = {};
+  const bodies = [];
+  let at = 0;
+  for (const { prefix, buffer } of parts) {
+    const size = Number(new DataView(buffer).getBigUint64(0, true));
+    const { __metadata__: told = {}, ...tensors } = JSON.parse(
+      new TextDecoder().decode(new Uint8Array(buffer, 8, size)),
+    );
+    for (const [name, tensor] of Object.entries(tensors)) {
+      const [from, to] = tensor.data_offsets;
+      header[`${prefix}${name}`] = { ...tensor, data_offsets: [from + at, to + at] };
+    }
+    for (const [name, text] of Object.entries(told)) notes[`${prefix}${name}`] = text;
+    bodies.push(new Uint8Array(buffer, 8 + size));
+    at += buffer.byteLength - 8 - size;
+  }
+  const text = new TextEncoder().encode(JSON.stringify({ __metadata__: notes, ...header }));
+  const padded = new Uint8Array(Math.ceil(text.length / 8) * 8).fill(32); // tensors stay aligned
+  padded.set(text);
+  const length = new DataView(new ArrayBuffer(8));
+  length.setBigUint64(0, BigInt(padded.length), true);
+  return new Blob([length, padded, ...bodies], { type: "application/octet-stream" });
+}

@@ -1,15 +1,14 @@
-// Concepts over tokens, on a canvas that only ever draws the columns in sight: its cost does not grow with the text.
-import { $, h, iconButton, soon } from "./dom.js";
+// Concepts over tokens: which turn and which rows the heat map shows, and the controls above it.
+import { $, fill, h, iconButton, soon } from "./dom.js";
 import { change, conceptIndex, on, settings, state } from "./state.js";
 import { segments } from "./controls.js";
-import { readColours, TOP } from "./heatpaint.js";
-import { draw, labelRoom, makeLane, map } from "./lane.js";
-import { Ranking } from "./ranking.js";
-import { setTint } from "./tint.js";
+import { draw, labelRoom, makeLane, map, readColours, TOP } from "./lane.js";
+import { tintByConcept } from "./tint.js";
 
 const ROW_LEAST = 16;
 const ROW_MOST = 26; // a few rows are drawn taller
 const NARROW = 560; // where two answers have no room beside each other
+const MOST_ROWS = 200; // of packs with thousands of concepts, the strongest
 let root;
 let head;
 let names = null; // null: there is nothing to show
@@ -17,7 +16,8 @@ let turn = null;
 let shownLane = 0;
 
 export function setUpHeat() {
-  [root, head] = [$("#heat"), $("#dock-head")];
+  root = $("#heat");
+  head = $("#dock-head");
   map.root = root;
   on("turns run-end lenses connection pin", () => soon(choose));
   on("run", () => soon(grow));
@@ -41,38 +41,33 @@ export function setUpHeat() {
 
 const presentTurn = () => state.shownTurn ?? state.turns.at(-1) ?? null;
 
-/** Take the turn that is to be seen, and build what shows it. */
+/** Take the turn to show, and build its lanes. */
 function choose() {
   const wanted = presentTurn();
+  const runs = wanted?.runs ?? [];
   const same =
-    wanted &&
-    turn === wanted &&
-    map.lanes.length === wanted.runs.length &&
-    map.lanes.every((lane, k) => lane.run === wanted.runs[k]);
+    turn === wanted && map.lanes.length === runs.length && map.lanes.every((lane, k) => lane.run === runs[k]);
   if (!same) {
     turn = wanted;
     map.ranking = turn && new Ranking(turn);
-    map.lanes = turn ? turn.runs.map(makeLane) : [];
+    map.lanes = runs.map(makeLane);
   }
   showHead();
-  const read = turn?.runs.some((run) => run.top.length);
-  if (!read) {
-    root.replaceChildren(nothing());
+  if (!runs.some((run) => run.top.length)) {
+    fill(root, nothing());
     names = null;
     return;
   }
   if (!same || !names) {
     names = h("div");
-    const box = h(
-      "div.rows-names",
-      {
-        onwheel: (event) => {
-          map.lanes[0].box.scrollTop += event.deltaY;
-        },
-      },
-      names,
+    const scroll = (event) => {
+      map.lanes[0].box.scrollTop += event.deltaY;
+    };
+    fill(
+      root,
+      h("div.rows-names", { onwheel: scroll }, names),
+      map.lanes.map((lane) => lane.wrap),
     );
-    root.replaceChildren(box, ...map.lanes.map((lane) => lane.wrap));
   }
   map.ranking.settle();
   nameRows();
@@ -80,80 +75,65 @@ function choose() {
 }
 
 function nothing() {
-  const note = (...text) => h("p.blank-heat", {}, ...text);
+  const note = (...text) => h("p.blank-heat", ...text);
   if (state.connection === "ready" && !state.lenses.length)
-    return note("Nothing reads concepts here. Start the server with ", h("code", {}, "--pack PACK"), " to see them.");
-  if (turn && !settings.pack) return note("No lens pack is chosen: take one under Watch.");
-  return note(
-    turn?.runs.some((run) => run.status === "waiting" || run.status === "writing")
-      ? "Reading…"
-      : "Concepts appear here, row by row, while an answer is written.",
-  );
+    return note("No lens pack is loaded. Start the server with ", h("code", "--pack PACK"), " to see concepts.");
+  if (turn && !settings.pack) return note("No lens pack is chosen: choose one under Watch.");
+  const running = turn?.runs.some((run) => run.status === "waiting" || run.status === "writing");
+  return note(running ? "Reading…" : "Concepts appear here, row by row, while an answer is written.");
 }
 
 function showHead() {
-  const at = turn ? state.turns.indexOf(turn) : -1;
-  const go = (step) => () => {
-    state.shownTurn = state.turns[at + step];
+  const pack = state.lenses.find((one) => one.name === settings.pack);
+  const lanes = [
+    [0, "A"],
+    [1, "B"],
+  ];
+  const orders = [
+    ["strength", "Strength"],
+    ["tree", "Tree"],
+  ];
+  const pickLane = (k) => {
+    shownLane = k;
+    drawAll();
+  };
+  const pickOrder = (order) => {
+    change({ order });
     choose();
   };
-  const back = iconButton("minus", "Narrower columns", () => zoom(-1));
-  const forth = iconButton("plus", "Wider columns", () => zoom(1));
-  const earlier = h(
-    "button.quiet",
-    { type: "button", title: "The turn before", disabled: at < 1, onclick: go(-1) },
-    "‹",
-  );
-  const next = h(
-    "button.quiet",
-    { type: "button", title: "The turn after", disabled: at < 0 || at >= state.turns.length - 1, onclick: go(1) },
-    "›",
-  );
-  const pack = state.lenses.find((one) => one.name === settings.pack);
-  const what = [pack && `${pack.name}: ${pack.count} lenses at layer ${pack.layer}`].filter(Boolean).join(" · ");
-  head.replaceChildren(
-    h("h2", {}, "Concepts over tokens"),
-    h("span.what", {}, what),
+  fill(
+    head,
+    h("h2", "Concepts over tokens"),
+    h("span.what", pack && `${pack.name}: ${pack.count} lenses at layer ${pack.layer}`),
     h("span.gap"),
-    ...(state.turns.length > 1 ? [h("span.step", {}, earlier, `turn ${at + 1} of ${state.turns.length}`, next)] : []),
-    ...(turn?.runs.length > 1
-      ? [
-          h(
-            "span.lane-choice",
-            {},
-            segments({
-              label: "Answer",
-              options: [
-                [0, "A"],
-                [1, "B"],
-              ],
-              value: shownLane,
-              change: (k) => {
-                shownLane = k;
-                drawAll();
-              },
-            }),
-          ),
-        ]
-      : []),
-    segments({
-      label: "Order of concepts",
-      options: [
-        ["strength", "Strength"],
-        ["tree", "Tree"],
-      ],
-      value: settings.order,
-      change: (order) => {
-        change({ order });
-        choose();
-      },
-    }),
-    h("span.step", {}, back, forth),
+    state.turns.length > 1 && turnSteps(),
+    turn?.runs.length > 1 && h("span.lane-choice", segments("Answer", lanes, shownLane, pickLane)),
+    segments("Order of concepts", orders, settings.order, pickOrder),
+    h(
+      "span.step",
+      iconButton("minus", "Narrower columns", () => zoom(0.74)),
+      iconButton("plus", "Wider columns", () => zoom(1.35)),
+    ),
   );
 }
 
-function zoom(step) {
-  change({ column: Math.max(2, Math.min(28, Math.round(settings.column * (step > 0 ? 1.35 : 0.74)))) });
+/** The buttons that go from turn to turn. */
+function turnSteps() {
+  const at = turn ? state.turns.indexOf(turn) : -1;
+  const go = (text, title, step) => {
+    const wanted = at < 0 ? undefined : state.turns[at + step];
+    const onclick = () => {
+      state.shownTurn = wanted;
+      choose();
+    };
+    return h("button.quiet", { title, disabled: !wanted, onclick }, text);
+  };
+  const place = `turn ${at + 1} of ${state.turns.length}`;
+  return h("span.step", go("‹", "Previous turn", -1), place, go("›", "Next turn", 1));
+}
+
+function zoom(factor) {
+  change({ column: Math.max(2, Math.min(28, Math.round(settings.column * factor))) });
   drawAll();
 }
 
@@ -163,21 +143,12 @@ function nameRows() {
   if (!names) return;
   const chosen = settings.tint.kind === "concept" ? conceptIndex(settings.tint.id) : -1;
   root.classList.toggle("tree", settings.order === "tree");
-  names.replaceChildren(
-    ...map.ranking.rows.map((index) => {
-      const one = state.concepts[index];
-      return h(
-        `button${index === chosen ? ".chosen" : ""}`,
-        {
-          type: "button",
-          title: `${one.path.join(" › ")}: tint by it`,
-          "--depth": one.depth,
-          onclick: () => setTint({ kind: "concept", id: one.id }),
-        },
-        one.name,
-      );
-    }),
-  );
+  const rows = map.ranking.rows.map((index) => {
+    const { id, name, path, depth } = state.concepts[index];
+    const about = { title: `${path.join(" › ")}: tint by it`, "--depth": depth, onclick: () => tintByConcept(id) };
+    return h(`button${index === chosen ? ".chosen" : ""}`, about, name);
+  });
+  fill(names, rows);
 }
 
 function grow() {
@@ -195,8 +166,55 @@ function drawAll() {
   map.lanes.forEach((lane, k) => {
     lane.wrap.hidden = one && k !== Math.min(shownLane, map.lanes.length - 1);
   });
-  for (const lane of map.lanes) if (!lane.wrap.hidden) draw(lane);
-  const { box } = map.lanes.find((lane) => !lane.wrap.hidden);
+  const shown = map.lanes.filter((lane) => !lane.wrap.hidden);
+  shown.forEach(draw);
+  const { box } = shown[0];
   names.style.transform = `translateY(${-box.scrollTop}px)`;
   root.style.setProperty("--below", `${labelRoom() + box.offsetHeight - box.clientHeight}px`);
+}
+
+/** Which concepts have a row, in which order. The order changes rarely, so that rows do not jump. */
+class Ranking {
+  constructor(turn) {
+    this.turn = turn;
+    this.sums = new Map(); // concept → sum of its scores
+    this.counted = turn.runs.map(() => 0);
+    this.rows = [];
+    this.place = new Map(); // concept → row
+    this.sortAt = 4;
+  }
+
+  /** Add the new readings; true when rows changed. */
+  count() {
+    let fresh = false;
+    this.turn.runs.forEach((run, k) => {
+      for (; this.counted[k] < run.top.length; this.counted[k] += 1) {
+        const top = run.top[this.counted[k]] ?? [];
+        for (let j = 0; j < top.length; j += 2) {
+          if (!this.sums.has(top[j])) fresh = true;
+          this.sums.set(top[j], (this.sums.get(top[j]) ?? 0) + top[j + 1]);
+        }
+      }
+    });
+    const n = Math.max(...this.counted);
+    const due = n >= this.sortAt;
+    while (n >= this.sortAt) this.sortAt *= 2;
+    if (due || (fresh && this.rows.length < MOST_ROWS)) {
+      this.sort();
+      return true;
+    }
+    return false;
+  }
+
+  settle() {
+    this.count();
+    this.sort();
+  }
+
+  sort() {
+    const strongest = [...this.sums.keys()].sort((a, b) => this.sums.get(b) - this.sums.get(a)).slice(0, MOST_ROWS);
+    const byTree = (a, b) => state.concepts[a].order - state.concepts[b].order;
+    this.rows = settings.order === "tree" ? strongest.sort(byTree) : strongest;
+    this.place = new Map(this.rows.map((index, row) => [index, row]));
+  }
 }

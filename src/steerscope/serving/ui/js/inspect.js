@@ -1,9 +1,9 @@
-// Pointing at tokens: the card that shows what was read there, by mouse, touch or keyboard, and pinning one.
-import { $, h, say, shown, signed } from "./dom.js";
+// Pointing at tokens by mouse, touch or keyboard: the card with a token's readings, and pinning a token.
+import { $, fill, h, say, shown, signed, svg } from "./dom.js";
 import { emit, on, settings, state } from "./state.js";
 import { spanOf, view } from "./chat.js";
 
-const LINGER_MS = 120; // the gap between two words is no reason to close the card
+const LINGER_MS = 120; // the card stays open over the gap between two words
 let card,
   leaving = 0,
   current = null; // {run, i}
@@ -44,7 +44,7 @@ export function setUpInspect() {
   });
   addEventListener("resize", leave);
   on("turns", leave);
-  on("pin", () => mark());
+  on("pin", mark);
 }
 
 function tokenAt(target) {
@@ -60,7 +60,7 @@ export function point(run, i, anchor = null) {
   current = { run, i };
   const span = spanOf(run, i);
   span?.classList.add("at");
-  fill(run, i);
+  fillCard(run, i);
   place(anchor ?? span?.getClientRects()[0]);
   emit("point", current);
 }
@@ -74,8 +74,6 @@ export function leave() {
 }
 
 export function pin(run, i) {
-  const before = state.pinned;
-  if (before) spanOf(before.run, before.i)?.classList.remove("pinned");
   state.pinned = { run, i };
   const made = view(run);
   if (made) {
@@ -155,46 +153,35 @@ export function concepts(run, i, most) {
 
 export function why(run, i) {
   if (i >= run.tokens.length - 1 && run.status !== "writing" && run.finish)
-    return "The last token is never fed back, so it has no row to read.";
+    return "The last token is never fed back to the model, so it has no reading.";
   if (!settings.pack && !run.top.length) return "No lens pack was reading this answer.";
   if (run.message && !run.top.length) return "Where rules act, only the answer is read.";
   return run.status === "writing" ? "Read with the next token." : "No concept stood out here.";
 }
 
-export const meter = (value) => h("span.meter", { "--v": Math.max(0, Math.min(1, value)).toFixed(3) }, h("i"));
+/** A concept's name with its path, and its score. */
+export function conceptRow(one) {
+  const path = one.path.slice(0, -1).join(" › ");
+  const meter = h("span.meter", { "--v": Math.max(0, Math.min(1, one.score)).toFixed(3) }, h("i"));
+  const name = h("span", h("b", one.name), path && h("small", path));
+  return [name, meter, h("span.num", one.score.toFixed(2))];
+}
 
-function fill(run, i) {
-  const found = concepts(run, i, 5);
-  const rows = found.map((one) =>
-    h(
-      "li",
-      {},
-      h(
-        "span",
-        {},
-        h("b", {}, one.name),
-        one.path.length > 1 ? h("small", {}, one.path.slice(0, -1).join(" › ")) : null,
-      ),
-      meter(one.score),
-      h("span.num", {}, one.score.toFixed(2)),
-    ),
-  );
-  const fired = run.firings
-    .filter((one) => one.at === i)
-    .map((one) => h("div.note", {}, `⚑ ${one.name}: ${one.action}`));
-  const sparks = Object.entries(run.projections)
-    .map(([name, layers]) => spark(name, layers, i))
-    .filter(Boolean);
-  card.replaceChildren(
+function fillCard(run, i) {
+  const rows = concepts(run, i, 5).map((one) => h("li", conceptRow(one)));
+  const fired = run.firings.filter((one) => one.at === i).map((one) => h("div.note", `⚑ ${one.name}: ${one.action}`));
+  const sparks = Object.entries(run.projections).map(([name, layers]) => spark(name, layers, i));
+  const title = h("div.note", "Projection from the first to the last layer");
+  fill(
+    card,
     h(
       "div.card-head",
-      {},
-      h("span.word", {}, shown(run.tokens[i])),
-      h("span", {}, `token ${i}${run.ids[i] === null ? "" : ` · id ${run.ids[i]}`}`),
+      h("span.word", shown(run.tokens[i])),
+      h("span", `token ${i}${run.ids[i] === null ? "" : ` · id ${run.ids[i]}`}`),
     ),
-    rows.length ? h("ul.found", {}, rows) : h("p.note", {}, why(run, i)),
-    ...fired,
-    sparks.length ? h("div.sparks", {}, h("div.note", {}, "Projection from the first to the last layer"), sparks) : "",
+    rows.length ? h("ul.found", rows) : h("p.note", why(run, i)),
+    fired,
+    sparks.some(Boolean) && h("div.sparks", title, sparks),
   );
   card.hidden = false;
 }
@@ -208,31 +195,20 @@ function spark(name, layers, i) {
   if (!points.length) return null;
   const [wide, tall] = [130, 24];
   const values = points.map(([, value]) => value);
-  const low = Math.min(0, ...values),
-    high = Math.max(0, ...values),
-    size = high - low || 1;
-  const y = (value) => 3 + (1 - (value - low) / size) * (tall - 6);
-  const x = (k) => (points.length === 1 ? wide / 2 : 3 + (k / (points.length - 1)) * (wide - 6));
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("viewBox", `0 0 ${wide} ${tall}`);
-  svg.append(
-    path(`M0 ${y(0)}H${wide}`, "axis"),
-    path(values.map((value, k) => `${k ? "L" : "M"}${x(k).toFixed(1)} ${y(value).toFixed(1)}`).join("")),
+  const low = Math.min(0, ...values);
+  const size = Math.max(0, ...values) - low || 1;
+  const y = (value) => (3 + (1 - (value - low) / size) * (tall - 6)).toFixed(1);
+  const x = (k) => (points.length === 1 ? wide / 2 : 3 + (k / (points.length - 1)) * (wide - 6)).toFixed(1);
+  const line = values.map((value, k) => `${k ? "L" : "M"}${x(k)} ${y(value)}`).join("");
+  const drawing = svg(
+    "svg",
+    { viewBox: `0 0 ${wide} ${tall}` },
+    svg("path", { d: `M0 ${y(0)}H${wide}`, class: "axis" }),
+    svg("path", { d: line }),
   );
-  const last = points.at(-1);
-  return h(
-    "div.spark",
-    { title: `layers ${points[0][0]}–${last[0]}` },
-    h("span", {}, name),
-    svg,
-    h("span.num", {}, signed(last[1])),
-  );
-}
-function path(d, name) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", "path");
-  made.setAttribute("d", d);
-  if (name) made.setAttribute("class", name);
-  return made;
+  const [last, value] = points.at(-1);
+  const title = `layers ${points[0][0]}–${last}`;
+  return h("div.spark", { title }, h("span", name), drawing, h("span.num", signed(value)));
 }
 
 function place(box) {

@@ -1,25 +1,20 @@
-// The line below the bar, for what concerns the whole page.
-import { $, h, iconButton } from "./dom.js";
+// The line below the bar, for messages about the whole page.
+import { $, fill, h, iconButton } from "./dom.js";
 
+/** `action` is {name, act}; `progress` is a part of 1, or -1 while it is unknown. */
 export function notice(text, { kind = "bad", action = null, progress = null, stays = false } = {}) {
   const bar = $("#notice");
   bar.dataset.kind = kind;
-  const amount = progress === null ? null : h("progress", progress >= 0 ? { max: 1, value: progress } : {});
-  const close = stays
-    ? null
-    : iconButton("close", "Close", () => {
-        bar.hidden = true;
-      });
-  bar.replaceChildren(
-    ...[
-      h("span", {}, text),
-      amount,
-      action && h("button.plain", { type: "button", onclick: action.act }, action.name),
-      close,
-    ].filter(Boolean),
+  fill(
+    bar,
+    h("span", text),
+    progress !== null && h("progress", progress >= 0 ? { max: 1, value: progress } : {}),
+    action && h("button.plain", { onclick: action.act }, action.name),
+    !stays && iconButton("close", "Close", hush),
   );
   bar.hidden = false;
 }
-export const hush = () => {
+
+export function hush() {
   $("#notice").hidden = true;
-};
+}

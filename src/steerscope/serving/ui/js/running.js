@@ -1,16 +1,20 @@
-// The Run tab: how answers are sampled, and whether activations are kept.
-import { $, h } from "./dom.js";
+// The Run tab: sampling, the system message, and whether activations are kept.
+import { $, fill, h } from "./dom.js";
 import { change, on, settings, state } from "./state.js";
-import { slider, toggle } from "./controls.js";
+import { field, slider, toggle } from "./controls.js";
 
 export function setUpRunning() {
   on("connection", show);
   show();
 }
 
+/** A slider of a setting; `least` makes it a whole number. */
+function setting(key, name, range, { title, least } = {}) {
+  const set = (value) => change({ [key]: least === undefined ? value : Math.max(least, Math.round(value)) });
+  return slider(name, range, settings[key], set, { title });
+}
+
 function show() {
-  const set = (name) => (value) => change({ [name]: value });
-  const whole = (name, least) => (value) => change({ [name]: Math.max(least, Math.round(value)) });
   const layers = h("input", {
     type: "text",
     value: settings.captureLayers,
@@ -18,64 +22,33 @@ function show() {
     "aria-label": "Layers to keep",
     onchange: () => change({ captureLayers: layers.value }),
   });
-  const layerRow = h("div.field.wide", { hidden: !settings.capture }, h("span", {}, "Layers"), layers);
+  const layerRow = field("Layers", layers);
+  const keep = (capture) => {
+    layerRow.hidden = !capture;
+    change({ capture });
+  };
+  layerRow.hidden = !settings.capture;
   const system = h("textarea.area", {
     rows: 3,
+    value: settings.system,
     placeholder: "You are a helpful assistant.",
     onchange: () => change({ system: system.value }),
   });
-  system.value = settings.system;
   const last = (state.facts?.layers ?? 1) - 1;
-  $("#tab-run").replaceChildren(
-    h(
-      "div.settings",
-      {},
-      slider({
-        name: "Max tokens",
-        min: 16,
-        max: 2000,
-        step: 4,
-        value: settings.maxTokens,
-        title: "Most tokens of an answer",
-        change: whole("maxTokens", 1),
-      }),
-      slider({
-        name: "Temperature",
-        min: 0,
-        max: 2,
-        step: 0.05,
-        value: settings.temperature,
-        title: "0 always takes the likeliest token",
-        change: set("temperature"),
-      }),
-      slider({ name: "Top p", min: 0.05, max: 1, step: 0.05, value: settings.topP, change: set("topP") }),
-      slider({
-        name: "Repetition",
-        min: 1,
-        max: 1.5,
-        step: 0.01,
-        value: settings.penalty,
-        title: "Penalty on what was said before: 1 is none",
-        change: set("penalty"),
-      }),
-      slider({ name: "Seed", min: 0, max: 100, step: 1, value: settings.seed, change: whole("seed", 0) }),
-      h("hr"),
-      h("label.tall", {}, "System message", system),
-      h("hr"),
-      toggle({
-        name: "Keep activations for export",
-        value: settings.capture,
-        change: (capture) => {
-          layerRow.hidden = !capture;
-          change({ capture });
-        },
-      }),
-      layerRow,
-      h(
-        "p.note",
-        {},
-        `Kept on the server for a while, and offered below each answer. Layers: 12, 10-14, or all (0–${last}).`,
-      ),
-    ),
+  const note = `Kept on the server for a while, with a download below each answer. Layers: 12, 10-14, or all (0–${last}).`;
+  const form = h(
+    "div.settings",
+    setting("maxTokens", "Max tokens", [16, 2000, 4], { title: "Largest number of tokens of an answer", least: 1 }),
+    setting("temperature", "Temperature", [0, 2, 0.05], { title: "0 always takes the most likely token" }),
+    setting("topP", "Top p", [0.05, 1, 0.05]),
+    setting("penalty", "Repetition", [1, 1.5, 0.01], { title: "Penalty on repeated tokens; 1 is none" }),
+    setting("seed", "Seed", [0, 100, 1], { least: 0 }),
+    h("hr"),
+    h("label.tall", "System message", system),
+    h("hr"),
+    toggle("Keep activations for export", settings.capture, keep),
+    layerRow,
+    h("p.note", note),
   );
+  fill($("#tab-run"), form);
 }

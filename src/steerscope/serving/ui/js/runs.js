@@ -1,4 +1,4 @@
-// Turns and runs: what is asked of the model, and what comes back, token by token.
+// Turns and runs: requests to the model, and their answers, token by token.
 import { ask, events, Refused } from "./api.js";
 import { concept, emit, keepConversation, settings, state } from "./state.js";
 import { measured, steering } from "./steering.js";
@@ -21,7 +21,7 @@ function newRun(side, steer) {
     firings: [], // {name, action, at, position, score}
     projections: {}, // vector → layer → one number per token
     prompt: null,
-    said: null, // the message it answers, with tokens, readings and projections like an answer's
+    said: null, // its message, with tokens, readings and projections like an answer's
     capture: null,
     usage: null,
     began: Date.now(),
@@ -70,16 +70,16 @@ function sampling() {
   return { ...most, ...(topP < 1 && { top_p: topP }), ...(penalty > 1 && { repetition_penalty: penalty }) };
 }
 
-/** What is asked of steerscope besides the text. */
+/** The `steerscope` object of a request. */
 function extras(run, messages) {
   const extra = {};
   const message = state.facts?.messages ? `message=${messages.length - 1}` : null;
-  // An unsteered answer is also free of what the server steers by default.
+  // An unsteered answer is also free of the server's default steering.
   if (run.side === "B") extra.steer = { ops: [], reset: true };
   else if (run.steer.length) extra.steer = run.steer;
   if (settings.pack) {
     if (settings.rules.length && run.side !== "B") extra.rules = settings.rules;
-    // Rules act on what is read: with them, only the answer is.
+    // Rules act on every reading: with them, only the answer is read.
     const tokens = message && !extra.rules ? `generated | ${message}` : "generated";
     extra.watch = { pack: settings.pack, top_k: settings.topK, tokens };
   }
@@ -95,7 +95,12 @@ async function follow(run, asked) {
   state.running += 1;
   emit("running");
   try {
-    const json = { ...asked, stream: true, stream_options: { include_usage: true }, steerscope: extras(run, asked.messages) };
+    const json = {
+      ...asked,
+      stream: true,
+      stream_options: { include_usage: true },
+      steerscope: extras(run, asked.messages),
+    };
     if (state.facts?.model) json.model = state.facts.model;
     const answer = await ask("v1/chat/completions", { method: "POST", json, signal: run.abort.signal });
     for await (const chunk of events(answer)) {
@@ -107,12 +112,8 @@ async function follow(run, asked) {
   } catch (error) {
     run.status = error.name === "AbortError" ? "stopped" : "failed";
     if (run.status === "failed") {
-      run.error = {
-        message: error.message,
-        status: error.status ?? null,
-        problems: error.problems ?? [],
-        retryAfter: error.retryAfter ?? null,
-      };
+      const { message, status = null, problems = [], retryAfter = null } = error;
+      run.error = { message, status, problems, retryAfter };
       if (!error.status || error.status >= 500) emit("lost");
     }
   }
@@ -124,7 +125,7 @@ async function follow(run, asked) {
   keepConversation();
 }
 
-export function absorb(run, chunk) {
+function absorb(run, chunk) {
   const now = performance.now();
   if (chunk.usage) run.usage = chunk.usage;
   const choice = chunk.choices?.[0];
@@ -165,18 +166,13 @@ export function absorb(run, chunk) {
   if (choice?.finish_reason) run.finish = extra.finish?.reason ?? choice.finish_reason;
 }
 
-function firing(run, fired) {
+function firing(run, { name, action, position, token_index: index, score = null }) {
   // A rule fires on a row; the number it carries is that of the token it came with, which is the next one.
-  const at = run.prompt === null ? (fired.token_index ?? 1) - 1 : fired.position - run.prompt;
-  return {
-    name: fired.name,
-    action: fired.action,
-    position: fired.position,
-    at: Math.max(0, at),
-    score: fired.score ?? null,
-  };
+  const at = run.prompt === null ? (index ?? 1) - 1 : position - run.prompt;
+  return { name, action, position, at: Math.max(0, at), score };
 }
 
+/** The score of a concept at a token: 0 below the top ones, null without a reading. */
 export const score = (run, i, index) => {
   const top = run.top[i];
   if (!top) return null;

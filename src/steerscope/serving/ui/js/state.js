@@ -1,4 +1,4 @@
-// What the page knows. Plain data; whoever changes it says so with emit(topic), whoever shows it listens.
+// The page's state: plain data. A change is announced with emit(topic), and views listen with on(topic).
 import { later } from "./dom.js";
 
 const listeners = new Map();
@@ -30,7 +30,7 @@ export const settings = {
   order: "strength",
   column: 13,
   rules: [],
-  steer: {}, // vector name → see vectors.js
+  steer: {}, // vector name → see knobs in steering.js
   temperature: 0,
   topP: 1,
   maxTokens: 120,
@@ -59,8 +59,13 @@ export function concept(id, name, path) {
 }
 export const conceptIndex = (id) => known.get(id) ?? -1;
 
-/** All concepts, children after their parents. */
-export const inTree = () => [...state.concepts].sort((a, b) => a.order - b.order);
+export const conceptById = (id) => state.concepts[conceptIndex(id)];
+
+/** All concepts as items of a list, children after their parents. */
+export const conceptItems = () =>
+  [...state.concepts]
+    .sort((a, b) => a.order - b.order)
+    .map((one) => ({ value: one.id, label: one.name, depth: one.depth, find: one.path.join(" ") }));
 
 /** Neighbours in the tree get neighbouring hues. */
 export function hue(index) {
@@ -68,7 +73,7 @@ export function hue(index) {
   return (20 + (360 * (state.concepts[index].order % n)) / n) % 360;
 }
 
-// --- what survives a reload: settings in localStorage, the conversation in IndexedDB (it can be megabytes)
+// --- kept over a reload: settings in localStorage, the conversation in IndexedDB (it can be megabytes)
 
 try {
   Object.assign(settings, JSON.parse(localStorage.getItem("steerscope.settings") ?? "{}"));
@@ -84,7 +89,7 @@ function keepSettings() {
   }
 }
 const write = later(keepSettings, 150);
-addEventListener("pagehide", keepSettings); // what was changed just before
+addEventListener("pagehide", keepSettings); // a change may still wait
 export function change(changes, topic) {
   Object.assign(settings, changes);
   write();

@@ -1,9 +1,13 @@
-// Which colour a token has, and the legend that says what it means.
-import { $, h, short, signed, soon } from "./dom.js";
-import { change, conceptIndex, emit, hue, inTree, on, settings, state } from "./state.js";
+// The colour of each token, and the legend that explains it.
+import { $, fill, h, short, signed, soon } from "./dom.js";
+import { change, conceptById, conceptIndex, conceptItems, emit, hue, on, settings, state } from "./state.js";
 import { Combo } from "./combo.js";
 import { layersOf } from "./steering.js";
 import { score } from "./runs.js";
+
+const LEADERS = 4;
+const NOTHING = { v: 0, tone: "var(--heat)" };
+const tone = (index) => `oklch(0.72 0.13 ${hue(index).toFixed(0)})`;
 
 /** {v: 0…1, tone: a CSS colour} of a token. */
 export function paint(run, i) {
@@ -22,20 +26,14 @@ export function paint(run, i) {
   }
   return NOTHING;
 }
-const LEADERS = 4;
-const tone = (index) => `oklch(0.72 0.13 ${hue(index).toFixed(0)})`;
-const NOTHING = { v: 0, tone: "var(--heat)" };
 
-// Projections of one layer often share a large offset, so colours are told from their median over the conversation.
 let cached = null;
-export function range() {
+/** The projections' median and spread. One layer's often share a large offset, so colours start from the median. */
+function range() {
   if (cached) return cached;
   const { name, layer } = settings.tint;
-  const values = [];
-  for (const turn of state.turns)
-    for (const run of turn.runs)
-      for (const one of run.said ? [run, run.said] : [run])
-        values.push(...(one.projections[name]?.[layer] ?? []).filter(Number.isFinite));
+  const runs = state.turns.flatMap((turn) => turn.runs).flatMap((run) => (run.said ? [run, run.said] : [run]));
+  const values = runs.flatMap((run) => run.projections[name]?.[layer] ?? []).filter(Number.isFinite);
   values.sort((a, b) => a - b);
   const middle = values[values.length >> 1] ?? 0;
   const far = values.map((value) => Math.abs(value - middle)).sort((a, b) => a - b);
@@ -58,91 +56,75 @@ export function setUpTint() {
   show();
 }
 
+/** The layers of the tint's vector. */
+function layersOfTint(tint) {
+  const vector = state.vectors.find((one) => one.name === tint.name);
+  return vector ? layersOf(vector) : [tint.layer ?? 0];
+}
+
 export function setTint(tint) {
   cached = null;
-  if (tint.kind === "vector" && tint.layer === undefined) {
-    const vector = state.vectors.find((one) => one.name === tint.name);
-    const has = vector ? layersOf(vector) : [0];
-    tint = { ...tint, layer: has.at(-1) };
-  }
+  if (tint.kind === "vector" && tint.layer === undefined) tint = { ...tint, layer: layersOfTint(tint).at(-1) };
   change({ tint }, "tint");
   soon(show);
 }
 
+export const tintByConcept = (id) => setTint({ kind: "concept", id });
+
 function items() {
+  const group = (name, list) => (list.length ? [{ group: name }, ...list] : []);
+  const vectors = state.vectors.map(({ name }) => ({ value: { kind: "vector", name }, label: name, hint: "vector" }));
+  const concepts = conceptItems().map((one) => ({ ...one, value: { kind: "concept", id: one.value } }));
   const list = [
-    { value: JSON.stringify({ kind: "lead" }), label: "Leading concept", hint: "a hue each" },
-    { value: JSON.stringify({ kind: "none" }), label: "No tint" },
+    { value: { kind: "lead" }, label: "Leading concept", hint: "a hue each" },
+    { value: { kind: "none" }, label: "No tint" },
+    ...group("Projection on a vector", vectors),
+    ...group("One concept", concepts),
   ];
-  if (state.vectors.length) list.push({ group: "Projection on a vector" });
-  for (const vector of state.vectors) {
-    list.push({ value: JSON.stringify({ kind: "vector", name: vector.name }), label: vector.name, hint: "vector" });
-  }
-  if (state.concepts.length) list.push({ group: "One concept" });
-  for (const one of inTree()) {
-    list.push({
-      value: JSON.stringify({ kind: "concept", id: one.id }),
-      label: one.name,
-      depth: one.depth,
-      find: one.path.join(" "),
-    });
-  }
-  return list;
+  return list.map((item) => (item.group ? item : { ...item, value: JSON.stringify(item.value) }));
 }
 
 function show() {
   const tint = settings.tint;
-  const one = state.concepts[conceptIndex(tint.id)];
   const names = {
     none: "No tint",
     lead: "Leading concept",
-    concept: one?.name ?? tint.id,
+    concept: conceptById(tint.id)?.name ?? tint.id,
     vector: `Projection on ${tint.name}`,
   };
   combo.show(names[tint.kind]);
   const layerBox = $("#tint-layer");
   layerBox.hidden = tint.kind !== "vector";
   if (tint.kind === "vector") {
-    const vector = state.vectors.find((other) => other.name === tint.name);
-    const layers = vector ? layersOf(vector) : [tint.layer];
-    $("select", layerBox).replaceChildren(
-      ...layers.map((layer) => h("option", { value: layer, selected: layer === tint.layer }, `${layer}`)),
+    const options = layersOfTint(tint).map((layer) =>
+      h("option", { value: layer, selected: layer === tint.layer }, `${layer}`),
     );
+    fill($("select", layerBox), options);
   }
-  $("#legend").replaceChildren(...legend(tint));
+  fill($("#legend"), legend(tint));
 }
 
 function legend(tint) {
   if (tint.kind === "none") return [];
   if (tint.kind === "lead") return leaders();
-  if (tint.kind === "concept") return [h("span", {}, "0"), h("i.one"), h("span", {}, "1")];
+  if (tint.kind === "concept") return [h("span", "0"), h("i.one"), h("span", "1")];
   const { middle, reach, n } = range();
-  if (!n) return [h("span", {}, "measured when an answer ends")];
-  return [
-    h("span", {}, signed(middle - reach)),
-    h("i.two", { title: `median ${short(middle)}` }),
-    h("span", {}, signed(middle + reach)),
-  ];
+  if (!n) return [h("span", "measured when an answer ends")];
+  const scale = h("i.two", { title: `median ${short(middle)}` });
+  return [h("span", signed(middle - reach)), scale, h("span", signed(middle + reach))];
 }
 
-/** The hues that are seen most in the last turn that was read. */
+/** The hues that occur most often in the last turn with readings. */
 function leaders() {
   const counts = new Map();
   const turn = state.turns.findLast((one) => one.runs.some((run) => run.top.length));
   for (const run of turn?.runs ?? [])
     for (const top of run.top) if (top?.length) counts.set(top[0], (counts.get(top[0]) ?? 0) + 1);
   const most = [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a)).slice(0, LEADERS);
-  if (!most.length) return [h("span", {}, "a hue for each concept"), h("i.many")];
-  return most.map((index) =>
-    h(
-      "button.key",
-      {
-        type: "button",
-        title: "Tint by this concept",
-        onclick: () => setTint({ kind: "concept", id: state.concepts[index].id }),
-      },
-      h("i", { "--tone": tone(index) }),
-      state.concepts[index].name,
-    ),
-  );
+  if (!most.length) return [h("span", "a hue for each concept"), h("i.many")];
+  return most.map((index) => {
+    const one = state.concepts[index];
+    const act = { title: "Tint by this concept", onclick: () => tintByConcept(one.id) };
+    return h("button.key", act, h("i", { "--tone": tone(index) }), one.name);
+  });
 }

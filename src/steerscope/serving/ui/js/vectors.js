@@ -1,9 +1,9 @@
-// The Steer tab: a card for each vector, with the sliders that act on the next message.
-import { $, h, iconButton, short, spans } from "./dom.js";
-import { change, on, settings, state } from "./state.js";
-import { choose, interval, segments, slider, toggle } from "./controls.js";
-import { remove, upload } from "./vectorfiles.js";
-import { knobs, layersOf, steering, told, toldLong } from "./steering.js";
+// The Steer tab: a card for each vector, with the sliders that act on the next message; uploads and deletions.
+import { $, fill, h, iconButton, short, spans } from "./dom.js";
+import { ask, get } from "./api.js";
+import { change, emit, on, settings, state } from "./state.js";
+import { choose, field, interval, segments, slider, toggle } from "./controls.js";
+import { knobs, layersOf, opText, opTextLong, steering } from "./steering.js";
 
 let body;
 const OPS = [
@@ -20,12 +20,11 @@ const TOKENS = [
 
 export function setUpVectors() {
   body = $("#tab-steer");
-  on("vectors", show);
-  on("connection", show);
+  on("vectors connection", show);
   on("run-end", () => {
     if (!body.contains(document.activeElement)) show();
   });
-  on("steer rules lenses", next);
+  on("steer rules lenses", showNext);
   body.addEventListener("dragover", (event) => {
     event.preventDefault();
     $(".drop", body)?.classList.add("over");
@@ -38,13 +37,48 @@ export function setUpVectors() {
   show();
 }
 
-function turnKnob(vector, changes) {
-  change({ steer: { ...settings.steer, [vector.name]: { ...knobs(vector), ...changes } } }, "steer");
+// --- vectors of the server
+
+export async function loadVectors() {
+  state.vectors = (await get("v1/vectors")).data;
+  emit("vectors");
 }
+
+const note = (text) => {
+  $("#vector-note").textContent = text;
+};
+
+async function upload(files) {
+  for (const file of files) {
+    note(`Sending ${file.name}`);
+    const name = encodeURIComponent(file.name.replace(/\.[^.]+$/, ""));
+    try {
+      await ask(`v1/vectors?name=${name}`, { method: "POST", body: file });
+      await loadVectors();
+      note(`${file.name} was added.`);
+    } catch (error) {
+      note(`${file.name}: ${error.message}`);
+    }
+  }
+}
+
+async function remove(vector) {
+  if (!confirm(`Delete ${vector.name} from the server?`)) return;
+  try {
+    await ask(`v1/vectors/${encodeURIComponent(vector.name)}`, { method: "DELETE" });
+    const { [vector.name]: _, ...steer } = settings.steer;
+    change({ steer });
+    await loadVectors();
+  } catch (error) {
+    note(error.message);
+  }
+}
+
+// --- the tab
 
 function show() {
   if (state.connection === "starting" && !state.vectors.length) {
-    body.replaceChildren(h("p.lead", {}, "Waiting for the server."));
+    fill(body, h("p.lead", "Waiting for the server."));
     return;
   }
   const scroll = body.scrollTop;
@@ -55,195 +89,110 @@ function show() {
     hidden: true,
     onchange: () => upload([...pick.files]),
   });
-  const server = state.serverSteering?.length
-    ? h(
-        "p.server-note",
-        {},
-        `The server itself steers every request: ${state.serverSteering.map(told).join(", ")}. ` +
-          "An unsteered answer (B) is free of it.",
-      )
-    : null;
-  body.replaceChildren(
-    h(
-      "p.lead",
-      {},
-      state.vectors.length
-        ? "What is switched on acts on the next message."
-        : "A vector is a direction in the model’s activations. Add one to push answers along it.",
-    ),
-    ...(server ? [server] : []),
-    ...state.vectors.map(card),
-    h(
-      "div.drop",
-      {},
-      pick,
-      h("button.link", { type: "button", onclick: () => pick.click() }, "Add a vector"),
-      " or drop it here",
-      h("small", {}, "safetensors or GGUF"),
-    ),
+  const lead = state.vectors.length
+    ? "Vectors that are switched on act on the next message."
+    : "A vector is a direction in the model’s activations. Add one to push answers along it.";
+  const server = state.serverSteering?.map(opText).join(", ");
+  const add = h("button.link", { onclick: () => pick.click() }, "Add a vector");
+  fill(
+    body,
+    h("p.lead", lead),
+    server && h("p.server-note", `The server steers every request: ${server}. Unsteered answers (B) are free of it.`),
+    state.vectors.map(card),
+    h("div.drop", pick, add, " or drop it here", h("small", "safetensors or GGUF")),
     h("div.note", { id: "vector-note", role: "status" }),
   );
   body.scrollTop = scroll;
-  next();
+  showNext();
 }
 
 function card(vector) {
   const one = knobs(vector);
-  const has = layersOf(vector);
-  const root = h(`section.vector${one.on ? "" : ".off"}`, {
-    "data-vector": vector.name,
-    "aria-label": `Vector ${vector.name}`,
-  });
-  const set = (changes) => turnKnob(vector, changes);
-  const onOff = toggle({
-    name: vector.name,
-    value: one.on,
-    change: (value) => {
-      root.classList.toggle("off", !value);
-      set({ on: value });
-    },
-  });
-  const strength = h("div.stack");
-  const showOp = () => strength.replaceChildren(...opFields(vector, knobs(vector), set));
-  showOp();
-  root.append(
-    h(
-      "div.vector-head",
-      {},
-      onOff,
-      h("small", { title: about(vector) }, `layers ${spans(has)}`),
-      iconButton("bin", `Delete ${vector.name} from the server`, () => remove(vector)),
-    ),
-    h(
-      "div.vector-body",
-      {},
-      h(
-        "div.top",
-        {},
-        segments({
-          label: "What to do with it",
-          options: OPS,
-          value: one.op,
-          change: (op) => {
-            set({ op });
-            showOp();
-          },
-        }),
-        choose({ label: "Where it acts", options: TOKENS, value: one.tokens, change: (tokens) => set({ tokens }) }),
-      ),
-      strength,
-      has.length > 1
-        ? interval({
-            name: "Layers",
-            min: has[0],
-            max: has.at(-1),
-            step: 1,
-            from: one.from,
-            to: one.to,
-            out: (a, b) => (a === b ? `${a}` : `${a}–${b}`),
-            change: (from, to) => set({ from, to }),
-          })
-        : null,
-      h(
-        "div.field.wide.measure",
-        {},
-        h("span", {}, "Measure"),
-        toggle({ name: "every token along it", value: one.measure, change: (measure) => set({ measure }) }),
-      ),
-    ),
+  const set = (changes) => {
+    change({ steer: { ...settings.steer, [vector.name]: { ...knobs(vector), ...changes } } }, "steer");
+  };
+  const turn = (value) => {
+    root.classList.toggle("off", !value);
+    set({ on: value });
+  };
+  const about = [vector.method, vector.model, vector.site, vector.hidden && `${vector.hidden} numbers`];
+  const head = h(
+    "div.vector-head",
+    toggle(vector.name, one.on, turn),
+    h("small", { title: about.filter(Boolean).join(" · ") }, `layers ${spans(layersOf(vector))}`),
+    iconButton("bin", `Delete ${vector.name} from the server`, () => remove(vector)),
   );
+  const labels = { "data-vector": vector.name, "aria-label": `Vector ${vector.name}` };
+  const root = h(`section.vector${one.on ? "" : ".off"}`, labels, head, knobFields(vector, one, set));
   return root;
+}
+
+function knobFields(vector, one, set) {
+  const layers = layersOf(vector);
+  const [first, last] = [layers[0], layers.at(-1)];
+  const strength = h("div.stack", opFields(vector, one, set));
+  const setOp = (op) => {
+    set({ op });
+    fill(strength, opFields(vector, knobs(vector), set));
+  };
+  const setLayers = (from, to) => set({ from, to });
+  const span = (from, to) => (from === to ? `${from}` : `${from}–${to}`);
+  const measure = toggle("project every token on it", one.measure, (value) => set({ measure: value }));
+  const measureField = field("Measure", measure);
+  measureField.classList.add("measure");
+  return h(
+    "div.vector-body",
+    h(
+      "div.top",
+      segments("What to do with it", OPS, one.op, setOp),
+      choose("Where it acts", TOKENS, one.tokens, (tokens) => set({ tokens })),
+    ),
+    strength,
+    layers.length > 1 && interval("Layers", [first, last, 1], [one.from, one.to], setLayers, span),
+    measureField,
+  );
 }
 
 function opFields(vector, one, set) {
   if (one.op === "add")
-    return [
-      slider({
-        name: "Strength",
-        min: -2,
-        max: 2,
-        step: 0.05,
-        value: one.scale,
-        signed: true,
-        change: (scale) => set({ scale }),
-      }),
-    ];
-  if (one.op === "ablate")
-    return [
-      slider({
-        name: "Keep",
-        min: 0,
-        max: 1,
-        step: 0.05,
-        value: one.keep,
-        change: (keep) => set({ keep }),
-        title: "How much of the component along the vector is kept",
-      }),
-    ];
+    return [slider("Strength", [-2, 2, 0.05], one.scale, (scale) => set({ scale }), { signed: true })];
+  if (one.op === "ablate") {
+    const title = "The part of the component along the vector that is kept";
+    return [slider("Keep", [0, 1, 0.05], one.keep, (keep) => set({ keep }), { title })];
+  }
   const seen = observed(vector.name);
   const edge = seen ? Math.max(Math.abs(seen[0]), Math.abs(seen[1]), 1) * 1.2 : 50;
   const step = edge > 40 ? 1 : edge > 4 ? 0.1 : 0.01;
-  const low = slider({
-    name: "At least",
-    min: -edge,
-    max: edge,
-    step,
-    value: one.min,
-    signed: true,
-    change: (min) => set({ min, max: Math.max(min, knobs(vector).max) }),
-  });
-  const high = slider({
-    name: "At most",
-    min: -edge,
-    max: edge,
-    step,
-    value: one.max,
-    signed: true,
-    change: (max) => set({ max, min: Math.min(max, knobs(vector).min) }),
-  });
+  const low = (min) => set({ min, max: Math.max(min, knobs(vector).max) });
+  const high = (max) => set({ max, min: Math.min(max, knobs(vector).min) });
+  const hint = seen ? `seen so far: ${short(seen[0])} … ${short(seen[1])}` : "measured when an answer ends";
   return [
-    low,
-    high,
-    h(
-      "div.hint",
-      {},
-      seen ? `seen so far: ${short(seen[0])} … ${short(seen[1])}` : "measured once an answer was written",
-    ),
+    slider("At least", [-edge, edge, step], one.min, low, { signed: true }),
+    slider("At most", [-edge, edge, step], one.max, high, { signed: true }),
+    h("div.hint", hint),
   ];
 }
 
 /** The smallest and largest projection so far, over all answers and layers. */
 function observed(name) {
-  let low = Infinity,
-    high = -Infinity;
-  for (const turn of state.turns) {
-    for (const run of turn.runs) {
-      for (const values of Object.values(run.projections[name] ?? {})) {
-        for (const value of values) {
-          if (value < low) low = value;
-          if (value > high) high = value;
-        }
-      }
+  let low = Infinity;
+  let high = -Infinity;
+  for (const run of state.turns.flatMap((turn) => turn.runs)) {
+    for (const value of Object.values(run.projections[name] ?? {}).flat()) {
+      if (value < low) low = value;
+      if (value > high) high = value;
     }
   }
   return low <= high ? [low, high] : null;
 }
 
-const about = (vector) =>
-  [vector.method, vector.model, vector.site, vector.hidden && `${vector.hidden} numbers`].filter(Boolean).join(" · ");
-
-const rulesTold = () => (settings.rules.length === 1 ? "1 rule" : `${settings.rules.length} rules`);
-
-/** What the next message will be sent with, below the message box. */
-function next() {
+/** Show below the message box what acts on the next message. */
+function showNext() {
   const ops = steering();
-  const chips = ops.map((op) => h("span.chip", { title: toldLong(op) }, told(op)));
-  if (settings.pack && settings.rules.length) chips.push(h("span.chip.plain-chip", {}, rulesTold()));
-  $("#next").replaceChildren(
-    ...(chips.length
-      ? [h("span.wide-only", {}, "next message:"), ...chips]
-      : [h("span", {}, state.vectors.length ? "unsteered" : "")]),
-  );
-  const tab = $('[data-tab="steer"]');
-  tab.replaceChildren("Steer", ...(ops.length ? [h("sup", {}, `${ops.length}`)] : []));
+  const chips = ops.map((op) => h("span.chip", { title: opTextLong(op) }, opText(op)));
+  const rules = settings.pack ? settings.rules.length : 0;
+  if (rules) chips.push(h("span.chip.plain-chip", rules === 1 ? "1 rule" : `${rules} rules`));
+  if (chips.length) fill($("#next"), h("span.wide-only", "next message:"), chips);
+  else fill($("#next"), h("span", state.vectors.length ? "unsteered" : ""));
+  fill($('[data-tab="steer"]'), "Steer", ops.length > 0 && h("sup", `${ops.length}`));
 }

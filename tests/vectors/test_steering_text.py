@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from steerscope import Ablate, Add, Cap, InvalidRequest, SteeringVector, save_vector
-from steerscope.cli.steer_args import FORMS, joined, parse
 from steerscope.specs import VectorData
+from steerscope.vectors.steering_text import FORMS, joined, parse
 
 
 @pytest.fixture

@@ -1,17 +1,17 @@
-"""Three sets of vLLM's CUDA graphs of whole decoding steps: with taps that do everything, with taps that only read, so
-that the model's norms wait for nothing, and without. A step in which nobody needs them replays what vLLM would replay
-without us."""
+"""Three sets of vLLM's CUDA graphs of whole decoding steps: with taps that steer and capture, with taps that only
+capture, so that the model's norms wait for nothing, and without taps. A step without work for the taps replays the last
+set, which is what vLLM would replay without steerscope."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
-from steerscope.engines.vllm.worker.tap import kernels
+from steerscope.engines.vllm.worker.tap import launch_mode
 
 _LESS = ((False, True), (False, False))  # what taps do in the further sets: steer, capture
 
 
-def around(target: Any, name: str, wrapper: Callable) -> None:
+def wrap_method(target: Any, name: str, wrapper: Callable) -> None:
     """Replace a method of this object by `wrapper(method, …)`."""
     inner = getattr(target, name)
 
@@ -22,8 +22,8 @@ def around(target: Any, name: str, wrapper: Callable) -> None:
     setattr(target, name, call)
 
 
-class Graphs:
-    """Of a V2 runner, which keeps them in one place; other runners replay one set, with the kernels in it."""
+class GraphSets:
+    """The graph sets of a V2 runner, which keeps its graphs in one place. Other runners have one set, with all taps."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -40,7 +40,7 @@ class Graphs:
 
     def capture(self, run: Callable[..., int], *args: Any, **kwargs: Any) -> int:
         """Wrap vLLM's own capturing: once with everything, then whole steps again with less. Return the bytes taken; in
-        an estimate, also those that the further sets will take."""
+        an estimate, include those that the further sets will take."""
         size, manager = run(*args, **kwargs), getattr(self._runner, "cudagraph_manager", None)
         if not getattr(manager, "graphs", None) or not hasattr(manager, "_capture_descs"):
             return size
@@ -56,7 +56,7 @@ class Graphs:
             manager._capture_descs = whole
             for less in _LESS:
                 manager.graphs = {}
-                with kernels(*less):
+                with launch_mode(*less):
                     size += run(*args, **kwargs)
                 self._sets[less] = manager.graphs
         finally:

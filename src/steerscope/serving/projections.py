@@ -1,4 +1,4 @@
-"""Projections of tokens on vectors: rows are captured on the way, projected at the end, and given back."""
+"""Projections of tokens on vectors: their rows are captured, projected at the end, and freed."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,8 +13,8 @@ Projections = dict[str, dict[str, list[float | None]]]
 _TOKENS = "last_prompt | generated"  # never empty, whatever is generated
 
 
-class Projecting:
-    """What a request wants its tokens projected on."""
+class Projector:
+    """The vectors on which a request projects its tokens."""
 
     def __init__(
         self, names: Sequence[str], known: Mapping[str, SteeringVector], facts: Facts, prompt: str | None = None
@@ -31,7 +31,7 @@ class Projecting:
         self.layers = {name: every if v.layers is None else v.layers for name, v in self.vectors.items()}
 
     def capture(self, own: Capture | None) -> Capture:
-        """The rows it needs. A request has one capture: its own, if it has one, must hold them."""
+        """Return the capture of the rows to project. A request has one capture: its own, if any, must hold them."""
         layers = sorted({layer for layers in self.layers.values() for layer in layers})
         sites: list[Site] = list(dict.fromkeys(vector.site for vector in self.vectors.values()))
         if own is None:
@@ -46,8 +46,8 @@ class Projecting:
             raise InvalidRequest([Problem("steerscope.project", what, remedy)])
         return own
 
-    def of(self, rows: Rows, first: int, count: int) -> Projections:
-        """By vector and layer, one number per token from position `first` on; None for one that has no row."""
+    def project(self, rows: Rows, first: int, count: int) -> Projections:
+        """Return, by vector and layer, one number per token from position `first` on; None where a token has no row."""
         index = (rows.labels.position - first).tolist()
         found: Projections = {}
         for name, vector in self.vectors.items():

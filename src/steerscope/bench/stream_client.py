@@ -1,5 +1,6 @@
-"""Many streams to one server, in a process of their own and with as little work as can be, so that what is measured is
-the server. A line of JSON on stdin starts a round; its times come back as a line on stdout.
+"""Clients of many streams to one server, in a process of their own, with as little work per event as possible.
+
+A line of JSON on stdin starts a round; its times are written as a line to stdout.
 
     {"host": "127.0.0.1", "port": 8000, "bodies": ["…", "…"]}
 """
@@ -13,11 +14,11 @@ from typing import Any
 
 PATH = "/v1/completions"
 EVENT = b'data: {"'  # headers name the scheme data:, too
-NAP = 0.004  # seconds; clients of a real server are other machines: these must not wake for every write
+NAP = 0.004  # seconds between reads, so that this process does not wake for every write
 
 
 def play(host: str, port: int, bodies: list[str]) -> dict[str, Any]:
-    """All streams in one loop over sockets that have something to say: asyncio would cost more than the server."""
+    """Receive all streams in one loop over readable sockets; asyncio would cost more than the server."""
     received: dict[socket.socket, list[bytes]] = {}
     firsts: dict[socket.socket, float] = {}
     ends: list[float] = []
@@ -61,7 +62,7 @@ def _request(host: str, port: int, data: bytes) -> bytes:
 
 
 def _tokens(whole: bytes) -> int:
-    """How many the server says there were."""
+    """Return the number of tokens that the server reports."""
     if b"data: [DONE]" not in whole:
         raise RuntimeError(whole[:2000].decode(errors="replace"))
     used = whole[whole.rindex(b'"completion_tokens"') :].split(b":", 1)[1].lstrip()

@@ -1,6 +1,6 @@
 """The text form of a steering: `vector.safetensors@10-14:6;tokens=generated`.
 
-The file is the longest beginning that exists, so its path may hold any of the signs used here.
+The file is the longest prefix that exists, so its path may contain any of the separators.
 """
 
 import os
@@ -17,7 +17,7 @@ from steerscope.vectors.vector import SteeringVector
 
 FORMS = (
     "write FILE[@LAYERS][:SCALE], FILE[@LAYERS]:cap=MIN..MAX (one side may be empty), FILE[@LAYERS]:ablate[=KEEP] or "
-    "CAPPING_CONFIG.pt#EXPERIMENT, each with ;tokens=SELECTOR behind it if wanted"
+    "CAPPING_CONFIG.pt#EXPERIMENT, each optionally followed by ;tokens=SELECTOR"
 )
 
 
@@ -33,7 +33,7 @@ class SteerArg:
 
 
 def parse(text: str, known: Sequence[str] = ()) -> SteerArg:
-    """Read the file, or take what a server has under a `known` name, and make the ops; every problem names the text."""
+    """Read a steering from its text; `known` are names of vectors that a server has. Every problem names the text."""
     body, mark, tokens = text.rpartition(";tokens=") if ";tokens=" in text else (text, "", "")
     try:
         named = _known(body, known)
@@ -63,14 +63,14 @@ def _unreadable(what: str) -> InvalidRequest:
 
 
 def _known(body: str, names: Sequence[str]) -> tuple[str, str] | None:
-    """The longest name that the text begins with, and the rest."""
+    """Return the longest name that the text begins with, and the rest."""
     fitting = [name for name in names if body.startswith(name) and body[len(name) :][:1] in ("", "@", ":")]
     name = max(fitting, key=len, default=None)
     return None if name is None else (name, body[len(name) :])
 
 
 def split(body: str) -> tuple[str, str]:
-    """The longest beginning that exists, and the rest. A rest with a slash belongs to a path that does not exist."""
+    """Return the longest prefix that is a path, and the rest; a slash in the rest means that the path is wrong."""
     for cut in [len(body), *(sign.start() for sign in reversed([*re.finditer("[@:#]", body)]))]:
         path, rest = body[:cut], body[cut:]
         if os.path.exists(path) and ("/" not in rest or (rest[0] == "#" and os.path.isfile(path))):
@@ -89,7 +89,7 @@ def _experiment(path: str, name: str) -> tuple[Add | Cap | Ablate, ...]:
 def _op(vector: SteeringVector | str, layers: str | None, strength: str) -> Add | Cap | Ablate:
     kind, equals, value = strength.partition("=")
     low, dots, high = value.partition("..")
-    site = {"site": vector.site} if isinstance(vector, SteeringVector) else {}  # a server knows its vectors' own
+    site = {"site": vector.site} if isinstance(vector, SteeringVector) else {}  # a server knows the site of its vectors
     about = {"vector": vector, "layers": layers, **site}
     try:
         if kind == "cap" and dots:

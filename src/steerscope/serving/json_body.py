@@ -1,4 +1,4 @@
-"""Bodies of requests as plain data, and work that must not hold up others."""
+"""Bodies of requests as plain data, and work in a thread that would hold up other requests."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from steerscope.serving.errors import ApiError
 from steerscope.specs.errors import not_json
 
 T = TypeVar("T")
-_LONG = 20_000  # characters: what takes longer than a step does not hold up the others
+_LONG = 20_000  # characters that take longer than a step of the engine
 
 
 def _constant(name: str) -> float:
@@ -27,19 +27,18 @@ def _json(data: bytes) -> object:
         raise ApiError(400, f"the body {not_json(error)}; correct it", "invalid_json") from None
 
 
-async def aside(work: Callable[[], T], size: int) -> T:
-    """In a thread if it is much, `size` being about characters."""
-    return await asyncio.to_thread(work) if size > _LONG else work()
+async def in_thread_if_long(work: Callable[[], T], n_characters: int) -> T:
+    return await asyncio.to_thread(work) if n_characters > _LONG else work()
 
 
 async def any_json(request: Request, read: Callable[[object], T]) -> T:
-    """What `read` makes of the body's JSON, or one clear error."""
+    """Return what `read` makes of the body's JSON."""
     data = await request.body()
-    return await aside(lambda: read(_json(data)), len(data))
+    return await in_thread_if_long(lambda: read(_json(data)), len(data))
 
 
 async def json_body(request: Request, read: Callable[[dict[str, object]], T]) -> T:
-    """The same of a JSON object."""
+    """Return what `read` makes of the body's JSON object."""
 
     def checked(found: object) -> T:
         if not isinstance(found, dict):

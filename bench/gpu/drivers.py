@@ -1,0 +1,146 @@
+"""Drivers and cells of the GPU measurements that `steerscope bench` does not have: watched requests, vLLM's `LLM`, and
+vLLM's own extraction of hidden states.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.random_packs import make_pack
+from steerscope.bench.drivers import BareVLLM, Driver, Ours, TimedRound, vllm_environment
+from steerscope.bench.drivers import make_driver as basic_driver
+from steerscope.bench.shapes import model_config
+from steerscope.bench.steps import clocked
+from steerscope.bench.workload import NotMeasured, Setup
+from steerscope.capture.transport import shared_folder
+from steerscope.engines.results import Generation
+from steerscope.lenses.stack import Weights
+from steerscope.specs import Watch
+from steerscope.specs.errors import InvalidRequest, Problem
+
+WATCHES: dict[str, Weights] = {"watch": "bf16", "watch:int8": "int8"}  # cell → weights of the lenses
+LENSES, WIDTHS = 267, (128, 64)
+_LOAD = re.compile(r"(\d+)x(\d+)\+(?:(\d+):)?(\d+)")
+
+
+def load_of(setup: Setup, text: str) -> Setup:
+    """Return the setup with another load: `64x512+128` is 64 requests of 512 + 128 tokens.
+
+    With `+32:128` their texts end one after the other, the shortest with 32 tokens."""
+    found = _LOAD.fullmatch(text)
+    sizes = [int(one) for one in found.group(1, 2, 4)] if found else [0]
+    if found is None or 0 in sizes:
+        remedy = "say BATCHxPREFILL+DECODE, or BATCHxPREFILL+SHORTEST:LONGEST"
+        raise InvalidRequest([Problem("loads", f"{text!r} is not a load", remedy)])
+    batch, prefill, decode = sizes
+    shortest = int(found.group(3) or decode)
+    return replace(setup, batch=batch, prefill=prefill, decode=decode, stagger=decode - shortest)
+
+
+def widest(loads: Sequence[Setup]) -> Setup:
+    """Return the setup of engines that can run all of these loads."""
+    sizes = {name: max(getattr(one, name) for one in loads) for name in ("batch", "prefill", "decode")}
+    return replace(loads[0], **sizes, stagger=0)
+
+
+class Watching(Ours):
+    """steerscope, also with watched requests: 267 lenses read every generated token at the middle layer."""
+
+    def options(self, prompts: list[list[int]], cell: str) -> dict[str, Any]:
+        asked = super().options(prompts, cell)
+        if cell in WATCHES:
+            asked["watch"] = self._watch(WATCHES[cell])
+        return asked
+
+    def check(self, done: Sequence[Generation], cell: str) -> None:
+        counts = self.setup.decodes()
+        if cell in WATCHES and any(len(one.readings) != n - 1 for one, n in zip(done, counts, strict=True)):
+            raise NotMeasured("not measured: readings are missing")
+
+    def _watch(self, weights: Weights) -> Watch:
+        if weights not in self.engine.packs:
+            pack = make_pack([LENSES], self.facts.hidden, WIDTHS, layer=self.facts.layers // 2)
+            self.engine.register_pack(weights, pack, any_model=True, weights=weights)
+        return Watch(pack=weights, tokens="generated")
+
+
+class VLLMBatch(BareVLLM):
+    """Stock vLLM through its `LLM` class."""
+
+    def _start(self, arguments: dict[str, Any]) -> Any:
+        from vllm import LLM
+
+        self.llm: Any = LLM(**arguments)
+        return self.llm.llm_engine
+
+    def _generate(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
+        asked = [self._params(tokens) for tokens in self.setup.decodes()]
+        done = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in done], done
+
+
+class HiddenStates(BareVLLM):
+    """vLLM's own `extract_hidden_states`.
+
+    A drafter keeps rows in a KV cache, and a connector writes a file per request. Rows are the inputs of layers, so
+    the last layer's are missing."""
+
+    def __init__(self, setup: Setup, scratch: Path) -> None:
+        # In a core of its own: files of the last requests are written by steps after the last answer.
+        setup = replace(setup, core="process")
+        vllm_environment(setup, plugins=False)
+        from vllm.config import KVTransferConfig
+
+        layers = model_config(setup.model).num_hidden_layers
+        drafter = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(range(1, layers))}}
+        method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": drafter}
+        folder = shared_folder(2 * setup.row_bytes()) / "steerscope-hidden-states"
+        where = {"shared_storage_path": str(folder)}
+        transfer = KVTransferConfig(
+            kv_connector="ExampleHiddenStatesConnector", kv_role="kv_producer", kv_connector_extra_config=where
+        )
+        more = {"speculative_config": method, "kv_transfer_config": transfer, "kv_cache_memory_bytes": None}
+        extra = {"kv_transfer_params": {"include_output_tokens": True}}
+        super().__init__(setup, scratch, extra=extra, **more)
+        self._layers = layers - 1
+
+    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
+        """The clock stops when every file is complete: only then has the client its rows."""
+        del fetch
+        from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as connector
+
+        load = getattr(connector, "load_hidden_states", _load_file)
+        done = super().run(prompts, cell)
+        paths = [one.kv_transfer_params["hidden_states_path"] for one in done.extra["last"]]
+        seconds, found = clocked(lambda: [load(path)["hidden_states"] for path in paths])
+        for path in paths:
+            for name in (path, f"{path}.lock"):
+                Path(name).unlink(missing_ok=True)
+        rows = sum(one.shape[0] * one.shape[1] for one in found)
+        made = sum(self.setup.decodes()) - len(prompts)
+        wanted = self._layers * (sum(map(len, prompts)) + made)
+        if rows != wanted:
+            raise NotMeasured(f"{rows} rows are in vLLM's files, {wanted} were asked for")
+        size = sum(one.numel() * one.element_size() for one in found)
+        checksum = sum(float(one.abs().sum(dtype=torch.float64)) for one in found) if verify else None
+        times = {**done.extra, "tokens_s": done.seconds, "files_s": seconds}
+        return TimedRound(done.seconds + seconds, done.tokens, done.steps, 0.0, rows, size, checksum, times)
+
+
+def _load_file(path: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def make_driver(kind: str, setup: Setup, scratch: Path, budget: int = 0) -> Driver:
+    """Return a driver: `baseline`, `llm` (the same through vLLM's LLM), `ours`, or `hidden-states`."""
+    if kind == "ours":
+        return Watching(setup, scratch, budget)
+    if kind == "hidden-states":
+        return HiddenStates(setup, scratch)
+    return VLLMBatch(setup, scratch) if kind == "llm" else basic_driver(kind, setup, scratch)

@@ -1,0 +1,215 @@
+"""Run folders of answers, scores and training runs: settings, results that are only ever added, and a lock.
+
+Finished items are lines of a `Ledger`. Work is done in batches, and each batch is appended at once, so a killed run
+resumes with the first item that has no line.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field
+
+from steerscope.engines.sync import SyncEngine
+from steerscope.files import atomic_path, reading
+from steerscope.specs.base import Spec
+from steerscope.specs.errors import BadFile, InvalidRequest, Problem, SteerscopeError
+
+T = TypeVar("T")
+Record = Mapping[str, Any]
+Progress = Callable[[str, int, int], None]  # what, number done, total
+Results = Sequence[T] | Iterator[tuple[int, T]]  # a result for each item in order, or (index, result) in any order
+
+
+class Interrupted(SteerscopeError):
+    """Work that cannot continue now; its results so far are stored, and the next run resumes."""
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
+def digest(*parts: object) -> str:
+    """Return a short hash of anything that JSON can hold."""
+    return hashlib.sha256(json.dumps(parts, ensure_ascii=False).encode()).hexdigest()[:24]
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, data: object) -> None:
+    write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_table(path: Path, rows: Sequence[Record]) -> None:
+    """Write rows with the same fields as Parquet."""
+    with atomic_path(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(list(rows)), temporary)
+
+
+def read_json(path: Path, what: str) -> Any:
+    with reading(path, what):
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+class Ledger:
+    """A JSONL file of records with an `id`. Reading changes nothing, so another process may read a running run."""
+
+    def __init__(self, path: Path, is_valid: Callable[[Record], bool] = lambda _: True) -> None:
+        """Read the whole lines; records that are damaged, repeated or not valid count as missing."""
+        self._path = path
+        self.records: dict[str, Record] = {}
+        raw = path.read_bytes() if path.is_file() else b""
+        kept = []
+        for line in raw.splitlines(keepends=True):
+            record = _record(line)
+            if record is not None and record["id"] not in self.records and is_valid(record):
+                self.records[record["id"]] = record
+                kept.append(line)
+        self._kept = b"".join(kept)
+        self._damaged = self._kept != raw
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Add records in one write; lines that count as missing are removed first."""
+        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._damaged:
+            with atomic_path(self._path) as temporary:
+                temporary.write_bytes(self._kept)
+            self._damaged = False
+        try:
+            with self._path.open("ab") as file:
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise BadFile(f"cannot write {self._path}: {error.strerror}") from error
+        self.records.update((record["id"], record) for record in records)
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:  # UnicodeDecodeError is one
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("id"), str) else None
+
+
+def store_missing(
+    items: Mapping[str, T], ledger: Ledger, size: int, work: Callable[[Sequence[T]], Iterable[Sequence[Record]]]
+) -> Iterator[int]:
+    """Give items without a line to `work` in batches and append each group of records that it yields.
+
+    Yields the number of items that had a line, then the number of items of each batch."""
+    missing = [item for id, item in items.items() if id not in ledger.records]
+    yield len(items) - len(missing)
+    for batch in batches(missing, size):
+        for records in work(batch):
+            ledger.append(records)
+        yield len(batch)
+
+
+def groups(results: Results[T]) -> Iterator[list[tuple[int, T]]]:
+    """Results with the index of their item, in groups to be stored together: a whole list, or each as it arrives."""
+    if isinstance(results, Sequence):
+        yield list(enumerate(results))
+        return
+    for pair in results:
+        yield [pair]
+
+
+# --- settings
+
+
+class RolloutSettings(Spec):
+    """How answers are sampled."""
+
+    max_tokens: int = Field(default=64, ge=2)  # one token has no row
+    temperature: float = Field(default=0.7, ge=0.0, le=2.0)
+    top_p: float = Field(default=0.9, gt=0.0, le=1.0)
+    seed: int = Field(default=0, ge=0)
+
+
+class ModelFacts(Spec):
+    name: str
+    layers: int
+    hidden: int
+    vocab: int
+    engine: str | None = None  # None in older runs
+    dtype: str | None = None
+
+    @classmethod
+    def of(cls, engine: SyncEngine) -> Self:
+        sizes = {name: getattr(engine.facts, name) for name in ("name", "layers", "hidden", "vocab")}
+        return cls(**sizes, engine=type(engine.aio).__name__, dtype=str(engine.aio.dtype).removeprefix("torch."))
+
+    def same(self, other: "ModelFacts") -> bool:
+        """Whether all facts that both have are equal."""
+        mine, theirs = self.model_dump(exclude_none=True), other.model_dump(exclude_none=True)
+        return all(mine[name] == theirs[name] for name in mine.keys() & theirs.keys())
+
+
+class AnswerRun(Spec):
+    """Settings of a run of answers, kept in run.json. A resumed run adds to them and removes nothing."""
+
+    kind: ClassVar[str] = "run of answers"
+    rollouts: RolloutSettings = RolloutSettings()
+    model: ModelFacts | None = None  # set when the run begins
+
+    def joined(self, before: Any) -> Self:
+        """Return this run with everything an earlier one asked."""
+        raise NotImplementedError
+
+    def changes(self, before: Any) -> list[str]:
+        """Name the settings that differ from those of an earlier run and must not."""
+        assert self.model is not None
+        found = []
+        if before.model is not None and not before.model.same(self.model):
+            found.append(f"model ({before.model}), not with {self.model}")
+        if before.rollouts != self.rollouts:
+            found.append(f"sampling ({before.rollouts}), not with {self.rollouts}")
+        return found
+
+    def begin(self, out: Path, resume: bool, problems: Sequence[Problem]) -> Self:
+        """Return the run that a folder will hold, or refuse it with all reasons; nothing is written."""
+        found, before = list(problems), self.load(out)
+        if before is not None:
+            remedy = "or choose another folder"
+            if not resume:
+                found.append(Problem(str(out), "holds answers already", f"go on with --resume, {remedy}"))
+            for change in self.changes(before):
+                what = f"its answers were given with another {change}"
+                found.append(Problem(str(out), what, f"keep to it, {remedy}"))
+        if found:
+            raise InvalidRequest(found)
+        return self if before is None else self.joined(before)
+
+    def save(self, out: Path) -> None:
+        write_json(out / "run.json", self.model_dump(mode="json"))
+
+    @classmethod
+    def load(cls, out: Path) -> Self | None:
+        """Read the settings of a folder; None where it holds no run."""
+        path = out / "run.json"
+        if not path.is_file():
+            return None
+        with reading(path, cls.kind):
+            return cls.from_json(path.read_bytes())
