@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lenses.packs import calibrated_by_hand, make, one_by_one, rows
-from steerscope.lenses.compile import compile_rules
+from steerscope.lenses.compile import MOST_RULES, compile_rules
 from steerscope.lenses.monitor import Monitor, WatchPlan
 from steerscope.lenses.reader import PackOptions, Reader, Registered
 from steerscope.lenses.readings import Notes, Readings
@@ -126,7 +126,7 @@ def test_a_gate_number_is_a_rule_of_the_request_and_zero_is_always_open():
     push = steer(Add(vector=[1.0] * 24, layers=0))
     seat = monitor.admit(plan(rules=[when(PACK.concepts[0].id, above=0.0).then(push)]))
     assert monitor.gate(seat, 0) == 0
-    assert monitor.gate(seat, 1) == seat.slot * monitor.rules.sizes.rules
+    assert monitor.gate(seat, 1) == seat.slot * MOST_RULES
     monitor.look(seat.reader, rows(1) * 0, 1, torch.tensor([seat.slot]), torch.tensor([0]), None)
     assert monitor.rules.gates[0] == 1
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lenses.packs import make
-from steerscope.lenses.compile import MOST_CLAUSES, MOST_RULES, compile_rules
+from steerscope.lenses.compile import MOST_CLAUSES, MOST_RULES, MOST_TERMS, compile_rules
 from steerscope.lenses.rules import Rules
 from steerscope.specs import Add
 from steerscope.specs.errors import CapacityExceeded
@@ -86,7 +86,7 @@ class SteppedRequests:
                 start, stop_ = max(0, self.done[i] - again), self.done[i] + counts[i]
                 owner += [(i, t) for t in range(start, min(stop_, len(self.requests[i][1])))]
             owner += [(-1, 0)] * rng.randint(0, 2)
-        scores = torch.full((len(owner), self.rules.sizes.terms), 0.9)
+        scores = torch.full((len(owner), MOST_TERMS), 0.9)
         slot, position = torch.zeros(len(owner), dtype=torch.long), torch.zeros(len(owner), dtype=torch.long)
         for n, (i, t) in enumerate(owner):
             if i < 0:
@@ -145,7 +145,7 @@ def test_a_slot_that_is_used_again_remembers_nothing():
     rule = when("c0.0", above=0.5, for_tokens=2).then(flag("x"))
     tensors = Rules(slots=1)
     compiled, _ = compile_rules([rule], PACK)
-    high = torch.full((1, tensors.sizes.terms), 0.9)
+    high = torch.full((1, MOST_TERMS), 0.9)
     for _ in range(2):
         slot = tensors.admit(compiled, [0])
         for t in range(2):
@@ -168,7 +168,7 @@ def test_a_score_that_is_not_a_number_meets_nothing():
     compiled, _ = compile_rules([when("c0.0", above=0.1).then(flag("x"))], PACK)
     tensors = Rules(slots=1)
     slot = tensors.admit(compiled, [0])
-    scores = torch.full((1, tensors.sizes.terms), torch.nan)
+    scores = torch.full((1, MOST_TERMS), torch.nan)
     assert not tensors.advance(scores, torch.tensor([slot]), torch.tensor([0])).on.any()
 
 
@@ -185,7 +185,7 @@ def test_advancing_never_asks_the_device_for_a_value():
     compiled, _ = compile_rules([(when("c0.0", above=0.1) | when("c0.1", above=0.4)).then(flag("x"))], PACK)
     tensors = Rules()
     slot = tensors.admit(compiled, [0, 1])
-    inputs = torch.rand(5, tensors.sizes.terms), torch.tensor([slot, slot, 0, 0, 0]), torch.arange(5)
+    inputs = torch.rand(5, MOST_TERMS), torch.tensor([slot, slot, 0, 0, 0]), torch.arange(5)
     with NoWaiting():
         tensors.advance(*inputs)
     with pytest.raises(AssertionError), NoWaiting():  # the guard itself works

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lenses.packs import make, rows
-from steerscope.lenses.compile import compile_rules
+from steerscope.lenses.compile import MOST_RULES, compile_rules
 from steerscope.lenses.monitor import Monitor, StepReadings, WatchPlan
 from steerscope.lenses.reader import PackOptions, Registered
 from steerscope.specs import Add
@@ -66,7 +66,7 @@ def test_a_captured_step_reads_and_switches_as_one_outside_a_graph():
         assert wanted.on is not None
         assert torch.equal(captured.on.cpu(), wanted.on)
         assert torch.equal(captured.off.cpu(), wanted.off)
-        last = other.rules.gates.view(-1, other.rules.sizes.rules)[:-1]  # without what everybody writes
+        last = other.rules.gates.view(-1, MOST_RULES)[:-1]  # without what everybody writes
         assert torch.equal(monitor.rules.gates.cpu().view(last.shape[0] + 1, -1)[:-1], last)
         changes += int(wanted.on.sum())
         done = [a + b for a, b in zip(done, counts, strict=True)]

@@ -70,7 +70,10 @@ class ByteBudget:
         moved, deadline = self.released, time.monotonic() + self.wait_s
         try:
             # In order: a large request must not starve behind small ones.
-            while self._queue[0] is not turn or (reservation := self.take(size)) is None:
+            while True:
+                reservation = self.take(size) if self._queue[0] is turn else None
+                if reservation is not None:
+                    return reservation
                 if self.closed:
                     raise EngineClosed("the engine was closed while a capture waited for room")
                 if moved != self.released:  # other captures finish, so waiting helps
@@ -82,7 +85,6 @@ class ByteBudget:
                         "capture_budget"
                     )
                 await sleep(_POLL_S)
-            return reservation
         finally:
             with self.lock:
                 self._queue.remove(turn)

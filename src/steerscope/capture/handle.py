@@ -130,7 +130,9 @@ class CaptureHandle:
                 warnings.warn(message, UnfetchedRows, stacklevel=2)
 
     def __repr__(self) -> str:
-        state = f"gone: {self._gone}" if self._gone else "fetched" if self.fetched else "ready"
+        state = "fetched" if self.fetched else "ready"
+        if self._gone:
+            state = f"gone: {self._gone}"
         return f"CaptureHandle({self.request_id}, {self.count} rows, {state})"
 
 

@@ -78,14 +78,20 @@ class ShardReader:
         held = 0
         for document in documents:
             one = self._prompt(document)
-            rows = 0 if isinstance(one, Document) else 1 if self.info.capture.reduce else len(one.prompt.token_ids)
-            size = rows * len(self.info.keys) * self.info.hidden * 4  # an engine may hold them in float32
+            size = self._row_bytes(one)
             if window and held + size > _WINDOW_BYTES:
                 yield window
                 window, held = [], 0
             window.append(one)
             held += size
         yield window
+
+    def _row_bytes(self, one: _Read | Document) -> int:
+        """Return the bytes of a document's rows in an engine, which may hold them in float32."""
+        if isinstance(one, Document):
+            return 0
+        rows = 1 if self.info.capture.reduce else len(one.prompt.token_ids)
+        return rows * len(self.info.keys) * self.info.hidden * 4
 
     def _prompt(self, document: Document) -> _Read | Document:
         content, most = document.content, self.job.max_tokens

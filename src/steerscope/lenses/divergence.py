@@ -78,10 +78,9 @@ def divergence(
     if not contexts:
         return []
     from scipy.stats import rankdata
-    from sklearn.preprocessing import normalize
+    from sklearn.metrics.pairwise import cosine_similarity
 
-    meanings = np.asarray(normalize(np.asarray(embed(described))))
-    similar = np.asarray(normalize(np.asarray(embed(contexts)))) @ meanings.T
+    similar = cosine_similarity(embed(contexts), embed(described))
     text_ranks = rankdata(-np.round(similar, 9), axis=1) - 1
     return [_of(readings, i, text_ranks[i]) for i in range(len(readings))]
 

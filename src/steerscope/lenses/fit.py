@@ -82,8 +82,10 @@ class Relations:
         for i, other in enumerate(opposites or ()):
             against[i, list(other)] = True
         above = parent
-        while not torch.equal(further := above | _reach(above, parent), above):
+        further = above | _reach(above, above)
+        while not torch.equal(further, above):
             above = further
+            further = above | _reach(above, above)
         positive = above.T | torch.eye(n, dtype=torch.bool)
         allowed = ~(positive | above)
         opposed = _reach(against | against.T, positive) & allowed

@@ -152,7 +152,7 @@ class Tiers:
     def _slots_for(self, budget: int | None, budget_bytes: int | None, always: int, weights: Weights) -> int:
         if (budget is None) == (budget_bytes is None):
             raise InvalidRequest([Problem("budget", "is given twice or not at all", "give budget or budget_bytes")])
-        one = Stack(self.pack.info, 1, torch.device("meta"), weights).lens_bytes
+        one = Stack(self.pack.info, 1, torch.device("meta"), weights, normed=input_kinds(self.pack)).lens_bytes
         count = budget if budget is not None else (budget_bytes or 0) // one
         least = min(always + 1, len(self.pack))
         if count < least:

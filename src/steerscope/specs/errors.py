@@ -152,7 +152,10 @@ def _field(location: tuple[int | str, ...]) -> str:
     for part in location:
         if part == "[key]":  # the key of an object, whose name was the part before
             continue
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
     return text
 
 

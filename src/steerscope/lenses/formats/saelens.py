@@ -47,7 +47,8 @@ def load_sae(path: str | Path, *, model: str | None = None, layer: int | None = 
         weights = {name: opened.get_tensor(name).float() for name in opened.keys()}  # noqa: SIM118 (not a dict)
     hook = str(flat.get("hook_name") or flat.get("hook_point") or "")
     found = re.fullmatch(r"blocks\.(\d+)\.(\w+)", hook)
-    layer = layer if layer is not None else int(found[1]) if found else flat.get("hook_layer")
+    if layer is None:
+        layer = int(found[1]) if found else flat.get("hook_layer")
     site = site or (_SITES.get(found[2]) if found else None)
     model = model or flat.get("model_name")
     problems = _problems(flat, weights)
