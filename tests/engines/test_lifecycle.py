@@ -156,10 +156,10 @@ def test_a_mean_over_no_rows_is_not_a_number(start: Start) -> None:
 def test_a_request_that_cannot_be_started_fails_alone(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Row.lease
 
-    def lease(self: Row, table: object) -> None:
+    def lease(self: Row) -> None:
         if self.plan.sampling.max_tokens == 3:
             raise MemoryError("no room for rows")
-        real(self, table)  # type: ignore[arg-type]
+        real(self)
 
     monkeypatch.setattr(Row, "lease", lease)
     with pytest.raises(RequestFailed, match="no room for rows") as failure:

@@ -252,10 +252,10 @@ class Ours:
         else:
             vllm_environment(setup, plugins=True)
             from steerscope.engines.vllm.client.engine import VLLMEngine
-            from steerscope.engines.vllm.settings import Settings
+            from steerscope.engines.vllm.settings import VLLMSettings
 
             slots, room = max(64, 2 * setup.batch), setup.pool_bytes or None
-            settings = Settings(max_columns=setup.columns, slots=slots, pool_bytes=room)
+            settings = VLLMSettings(max_columns=setup.columns, slots=slots, pool_bytes=room)
             self.engine = VLLMEngine(
                 tokenizer=NoTokenizer(), settings=settings, capture_budget=budget, **vllm_arguments(setup, scratch)
             ).sync
@@ -266,7 +266,7 @@ class Ours:
         self.noop = setup.engine == "vllm" and self.engine.aio.settings.noop  # type: ignore[attr-defined]
         self._steps: Steps | None = None
         if setup.engine == "vllm":
-            leaving = self.engine.aio.exit  # type: ignore[attr-defined]
+            leaving = self.engine.aio.outputs  # type: ignore[attr-defined]
             leaving.step = self._steps = Steps(leaving.step)
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> Run:

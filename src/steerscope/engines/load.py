@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
-from steerscope.engines.api import Engine
+from steerscope.engines.engine_thread import ThreadedEngine
 from steerscope.engines.sync import SyncEngine
 from steerscope.models import resolve
 from steerscope.specs.errors import InvalidRequest, Problem
@@ -25,7 +25,7 @@ class LoadOptions(TypedDict, total=False):
     vllm: Mapping[str, Any]  # vllm only: vLLM's own engine arguments
 
 
-def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> Engine:
+def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> ThreadedEngine[Any]:
     """The same model for code with `await`; it takes the options of `load`.
 
     ```python
@@ -101,16 +101,16 @@ def _vllm(
     taps: Mapping[str, Any],
     vllm: Mapping[str, Any],
     options: LoadOptions,
-) -> Engine:
+) -> ThreadedEngine[Any]:
     from steerscope.engines.vllm.guards import check_version
 
     check_version()
     from steerscope.engines.vllm.client.engine import VLLMEngine
     from steerscope.engines.vllm.client.start import share_of_memory, usable_dtype
-    from steerscope.engines.vllm.settings import Settings
+    from steerscope.engines.vllm.settings import VLLMSettings
 
     columns = {"max_columns": options.pop("max_columns")} if "max_columns" in options else {}
-    settings = Settings.parse({**taps, **columns})
+    settings = VLLMSettings.parse({**taps, **columns})
     dtype = dtype or usable_dtype()
     given: dict[str, Any] = share_of_memory() | ({"dtype": dtype} if dtype else {})
     if "max_batch" in options:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from steerscope.engines.results import Choice, Job, Outcome
+from steerscope.engines.results import Choice, EngineJob, Outcome
 
 Pause = Callable[[], float]
 T = TypeVar("T")
@@ -71,10 +71,10 @@ class Mailbox:
     that ends the main thread."""
 
     def __init__(self) -> None:
-        self._items: deque[tuple[Job, Outcome]] = deque()
+        self._items: deque[tuple[EngineJob, Outcome]] = deque()
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def put(self, job: Job, outcome: Outcome) -> None:
+    def put(self, job: EngineJob, outcome: Outcome) -> None:
         self._items.append((job, outcome))
         if job.abandoned:  # perhaps since the caller looked for the last time
             for _, left in self.rest():
@@ -84,14 +84,14 @@ class Mailbox:
     def wake(self) -> None:
         self._woken.put(None)
 
-    async def take(self) -> list[tuple[Job, Outcome]]:
+    async def take(self) -> list[tuple[EngineJob, Outcome]]:
         """Everything since the last time, at least one."""
         while not self._items:
             self._woken.get()
         return self.rest()
 
-    def rest(self) -> list[tuple[Job, Outcome]]:
-        found: list[tuple[Job, Outcome]] = []
+    def rest(self) -> list[tuple[EngineJob, Outcome]]:
+        found: list[tuple[EngineJob, Outcome]] = []
         with suppress(IndexError):  # of a caller that leaves, both threads may take what is left
             while True:
                 found.append(self._items.popleft())
@@ -112,20 +112,20 @@ class Inbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pause: Pause | None = None) -> None:
         self._loop, self._pause = loop, pause
-        self._items: list[tuple[Job, Outcome]] = []
+        self._items: list[tuple[EngineJob, Outcome]] = []
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._urgent = False  # an end is told at once
 
-    def put(self, job: Job, outcome: Outcome) -> None:
+    def put(self, job: EngineJob, outcome: Outcome) -> None:
         self._items.append((job, outcome))
         if isinstance(outcome, Choice | Exception):
             self._urgent = True
         if self._waiter is not None:
             self._consider()
 
-    async def take(self) -> list[tuple[Job, Outcome]]:
+    async def take(self) -> list[tuple[EngineJob, Outcome]]:
         """Everything since the last time, at least one."""
         if not self._ready():
             self._waiter = self._loop.create_future()
@@ -141,7 +141,7 @@ class Inbox:
             self._due = self._loop.time() + self._pause()
         return self.rest()
 
-    def rest(self) -> list[tuple[Job, Outcome]]:
+    def rest(self) -> list[tuple[EngineJob, Outcome]]:
         items, self._items, self._urgent = self._items, [], False
         return items
 
@@ -168,10 +168,10 @@ class Outbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: deque[tuple[Inbox, Job, Outcome]] = deque()
+        self._waiting: deque[tuple[Inbox, EngineJob, Outcome]] = deque()
         self._woken, self._lock = False, threading.Lock()
 
-    def put(self, inbox: Inbox, job: Job, outcome: Outcome) -> None:
+    def put(self, inbox: Inbox, job: EngineJob, outcome: Outcome) -> None:
         self._waiting.append((inbox, job, outcome))
         _wake(self)
 
@@ -206,7 +206,7 @@ class Boxes:
     def __init__(self) -> None:
         self._outboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Outbox] = weakref.WeakKeyDictionary()
 
-    def open(self, pause: Pause | None) -> tuple[Box, Callable[[Job, Outcome], None]]:
+    def open(self, pause: Pause | None) -> tuple[Box, Callable[[EngineJob, Outcome], None]]:
         """For a call of this thread, or of the loop that runs here; and how it is told something."""
         if waits_here():
             box = Mailbox()

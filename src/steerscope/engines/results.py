@@ -159,7 +159,7 @@ Sink = Callable[[Outcome], None]
 
 
 @dataclass(slots=True)
-class Job:
+class EngineJob:
     """A plan on its way through an engine. `report` may be called from any thread."""
 
     plan: Plan
@@ -194,4 +194,4 @@ def singles(plan: Plan) -> list[Plan]:
 
 def assembled(plan: Plan, choices: list[Choice]) -> Generation:
     ordered = tuple(choices) if len(choices) == 1 else tuple(sorted(choices, key=lambda choice: choice.index))
-    return Generation(plan.request_id, plan.prompt, ordered, plan.applied)
+    return Generation(plan.request_id, plan.prompt, ordered, plan.template.applied)

@@ -18,7 +18,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from steerscope.engines.plan import Facts
 from steerscope.engines.vllm.guards import facts_of
-from steerscope.engines.vllm.settings import Settings, asked_for
+from steerscope.engines.vllm.settings import VLLMSettings, asked_for
 from steerscope.files import locked
 from steerscope.serving.errors import ApiError, api_error
 from steerscope.serving.vectors import check_count, unkept
@@ -55,7 +55,7 @@ async def _told(request: Request, error: Exception) -> Response:
     return api_error(error).response()
 
 
-def _of(request: Request) -> tuple[Settings, Facts]:
+def _of(request: Request) -> tuple[VLLMSettings, Facts]:
     found = getattr(request.app.state, "steerscope", None)
     if found is None:
         raise ApiError(404, "this engine was started without taps: set STEERSCOPE=1 in its environment", "no_taps")
@@ -144,7 +144,7 @@ async def upload(request: Request, name: str = "") -> Response:
     return JSONResponse(_about(name, vector), 201)
 
 
-def _keep(data: bytes, folder: Path, name: str, settings: Settings, facts: Facts) -> SteeringVector:
+def _keep(data: bytes, folder: Path, name: str, settings: VLLMSettings, facts: Facts) -> SteeringVector:
     vector = load_upload(data, name, facts.layers, facts.hidden)
     if (hidden := vector.to_spec().hidden) != facts.hidden:
         raise ApiError(400, f"the vector has {hidden} numbers, the model's hidden size is {facts.hidden}", "bad_file")

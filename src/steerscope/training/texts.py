@@ -203,7 +203,7 @@ def _spoken(engine: HFEngine, chat: Sequence, prompt: str | None) -> tuple:
 
 
 def _ends(engine: HFEngine, ids: list[int], at: int) -> bool:
-    return at < len(ids) and ids[at] in engine.eos
+    return at < len(ids) and ids[at] in engine.context.eos
 
 
 def _told(engine: HFEngine, messages: list[Message], prompt: str) -> list[Message]:

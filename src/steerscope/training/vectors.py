@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from steerscope.core.sites import refusal
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.personas.folder import write_json
 from steerscope.files import atomic_path, reading
@@ -146,8 +147,7 @@ def _check(course: Course, settings: TrainSettings) -> None:
         what = f"{', '.join(map(str, beyond))} is out of range"
         problems.append(Problem("layers", what, f"{facts.name} has layers 0–{facts.layers - 1}"))
     if settings.site in facts.refused_sites:
-        what = f"{settings.site} cannot be had on {facts.name}: {facts.refused_sites[settings.site]}"
-        problems.append(Problem("site", what, "use resid_post"))
+        problems.append(refusal("site", settings.site, facts.name, facts.refused_sites[settings.site]))
     if problems:
         raise InvalidRequest(problems)
 

@@ -7,13 +7,13 @@ import random
 import sys
 import types
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, TAKEN, Arena, Region, Regions
 from steerscope.engines.vllm.cuda import pacing
@@ -79,7 +79,7 @@ def test_a_mean_is_written_at_the_end_and_rows_that_come_later_hurt_nobody(regio
     first, second, pool = allocate(regions), allocate(regions), host_pool()
     delivery, askers = deliver(regions, pool), [asking(first, "a"), asking(second, "b")]
     for asker in askers:
-        asker.wire = replace(asker.wire, capture=replace(asker.wire.capture, reduce="mean", hold=1))
+        asker.wire = structs.replace(asker.wire, capture=structs.replace(asker.wire.capture, reduce="mean", hold=1))
         delivery.meet(asker)
         delivery.expect(asker)
     cell = pool.take(6)
@@ -99,7 +99,7 @@ def test_a_mean_is_written_at_the_end_and_rows_that_come_later_hurt_nobody(regio
 def reduces(delivery, region, name):
     """A request whose mean is foretold: it has all rows that it can have."""
     asker = asking(region, name, rows=3, more=0)
-    asker.wire = replace(asker.wire, capture=replace(asker.wire.capture, reduce="mean", hold=1))
+    asker.wire = structs.replace(asker.wire, capture=structs.replace(asker.wire.capture, reduce="mean", hold=1))
     delivery.meet(asker)
     delivery.expect(asker)
     cell = delivery.pool.take(3)

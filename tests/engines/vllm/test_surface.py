@@ -206,7 +206,7 @@ def test_every_import_of_vllm_is_in_the_table() -> None:
 
 def test_everything_that_is_wrapped_is_in_the_table_and_the_other_way_round() -> None:
     found: set[str] = set()
-    for file in (SOURCE / "engines" / "vllm").glob("*.py"):
+    for file in (SOURCE / "engines" / "vllm").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("around", "wrap"):
                 found |= {arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant)}

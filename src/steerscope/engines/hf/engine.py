@@ -29,13 +29,13 @@ from steerscope.engines.hf.passes import Books, Passes, deliver
 from steerscope.engines.hf.prefill import PrefillQueue, prefill_inputs
 from steerscope.engines.hf.sampler import choose, log_probabilities
 from steerscope.engines.hf.selftest import can_continue, self_test
-from steerscope.engines.hf.sequence import Row, Slice
+from steerscope.engines.hf.sequence import HFContext, Row, TokenSpan
 from steerscope.engines.hf.settings import check_options, context_of, eos_ids, no_bars
 from steerscope.engines.hf.taps import Pass, Taps
 from steerscope.engines.outbox import together
 from steerscope.engines.packs import Packs
 from steerscope.engines.plan import Facts, Plan
-from steerscope.engines.results import Job
+from steerscope.engines.results import EngineJob
 from steerscope.lenses.monitor import Monitor
 from steerscope.models import check_adapter
 from steerscope.specs.errors import (
@@ -85,8 +85,16 @@ class HFEngine(ThreadedEngine[Row]):
         self._lenses = Packs(MonitorStore(self.monitor), self._call, self._put, self._packs_in_use)
         self._taps.gates = self.monitor.rules.gates
         self._passes = Passes(self._table, config.hidden_size, model.dtype)
-        self._decoder = Decoder(tokenizer)  # type: ignore[arg-type]
-        self.eos = eos_ids(model, tokenizer)
+        self.context = HFContext(
+            facts=self.facts,
+            decoder=Decoder(tokenizer),  # type: ignore[arg-type]
+            eos=eos_ids(model, tokenizer),
+            budget=self.budget,
+            capture_ttl=capture_ttl,
+            model=model,
+            table=self._table,
+            monitor=self.monitor,
+        )
         # Only the last column's logits are needed; a model that cannot leave the others out computes them all.
         can_skip = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if can_skip else {}
@@ -161,7 +169,7 @@ class HFEngine(ThreadedEngine[Row]):
         # What the engine held is given back even while somebody keeps the closed engine itself.
         self._lenses.close()
         self.monitor.close()
-        del self.model, self.blocks, self._taps, self._passes
+        del self.model, self.blocks, self._taps, self._passes, self.context
 
     def _step(self) -> bool:
         going = self._receive()
@@ -194,8 +202,8 @@ class HFEngine(ThreadedEngine[Row]):
     def _all_requests(self) -> list[Row]:
         return [*self._admitted, *self._waiting]
 
-    def _sequence(self, job: Job) -> Row:
-        return Row(job, self._decoder, self.eos, self)
+    def _sequence(self, job: EngineJob) -> Row:
+        return Row(job, self.context)
 
     def _busy(self) -> bool:
         admitted = bool(self._rows or self._prompts.rows)
@@ -221,7 +229,7 @@ class HFEngine(ThreadedEngine[Row]):
             try:
                 if not self._lenses.ready(row):
                     continue
-                row.lease(self._table)
+                row.lease()
             except CapacityExceeded as error:
                 if row.needs_slot and any(other.leases for other in self._admitted):
                     blocked = row  # until a running request ends and frees slots
@@ -264,7 +272,7 @@ class HFEngine(ThreadedEngine[Row]):
         self._counts["prefills"] += 1
         self._accept(rows, logits)
 
-    def _prefill_failed(self, slices: list[Slice], error: Exception) -> None:
+    def _prefill_failed(self, slices: list[TokenSpan], error: Exception) -> None:
         """Try each prompt alone, from its first token: one cannot take others along, and a cache that holds a part of a
         failed piece is of no use."""
         first = slices[0]
@@ -284,7 +292,7 @@ class HFEngine(ThreadedEngine[Row]):
         if not self._rows:
             return
         rows = list(self._rows)
-        slices = [Slice.rest(row) for row in rows]
+        slices = [TokenSpan.rest(row) for row in rows]
         try:
             self._cache.make_room()
             logits = self._forward(slices, **self._next_inputs())
@@ -304,11 +312,11 @@ class HFEngine(ThreadedEngine[Row]):
             "past_key_values": self._cache,
         }
 
-    def _culprits(self, slices: list[Slice]) -> list[Row]:
+    def _culprits(self, slices: list[TokenSpan]) -> list[Row]:
         """Rows whose ops, captures or watches make this step fail; none if it fails without them too. A step that was
         not finished has changed nothing: it can be run again with some of them, and later with those that remain."""
 
-        def fails(asked: list[Slice]) -> bool:
+        def fails(asked: list[TokenSpan]) -> bool:
             try:
                 self._cache.make_room()
                 self._compute([one if one in asked else one.muted for one in slices], **self._next_inputs())
@@ -316,7 +324,7 @@ class HFEngine(ThreadedEngine[Row]):
                 return True
             return False
 
-        def faulty(asked: list[Slice]) -> list[Row]:
+        def faulty(asked: list[TokenSpan]) -> list[Row]:
             if not fails(asked):
                 return []
             if len(asked) == 1:
@@ -336,7 +344,7 @@ class HFEngine(ThreadedEngine[Row]):
                 self._leave(row)
             self._failed(row, RequestFailed(f"a step of {self.facts.name} failed: {error}"))
 
-    def _forward(self, slices: list[Slice], **inputs: object) -> torch.Tensor:
+    def _forward(self, slices: list[TokenSpan], **inputs: object) -> torch.Tensor:
         """Logits of the last column; steers and captures on the way. Rows and readings that cannot be kept are the
         fault of their request (`Row.fault`), not of the forward."""
         logits, now, books = self._compute(slices, **inputs)
@@ -351,7 +359,7 @@ class HFEngine(ThreadedEngine[Row]):
             one.row.fed = one.stop
         return logits
 
-    def _compute(self, slices: list[Slice], **inputs: object) -> tuple[torch.Tensor, Pass | None, Books | None]:
+    def _compute(self, slices: list[TokenSpan], **inputs: object) -> tuple[torch.Tensor, Pass | None, Books | None]:
         """Run the model and its taps; no request is changed by it."""
         keys = {key for row in self._admitted for key in row.tapped}
         self._taps.attach(keys)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from steerscope.core.slot_table import Key
-from steerscope.engines.hf.sequence import Row, Slice
+from steerscope.engines.hf.sequence import Row, TokenSpan
 from steerscope.engines.hf.taps import Gather
 from steerscope.lenses.monitor import Monitor
 from steerscope.lenses.reader import Read, Reader, Registered, load_reader
@@ -31,7 +31,7 @@ class Look:
         return (self.key,), False, self.index
 
 
-def looks_of(slices: list[Slice], width: int) -> list[Look]:
+def looks_of(slices: list[TokenSpan], width: int) -> list[Look]:
     """What is to be read in a forward that feeds these slices, right-aligned in `width`."""
     groups: dict[object, Look] = defaultdict(lambda: Look((0, "resid_post"), [], []))
     for number, one in enumerate(slices):

@@ -9,7 +9,7 @@ import torch
 
 from steerscope.core.slot_table import Key, SlotTable
 from steerscope.engines.hf.lenses import Look, looks_of
-from steerscope.engines.hf.sequence import Row, Slice
+from steerscope.engines.hf.sequence import Row, TokenSpan
 from steerscope.engines.hf.taps import Gather, Pass
 from steerscope.specs.errors import RequestFailed
 
@@ -51,7 +51,7 @@ class Passes:
         self.table, self.hidden, self.dtype = table, hidden, dtype
         self._last: tuple[object, Pass] = (None, Pass())
 
-    def build(self, slices: list[Slice], width: int) -> tuple[Pass, Books]:
+    def build(self, slices: list[TokenSpan], width: int) -> tuple[Pass, Books]:
         books = keep_books(slices, width)
         books.looks = looks_of(slices, width)
         if width > 1:  # prompts: never the same twice, and too large to keep
@@ -79,10 +79,10 @@ def _index(numbers: list[int], tokens: int, device: torch.device) -> torch.Tenso
     return None if everything else torch.tensor(numbers, device=device)
 
 
-def keep_books(slices: list[Slice], width: int) -> Books:
+def keep_books(slices: list[TokenSpan], width: int) -> Books:
     books = Books()
     most = max((len(one.row.leases) for one in slices), default=0)
-    groups: dict[tuple[tuple[Key, ...], bool], list[tuple[int, Slice]]] = defaultdict(list)
+    groups: dict[tuple[tuple[Key, ...], bool], list[tuple[int, TokenSpan]]] = defaultdict(list)
     for number, one in enumerate(slices):
         row, start, stop = one.row, one.start, one.stop
         offset = number * width + width - stop  # flat number of position 0

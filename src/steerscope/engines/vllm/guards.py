@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from steerscope.engines.plan import Facts
-from steerscope.engines.vllm.settings import Settings
+from steerscope.engines.vllm.settings import VLLMSettings
 from steerscope.models import has_adapter
 from steerscope.specs.errors import InvalidRequest, Problem, UnsupportedModel
 
@@ -51,7 +51,7 @@ def layer_count(config: Any) -> int:  # a VllmConfig
     return config.model_config.hf_text_config.num_hidden_layers
 
 
-def facts_of(config: Any, settings: Settings, name: str | None = None) -> Facts:
+def facts_of(config: Any, settings: VLLMSettings, name: str | None = None) -> Facts:
     """What requests to this engine must fit."""
     model, count = config.model_config, layer_count(config)
     return Facts(

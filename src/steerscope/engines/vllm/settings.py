@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, field_validator
 
 from steerscope import __version__
+from steerscope.core.sites import tap_of
 from steerscope.core.slot_table import Key
-from steerscope.engines.columns import tap_of
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Sites
 from steerscope.specs.errors import InvalidRequest, Problem, not_json
@@ -30,7 +30,7 @@ NOOP = "STEERSCOPE_NOOP"
 _LEAST, _TABLE_BYTES = 64, 512 << 20  # slots and groups; bytes of all slots together
 
 
-class Settings(Spec):
+class VLLMSettings(Spec):
     """Everything the traced code depends on, and the sizes of its buffers."""
 
     version: str = __version__
@@ -61,7 +61,7 @@ class Settings(Spec):
             raise InvalidRequest([Problem("", "1 leaves none to use", "give at least 2, or 0 for one per request")])
         return value
 
-    def sized(self, config: "VllmConfig") -> "Settings":
+    def sized(self, config: "VllmConfig") -> "VLLMSettings":
         """Fill in the sizes that follow from vLLM's own."""
         requests, model = config.scheduler_config.max_num_seqs, config.model_config
         slot_bytes = 4 * model.get_hidden_size() * len(self.keys(model.hf_text_config.num_hidden_layers))
@@ -84,14 +84,14 @@ class Settings(Spec):
         return {NAME: self.model_dump(mode="json")}
 
 
-def asked_for(config: "VllmConfig") -> Settings | None:
+def asked_for(config: "VllmConfig") -> VLLMSettings | None:
     """The settings of an engine that wants taps; None leaves vLLM untouched."""
     extra = config.additional_config
     given = extra.get(NAME) if isinstance(extra, dict) else None
     text = os.environ.get(ENVIRONMENT, "").strip()
     if given is None and text not in ("", "0"):
         given = _read(text) if text.startswith("{") else {}
-    return None if given is None else Settings.parse(given)
+    return None if given is None else VLLMSettings.parse(given)
 
 
 def _read(text: str) -> object:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from steerscope.engines.vllm import plugin
-from steerscope.engines.vllm.settings import Settings, asked_for
+from steerscope.engines.vllm.settings import VLLMSettings, asked_for
 from steerscope.engines.vllm.worker.pool import least_room
 from steerscope.specs.errors import ModelNotFound, SteerscopeError, problems_of
 
@@ -25,8 +25,8 @@ _POOL_PART = 20  # the rows of one step take at most this part of a device's mem
 
 
 def start_vllm(
-    model: str | Path, name: str, settings: Settings, options: dict[str, Any]
-) -> "tuple[LLMEngine, Settings]":
+    model: str | Path, name: str, settings: VLLMSettings, options: dict[str, Any]
+) -> "tuple[LLMEngine, VLLMSettings]":
     """Start vLLM with the defaults of its server, and return it and the settings with all sizes filled in."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext

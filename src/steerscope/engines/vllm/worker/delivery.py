@@ -5,13 +5,13 @@ A region of shared memory belongs to one request. Its counters say whose it is; 
 another, and nothing after this worker has left it.
 """
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -79,7 +79,7 @@ class Delivery:
 
     def _part(self, asker: Asker) -> None:
         asker.arena, asker.left = None, True
-        asker.wire = dataclasses.replace(asker.wire, capture=None, watch=None)
+        asker.wire = msgspec.structs.replace(asker.wire, capture=None, watch=None)
 
     # --- rows
 

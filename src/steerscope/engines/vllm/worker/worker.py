@@ -22,7 +22,7 @@ from steerscope.engines.vllm.cuda.graphs import Graphs, around
 from steerscope.engines.vllm.cuda.prefill_sums import FEW
 from steerscope.engines.vllm.cuda.streams import sent
 from steerscope.engines.vllm.guards import check_config, count_memory, graph_sizes, layer_count, plain_norms
-from steerscope.engines.vllm.settings import NAME, Settings
+from steerscope.engines.vllm.settings import NAME, VLLMSettings
 from steerscope.engines.vllm.wire import OVERFLOW, Wire, waits
 from steerscope.engines.vllm.worker.decode_fast_path import Filled
 from steerscope.engines.vllm.worker.delivery import Delivery
@@ -50,7 +50,7 @@ HERE: "weakref.WeakSet[WorkerTaps]" = weakref.WeakSet()  # those of this process
 class WorkerTaps:
     """What steerscope keeps in one worker."""
 
-    def __init__(self, worker: Any, settings: Settings) -> None:  # vLLM's worker, whatever its version
+    def __init__(self, worker: Any, settings: VLLMSettings) -> None:  # vLLM's worker, whatever its version
         config, runner = worker.vllm_config, worker.model_runner
         check_config(config)
         self.settings, self.runner, self.device = settings, runner, runner.device

@@ -122,7 +122,7 @@ def _run(
     """A dummy batch as if one request asked for it, captured at every tap: float64 [tokens, taps, hidden]."""
     tokens, uniform = batch
     capture = WireCapture(taps.keys, EVERYWHERE, False, None, 0, tokens)
-    columns = () if column is None else (WireColumn.of(column, inline=False),)
+    columns = () if column is None else (WireColumn.of(column),)
     wire = Wire("proof", None, 0, 0, columns, capture)
     leases = [] if column is None else [taps.table.acquire(column)]
     asker = Asker(wire, leases, 0, len(taps.keys), number=1)
