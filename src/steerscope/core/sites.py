@@ -10,27 +10,26 @@ from typing import Literal
 
 from steerscope.core.slot_table import Key
 from steerscope.specs.errors import Problem
-from steerscope.specs.steering import SITES, Site
+from steerscope.specs.steering import Site
 
 
 @dataclass(frozen=True, slots=True)
 class SiteFacts:
     module: Literal["module", "attn_addend", "mlp_addend"]  # of a transformers block
     side: Literal["input", "output"]  # of that module
-    term: Literal["stream", "attention", "mlp", "all"]  # of the sum that a block returns: the last one in the row
+    term: int | None  # of stream + attention + MLP, the sum that a block returns: what its ops change; None: the sum
     hook_name: str  # in TransformerLens and SAELens
     replicated: bool = True  # every rank of tensor parallelism has the whole row
     steerable: bool = True
 
 
-TABLE: dict[Site, SiteFacts] = {
-    "resid_pre": SiteFacts("module", "input", "stream", "hook_resid_pre"),
-    "resid_mid": SiteFacts("attn_addend", "output", "attention", "hook_resid_mid"),
-    "resid_post": SiteFacts("module", "output", "all", "hook_resid_post"),
-    "attn_out": SiteFacts("attn_addend", "output", "attention", "hook_attn_out"),
-    "mlp_out": SiteFacts("mlp_addend", "output", "mlp", "hook_mlp_out"),
+TABLE: dict[Site, SiteFacts] = {  # in the order in which a forward reaches them
+    "resid_pre": SiteFacts("module", "input", 0, "hook_resid_pre"),
+    "attn_out": SiteFacts("attn_addend", "output", 1, "hook_attn_out"),
+    "resid_mid": SiteFacts("attn_addend", "output", 1, "hook_resid_mid"),
+    "mlp_out": SiteFacts("mlp_addend", "output", 2, "hook_mlp_out"),
+    "resid_post": SiteFacts("module", "output", None, "hook_resid_post"),
 }
-assert tuple(TABLE) == SITES
 
 
 def tap_of(layer: int, site: Site) -> Key:

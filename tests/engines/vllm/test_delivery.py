@@ -296,13 +296,14 @@ def cuda_pool(monkeypatch):
     monkeypatch.delitem(sys.modules, "steerscope.engines.vllm.cuda.pool", raising=False)
     from steerscope.engines.vllm.cuda import pool
 
+    patient = pool._PATIENT
     pool = pool.CudaPool.__new__(pool.CudaPool)  # its tensors would need a GPU, its queue does not
     free = Cells(64)
     pool.take, pool.give = free.take, free.give
     pool._side = types.SimpleNamespace(wait_event=lambda _event: None)
     pool._ready, pool._moves, pool._unsent, pool._backlog, pool._whole = PlayedEvent(), deque(), deque(), 0, 0
     pool._tokens_out, pool._runner, pool._here = PlayedEvent(), types.SimpleNamespace(), lambda: None
-    pool._answers, pool._behind, pool._spare = None, pool._PATIENT, []
+    pool._answers, pool._behind, pool._spare = None, patient, []
     pool._side.cuda_stream = 0
     pool.cells = torch.zeros(64, HIDDEN)
     pool._address, pool._cell, pool._copy = pool.cells.data_ptr(), HIDDEN * 4, pool._copy_by_torch

@@ -21,7 +21,7 @@ class PrefillQueue:
         self.rows: list[Row] = []
         self._long_is_next = True
 
-    def next_slices(self, streaming: bool) -> list[TokenSpan]:
+    def next_spans(self, streaming: bool) -> list[TokenSpan]:
         """Return what the next forward feeds: short prompts together, or a piece of a longer one (all of it where
         pieces are not exact). Beside streams a piece is a chunk."""
         max_tokens = self.chunk_tokens if streaming else _MAX_TOKENS
@@ -45,15 +45,15 @@ def _group(rows: list[Row], max_tokens: int) -> list[Row]:
     return rows
 
 
-def prefill_inputs(slices: list[TokenSpan], device: torch.device) -> dict[str, object]:
-    """Inputs of a forward that feeds these slices, left-padded to one length."""
-    width = max(one.stop - one.start for one in slices)
-    pads = [width - (one.stop - one.start) for one in slices]
-    ids = [[0] * pad + one.row.history[one.start : one.stop] for pad, one in zip(pads, slices, strict=True)]
+def prefill_inputs(spans: list[TokenSpan], device: torch.device) -> dict[str, object]:
+    """Inputs of a forward that feeds these spans, left-padded to one length."""
+    width = max(one.stop - one.start for one in spans)
+    pads = [width - (one.stop - one.start) for one in spans]
+    ids = [[0] * pad + one.row.history[one.start : one.stop] for pad, one in zip(pads, spans, strict=True)]
     starts = torch.tensor(pads, device=device).unsqueeze(1)
     columns = torch.arange(width, device=device).unsqueeze(0)
     return {
         "input_ids": torch.tensor(ids, device=device),
         "attention_mask": columns >= starts if any(pads) else None,
-        "position_ids": (columns - starts).clamp(min=0) + slices[0].start,  # only a slice that is alone starts later
+        "position_ids": (columns - starts).clamp(min=0) + spans[0].start,  # only a slice that is alone starts later
     }
