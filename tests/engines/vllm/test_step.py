@@ -15,7 +15,7 @@ from msgspec import msgpack, structs
 
 from steerscope.core.slot_table import Lease
 from steerscope.engines.vllm.settings import NAME
-from steerscope.engines.vllm.wire import Body, Envelope, Wire, WireCapture, WireColumn, WireWatch, waits
+from steerscope.engines.vllm.wire import Envelope, Wire, WireBody, WireCapture, WireColumn, WireWatch, waits
 from steerscope.engines.vllm.worker.pool import Cells, least_room
 from steerscope.engines.vllm.worker.requests import Watched
 from steerscope.engines.vllm.worker.step_index import (
@@ -498,7 +498,7 @@ def test_a_request_is_the_same_behind_the_wire() -> None:
     column = WireColumn(b"\x00\xff", b"\x07", coefficients, EVERYWHERE, 0)  # type: ignore[arg-type]
     capture = WireCapture(((1, "resid_mid"), (2, "attn_out")), Positions(((0, 4),)), True, "mean", 4, 17)
     watch = WireWatch("p", (1, "resid_mid"), Positions(((2, 9),)), 5, (0, 2), RULES, 4, 17, 640)
-    body = Body((column,), capture, watch)
+    body = WireBody((column,), capture, watch)
     envelope = Envelope("r0.0", ("/somewhere", 1 << 30), 4096, 2**61 + 1, msgpack.encode(body), (b"\x01\x02",))
     wire = Wire.unpack(envelope.entry(body.first)[NAME])
     assert (wire.name, wire.arena, wire.offset, wire.owner) == ("r0.0", ("/somewhere", 1 << 30), 4096, 2**61 + 1)
@@ -510,9 +510,9 @@ def test_a_request_is_the_same_behind_the_wire() -> None:
 def test_a_request_waits_for_the_first_position_of_which_it_asks_something() -> None:
     later = WireCapture(((1, "resid_mid"),), Positions(((7, 9), (12, 20))), True, "mean", 4, 17)
     watch = WireWatch("p", (1, "resid_mid"), Positions(((2, 9),)), 5, (0, 2), RULES, 4, 17, 640)
-    assert Body((WireColumn(b"", b"", {}, EVERYWHERE, 0),), later, watch).first == 0
-    assert Body((), later, watch).first == 2  # it is watched from there on
-    entry = Envelope("r", None, 0, 1, b"").entry(Body((), later).first)
+    assert WireBody((WireColumn(b"", b"", {}, EVERYWHERE, 0),), later, watch).first == 0
+    assert WireBody((), later, watch).first == 2  # it is watched from there on
+    entry = Envelope("r", None, 0, 1, b"").entry(WireBody((), later).first)
     assert [waits(entry, stop) for stop in (6, 7, 8)] == [True, True, False]
     assert not waits({"other": 1}, 1)
     assert not waits(None, 1)

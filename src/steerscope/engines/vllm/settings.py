@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
-from steerscope import __version__
 from steerscope.core.sites import tap_of
 from steerscope.core.slot_table import Key
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Sites
 from steerscope.specs.errors import InvalidRequest, Problem, not_json
 from steerscope.specs.steering import SITES, Layers, parse_layers
+from steerscope.version import __version__
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

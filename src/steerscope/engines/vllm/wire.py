@@ -1,7 +1,7 @@
 """What a request carries to the workers in `SamplingParams.extra_args["steerscope"]`: everything resolved, nothing left
 to check there. Vectors are named by the hash of their content: workers have them already, or find them beside it.
 
-Requests that ask for the same carry the same bytes for what they ask (`Body`), which workers decode once.
+Requests that ask for the same carry the same bytes for what they ask (`WireBody`), which workers decode once.
 """
 
 import functools
@@ -88,7 +88,7 @@ class WireWatch(msgspec.Struct, frozen=True, array_like=True):
         return 4 * self.words * self.positions.count(self.most)
 
 
-class Body(msgspec.Struct, array_like=True):
+class WireBody(msgspec.Struct, array_like=True):
     """What a request asks for."""
 
     columns: tuple[WireColumn, ...]
@@ -152,7 +152,7 @@ class Wire(msgspec.Struct):
 
 
 _ENVELOPES = msgspec.msgpack.Decoder(Envelope)
-_BODIES = msgspec.msgpack.Decoder(Body)
+_BODIES = msgspec.msgpack.Decoder(WireBody)
 _decoded = functools.lru_cache(maxsize=_MAX_BODIES)(_BODIES.decode)
 
 

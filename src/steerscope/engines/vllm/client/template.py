@@ -8,7 +8,7 @@ import msgspec
 
 from steerscope.capture.transport import ALIGN
 from steerscope.engines.plan import RequestTemplate
-from steerscope.engines.vllm.wire import Body, Recent, WireCapture, WireColumn, WireWatch
+from steerscope.engines.vllm.wire import Recent, WireBody, WireCapture, WireColumn, WireWatch
 from steerscope.specs.tokens import EVERYWHERE
 
 
@@ -46,7 +46,7 @@ class VLLMTemplate:
                 wire_capture = WireCapture(
                     capture.keys, capture.positions, spec.before_steering, spec.reduce, hold, self._template.most_rows
                 )
-            body = Body(self._columns, wire_capture, self.watch)
+            body = WireBody(self._columns, wire_capture, self.watch)
             found = self._bodies[hold] = msgspec.msgpack.encode(body), body.first
         return found
 
