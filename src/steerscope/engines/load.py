@@ -46,13 +46,24 @@ def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> ThreadedEn
     asyncio.run(main())
     ```
     """
+    _check(options)
     kind, progress = options.pop("engine", "hf"), options.pop("progress", None)
     device, dtype = options.pop("device", None), options.pop("dtype", None)
     taps, vllm = options.pop("taps", {}), options.pop("vllm", {})
+    if kind == "vllm":
+        return _vllm(model, progress, dtype, taps, vllm, options)
+    from steerscope.engines.hf import HFEngine
+
+    found = resolve(str(model), progress=progress)
+    return HFEngine.from_pretrained(found, device=device, dtype=dtype, name=str(model), **dict(options))  # type: ignore[arg-type]
+
+
+def _check(options: LoadOptions) -> None:
+    kind, taps, vllm = options.get("engine", "hf"), options.get("taps"), options.get("vllm")
     problems = []
     if kind not in ("hf", "vllm"):
         problems.append(Problem("engine", f"{kind!r} is unknown", "choose hf or vllm"))
-    if kind == "vllm" and device is not None:
+    if kind == "vllm" and options.get("device") is not None:
         problems.append(Problem("device", "vLLM chooses it itself", "leave it out, or set CUDA_VISIBLE_DEVICES"))
     if kind == "vllm" and "prefill_chunk" in options:
         problems.append(Problem("prefill_chunk", "is for transformers", 'give vllm={"max_num_batched_tokens": …}'))
@@ -60,12 +71,6 @@ def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> ThreadedEn
         problems.append(Problem("taps" if taps else "vllm", "is for the vLLM engine", "leave it out"))
     if problems:
         raise InvalidRequest(problems)
-    if kind == "vllm":
-        return _vllm(model, progress, dtype, taps, vllm, options)
-    from steerscope.engines.hf import HFEngine
-
-    found = resolve(str(model), progress=progress)
-    return HFEngine.from_pretrained(found, device=device, dtype=dtype, name=str(model), **dict(options))  # type: ignore[arg-type]
 
 
 def load(model: str | Path, **options: Unpack[LoadOptions]) -> SyncEngine:
