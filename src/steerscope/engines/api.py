@@ -29,9 +29,9 @@ from steerscope.engines.options import (
     for_request,
     per_prompt,
 )
-from steerscope.engines.outbox import Box, Boxes, Pause, discard, sleep, waits_here
 from steerscope.engines.plan import Plan, Planner, Prompt, ids_exist
 from steerscope.engines.prompts import all_of, rendered, tokenized
+from steerscope.engines.result_channels import Pause, ResultChannel, ResultChannels, discard, sleep, waits_here
 from steerscope.engines.results import (
     Choice,
     EndEvent,
@@ -71,7 +71,7 @@ class Engine(Scopes, ABC):
         self._jobs: dict[str, list[EngineJob]] = {}
         self._numbers = itertools.count()
         self._noticed = threading.Event()  # a job was cancelled
-        self._boxes = Boxes()
+        self._channels = ResultChannels()
         self._templates = TemplateCache()
         self.closed = False
 
@@ -280,9 +280,9 @@ class Engine(Scopes, ABC):
 
     async def _start(
         self, plans: Sequence[Plan], stream: bool, pause: Pause | None = None
-    ) -> tuple[list[EngineJob], Box]:
+    ) -> tuple[list[EngineJob], ResultChannel]:
         """Reserve room, fan n out into single sequences, and submit them together."""
-        inbox, tell = self._boxes.open(pause)
+        channel, tell = self._channels.open(pause)
         jobs: list[EngineJob] = []
         try:
             for plan in plans:
@@ -306,17 +306,16 @@ class Engine(Scopes, ABC):
                 if job.held:
                     job.held.release()
             raise
-        return jobs, inbox
+        return jobs, channel
 
-    def _finish(self, jobs: Sequence[EngineJob], inbox: Box | None = None, ended: bool = False) -> None:
-        """Whatever happened: unfinished jobs (none, if they have `ended`) are cancelled, rows nobody took are given
-        back, and the names are free."""
+    def _finish(self, jobs: Sequence[EngineJob], channel: ResultChannel | None = None, ended: bool = False) -> None:
+        """Cancel unfinished jobs (none, if they have `ended`), free rows that were not taken, and free the names."""
         for job in jobs:
             self._jobs.pop(job.plan.request_id, None)
             if not ended:
                 job.abandoned = True
                 job.cancel()
-        for _, outcome in inbox.rest() if inbox is not None else ():
+        for _, outcome in channel.rest() if channel is not None else ():
             discard(outcome)
 
     async def _generate(
@@ -331,24 +330,24 @@ class Engine(Scopes, ABC):
         plans = self._plan(prompts, many, sampling, steer, capture, watch)
         if not plans:
             return []
-        jobs, inbox = await self._start(plans, stream=False)
+        jobs, channel = await self._start(plans, stream=False)
         choices: dict[str, list[Choice]] = {plan.request_id: [] for plan in plans}
         failure: RequestFailed | None = None
         left = len(jobs)
         try:
             while left:
-                for job, outcome in await inbox.take():
+                for job, outcome in await channel.take():
                     left -= 1
                     if isinstance(outcome, Choice):
                         choices[job.plan.request_id].append(outcome)
                     elif isinstance(outcome, RequestFailed):
                         failure = failure or outcome
-        except BaseException:  # the caller was cancelled: nobody will take what has come
+        except BaseException:  # the caller was cancelled
             for choice in itertools.chain.from_iterable(choices.values()):
                 discard(choice)
             raise
         finally:
-            self._finish(jobs, inbox, ended=not left)
+            self._finish(jobs, channel, ended=not left)
         done = [assembled(p, of) if len(of := choices[p.request_id]) == p.sampling.n else None for p in plans]
         if failure is not None:
             failure.completed = done
@@ -364,7 +363,7 @@ class Engine(Scopes, ABC):
         watch: Watch | None = None,
         request_id: str | None = None,
     ) -> list[Plan]:
-        """At the call, not at the first event: the surrounding steering is the caller's, and so are the mistakes."""
+        """Plan at the call, not at the first event: errors and the surrounding steering are the caller's."""
         return self._plan([prompt], False, sampling, steer, capture, watch, request_id)
 
     async def _stream(self, plan: Plan) -> AsyncGenerator[Event]:
@@ -374,20 +373,20 @@ class Engine(Scopes, ABC):
                 async for left in batches:
                     while left:
                         yield left.pop(0)
-            finally:  # who leaves before the end has come does not want its rows
+            finally:  # a caller that leaves early does not get the rows
                 for event in left:
                     for choice in event.generation.choices if isinstance(event, EndEvent) else ():
                         discard(choice)
 
     async def _batches(self, plan: Plan, pause: Pause | None) -> AsyncGenerator[list[Event]]:
-        jobs, inbox = await self._start([plan], stream=True, pause=pause)
+        jobs, channel = await self._start([plan], stream=True, pause=pause)
         choices: list[Choice] = []
         told = False
         try:
             while not told:
                 events: list[Event] = []
                 failure: RequestFailed | None = None
-                for _, outcome in await inbox.take():
+                for _, outcome in await channel.take():
                     if isinstance(outcome, Choice):
                         choices.append(outcome)
                     elif isinstance(outcome, RequestFailed):
@@ -402,6 +401,6 @@ class Engine(Scopes, ABC):
                 if failure is not None:
                     raise failure
         finally:
-            self._finish(jobs, inbox, ended=told)
+            self._finish(jobs, channel, ended=told)
             for choice in () if told else choices:
                 discard(choice)

@@ -184,7 +184,7 @@ class ThreadedEngine(Engine, Generic[S]):
     def _all_requests(self) -> list[S]: ...
 
     def _refuse_rest(self) -> None:
-        """The thread ends: nobody may be left waiting for it."""
+        """Refuse what is left in the queue when the thread ends."""
         with self._lock:
             self.closed = self.budget.closed = True
         self._lenses.close()

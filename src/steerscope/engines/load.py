@@ -86,7 +86,7 @@ def load(model: str | Path, **options: Unpack[LoadOptions]) -> SyncEngine:
     - `max_columns`: ops that one token may have at one site
     - `capture_budget`: bytes of rows that may wait to be fetched
     - `taps`, `vllm`: with vLLM, what is tapped, and vLLM's own arguments
-    - `progress`: a function that is told what happens while it loads
+    - `progress`: a function that is called with a line of text for each stage of loading
 
     ```python
     import steerscope as ss

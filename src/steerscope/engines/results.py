@@ -1,6 +1,6 @@
-"""What an engine gives back: generations, events of a stream, and the job that a running sequence reports to.
+"""What an engine returns: generations, events of a stream, and the job that a running text reports to.
 
-They are not frozen: that would make each of them twice as expensive to make, while a device waits.
+They are not frozen: frozen ones would take twice as long to make, while a device waits.
 """
 
 import secrets
@@ -77,7 +77,7 @@ class Generation:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """A copy, made when it is asked for: those of many long prompts hold up everybody's answer."""
+        """Return a copy, made on demand: copies of many long prompts would delay all answers."""
         return list(self.prompt.token_ids)
 
     @property
@@ -167,8 +167,8 @@ class EngineJob:
     stream: bool
     held: Reservation | None
     cancelled: bool = False
-    abandoned: bool = False  # nobody waits for it any more: what it reports is closed, not kept
-    noticed: threading.Event = field(default_factory=threading.Event)  # its engine's: somebody was cancelled
+    abandoned: bool = False  # its call has ended: what it still reports is closed
+    noticed: threading.Event = field(default_factory=threading.Event)  # its engine's: a job was cancelled
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -181,7 +181,7 @@ class EngineJob:
 
 
 def singles(plan: Plan) -> list[Plan]:
-    """One for each of its n texts, with a seed of its own; a greedy text needs none."""
+    """Return a plan for each of its n texts, with a seed of its own; a greedy text needs none."""
     sampling = plan.sampling
     if sampling.n == 1 and (sampling.seed is not None or sampling.greedy):
         return [plan]

@@ -32,9 +32,9 @@ from steerscope.engines.hf.selftest import can_continue, self_test
 from steerscope.engines.hf.sequence import HFContext, Row, TokenSpan
 from steerscope.engines.hf.settings import check_options, context_of, eos_ids, no_bars
 from steerscope.engines.hf.taps import Pass, Taps
-from steerscope.engines.outbox import together
 from steerscope.engines.packs import Packs
 from steerscope.engines.plan import Facts, Plan
+from steerscope.engines.result_channels import together
 from steerscope.engines.results import EngineJob
 from steerscope.lenses.monitor import Monitor
 from steerscope.models import check_adapter
@@ -44,6 +44,7 @@ from steerscope.specs.errors import (
     RequestFailed,
     Unsteerable,
     UnsupportedModel,
+    first_line,
 )
 
 
@@ -128,15 +129,13 @@ class HFEngine(ThreadedEngine[Row]):
         except UnsupportedModel:
             raise
         except Exception as error:  # transformers and its readers raise all sorts for a bad path, file or dtype
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ModelNotFound(f"cannot load {model}: {reason}") from error
+            raise ModelNotFound(f"cannot load {model}: {first_line(error)}") from error
         placed = hasattr(loaded, "hf_device_map") or hasattr(loaded.config, "quantization_config")
         try:
             if not placed:
                 loaded.to(device)  # type: ignore[arg-type]
         except (RuntimeError, AssertionError) as error:  # torch raises either for a device it does not have
-            reason = str(error).strip().splitlines()[0]
-            raise UnsupportedModel(f"cannot put {model} on device {device!r}: {reason}") from error
+            raise UnsupportedModel(f"cannot put {model} on device {device!r}: {first_line(error)}") from error
         return cls(loaded, tokenizer, **{"name": str(model), **options})  # type: ignore[arg-type]
 
     # --- the Engine's side (any thread)
@@ -161,15 +160,15 @@ class HFEngine(ThreadedEngine[Row]):
             try:
                 with torch.no_grad():
                     going = self._step()
-            except Exception as error:  # a fault of ours: whoever is in the batch is told, the engine goes on
-                # With nobody in the batch, the first in the queue is to blame: else this would go round for ever.
+            except Exception as error:  # an error of the engine: the batch fails, the engine goes on
+                # With an empty batch the first waiting request fails: else this would repeat for ever.
                 for row in self._clear() or self._waiting[:1]:
                     self._failed(row, error)
                 self._waiting = [row for row in self._waiting if not row.over]
         for row in self._clear():
             row.end("cancelled")
         self._drop_waiting(cancelled_only=False)
-        # What the engine held is given back even while somebody keeps the closed engine itself.
+        # Memory is freed even while the caller keeps the closed engine.
         self._lenses.close()
         self.monitor.close()
         del self.model, self.blocks, self._taps, self._passes, self.context
@@ -188,7 +187,7 @@ class HFEngine(ThreadedEngine[Row]):
 
     @property
     def _streaming(self) -> bool:
-        """Whether a stream runs: prompts and decoding take turns then. Else prompts go first."""
+        """Return whether a stream runs: prompts and decoding take turns then. Else prompts go first."""
         return any(row.job.stream for row in self._batch.rows)
 
     def _clear(self) -> list[Row]:
@@ -240,7 +239,7 @@ class HFEngine(ThreadedEngine[Row]):
                 self._waiting.remove(row)
                 self._failed(row, error)
                 continue
-            except Exception as error:  # no memory for its rows, a pack that cannot be loaded: its own trouble
+            except Exception as error:  # no memory for its rows, a pack that cannot be loaded
                 self._waiting.remove(row)
                 self._failed(row, error)
                 continue
@@ -305,8 +304,8 @@ class HFEngine(ThreadedEngine[Row]):
         self._accept(rows, logits)
 
     def _culprits(self, spans: list[TokenSpan]) -> list[Row]:
-        """Rows whose ops, captures or watches make this step fail; none if it fails without them too. A step that was
-        not finished has changed nothing: it can be run again with some of them, and later with those that remain."""
+        """Return the rows whose ops, captures or watches make this step fail; none if it fails without them too. A step
+        that was not finished has changed nothing: it can be run again with some of them."""
 
         def fails(asked: list[TokenSpan]) -> bool:
             try:
@@ -328,7 +327,7 @@ class HFEngine(ThreadedEngine[Row]):
         return faulty(tapped) if tapped and not fails([]) else []
 
     def _end_step(self, rows: list[Row], error: Exception) -> None:
-        """These end, the engine goes on."""
+        """End these requests; the engine goes on."""
         if len(rows) == len(self._batch.rows):
             self._batch.clear()
         for row in rows:
@@ -337,8 +336,8 @@ class HFEngine(ThreadedEngine[Row]):
             self._failed(row, RequestFailed(f"a step of {self.facts.name} failed: {error}"))
 
     def _forward(self, spans: list[TokenSpan], **inputs: object) -> torch.Tensor:
-        """Logits of the last column; steers and captures on the way. Rows and readings that cannot be kept are the
-        fault of their request (`Row.fault`), not of the forward."""
+        """Steer and capture; return the logits of the last column. Rows and readings that cannot be kept fail their
+        request (`Row.fault`), not the forward."""
         logits, now, index = self._compute(spans, **inputs)
         if now and index:
             n_captured = len(index.captured)

@@ -70,7 +70,7 @@ class VLLMSettings(Spec):
         return self.model_copy(update={"slots": slots, "groups": groups})
 
     def keys(self, layers: int) -> tuple[Key, ...]:
-        """The taps of a model with so many layers."""
+        """Return the taps of a model with `layers` layers."""
         parsed = parse_layers(self.layers)
         wanted = range(layers) if parsed == "all" else parsed
         beyond = [layer for layer in wanted if layer >= layers]
@@ -85,7 +85,7 @@ class VLLMSettings(Spec):
 
 
 def asked_for(config: "VllmConfig") -> VLLMSettings | None:
-    """The settings of an engine that wants taps; None leaves vLLM untouched."""
+    """Return the settings of an engine with taps; None leaves vLLM untouched."""
     extra = config.additional_config
     given = extra.get(NAME) if isinstance(extra, dict) else None
     text = os.environ.get(ENVIRONMENT, "").strip()

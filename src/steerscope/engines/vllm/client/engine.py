@@ -18,9 +18,9 @@ from steerscope.capture.budget import ByteBudget
 from steerscope.capture.transport import Arena, Regions, shared_folder
 from steerscope.engines.detokenizer import Decoder
 from steerscope.engines.engine_thread import ThreadedEngine
-from steerscope.engines.outbox import together
 from steerscope.engines.packs import Packs
 from steerscope.engines.plan import Plan
+from steerscope.engines.result_channels import together
 from steerscope.engines.results import EngineJob, FinishReason
 from steerscope.engines.vllm.client.capacity import Capacity
 from steerscope.engines.vllm.client.core_outputs import CoreOutputs
@@ -213,7 +213,7 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
         idle = not (self._running or self._closing)
         queued = None if dead else self.outputs.clear_fault(list(self._running))
         if queued is None:
-            with self._lock:  # before a client hears of the fault, and tries again
+            with self._lock:  # before a caller sees the error and tries again
                 self.closed = True
             unbegun = list(self._waiting)
         else:  # a fault while nothing ran comes from the request that was to be admitted, and would come again with it

@@ -52,7 +52,7 @@ class VLLMText(RunningText):
         return self.allocation is not None
 
     def prepare(self) -> bool:
-        """Take slots and shared memory; False when there is no room for them now."""
+        """Take slots and shared memory; return False when there is no room for them now."""
         try:
             if self.allocation is not None:
                 self.allocation.take()
@@ -169,7 +169,7 @@ class VLLMText(RunningText):
             return None
         if not count or allocation.region.failed:  # it may be in the very step that runs now
             return "answer"
-        if plan.columns and count <= _LATE:  # the last steps' faults may not have been looked at
+        if plan.columns and count <= _LATE:  # faults of the last steps may not have been read
             return "answer"
         if plan.watch and allocation.read < plan.watch.positions.count(self.computed):
             return "answer"

@@ -70,7 +70,7 @@ SAVES: ContextVar[Saves | None] = ContextVar("saves", default=None)
 
 
 class Front:
-    """What one front end keeps."""
+    """The state of one front end."""
 
     def __init__(self, config: Any, settings: VLLMSettings) -> None:
         self.settings, self.facts = settings, facts_of(config, settings)
@@ -167,7 +167,7 @@ class Ticket:
 
 
 class Text:
-    """One text of a request, from its queueing to its end. Its slots and memory come back when nobody holds it."""
+    """One text of a request, until its end. Its slots and memory come back when it is garbage-collected."""
 
     def __init__(self, front: Front, plan: Plan, file: ReservedFile | None) -> None:
         self.front, self.plan, self.file = front, plan, file
@@ -209,7 +209,7 @@ class Text:
             self.file = None
 
     def _load(self, history: list[int], held: Reservation) -> Rows:
-        """The last rows may be on their way: the engine brings them out with its next step, or its last."""
+        """Wait for the last rows, which come with the engine's next step, or its last."""
         assert self.plan.capture is not None
         count = self.plan.capture.positions.count(len(history) - 1)
         deadline = time.monotonic() + _ARRIVE_S
@@ -241,7 +241,7 @@ def named(folder: str | None) -> Mapping[str, VectorData]:
 
 
 def drain_here(arena: str) -> None:
-    """Where the workers live in this process nobody runs them any more when the last text is out."""
+    """Let workers in this process deliver their last rows: no step runs when the last text has ended."""
     from steerscope.engines.vllm.worker.worker import HERE
 
     for taps in list(HERE):
