@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from msgspec import msgpack, structs
 
 from steerscope.core.slot_table import Lease
-from steerscope.engines.vllm.settings import NAME
+from steerscope.engines.vllm.settings import NAME, least_room
 from steerscope.engines.vllm.wire import Envelope, Wire, WireBody, WireCapture, WireColumn, WireWatch, waits
-from steerscope.engines.vllm.worker.pool import Cells, least_room
+from steerscope.engines.vllm.worker.pool import Cells
 from steerscope.engines.vllm.worker.requests import Watched
 from steerscope.engines.vllm.worker.step_index import (
     ASKER,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 NAME = "steerscope"
 ENVIRONMENT = "STEERSCOPE"
 NOOP = "STEERSCOPE_NOOP"
+PAGE = 128  # rows of a page, at most
 _LEAST, _TABLE_BYTES = 64, 512 << 20  # slots and groups; bytes of all slots together
 
 
@@ -99,3 +100,10 @@ def _read(text: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest([Problem(ENVIRONMENT, not_json(error), "write 1 or a JSON object")]) from None
+
+
+def least_room(tokens: int, requests: int) -> tuple[int, int]:
+    """Return the rows of a page when every request captures, and the rows of the smallest pool that holds a full step
+    (beside open pages and rows that wait to be copied), for steps of at most `tokens` tokens of `requests` requests."""
+    page = max(1, min(PAGE, tokens // (4 * requests)))
+    return page, tokens + page * requests + tokens // 4

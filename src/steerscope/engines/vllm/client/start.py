@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from steerscope.engines.vllm import plugin
-from steerscope.engines.vllm.settings import VLLMSettings, asked_for
-from steerscope.engines.vllm.worker.pool import least_room
+from steerscope.engines.vllm.settings import VLLMSettings, asked_for, least_room
 from steerscope.specs.errors import ModelNotFound, SteerscopeError, first_line, problems_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm.worker.requests import Asker, Slice
-from steerscope.engines.vllm.worker.step_index import CELL, PAGE, STRIDE
+from steerscope.engines.vllm.worker.step_index import CELL, STRIDE
 from steerscope.specs.errors import CapacityExceeded
 
 _FEW = 4
@@ -129,13 +129,6 @@ class Pool(Protocol):
 def watched_rows(cells: int, index: np.ndarray) -> int:
     """Behind the cells there is a row for every token of a step, where rows are captured at all."""
     return len(index) if cells else 0
-
-
-def least_room(tokens: int, requests: int) -> tuple[int, int]:
-    """Of an engine whose steps have at most so many: rows of a page when all ask, and rows of a pool in which those of
-    one step always fit, beside open pages and rows that wait to be sent."""
-    page = max(1, min(PAGE, tokens // (4 * requests)))
-    return page, tokens + page * requests + tokens // 4
 
 
 def room_for(cells: int, row: int, tokens: int, limit: int | None, memory: int) -> int:

@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from steerscope.engines.vllm.cuda.prefill_sums import Prompts, Taken
+from steerscope.engines.vllm.settings import PAGE
 from steerscope.engines.vllm.wire import WireColumn
 from steerscope.engines.vllm.worker.decode_fast_path import NEVER, Filled, Steady
 from steerscope.engines.vllm.worker.requests import Asker, Looks, Page, Slice, rest_of, sliced
@@ -25,7 +26,6 @@ from steerscope.specs.tokens import Interval, Positions
 # request lies, and the ops, three numbers each.
 ASKER, CELL, GROUP, STRIDE, ENTRIES = range(5)
 LAID = 1 << 30  # added to the asker's number: what its ops add lies ready (on a GPU, `laying`)
-PAGE = 128  # rows, at most
 # Rows leave pages that are not full every so many steps, in a few steps that follow each other: to send those of all
 # requests at once would hold up the next step, and to send few at a time takes the host longer.
 _PERIOD, _TURNS = 64, 4

@@ -22,7 +22,7 @@ from steerscope.engines.vllm.cuda.graphs import Graphs, around
 from steerscope.engines.vllm.cuda.prefill_sums import FEW
 from steerscope.engines.vllm.cuda.streams import sent
 from steerscope.engines.vllm.guards import check_config, count_memory, graph_sizes, layer_count, plain_norms
-from steerscope.engines.vllm.settings import NAME, VLLMSettings
+from steerscope.engines.vllm.settings import NAME, VLLMSettings, least_room
 from steerscope.engines.vllm.wire import OVERFLOW, Wire, waits
 from steerscope.engines.vllm.worker.decode_fast_path import Filled
 from steerscope.engines.vllm.worker.delivery import Delivery
@@ -30,7 +30,7 @@ from steerscope.engines.vllm.worker.layer_proof import prove_layers
 from steerscope.engines.vllm.worker.lenses import Group, Watching, groups_of, places_of
 from steerscope.engines.vllm.worker.model_layout import attach, find_layers, in_norms, returned
 from steerscope.engines.vllm.worker.overflow import Faults
-from steerscope.engines.vllm.worker.pool import clear_faults, least_room, make_pool
+from steerscope.engines.vllm.worker.pool import clear_faults, make_pool
 from steerscope.engines.vllm.worker.requests import Asker
 from steerscope.engines.vllm.worker.seeds import mend
 from steerscope.engines.vllm.worker.step_index import Books
