@@ -2,18 +2,20 @@
 
 import gc
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from steerscope.core.sites import tap_of
-from steerscope.engines.plan import Facts, Plan, Planner, Prompt
+from steerscope.engines.plan import Facts, Plan, Planner, Prompt, RequestTemplate
 from steerscope.engines.templates import RequestSpecs, TemplateCache
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Ablate, Add, Cap, Steering, VectorData
 from steerscope.specs.tokens import EVERYWHERE, MessageSpan, Positions
+from steerscope.specs.watch import Watch
 
 FACTS = Facts(
     name="tiny",
@@ -279,6 +281,17 @@ def test_changed_numbers_of_a_vector_are_seen():
     assert before.tolist() == [1.0, 2.0, 2.0]
     del data.per_layer[1]
     assert cached(cache, op).template.applied[0].layers == (2,)
+
+
+def test_a_template_with_a_watch_lives_only_as_long_as_its_requests():
+    """It holds a lens pack in memory."""
+    planner = SimpleNamespace(check_prompt=lambda *_: None, template=lambda *_: RequestTemplate(6, 15), problems=[])
+    cache, specs = TemplateCache(), RequestSpecs(SHORT, Steering(), None, Watch(pack="p"))
+    plans = [cache.plan(planner, name, PROMPT, specs, 0) for name in "ab"]  # type: ignore[arg-type]
+    assert plans[0].template is plans[1].template
+    plans.clear()
+    gc.collect()
+    assert not cache._known
 
 
 def test_a_limited_number_of_templates_is_kept():

@@ -80,8 +80,10 @@ class CapturePlan:
     positions: Positions
     spec: Capture
 
-    def rows(self, most: int) -> int:
-        return 1 if self.spec.reduce else self.positions.count(most)
+    def n_bytes(self, most_rows: int, hidden: int, itemsize: int) -> int:
+        """Return the host bytes of its rows, of a text with `most_rows` rows; a reduction is one row of float32."""
+        n_rows = 1 if self.spec.reduce else self.positions.count(most_rows)
+        return n_rows * len(self.keys) * hidden * (4 if self.spec.reduce else itemsize)
 
 
 @dataclass(eq=False)

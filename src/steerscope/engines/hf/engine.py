@@ -141,10 +141,8 @@ class HFEngine(ThreadedEngine[Row]):
     # --- the Engine's side (any thread)
 
     def _row_bytes(self, plan: Plan) -> int:
-        if plan.capture is None:
-            return 0
-        size = 4 if plan.capture.spec.reduce else self.model.dtype.itemsize
-        return plan.capture.rows(plan.most_rows) * len(plan.capture.keys) * self.facts.hidden * size
+        capture = plan.capture
+        return 0 if capture is None else capture.n_bytes(plan.most_rows, self.facts.hidden, self.dtype.itemsize)
 
     def stats(self) -> dict[str, float]:
         now = {"running": len(self._admitted), "waiting": len(self._waiting), "slots_in_use": self._table.in_use}

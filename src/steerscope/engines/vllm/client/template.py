@@ -25,13 +25,10 @@ class VLLMTemplate:
         captured = capture and (capture.keys, capture.spec.before_steering)
         groups = [(captured, None), (None, watched), (captured, watched)]  # a token is captured, watched, or both
         self.groups = [group for group in dict.fromkeys(groups) if group != (None, None)]
-        n_bytes = 0  # of the captured rows, behind which the readings lie
-        if capture is not None:
-            itemsize = 4 if capture.spec.reduce else row_itemsize
-            n_bytes = capture.rows(template.most_rows) * len(capture.keys) * hidden * itemsize
+        n_bytes = 0 if capture is None else capture.n_bytes(template.most_rows, hidden, row_itemsize)
         self.watch: WireWatch | None = None
         if template.watch is not None:
-            place = -(-n_bytes // ALIGN) * ALIGN
+            place = -(-n_bytes // ALIGN) * ALIGN  # of the readings, behind the rows
             self.watch = WireWatch.of(template.watch, template.most_rows, place)
             n_bytes = place + self.watch.bytes
         self.n_bytes = n_bytes  # of shared memory
