@@ -332,7 +332,7 @@ def test_a_capture_of_both_names_of_a_tap_reads_it_once():
     assert made.capture.asked == tuple((layer, site) for layer in range(3) for site in ("resid_pre", "resid_post"))
     assert made.capture.keys == ((0, "resid_pre"), (0, "resid_post"), (1, "resid_post"), (2, "resid_post"))
     assert made.template.tapped == set(made.capture.keys)
-    assert made.capture.rows(made.most_rows) == 6
+    assert made.capture.n_bytes(made.most_rows, hidden=3, itemsize=2) == 6 * 4 * 3 * 2
 
 
 def test_a_capture_of_all_tokens_has_room_for_every_row_and_a_reduced_one_for_one():
@@ -340,5 +340,6 @@ def test_a_capture_of_all_tokens_has_room_for_every_row_and_a_reduced_one_for_on
     assert whole is not None
     assert reduced is not None
     assert whole.positions == EVERYWHERE
-    assert (whole.rows(15), reduced.rows(15)) == (15, 1)
+    assert whole.n_bytes(15, hidden=3, itemsize=2) == 15 * 4 * 3 * 2
+    assert reduced.n_bytes(15, hidden=3, itemsize=2) == 4 * 3 * 4
     assert whole.keys == tuple((layer, "resid_post") for layer in range(4))
