@@ -1,5 +1,7 @@
 """What requests hold on the client's side while they run on vLLM: slots, counted once each, and given back."""
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,3 +87,18 @@ def test_who_finds_no_room_holds_nothing(capacity: Capacity) -> None:
         claimed(capacity, plan(capturing(), (*steering(1.0), *steering(4.0))))
     assert (capacity.vectors.in_use, capacity.coefficients.in_use, capacity.groups.in_use) == before
     claimed(capacity, plan(capturing(), steering(1.0)))
+
+
+def test_a_template_is_freed_with_its_last_request(capacity: Capacity) -> None:
+    """It may hold a lens pack, which must not wait for the garbage collector."""
+    asked = plan(capturing(), steering(1.0))
+    allocation = claimed(capacity, asked)
+    allocation.entry("a")
+    template = weakref.ref(asked.template)
+    allocation.withdraw()
+    gc.disable()
+    try:
+        del asked, allocation
+        assert template() is None
+    finally:
+        gc.enable()

@@ -14,9 +14,10 @@ from steerscope.specs.tokens import EVERYWHERE
 
 class VLLMTemplate:
     def __init__(self, template: RequestTemplate, hidden: int, row_itemsize: int) -> None:
-        self._template = template
-        capture = template.capture
-        self._columns = tuple(WireColumn.of(column) for column in template.columns)
+        # No reference to the template, which refers to this: a cycle would keep the pack of a watch in memory.
+        self._columns = template.columns
+        self._capture = capture = template.capture
+        self._most_rows = template.most_rows
         self._bodies: dict[int, tuple[bytes, int]] = {}  # by the rows that a reduction keeps back
         self.steers = bool(template.columns)
         self.reads_cached = reads_cached(template)
@@ -37,20 +38,20 @@ class VLLMTemplate:
         """Return the packed body, and the first position of which it asks something."""
         found = self._bodies.get(hold)
         if found is None:
-            capture, wire_capture = self._template.capture, None
-            if capture is not None:
-                spec = capture.spec
-                wire_capture = WireCapture(
-                    capture.keys, capture.positions, spec.before_steering, spec.reduce, hold, self._template.most_rows
-                )
-            body = WireBody(self._columns, wire_capture, self.watch)
+            columns = tuple(WireColumn.of(column) for column in self._columns)
+            body = WireBody(columns, self._wire_capture(hold), self.watch)
             found = self._bodies[hold] = msgspec.msgpack.encode(body), body.first
         return found
 
+    def _wire_capture(self, hold: int) -> WireCapture | None:
+        if self._capture is None:
+            return None
+        keys, positions, spec = self._capture.keys, self._capture.positions, self._capture.spec
+        return WireCapture(keys, positions, spec.before_steering, spec.reduce, hold, self._most_rows)
+
     def contents(self) -> tuple[bytes, ...]:
         """Return the vectors of each column, for workers that were not given them."""
-        columns = self._template.columns
-        return tuple(b"".join(vector.tobytes() for vector in column.vectors.values()) for column in columns)
+        return tuple(b"".join(vector.tobytes() for vector in column.vectors.values()) for column in self._columns)
 
 
 def reads_cached(template: RequestTemplate) -> bool:
