@@ -333,8 +333,8 @@ class Planner:
 
     def _check_tapped(self, layers: tuple[int, ...], site: Site, field: str) -> None:
         tapped = self.facts.tapped
-        missing = [] if tapped is None else [layer for layer in layers if tap_of(layer, site) not in tapped]
-        if missing:
+        if tapped is not None and not tapped.issuperset(_taps_of(layers, (site,))[1]):
+            missing = [layer for layer in layers if tap_of(layer, site) not in tapped]
             what = f"{site} of layers {', '.join(map(str, missing))} was not tapped when the engine started"
             self._problem(field, what, "start it with these layers and sites")
 
@@ -358,9 +358,14 @@ class Planner:
             self._check_tapped(layers, site, "capture.layers")
         if positions.count(most) == 0:
             self._problem("capture.tokens", f"{capture.tokens!r} selects no row of this request", "widen it")
-        asked: tuple[Key, ...] = tuple((layer, site) for layer in layers for site in sites)
-        taps = tuple(dict.fromkeys(tap_of(layer, site) for layer, site in asked))
-        return CapturePlan(asked, taps, positions, capture)
+        return CapturePlan(*_taps_of(layers, sites), positions, capture)
+
+
+@functools.lru_cache(maxsize=256)
+def _taps_of(layers: tuple[int, ...], sites: tuple[Site, ...]) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
+    """Return the sites of layers, and the taps where these are, without repeats."""
+    asked: tuple[Key, ...] = tuple((layer, site) for layer in layers for site in sites)
+    return asked, tuple(dict.fromkeys(tap_of(layer, site) for layer, site in asked))
 
 
 def ids_exist(prompts: Iterable[Sequence[int]], vocab: int) -> bool:
