@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from steerscope.core.sites import tap_of
 from steerscope.engines.plan import Facts, Plan, Planner, Prompt, RequestTemplate
 from steerscope.engines.templates import RequestSpecs, TemplateCache
 from steerscope.specs.capture import Capture
@@ -301,12 +300,6 @@ def test_a_limited_number_of_templates_is_kept():
     gc.collect()
     assert len(cache._known) <= 128
     assert cached(cache, ops[-1]).template is cached(cache, ops[-1]).template
-
-
-def test_resid_pre_of_a_later_layer_is_the_tap_of_the_layer_before_and_of_layer_0_its_own():
-    assert tap_of(0, "resid_pre") == (0, "resid_pre")
-    assert tap_of(2, "resid_pre") == (1, "resid_post")
-    assert tap_of(2, "attn_out") == (2, "attn_out")
 
 
 def test_at_a_shared_tap_the_ops_of_resid_post_come_before_those_of_the_next_resid_pre():
