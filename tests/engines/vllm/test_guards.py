@@ -215,7 +215,7 @@ def test_too_many_ops_and_untapped_layers_leave_the_engine_alive() -> None:
 @pytest.mark.slow
 def test_under_stress_nothing_is_wrong_lost_or_left_over(tmp_path: Path) -> None:
     output = tmp_path / "stress.json"
-    command = [sys.executable, "-m", "steerscope.cli.main", "stress", "--engine", "vllm", "--requests", "500"]
+    command = [sys.executable, "-m", "bench.stress", "--engine", "vllm", "--requests", "500"]
     environment = {**os.environ, **VLLM_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     options = ["--cached", "384", "--concurrent", "24", "--out", str(output)]
     done = subprocess.run([*command, *options], env=environment, timeout=HUNG_S, capture_output=True, text=True)
