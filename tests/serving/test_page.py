@@ -519,7 +519,7 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.smollm
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 def test_a_person_steers_smollm_and_sees_it(browser, smollm: str, scheme: str) -> None:  # type: ignore[no-untyped-def]
     context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme=scheme)
     with screen(context, smollm, maxTokens=32) as page:

@@ -55,7 +55,7 @@ def test_stock_vllm_and_all_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
-@pytest.mark.slow
+@pytest.mark.long
 def test_taps_that_do_nothing_are_timed_without_looking_at_rows(tmp_path: Path) -> None:
     found = bench(tmp_path / "a.json", "capture", "--mode", "all-layers", STEERSCOPE_NOOP="1")
     assert found["engine"]["noop"]
@@ -64,7 +64,7 @@ def test_taps_that_do_nothing_are_timed_without_looking_at_rows(tmp_path: Path) 
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
-@pytest.mark.slow
+@pytest.mark.long
 def test_pairs_of_real_engines(tmp_path: Path) -> None:
     """Three processes: requests end one after the other, rows are counted and copied, and what steers does; and hooks
     are timed."""

@@ -294,22 +294,21 @@ def cuda_pool(monkeypatch):
     monkeypatch.setitem(sys.modules, "steerscope.engines.vllm.cuda.kernel", fake)
     monkeypatch.setattr("steerscope.engines.vllm.cuda.kernel", fake, raising=False)
     monkeypatch.delitem(sys.modules, "steerscope.engines.vllm.cuda.pool", raising=False)
-    from steerscope.engines.vllm.cuda import pool
+    from steerscope.engines.vllm.cuda import pool as pool_module
 
-    patient = pool._PATIENT
-    pool = pool.CudaPool.__new__(pool.CudaPool)  # its tensors would need a GPU, its queue does not
+    pool = pool_module.CudaPool.__new__(pool_module.CudaPool)  # its tensors would need a GPU, its queue does not
     free = Cells(64)
     pool.take, pool.give = free.take, free.give
     pool._side = types.SimpleNamespace(wait_event=lambda _event: None)
     pool._ready, pool._moves, pool._unsent, pool._backlog, pool._whole = PlayedEvent(), deque(), deque(), 0, 0
     pool._tokens_out, pool._runner, pool._here = PlayedEvent(), types.SimpleNamespace(), lambda: None
-    pool._answers, pool._behind, pool._spare = None, patient, []
+    pool._answers, pool._behind, pool._spare = None, pool_module._PATIENT, []
     pool._side.cuda_stream = 0
     pool.cells = torch.zeros(64, HIDDEN)
     pool._address, pool._cell, pool._copy = pool.cells.data_ptr(), HIDDEN * 4, pool._copy_by_torch
     pool._parts, pool._pace, pool._mark = deque(), Pace(), None
     monkeypatch.setattr(pacing, "_FIRST", 2 * HIDDEN * 4)  # two rows per step
-    monkeypatch.setattr(pool, "_CRUMB", 0)
+    monkeypatch.setattr(pool_module, "_CRUMB", 0)
     yield pool
     sys.modules.pop("steerscope.engines.vllm.cuda.pool", None)
 

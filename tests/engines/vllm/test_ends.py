@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines.conftest import HAS_VLLM, saved, start_vllm
+from engines.conftest import HAS_VLLM, reused_vllm
 from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
 from steerscope.engines.sync import SyncEngine
 from steerscope.engines.vllm.client.requests import VLLMText
@@ -27,9 +27,7 @@ ONE, OTHER = TokenPrompt([20 + i for i in range(40)]), TokenPrompt([90 + i for i
 def engine() -> Iterator[SyncEngine]:
     """With room for one vector."""
     options: dict[str, object] = {"sites": ("resid_post",), "max_batch": 4, "enable_prefix_caching": False, "slots": 2}
-    started = start_vllm(saved("llama", "bytes", None, {}), "llama", options)
-    yield started
-    started.close()
+    yield from reused_vllm(options)
 
 
 async def streamed(

@@ -212,8 +212,9 @@ def test_too_many_ops_and_untapped_layers_leave_the_engine_alive() -> None:
 
 
 @needs_vllm
-@pytest.mark.slow
+@pytest.mark.long
 def test_under_stress_nothing_is_wrong_lost_or_left_over(tmp_path: Path) -> None:
+    """More requests than each mode of test_modes.py has, and the memory that they leave."""
     output = tmp_path / "stress.json"
     command = [sys.executable, "-m", "bench.stress", "--engine", "vllm", "--requests", "500"]
     environment = {**os.environ, **VLLM_ENVIRONMENT, "OMP_NUM_THREADS": "1"}

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved, start_vllm
+from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, reused_vllm, saved, start_vllm
 from engines.test_watching import PACK
 from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
 from steerscope.engines.sync import SyncEngine
@@ -33,10 +33,9 @@ SAMPLING = Sampling(max_tokens=60, ignore_eos=True)
 @pytest.fixture
 def engine() -> Iterator[SyncEngine]:
     """One request at a time: the others wait inside vLLM, which the workers do not see."""
-    options = {"sites": ("resid_post",), "max_batch": 1, "capture_budget": 4 << 20, "max_num_batched_tokens": 64}
-    started = start_vllm(saved("llama", "bytes", None, {}), "llama", options)
-    yield started
-    started.close()
+    options: dict[str, object] = {"sites": ("resid_post",), "max_batch": 1}
+    options |= {"capture_budget": 4 << 20, "max_num_batched_tokens": 64}
+    yield from reused_vllm(options)
 
 
 async def streamed(engine: SyncEngine, name: str, capture: Capture | None) -> Generation:
