@@ -134,7 +134,7 @@ def test_a_result_that_is_on_its_way_is_waited_for_and_asked_for_if_it_takes_too
         late.append(threading.Timer(0.05, foretell, args))
         late[-1].start()
 
-    monkeypatch.setattr("steerscope.engines.vllm.client.engine._SOON", patience)
+    monkeypatch.setattr("steerscope.engines.vllm.client.engine._SOON_S", patience)
     monkeypatch.setattr(HostReductions, "foretell", lambda self, ends: later(self, ends) if ends else None)
     monkeypatch.setattr(engine.aio, "_rpc", lambda name, *args: (asked.append(name), rpc(name, *args))[1])
     done = engine.generate(LONG, SAMPLING, capture=Capture(layers=0, reduce="mean"))

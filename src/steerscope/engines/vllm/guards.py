@@ -14,6 +14,7 @@ from steerscope.engines.plan import Facts
 from steerscope.engines.vllm.settings import VLLMSettings
 from steerscope.models import has_adapter
 from steerscope.specs.errors import InvalidRequest, Problem, UnsupportedModel
+from steerscope.specs.steering import Site
 
 # Minor versions in bench/results/vllm_surface.json, which tests hold our wrappers against. docs/vllm.md says which of
 # them ran where.
@@ -56,7 +57,9 @@ def facts_of(config: Any, settings: VLLMSettings, name: str | None = None) -> Fa
     """Return what requests to this engine must fit."""
     model, count = config.model_config, layer_count(config)
     split = getattr(config.parallel_config, "tensor_parallel_size", 1) > 1
-    refused = {site: "each rank has only a part of its rows" for site in TABLE if split and not TABLE[site].replicated}
+    refused: dict[Site, str] = {
+        site: "each rank has only a part of its rows" for site in TABLE if split and not TABLE[site].replicated
+    }
     return Facts(
         name=name or str(model.model),
         layers=count,

@@ -11,6 +11,7 @@ import functools
 import itertools
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -363,7 +364,7 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
         failed = [one for one in self._running.values() if one.failure is not None]
         self._conclude([(one, "cancelled") for one in failed], abort=True)
 
-    def _conclude(self, done: list[_Ending], abort: bool = False) -> None:
+    def _conclude(self, done: Sequence[_Ending], abort: bool = False) -> None:
         """End texts. Texts that miss only rows are parked in `_closing` while others run: later steps deliver the rows.
         Anything else needs an RPC, one for all, which blocks on the running forward."""
         if abort:
