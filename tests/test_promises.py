@@ -17,7 +17,7 @@ from steerscope.capture.budget import ByteBudget
 from steerscope.core import reductions, rows, slot_table
 from steerscope.engines import columns
 from steerscope.engines import plan as plan_module
-from steerscope.engines.hf import HFEngine, kv, passes, sampler, taps
+from steerscope.engines.hf import HFEngine, forward_index, kv, sampler, taps
 from steerscope.engines.hf import engine as engine_module
 from steerscope.engines.results import TokenPrompt
 from steerscope.engines.sync import SyncEngine
@@ -263,14 +263,15 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 def rows_by_arrival(patch: pytest.MonkeyPatch) -> None:
     """Rows written to whoever comes next instead of by position: padding is taken for tokens."""
-    real = passes.keep_books
+    real = forward_index.index_forward
 
-    def wrong(rows_, width):
-        books = real(rows_, width)
-        books.captures = [(keys, before, list(range(len(index)))) for keys, before, index in books.captures]
-        return books
+    def wrong(spans, width):
+        index = real(spans, width)
+        for staged in index.captured:
+            staged.tokens = list(range(len(staged.tokens)))
+        return index
 
-    patch.setattr(passes, "keep_books", wrong)
+    patch.setattr(forward_index, "index_forward", wrong)
 
 
 def phantom_row(patch: pytest.MonkeyPatch) -> None:
@@ -297,14 +298,14 @@ def half_the_stream(patch: pytest.MonkeyPatch) -> None:
 
 def steer_everyone(patch: pytest.MonkeyPatch) -> None:
     """Ops applied to the first rows of the batch instead of their own tokens."""
-    real = passes.keep_books
+    real = forward_index.index_forward
 
-    def wrong(rows_, width):
-        books = real(rows_, width)
-        books.entries = dict(enumerate(books.entries.values()))
-        return books
+    def wrong(spans, width):
+        index = real(spans, width)
+        index.entries = dict(enumerate(index.entries.values()))
+        return index
 
-    patch.setattr(passes, "keep_books", wrong)
+    patch.setattr(forward_index, "index_forward", wrong)
 
 
 def no_watermark(patch: pytest.MonkeyPatch) -> None:

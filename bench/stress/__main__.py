@@ -8,6 +8,7 @@ import typer
 
 from bench.stress.run import Plan, prepare, run
 from steerscope.bench.one import write
+from steerscope.cli import options as o
 from support.targets import check_loopback
 
 app = typer.Typer()

@@ -17,6 +17,8 @@ Names are imported on first use, which keeps `import steerscope` quick.
 import importlib
 from typing import TYPE_CHECKING
 
+from steerscope.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from steerscope.capture.rows import Rows, load_rows
     from steerscope.capture.store import ActivationStore
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from steerscope.vectors.files import load as load_vector
     from steerscope.vectors.files import save as save_vector
     from steerscope.vectors.vector import SteeringVector
-
-__version__ = "0.1.0"
 
 _MODULES = {
     "capture.rows": "Rows load_rows",

@@ -170,7 +170,7 @@ def start_vllm(folder: Path, name: str, options: dict[str, object]) -> SyncEngin
         os.environ.setdefault(variable, value)
     _settle_heap()
     from steerscope.engines.vllm.client.engine import VLLMEngine
-    from steerscope.engines.vllm.settings import Settings
+    from steerscope.engines.vllm.settings import VLLMSettings
 
     if options.get("dtype") == torch.bfloat16 and not has_bf16():
         pytest.skip("this processor has no bf16")
@@ -191,5 +191,5 @@ def start_vllm(folder: Path, name: str, options: dict[str, object]) -> SyncEngin
         "num_gpu_blocks_override": 512,  # the bytes are not heeded on a CPU: it would fill a gigabyte with zeros
         "block_size": 32,
     }
-    made = VLLMEngine(folder, name=name, settings=Settings.parse(settings), **{**defaults, **options})  # type: ignore[arg-type]
+    made = VLLMEngine(folder, name=name, settings=VLLMSettings.parse(settings), **{**defaults, **options})  # type: ignore[arg-type]
     return made.sync

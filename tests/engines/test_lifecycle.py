@@ -19,7 +19,7 @@ from steerscope.engines.hf.kv import BatchCache
 from steerscope.engines.hf.sequence import Row
 from steerscope.engines.hf.settings import context_of
 from steerscope.engines.options import SteerLike
-from steerscope.engines.outbox import Mailbox, in_this_thread, waits_here
+from steerscope.engines.result_channels import ThreadChannel, in_this_thread, waits_here
 from steerscope.engines.results import EndEvent
 from steerscope.engines.sync import SyncEngine
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
@@ -114,13 +114,13 @@ def test_of_threads_that_take_one_name_at_once_one_gets_it(engine: SyncEngine) -
 def test_an_interrupt_ends_the_request_that_was_waited_for(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C, when the thread waits for its texts."""
 
-    async def interrupted(_: Mailbox) -> None:
+    async def interrupted(_: ThreadChannel) -> None:
         while not engine.stats()["running"]:
             time.sleep(0.01)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Mailbox, "take", interrupted)
+        patched.setattr(ThreadChannel, "take", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([PROMPT] * 3, LONG, capture=Capture())
     until = time.monotonic() + HUNG_S
@@ -156,10 +156,10 @@ def test_a_mean_over_no_rows_is_not_a_number(start: Start) -> None:
 def test_a_request_that_cannot_be_started_fails_alone(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Row.lease
 
-    def lease(self: Row, table: object) -> None:
+    def lease(self: Row) -> None:
         if self.plan.sampling.max_tokens == 3:
             raise MemoryError("no room for rows")
-        real(self, table)  # type: ignore[arg-type]
+        real(self)
 
     monkeypatch.setattr(Row, "lease", lease)
     with pytest.raises(RequestFailed, match="no room for rows") as failure:
@@ -251,7 +251,7 @@ def test_one_long_text_does_not_bloat_the_cache_of_those_after_it(start: Start) 
     engine = start("llama", max_position_embeddings=4096)
     engine.generate("word " * 1300, Sampling(max_tokens=2))
     engine.generate([PROMPT] * 4, SHORT)
-    keys = engine.aio._cache.own[0].keys  # type: ignore[attr-defined]
+    keys = engine.aio._batch.cache.own[0].keys  # type: ignore[attr-defined]
     assert keys.shape[-2] <= 1024
 
 

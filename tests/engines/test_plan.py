@@ -1,17 +1,20 @@
 """Planning: every way a request can fail to fit a model, all of them at once, and what a good one becomes."""
 
+import gc
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from steerscope.engines.columns import Same, tap_of
-from steerscope.engines.plan import Facts, Plan, Planner, Prompt
+from steerscope.engines.plan import Facts, Plan, Planner, Prompt, RequestTemplate
+from steerscope.engines.templates import RequestSpecs, TemplateCache
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Ablate, Add, Cap, Steering, VectorData
 from steerscope.specs.tokens import EVERYWHERE, MessageSpan, Positions
+from steerscope.specs.watch import Watch
 
 FACTS = Facts(
     name="tiny",
@@ -26,6 +29,7 @@ SHARED = VectorData(shared=[3.0, 0.0, 4.0])  # type: ignore[arg-type]
 LAYERED = VectorData(per_layer={1: [1.0, 2.0, 2.0], 2: [0.0, 0.0, 2.0]})  # type: ignore[dict-item]
 WIDE = VectorData(shared=[1.0] * 5)  # type: ignore[arg-type]
 NAMED = {"shared": SHARED, "layered": LAYERED, "wide": WIDE}
+SHORT = Sampling(max_tokens=10)
 PROMPT = Prompt([5, 6, 7, 8, 9, 10])
 SPANS = (MessageSpan(0, "user", (1, 3), (0, 4)),)
 
@@ -96,7 +100,7 @@ def test_with_no_vector_registered_the_refusal_says_so():
 
 def test_steering_only_what_is_generated_is_refused_when_no_generated_token_has_a_row():
     op = Add(vector="shared", layers=1, tokens="generated")
-    assert plan(op, max_tokens=2).applied[0].positions.count(7) == 1
+    assert plan(op, max_tokens=2).template.applied[0].positions.count(7) == 1
     ((field, text),) = problems(op, max_tokens=1)  # the one sampled token is never fed back
     assert field == "steer.ops[0].tokens"
     assert "selects no token" in text
@@ -201,9 +205,9 @@ def test_all_problems_of_a_request_are_reported_together():
 def test_without_steering_and_capture_nothing_is_tapped():
     made = plan()
     assert made.columns == ()
-    assert made.applied == ()
+    assert made.template.applied == ()
     assert made.capture is None
-    assert made.tapped == set()
+    assert made.template.tapped == set()
     assert made.most_rows == 6 + 10 - 1
 
 
@@ -218,7 +222,7 @@ def test_an_op_becomes_the_equations_vector_and_coefficients_at_each_of_its_laye
     assert {key: v.tolist() for key, v in cap.vectors.items()} == {(1, "resid_post"): pytest.approx([0.6, 0.0, 0.8])}
     assert cap.coefficients[1, "resid_post"] == Cap(vector="x", max=2.0).coefficients()
     assert all(v.dtype == np.float32 for column in made.columns for v in column.vectors.values())
-    assert made.tapped == {(0, "resid_post"), (1, "resid_post"), (2, "resid_post")}
+    assert made.template.tapped == {(0, "resid_post"), (1, "resid_post"), (2, "resid_post")}
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-44, 1.0, 1e38])
@@ -231,9 +235,9 @@ def test_directions_of_any_size_have_unit_length_where_the_op_needs_it(size: flo
 def test_applied_says_where_each_op_really_acts_in_the_order_of_the_request():
     ops = (Add(vector="layered", tokens="prompt"), Cap(vector="shared", layers="all", max=1, tokens="last_prompt"))
     made = plan(*ops)
-    assert [applied.op for applied in made.applied] == list(ops)
-    assert [applied.layers for applied in made.applied] == [(1, 2), (0, 1, 2, 3)]
-    assert [applied.positions for applied in made.applied] == [Positions(((0, 6),)), Positions(((5, 6),))]
+    assert [applied.op for applied in made.template.applied] == list(ops)
+    assert [applied.layers for applied in made.template.applied] == [(1, 2), (0, 1, 2, 3)]
+    assert [applied.positions for applied in made.template.applied] == [Positions(((0, 6),)), Positions(((5, 6),))]
 
 
 def test_roles_are_resolved_with_the_spans_of_the_chat():
@@ -243,46 +247,59 @@ def test_roles_are_resolved_with_the_spans_of_the_chat():
     assert [i for i in range(9) if i in answer] == [6, 7, 8]
 
 
-def test_what_was_made_of_an_op_serves_it_again_as_long_as_everything_is_the_same():
-    op = Add(vector="layered", tokens="last_prompt")
-    first, again = plan(op), plan(op)
-    assert first.applied[0] is again.applied[0]
-    assert first.columns == again.columns
-    assert plan(op.model_copy()).applied[0] is not first.applied[0]
-    assert plan(op, max_tokens=11).applied[0] is not first.applied[0]
-    longer = plan(op, prompt=Prompt([5] * 7)).applied[0]
-    assert longer.positions == Positions(((6, 7),))
-    chat = plan(op, prompt=Prompt([5] * 6, SPANS))
-    assert chat.applied[0] is not first.applied[0]
-    fewer = replace(FACTS, tapped=frozenset({(1, "resid_post")}))
-    assert problems(op, facts=fewer) == problems(op, facts=fewer)  # another model, and a refusal is not kept
-    more = VectorData(per_layer={**LAYERED.per_layer, 3: [1.0, 2.0, 2.0]})  # type: ignore[dict-item]
-    other = Planner(FACTS, {"layered": more})  # it was registered again
-    assert other.plan("r", PROMPT, Sampling(max_tokens=10), Steering(ops=(op,)), None).applied[0].layers == (1, 2, 3)
+def cached(
+    cache: TemplateCache, op: Add, prompt: Prompt = PROMPT, sampling: Sampling = SHORT, version: int = 0
+) -> Plan:
+    """Plan a request through a cache."""
+    specs = RequestSpecs(sampling, Steering.of(op), None, None)
+    return cache.plan(Planner(FACTS, NAMED), "r", prompt, specs, version)
 
 
-def test_numbers_that_somebody_changes_behind_our_back_are_seen():
+def test_equal_requests_share_a_template_and_others_do_not():
+    cache, op = TemplateCache(), Add(vector="layered", tokens="last_prompt")
+    first = cached(cache, op)
+    other_ids = Prompt([9] * 6)
+    assert cached(cache, op.model_copy(), other_ids, SHORT.model_copy()).template is first.template
+    assert cached(cache, op, sampling=Sampling(max_tokens=11)).template is not first.template
+    assert cached(cache, op, version=1).template is not first.template  # a name was registered again
+    longer = cached(cache, op, Prompt([5] * 7)).template
+    assert longer.applied[0].positions == Positions(((6, 7),))
+    chat = Prompt([5] * 6, SPANS)
+    assert cached(cache, op, chat).template is not first.template
+    with pytest.raises(InvalidRequest, match="does not exist"):
+        cached(cache, op, Prompt([1000] * 6))
+
+
+def test_changed_numbers_of_a_vector_are_seen():
     data = VectorData(per_layer={1: [1.0, 2.0, 2.0], 2: [0.0, 0.0, 2.0]})  # type: ignore[dict-item]
-    op = Add(vector=data)
-    before = plan(op).columns[0].vectors[1, "resid_post"]
-    assert plan(op).columns[0].vectors[1, "resid_post"] is before
+    cache, op = TemplateCache(), Add(vector=data)
+    before = cached(cache, op).columns[0].vectors[1, "resid_post"]
+    assert cached(cache, op).columns[0].vectors[1, "resid_post"] is before
     data.per_layer[1] = data.per_layer[2]
-    assert plan(op).columns[0].vectors[1, "resid_post"].tolist() == [0.0, 0.0, 2.0]
+    assert cached(cache, op).columns[0].vectors[1, "resid_post"].tolist() == [0.0, 0.0, 2.0]
     assert before.tolist() == [1.0, 2.0, 2.0]
     del data.per_layer[1]
-    assert plan(op).applied[0].layers == (2,)
+    assert cached(cache, op).template.applied[0].layers == (2,)
 
 
-def test_no_more_than_so_many_specs_are_kept():
-    kept = Same[int](most=3)
-    assert [kept.keep(i, i, object()) for i in range(5)] == [0, 1, 2, 3, 4]
-    assert [kept.get(i, (None,))[0] for i in range(5)] == [None, None, 2, 3, 4]
+def test_a_template_with_a_watch_lives_only_as_long_as_its_requests():
+    """It holds a lens pack in memory."""
+    planner = SimpleNamespace(check_prompt=lambda *_: None, template=lambda *_: RequestTemplate(6, 15), problems=[])
+    cache, specs = TemplateCache(), RequestSpecs(SHORT, Steering(), None, Watch(pack="p"))
+    plans = [cache.plan(planner, name, PROMPT, specs, 0) for name in "ab"]  # type: ignore[arg-type]
+    assert plans[0].template is plans[1].template
+    plans.clear()
+    gc.collect()
+    assert not cache._known
 
 
-def test_resid_pre_of_a_later_layer_is_the_tap_of_the_layer_before_and_of_layer_0_its_own():
-    assert tap_of(0, "resid_pre") == (0, "resid_pre")
-    assert tap_of(2, "resid_pre") == (1, "resid_post")
-    assert tap_of(2, "attn_out") == (2, "attn_out")
+def test_a_limited_number_of_templates_is_kept():
+    cache, ops = TemplateCache(), [Add(vector="shared", layers=1, scale=float(i)) for i in range(1, 200)]
+    for op in ops:
+        cached(cache, op)
+    gc.collect()
+    assert len(cache._known) <= 128
+    assert cached(cache, ops[-1]).template is cached(cache, ops[-1]).template
 
 
 def test_at_a_shared_tap_the_ops_of_resid_post_come_before_those_of_the_next_resid_pre():
@@ -291,7 +308,7 @@ def test_at_a_shared_tap_the_ops_of_resid_post_come_before_those_of_the_next_res
     post = Add(vector="shared", layers=1, site="resid_post", scale=1.0)
     for ops in ((pre, post), (post, pre)):
         made = plan(*ops)
-        assert made.tapped == {(1, "resid_post")}
+        assert made.template.tapped == {(1, "resid_post")}
         assert [column.coefficients[1, "resid_post"][0] for column in made.columns] == [1.0, 2.0]
 
 
@@ -307,8 +324,8 @@ def test_a_capture_of_both_names_of_a_tap_reads_it_once():
     assert made.capture is not None
     assert made.capture.asked == tuple((layer, site) for layer in range(3) for site in ("resid_pre", "resid_post"))
     assert made.capture.keys == ((0, "resid_pre"), (0, "resid_post"), (1, "resid_post"), (2, "resid_post"))
-    assert made.tapped == set(made.capture.keys)
-    assert made.capture.rows(made.most_rows) == 6
+    assert made.template.tapped == set(made.capture.keys)
+    assert made.capture.n_bytes(made.most_rows, hidden=3, itemsize=2) == 6 * 4 * 3 * 2
 
 
 def test_a_capture_of_all_tokens_has_room_for_every_row_and_a_reduced_one_for_one():
@@ -316,5 +333,6 @@ def test_a_capture_of_all_tokens_has_room_for_every_row_and_a_reduced_one_for_on
     assert whole is not None
     assert reduced is not None
     assert whole.positions == EVERYWHERE
-    assert (whole.rows(15), reduced.rows(15)) == (15, 1)
+    assert whole.n_bytes(15, hidden=3, itemsize=2) == 15 * 4 * 3 * 2
+    assert reduced.n_bytes(15, hidden=3, itemsize=2) == 4 * 3 * 4
     assert whole.keys == tuple((layer, "resid_post") for layer in range(4))

@@ -1,5 +1,6 @@
 """Watching while a model runs: readings belong to their rows, and rules act exactly when they say they do."""
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -490,7 +491,7 @@ class TestLateTokens:
     """An engine that takes the tokens of a quiet text many at a time ends it in the same place."""
 
     def test_tokens_behind_a_stop_are_dropped(self, engine: SyncEngine):
-        from steerscope.engines.results import Choice, Job
+        from steerscope.engines.results import Choice, EngineJob
         from steerscope.engines.sequence import RunningText
 
         class Running(RunningText):
@@ -503,7 +504,8 @@ class TestLateTokens:
         rule = when(PACK.concepts[0].id, above=0.1).then(stop("s"))
         (plan,) = engine.aio._plan_stream(engine.aio.tokenize(PROMPT), SHORT, watch=Watch(pack="p", rules=[rule]))
         told: list[object] = []
-        one = Running(Job(plan, told.append, False, None), engine.aio._decoder, frozenset())  # type: ignore[attr-defined]
+        context = dataclasses.replace(engine.aio.context, eos=frozenset())  # type: ignore[attr-defined]
+        one = Running(EngineJob(plan, told.append, False, None), context)  # type: ignore[attr-defined]
         assert one.notes is not None
         p = one.prompt_length
         assert one.accept_all([5, 6]) is None

@@ -182,11 +182,11 @@ class Ours:
         else:
             vllm_environment(setup, plugins=True)
             from steerscope.engines.vllm.client.engine import VLLMEngine
-            from steerscope.engines.vllm.settings import Settings
+            from steerscope.engines.vllm.settings import VLLMSettings
 
             slots = max(64, 2 * setup.batch)
             room = setup.pool_bytes or None
-            settings = Settings(max_columns=setup.columns, slots=slots, pool_bytes=room)
+            settings = VLLMSettings(max_columns=setup.columns, slots=slots, pool_bytes=room)
             self.engine = VLLMEngine(
                 tokenizer=NoTokenizer(), settings=settings, capture_budget=budget, **vllm_arguments(setup, scratch)
             ).sync
@@ -197,8 +197,8 @@ class Ours:
         self.noop = setup.engine == "vllm" and self.engine.aio.settings.noop  # type: ignore[attr-defined]
         self._steps: StepTimes | None = None
         if setup.engine == "vllm":
-            leaving = self.engine.aio.exit  # type: ignore[attr-defined]
-            leaving.step = self._steps = StepTimes(leaving.step)
+            outputs = self.engine.aio.outputs  # type: ignore[attr-defined]
+            outputs.step = self._steps = StepTimes(outputs.step)
 
     def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
         before = self.engine.stats()

@@ -29,21 +29,22 @@ from steerscope.engines.options import (
     for_request,
     per_prompt,
 )
-from steerscope.engines.outbox import Box, Boxes, Pause, discard, sleep, waits_here
-from steerscope.engines.plan import Plan, Planner, Prompt, within
+from steerscope.engines.plan import Plan, Planner, Prompt, ids_exist
 from steerscope.engines.prompts import all_of, rendered, tokenized
+from steerscope.engines.result_channels import Pause, ResultChannel, ResultChannels, discard, sleep, waits_here
 from steerscope.engines.results import (
     Choice,
     EndEvent,
+    EngineJob,
     Event,
     Generation,
-    Job,
     PromptLike,
     TokenPrompt,
     assembled,
     singles,
 )
 from steerscope.engines.scopes import Scopes, as_steering
+from steerscope.engines.templates import RequestSpecs, TemplateCache
 from steerscope.specs.capture import Capture
 from steerscope.specs.chat import Chat
 from steerscope.specs.errors import EngineClosed, InvalidRequest, Problem, RequestFailed
@@ -55,11 +56,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from steerscope.engines.sync import SyncEngine
-
 
 class Engine(Scopes, ABC):
-    """Runs requests on one model. Methods are coroutines; `engine.sync` is the same without await."""
+    """Run requests on one model. Methods are coroutines; `engine.sync` is the same without await."""
 
     tokenizer: "PreTrainedTokenizerBase"
     capture_ttl: float
@@ -69,17 +68,17 @@ class Engine(Scopes, ABC):
     def __init__(self, budget: ByteBudget) -> None:
         super().__init__()
         self.budget = budget
-        self._jobs: dict[str, list[Job]] = {}
+        self._jobs: dict[str, list[EngineJob]] = {}
         self._numbers = itertools.count()
         self._noticed = threading.Event()  # a job was cancelled
-        self._boxes = Boxes()
-        self._sync: SyncEngine | None = None
+        self._channels = ResultChannels()
+        self._templates = TemplateCache()
         self.closed = False
 
     # --- what an engine does
 
     @abstractmethod
-    def _submit(self, jobs: Sequence[Job]) -> None:
+    def _submit(self, jobs: Sequence[EngineJob]) -> None:
         """Start jobs; each reports TokenEvents (if it streams), then its Choice or an exception. Never blocks."""
 
     @abstractmethod
@@ -192,15 +191,6 @@ class Engine(Scopes, ABC):
 
     # --- life
 
-    @property
-    def sync(self) -> "SyncEngine":
-        """The same engine for code without await; works inside notebooks too."""
-        from steerscope.engines.sync import SyncEngine
-
-        if self._sync is None:
-            self._sync = SyncEngine(self)
-        return self._sync
-
     async def close(self) -> None:
         self.budget.closed = True
         try:
@@ -245,44 +235,60 @@ class Engine(Scopes, ABC):
         """Plans of all prompts, or one error with the problems of all of them."""
         if self.closed:
             raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
-        problems: list[Problem] = []
-        samplings = per_prompt(sampling, (Sampling,), len(prompts), many, "sampling", problems)
-        steers = per_prompt(steer, (Steering, Add, Cap, Ablate), len(prompts), many, "steer", problems)
-        captures = per_prompt(capture, (Capture,), len(prompts), many, "capture", problems)
-        watches = per_prompt(watch, (Watch,), len(prompts), many, "watch", problems)
-        if problems:
-            raise InvalidRequest(problems)
-        around, usual = self.surrounding(), Sampling()
+        version = self.names_version  # before names are looked up
+        asked = self._specs(len(prompts), many, sampling, steer, capture, watch)
+        ids_checked = ids_exist([prompt.token_ids for prompt in prompts], self.facts.vocab)  # else one by one
         plans: list[Plan] = []
-        planned: dict[tuple[int, ...], Plan] = {}  # by the specs themselves: requests of one call ask alike
-        judged = within([prompt.token_ids for prompt in prompts], self.facts.vocab)  # else they are one by one
-        for i, prompt in enumerate(prompts):
-            name = request_id or next(n for i in self._numbers if (n := f"r{i}") not in self._jobs)
-            planner, asked = Planner(self.facts, self._vectors, self._packs, judged), samplings[i] or usual
-            specs = id(asked), id(steers[i]), id(captures[i]), id(watches[i]), len(prompt.token_ids)
-            known = planned.get(specs) if prompt.messages is None else None
+        problems: list[Problem] = []
+        for i, (prompt, specs) in enumerate(zip(prompts, asked, strict=True)):
+            planner = Planner(self.facts, self._vectors, self._packs, ids_checked)
+            planner.problems += self._check_sampling(specs.sampling)
             try:
-                if known is not None:
-                    plans.append(planner.alike(name, prompt, known))
-                    continue
-                planner.problems += self._check_sampling(asked)
-                spec = around.then(as_steering(steers[i]))
-                plans.append(planner.plan(name, prompt, asked, spec, captures[i], watches[i]))
-                if prompt.messages is None:
-                    planned[specs] = plans[-1]
+                plans.append(self._templates.plan(planner, request_id or self._new_name(), prompt, specs, version))
             except InvalidRequest as error:
                 problems += [p.under(f"prompts[{i}]") if many else p for p in error.problems]
         if problems:
             raise InvalidRequest(problems)
         return plans
 
-    async def _start(self, plans: Sequence[Plan], stream: bool, pause: Pause | None = None) -> tuple[list[Job], Box]:
+    def _specs(
+        self,
+        count: int,
+        many: bool,
+        sampling: Each[Sampling],
+        steer: Each[SteerLike],
+        capture: Each[Capture],
+        watch: Each[Watch],
+    ) -> list[RequestSpecs]:
+        """Return the specs of each prompt, steering with what surrounds it."""
+        problems: list[Problem] = []
+        samplings = per_prompt(sampling, (Sampling,), count, many, "sampling", problems)
+        steers = per_prompt(steer, (Steering, Add, Cap, Ablate), count, many, "steer", problems)
+        captures = per_prompt(capture, (Capture,), count, many, "capture", problems)
+        watches = per_prompt(watch, (Watch,), count, many, "watch", problems)
+        if problems:
+            raise InvalidRequest(problems)
+        around = self.surrounding()
+        usual = Sampling()
+        return [
+            RequestSpecs(sampling or usual, around.then(as_steering(steer)), capture, watch)
+            for sampling, steer, capture, watch in zip(samplings, steers, captures, watches, strict=True)
+        ]
+
+    def _new_name(self) -> str:
+        return next(name for number in self._numbers if (name := f"r{number}") not in self._jobs)
+
+    async def _start(
+        self, plans: Sequence[Plan], stream: bool, pause: Pause | None = None
+    ) -> tuple[list[EngineJob], ResultChannel]:
         """Reserve room, fan n out into single sequences, and submit them together."""
-        inbox, tell = self._boxes.open(pause)
-        jobs: list[Job] = []
+        channel, tell = self._channels.open(pause)
+        jobs: list[EngineJob] = []
         try:
             for plan in plans:
-                mine = [Job(single, lambda _: None, stream, None, noticed=self._noticed) for single in singles(plan)]
+                mine = [
+                    EngineJob(single, lambda _: None, stream, None, noticed=self._noticed) for single in singles(plan)
+                ]
                 if self._jobs.setdefault(plan.request_id, mine) is not mine:
                     what = f"{plan.request_id!r} is already running"
                     raise InvalidRequest([Problem("request_id", what, "choose another")])
@@ -300,17 +306,16 @@ class Engine(Scopes, ABC):
                 if job.held:
                     job.held.release()
             raise
-        return jobs, inbox
+        return jobs, channel
 
-    def _finish(self, jobs: Sequence[Job], inbox: Box | None = None, ended: bool = False) -> None:
-        """Whatever happened: unfinished jobs (none, if they have `ended`) are cancelled, rows nobody took are given
-        back, and the names are free."""
+    def _finish(self, jobs: Sequence[EngineJob], channel: ResultChannel | None = None, ended: bool = False) -> None:
+        """Cancel unfinished jobs (none, if they have `ended`), free rows that were not taken, and free the names."""
         for job in jobs:
             self._jobs.pop(job.plan.request_id, None)
             if not ended:
                 job.abandoned = True
                 job.cancel()
-        for _, outcome in inbox.rest() if inbox is not None else ():
+        for _, outcome in channel.rest() if channel is not None else ():
             discard(outcome)
 
     async def _generate(
@@ -325,24 +330,24 @@ class Engine(Scopes, ABC):
         plans = self._plan(prompts, many, sampling, steer, capture, watch)
         if not plans:
             return []
-        jobs, inbox = await self._start(plans, stream=False)
+        jobs, channel = await self._start(plans, stream=False)
         choices: dict[str, list[Choice]] = {plan.request_id: [] for plan in plans}
         failure: RequestFailed | None = None
         left = len(jobs)
         try:
             while left:
-                for job, outcome in await inbox.take():
+                for job, outcome in await channel.take():
                     left -= 1
                     if isinstance(outcome, Choice):
                         choices[job.plan.request_id].append(outcome)
                     elif isinstance(outcome, RequestFailed):
                         failure = failure or outcome
-        except BaseException:  # the caller was cancelled: nobody will take what has come
+        except BaseException:  # the caller was cancelled
             for choice in itertools.chain.from_iterable(choices.values()):
                 discard(choice)
             raise
         finally:
-            self._finish(jobs, inbox, ended=not left)
+            self._finish(jobs, channel, ended=not left)
         done = [assembled(p, of) if len(of := choices[p.request_id]) == p.sampling.n else None for p in plans]
         if failure is not None:
             failure.completed = done
@@ -358,7 +363,7 @@ class Engine(Scopes, ABC):
         watch: Watch | None = None,
         request_id: str | None = None,
     ) -> list[Plan]:
-        """At the call, not at the first event: the surrounding steering is the caller's, and so are the mistakes."""
+        """Plan at the call, not at the first event: errors and the surrounding steering are the caller's."""
         return self._plan([prompt], False, sampling, steer, capture, watch, request_id)
 
     async def _stream(self, plan: Plan) -> AsyncGenerator[Event]:
@@ -368,20 +373,20 @@ class Engine(Scopes, ABC):
                 async for left in batches:
                     while left:
                         yield left.pop(0)
-            finally:  # who leaves before the end has come does not want its rows
+            finally:  # a caller that leaves early does not get the rows
                 for event in left:
                     for choice in event.generation.choices if isinstance(event, EndEvent) else ():
                         discard(choice)
 
     async def _batches(self, plan: Plan, pause: Pause | None) -> AsyncGenerator[list[Event]]:
-        jobs, inbox = await self._start([plan], stream=True, pause=pause)
+        jobs, channel = await self._start([plan], stream=True, pause=pause)
         choices: list[Choice] = []
         told = False
         try:
             while not told:
                 events: list[Event] = []
                 failure: RequestFailed | None = None
-                for _, outcome in await inbox.take():
+                for _, outcome in await channel.take():
                     if isinstance(outcome, Choice):
                         choices.append(outcome)
                     elif isinstance(outcome, RequestFailed):
@@ -396,6 +401,6 @@ class Engine(Scopes, ABC):
                 if failure is not None:
                     raise failure
         finally:
-            self._finish(jobs, inbox, ended=told)
+            self._finish(jobs, channel, ended=told)
             for choice in () if told else choices:
                 discard(choice)

@@ -44,8 +44,8 @@ def render_chat(
     options: TemplateOptions,
     context: int | None = None,
 ) -> RenderedChat:
-    """The prompt for the next assistant message, or, with `continue_final`, one that ends inside the last message.
-    Of one that is longer than `context`, and so will be refused, no spans are looked for."""
+    """Return the prompt for the next assistant message, or, with `continue_final`, one that ends inside the last
+    message. A prompt longer than `context`, which will be refused, gets no spans."""
     _check_options(tokenizer, options)
     if continue_final and messages[-1].role != "assistant":
         what = f"the last message is from {messages[-1].role!r}"
@@ -75,8 +75,15 @@ def render_chat(
     if spans is None or not fast or (context is not None and len(token_ids) > context):
         return RenderedChat(text, token_ids, None, continue_final)
     wholes = _whole_spans(text, contents, spans, render, continue_final) if len(messages) <= _MOST_WHOLE else None
+    return RenderedChat(text, token_ids, _message_spans(messages, spans, wholes, offsets), continue_final)
+
+
+def _message_spans(
+    messages: Sequence[Message], spans: Sequence[Interval], wholes: Sequence[Interval] | None, offsets: list[Interval]
+) -> tuple[MessageSpan, ...]:
+    """Turn spans of characters into spans of tokens."""
     places = np.array(offsets, np.int64).reshape(-1, 2)
-    proven = tuple(
+    return tuple(
         MessageSpan(
             index=i,
             role=message.role,
@@ -85,12 +92,11 @@ def render_chat(
         )
         for i, message in enumerate(messages)
     )
-    return RenderedChat(text, token_ids, proven, continue_final)
 
 
 def _check_options(tokenizer: ChatTokenizer, options: TemplateOptions) -> None:
     """Only variables of the template are options. The function that renders it has arguments of its own under the same
-    names: with `chat_template` a stranger's program would run in the place of the model's template."""
+    names: `chat_template` would run a program from the request in place of the model's template."""
     own = inspect.signature(tokenizer.apply_chat_template).parameters
     taken = [name for name in options if name in own and own[name].kind is not inspect.Parameter.VAR_KEYWORD]
     if taken:

@@ -1,6 +1,7 @@
 """An engine with a thread of its own: requests come in through a queue, and the thread works until told to stop."""
 
 import atexit
+import functools
 import queue
 import threading
 import weakref
@@ -12,8 +13,9 @@ from typing import Any, Generic, TypeVar
 from steerscope.capture.budget import ByteBudget
 from steerscope.engines.api import Engine
 from steerscope.engines.packs import Packs
-from steerscope.engines.results import Job
+from steerscope.engines.results import EngineJob
 from steerscope.engines.sequence import RunningText
+from steerscope.engines.sync import SyncEngine
 from steerscope.lenses.reader import Registered
 from steerscope.specs.errors import EngineClosed, RequestFailed, TimedOut
 
@@ -32,9 +34,14 @@ class ThreadedEngine(Engine, Generic[S]):
     def __init__(self, budget: ByteBudget) -> None:
         super().__init__(budget)
         self._waiting: list[S] = []
-        self._inbox: queue.SimpleQueue[list[Job] | Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[list[EngineJob] | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # orders submitting and closing
         self._counts: dict[str, float] = {"requests": 0, "finished": 0, "failed": 0, "tokens": 0, "steps": 0}
+
+    @functools.cached_property
+    def sync(self) -> SyncEngine:
+        """The same engine for code without await; works inside notebooks too."""
+        return SyncEngine(self)
 
     # --- what an engine does in its thread
 
@@ -43,7 +50,7 @@ class ThreadedEngine(Engine, Generic[S]):
         """The thread's work, until `_receive` says that it is over."""
 
     @abstractmethod
-    def _sequence(self, job: Job) -> S: ...
+    def _sequence(self, job: EngineJob) -> S: ...
 
     @abstractmethod
     def _busy(self) -> bool:
@@ -64,10 +71,10 @@ class ThreadedEngine(Engine, Generic[S]):
         stop = weakref.WeakMethod(self._stop)  # a thread inside torch when the interpreter ends would abort it
         atexit.register(lambda: (found := stop()) and found())
 
-    def _submit(self, jobs: Sequence[Job]) -> None:
+    def _submit(self, jobs: Sequence[EngineJob]) -> None:
         self._put(list(jobs))
 
-    def _put(self, item: list[Job] | Callable[[], None]) -> None:
+    def _put(self, item: list[EngineJob] | Callable[[], None]) -> None:
         with self._lock:
             if self.closed or not self._thread.is_alive():
                 raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
@@ -177,7 +184,7 @@ class ThreadedEngine(Engine, Generic[S]):
     def _all_requests(self) -> list[S]: ...
 
     def _refuse_rest(self) -> None:
-        """The thread ends: nobody may be left waiting for it."""
+        """Refuse what is left in the queue when the thread ends."""
         with self._lock:
             self.closed = self.budget.closed = True
         self._lenses.close()

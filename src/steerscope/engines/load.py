@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
-from steerscope.engines.api import Engine
+from steerscope.engines.engine_thread import ThreadedEngine
 from steerscope.engines.sync import SyncEngine
 from steerscope.models import resolve
 from steerscope.specs.errors import InvalidRequest, Problem
@@ -25,7 +25,7 @@ class LoadOptions(TypedDict, total=False):
     vllm: Mapping[str, Any]  # vllm only: vLLM's own engine arguments
 
 
-def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> Engine:
+def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> ThreadedEngine[Any]:
     """The same model for code with `await`; it takes the options of `load`.
 
     ```python
@@ -46,13 +46,24 @@ def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> Engine:
     asyncio.run(main())
     ```
     """
+    _check(options)
     kind, progress = options.pop("engine", "hf"), options.pop("progress", None)
     device, dtype = options.pop("device", None), options.pop("dtype", None)
     taps, vllm = options.pop("taps", {}), options.pop("vllm", {})
+    if kind == "vllm":
+        return _vllm(model, progress, dtype, taps, vllm, options)
+    from steerscope.engines.hf import HFEngine
+
+    found = resolve(str(model), progress=progress)
+    return HFEngine.from_pretrained(found, device=device, dtype=dtype, name=str(model), **dict(options))  # type: ignore[arg-type]
+
+
+def _check(options: LoadOptions) -> None:
+    kind, taps, vllm = options.get("engine", "hf"), options.get("taps"), options.get("vllm")
     problems = []
     if kind not in ("hf", "vllm"):
         problems.append(Problem("engine", f"{kind!r} is unknown", "choose hf or vllm"))
-    if kind == "vllm" and device is not None:
+    if kind == "vllm" and options.get("device") is not None:
         problems.append(Problem("device", "vLLM chooses it itself", "leave it out, or set CUDA_VISIBLE_DEVICES"))
     if kind == "vllm" and "prefill_chunk" in options:
         problems.append(Problem("prefill_chunk", "is for transformers", 'give vllm={"max_num_batched_tokens": …}'))
@@ -60,12 +71,6 @@ def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> Engine:
         problems.append(Problem("taps" if taps else "vllm", "is for the vLLM engine", "leave it out"))
     if problems:
         raise InvalidRequest(problems)
-    if kind == "vllm":
-        return _vllm(model, progress, dtype, taps, vllm, options)
-    from steerscope.engines.hf import HFEngine
-
-    found = resolve(str(model), progress=progress)
-    return HFEngine.from_pretrained(found, device=device, dtype=dtype, name=str(model), **dict(options))  # type: ignore[arg-type]
 
 
 def load(model: str | Path, **options: Unpack[LoadOptions]) -> SyncEngine:
@@ -81,7 +86,7 @@ def load(model: str | Path, **options: Unpack[LoadOptions]) -> SyncEngine:
     - `max_columns`: ops that one token may have at one site
     - `capture_budget`: bytes of rows that may wait to be fetched
     - `taps`, `vllm`: with vLLM, what is tapped, and vLLM's own arguments
-    - `progress`: a function that is told what happens while it loads
+    - `progress`: a function that is called with a line of text for each stage of loading
 
     ```python
     import steerscope as ss
@@ -101,16 +106,16 @@ def _vllm(
     taps: Mapping[str, Any],
     vllm: Mapping[str, Any],
     options: LoadOptions,
-) -> Engine:
+) -> ThreadedEngine[Any]:
     from steerscope.engines.vllm.guards import check_version
 
     check_version()
     from steerscope.engines.vllm.client.engine import VLLMEngine
     from steerscope.engines.vllm.client.start import share_of_memory, usable_dtype
-    from steerscope.engines.vllm.settings import Settings
+    from steerscope.engines.vllm.settings import VLLMSettings
 
     columns = {"max_columns": options.pop("max_columns")} if "max_columns" in options else {}
-    settings = Settings.parse({**taps, **columns})
+    settings = VLLMSettings.parse({**taps, **columns})
     dtype = dtype or usable_dtype()
     given: dict[str, Any] = share_of_memory() | ({"dtype": dtype} if dtype else {})
     if "max_batch" in options:

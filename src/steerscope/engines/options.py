@@ -58,7 +58,7 @@ class StreamChat(Stream, ChatOptions): ...
 
 
 def for_request(options: OneChat | ManyChat | StreamChat) -> dict[str, Any]:
-    """The options without those that only shape the chat's prompt; a name nobody knows stays and is refused."""
+    """Return the options without those of the chat's prompt; an unknown name stays and is refused."""
     return {name: value for name, value in options.items() if name not in ChatOptions.__annotations__}
 
 

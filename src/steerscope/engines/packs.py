@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from steerscope.engines.plan import Plan
 from steerscope.lenses.reader import Registered
-from steerscope.specs.errors import EngineClosed, PackNotLoaded, SteerscopeError, TimedOut
+from steerscope.specs.errors import EngineClosed, PackNotLoaded, SteerscopeError, TimedOut, first_line
 
 log = logging.getLogger("steerscope")
 LOAD_S = 600.0
@@ -258,6 +258,5 @@ def _left(until: float) -> float:
 
 
 def not_loaded(name: str, error: BaseException) -> PackNotLoaded:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    told = f"pack {name!r} could not be loaded: {reason}"
-    return PackNotLoaded(f"{told}; see that its folder can be read and memory is free, or give budget_bytes")
+    what = f"pack {name!r} could not be loaded: {first_line(error)}"
+    return PackNotLoaded(f"{what}; see that its folder can be read and memory is free, or give budget_bytes")

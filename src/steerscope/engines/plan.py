@@ -8,11 +8,13 @@ import functools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from steerscope.core.sites import TABLE, refusal, tap_of
 from steerscope.core.slot_table import Column, Key
-from steerscope.engines.columns import Placing, Same, columns_of, raw_of, tap_of
+from steerscope.engines.columns import Placing, columns_of, raw_of
 from steerscope.lenses.compile import compile_rules
 from steerscope.lenses.monitor import WatchPlan
 from steerscope.lenses.pack import Pack
@@ -30,7 +32,7 @@ from steerscope.specs.steering import (
     VectorData,
     parse_layers,
 )
-from steerscope.specs.tokens import END, EVERYWHERE, MessageSpan, Positions, SelectorError, resolve
+from steerscope.specs.tokens import END, MessageSpan, Positions, SelectorError, resolve
 from steerscope.specs.watch import InlinePack, Steer, Watch
 
 
@@ -71,15 +73,36 @@ class Applied:
     rule: str | None = None  # it acts there only while this rule has switched it on
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # the same one serves all that ask alike
+@dataclass(frozen=True, slots=True, eq=False)
 class CapturePlan:
     asked: tuple[Key, ...]  # as the user named them
     keys: tuple[Key, ...]  # the taps they come from, without repeats
     positions: Positions
     spec: Capture
 
-    def rows(self, most: int) -> int:
-        return 1 if self.spec.reduce else self.positions.count(most)
+    def n_bytes(self, most_rows: int, hidden: int, itemsize: int) -> int:
+        """Return the host bytes of its rows, of a text with `most_rows` rows; a reduction is one row of float32."""
+        n_rows = 1 if self.spec.reduce else self.positions.count(most_rows)
+        return n_rows * len(self.keys) * hidden * (4 if self.spec.reduce else itemsize)
+
+
+@dataclass(eq=False)
+class RequestTemplate:
+    """What requests share that ask for the same, with prompts of one length."""
+
+    prompt_length: int
+    most_rows: int  # p + max_tokens − 1: the last sampled token has no row
+    columns: tuple[Column, ...] = ()
+    applied: tuple[Applied, ...] = ()
+    capture: CapturePlan | None = None
+    watch: WatchPlan | None = None
+    engine_part: Any = None  # what an engine makes of it, once
+
+    @functools.cached_property
+    def tapped(self) -> frozenset[Key]:
+        steered = {key for column in self.columns for key in column.vectors}
+        read = {self.watch.key} if self.watch else set()
+        return frozenset(steered | read | set(self.capture.keys if self.capture else ()))
 
 
 @dataclass(slots=True)  # not frozen: that would make it twice as expensive to make
@@ -87,22 +110,24 @@ class Plan:
     request_id: str
     choice: int
     prompt: Prompt
-    sampling: Sampling
-    columns: tuple[Column, ...]
-    applied: tuple[Applied, ...]
-    capture: CapturePlan | None
-    watch: WatchPlan | None = None
+    sampling: Sampling  # of a request for several texts, each has its own seed
+    template: RequestTemplate
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return self.template.columns
+
+    @property
+    def capture(self) -> CapturePlan | None:
+        return self.template.capture
+
+    @property
+    def watch(self) -> WatchPlan | None:
+        return self.template.watch
 
     @property
     def most_rows(self) -> int:
-        """p + max_tokens − 1: the last sampled token has no row."""
-        return len(self.prompt.token_ids) + self.sampling.max_tokens - 1
-
-    @property
-    def tapped(self) -> set[Key]:
-        steered = {key for column in self.columns for key in column.vectors}
-        read = {self.watch.key} if self.watch else set()
-        return steered | read | set(self.capture.keys if self.capture else ())
+        return self.template.most_rows
 
 
 class Planner:
@@ -113,10 +138,10 @@ class Planner:
         facts: Facts,
         vectors: Mapping[str, VectorData],
         packs: Mapping[str, Registered] | None = None,
-        judged: bool = False,
+        ids_checked: bool = False,
     ) -> None:
         self.facts, self.vectors, self.packs = facts, vectors, packs or {}
-        self.judged = judged  # the ids of its prompt exist
+        self.ids_checked = ids_checked  # the token ids of the prompt are known to exist
         self.problems: list[Problem] = []
 
     def plan(
@@ -128,7 +153,18 @@ class Planner:
         capture: Capture | None,
         watch: Watch | None = None,
     ) -> Plan:
-        self._check_prompt(prompt, sampling)
+        self.check_prompt(prompt, sampling)
+        return Plan(request_id, 0, prompt, sampling, self.template(prompt, sampling, steering, capture, watch))
+
+    def template(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        steering: Steering,
+        capture: Capture | None,
+        watch: Watch | None,
+    ) -> RequestTemplate:
+        """Resolve everything but the prompt's tokens. Raises InvalidRequest with all problems found so far."""
         if steering.ops and not self.facts.steers:
             self._problem("steer", "the engine was started with taps that only read", "start it with steer on")
         if capture and not self.facts.captures:
@@ -145,23 +181,16 @@ class Planner:
         if self.problems:
             raise InvalidRequest(self.problems)
         applied = tuple(applied for _, applied in placed)
-        return Plan(request_id, 0, prompt, sampling, columns, applied, capture_plan, watch_plan)
-
-    def alike(self, request_id: str, prompt: Prompt, plan: Plan) -> Plan:
-        """The plan of another prompt of the same length, without messages, for which the same is asked."""
-        self._check_prompt(prompt, plan.sampling)
-        if self.problems:
-            raise InvalidRequest(self.problems)
-        return Plan(request_id, 0, prompt, plan.sampling, plan.columns, plan.applied, plan.capture, plan.watch)
+        return RequestTemplate(len(prompt.token_ids), most, columns, applied, capture_plan, watch_plan)
 
     def _problem(self, field: str, what: str, remedy: str) -> None:
         self.problems.append(Problem(field, what, remedy))
 
-    def _check_prompt(self, prompt: Prompt, sampling: Sampling) -> None:
+    def check_prompt(self, prompt: Prompt, sampling: Sampling) -> None:
         ids, facts = prompt.token_ids, self.facts
         if not ids:
             self._problem("prompt", "the prompt is empty", "give at least one token")
-        if not self.judged and not within([ids], facts.vocab):
+        if not self.ids_checked and not ids_exist([ids], facts.vocab):
             bad = [i for i in ids if not isinstance(i, int | np.integer) or not 0 <= i < facts.vocab]
             self._problem("prompt", f"token id {bad[0]!r} does not exist", f"{facts.name} has ids 0–{facts.vocab - 1}")
         if facts.context is None or len(ids) + sampling.max_tokens <= facts.context:
@@ -178,31 +207,24 @@ class Planner:
     ) -> "list[tuple[Placing, Applied]]":
         placed: list[tuple[Placing, Applied]] = []
         # What a rule switches acts on generated rows only: how a prompt is cut into steps must change nothing.
-        within = Positions(((len(prompt.token_ids), END),)) if gate else EVERYWHERE
-        plain = prompt.messages is None and not gate  # else it may depend on more than these
+        generated = Positions(((len(prompt.token_ids), END),))
         for i, op in enumerate(steering.ops):
             here = f"{field}.ops[{i}]"
             data = self._vector(op, here)
-            name = id(self.facts), id(op), id(data), len(prompt.token_ids), most
-            found, _ = _placed.get(name, _NEVER) if plain else _NEVER
-            if found is not None and data is not None and found[0].raw == raw_of(data, found[0].layers):
-                placed.append(found)
-                continue
-            before = len(self.problems)
             positions = self._positions(op.tokens, prompt, most, here)
             layers = self._op_layers(op, data, here)
             self._check_site(op.site, f"{here}.site")
+            if not TABLE[op.site].steerable:
+                self._problem(f"{here}.site", f"{op.site} can only be read", "use resid_post")
             if data is None or positions is None or layers is None:
                 continue
-            positions = positions & within if gate else positions
+            positions = positions & generated if gate else positions
             if positions.count(most) == 0:
                 what = "selects no generated row" if gate else "selects no token of this request"
                 self._problem(f"{here}.tokens", f"{op.tokens!r} {what}", "widen it")
             self._check_tapped(layers, op.site, f"{here}.layers")
             placing = Placing(raw_of(data, layers), layers, op.site, op.unit, op.coefficients(), positions, gate)
             placed.append((placing, Applied(op, layers, positions, rule)))
-            if plain and len(self.problems) == before:
-                _placed.keep(name, placed[-1], self.facts, op, data)
         return placed
 
     def _switched(self, watch: Watch, prompt: Prompt, most: int) -> "list[tuple[Placing, Applied]]":
@@ -307,11 +329,12 @@ class Planner:
     def _check_site(self, site: Site, field: str) -> None:
         reason = self.facts.refused_sites.get(site)
         if reason:
-            self._problem(field, f"{site} cannot be had on {self.facts.name}: {reason}", "use resid_post")
+            self.problems.append(refusal(field, site, self.facts.name, reason))
 
     def _check_tapped(self, layers: tuple[int, ...], site: Site, field: str) -> None:
-        missing = _untapped(self.facts.tapped, layers, site)
-        if missing:
+        tapped = self.facts.tapped
+        if tapped is not None and not tapped.issuperset(_taps_of(layers, (site,))[1]):
+            missing = [layer for layer in layers if tap_of(layer, site) not in tapped]
             what = f"{site} of layers {', '.join(map(str, missing))} was not tapped when the engine started"
             self._problem(field, what, "start it with these layers and sites")
 
@@ -335,11 +358,18 @@ class Planner:
             self._check_tapped(layers, site, "capture.layers")
         if positions.count(most) == 0:
             self._problem("capture.tokens", f"{capture.tokens!r} selects no row of this request", "widen it")
-        return CapturePlan(*_taps(layers, sites), positions, capture)
+        return CapturePlan(*_taps_of(layers, sites), positions, capture)
 
 
-def within(prompts: Iterable[Sequence[int]], vocab: int) -> bool:
-    """All ids are whole numbers in [0, vocab)."""
+@functools.lru_cache(maxsize=256)
+def _taps_of(layers: tuple[int, ...], sites: tuple[Site, ...]) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
+    """Return the sites of layers, and the taps where these are, without repeats."""
+    asked: tuple[Key, ...] = tuple((layer, site) for layer in layers for site in sites)
+    return asked, tuple(dict.fromkeys(tap_of(layer, site) for layer, site in asked))
+
+
+def ids_exist(prompts: Iterable[Sequence[int]], vocab: int) -> bool:
+    """Return whether all ids are whole numbers in [0, vocab)."""
     ids = array("I")  # refuses negative ones, and what is not whole
     try:
         for one in prompts:
@@ -347,19 +377,3 @@ def within(prompts: Iterable[Sequence[int]], vocab: int) -> bool:
     except (TypeError, OverflowError):
         return False
     return not ids or int(np.frombuffer(ids, dtype=np.uint32).max()) < vocab
-
-
-_placed: Same[tuple[Placing, Applied]] = Same()
-_NEVER = None, ()
-
-
-@functools.lru_cache(maxsize=256)
-def _untapped(tapped: frozenset[Key] | None, layers: tuple[int, ...], site: Site) -> tuple[int, ...]:
-    return () if tapped is None else tuple(layer for layer in layers if tap_of(layer, site) not in tapped)
-
-
-@functools.lru_cache(maxsize=256)
-def _taps(layers: tuple[int, ...], sites: tuple[Site, ...]) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
-    """What a capture asks for, and the taps that is to be had from, without repeats."""
-    asked: tuple[Key, ...] = tuple((layer, site) for layer in layers for site in sites)
-    return asked, tuple(dict.fromkeys(tap_of(layer, site) for layer, site in asked))

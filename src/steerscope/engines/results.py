@@ -1,6 +1,6 @@
-"""What an engine gives back: generations, events of a stream, and the job that a running sequence reports to.
+"""What an engine returns: generations, events of a stream, and the job that a running text reports to.
 
-They are not frozen: that would make each of them twice as expensive to make, while a device waits.
+They are not frozen: frozen ones would take twice as long to make, while a device waits.
 """
 
 import secrets
@@ -77,7 +77,7 @@ class Generation:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """A copy, made when it is asked for: those of many long prompts hold up everybody's answer."""
+        """Return a copy, made on demand: copies of many long prompts would delay all answers."""
         return list(self.prompt.token_ids)
 
     @property
@@ -159,7 +159,7 @@ Sink = Callable[[Outcome], None]
 
 
 @dataclass(slots=True)
-class Job:
+class EngineJob:
     """A plan on its way through an engine. `report` may be called from any thread."""
 
     plan: Plan
@@ -167,8 +167,8 @@ class Job:
     stream: bool
     held: Reservation | None
     cancelled: bool = False
-    abandoned: bool = False  # nobody waits for it any more: what it reports is closed, not kept
-    noticed: threading.Event = field(default_factory=threading.Event)  # its engine's: somebody was cancelled
+    abandoned: bool = False  # its call has ended: what it still reports is closed
+    noticed: threading.Event = field(default_factory=threading.Event)  # its engine's: a job was cancelled
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -181,7 +181,7 @@ class Job:
 
 
 def singles(plan: Plan) -> list[Plan]:
-    """One for each of its n texts, with a seed of its own; a greedy text needs none."""
+    """Return a plan for each of its n texts, with a seed of its own; a greedy text needs none."""
     sampling = plan.sampling
     if sampling.n == 1 and (sampling.seed is not None or sampling.greedy):
         return [plan]
@@ -194,4 +194,4 @@ def singles(plan: Plan) -> list[Plan]:
 
 def assembled(plan: Plan, choices: list[Choice]) -> Generation:
     ordered = tuple(choices) if len(choices) == 1 else tuple(sorted(choices, key=lambda choice: choice.index))
-    return Generation(plan.request_id, plan.prompt, ordered, plan.applied)
+    return Generation(plan.request_id, plan.prompt, ordered, plan.template.applied)

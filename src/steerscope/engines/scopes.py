@@ -4,11 +4,12 @@ import contextlib
 import contextvars
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Unpack
 
-from steerscope.engines.columns import Same
+from steerscope.core.sites import refusal
 from steerscope.engines.options import PackKeywords, SteerLike
 from steerscope.engines.packs import LOAD_S
 from steerscope.engines.plan import Facts, Planner, Prompt
@@ -19,16 +20,16 @@ from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Ablate, Add, Cap, Steering, Vector, VectorData
 
 _NOTHING = Steering()
-_alone: Same[Steering] = Same()  # what an op is by itself
 
 
-class Scopes:
+class Scopes(ABC):
     facts: Facts
 
     def __init__(self) -> None:
         self._vectors: dict[str, VectorData] = {}
         self._packs: dict[str, Registered] = {}
         self._naming = threading.Lock()
+        self.names_version = 0  # of what vectors' and packs' names stand for
         self._default = _NOTHING
         self._scope: contextvars.ContextVar[Steering | None] = contextvars.ContextVar("steering", default=None)
 
@@ -63,10 +64,14 @@ class Scopes:
         if data.hidden != self.facts.hidden:
             what = f"has {data.hidden} numbers, {self.facts.name} has hidden size {self.facts.hidden}"
             raise InvalidRequest([Problem(name, what, "use a vector made for this model")])
-        self._vectors[name] = data
+        with self._naming:
+            self._vectors[name] = data
+            self.names_version += 1
 
     def unregister(self, name: str) -> None:
-        self._vectors.pop(name, None)
+        with self._naming:
+            self._vectors.pop(name, None)
+            self.names_version += 1
 
     @property
     def vectors(self) -> Mapping[str, VectorData]:
@@ -90,24 +95,24 @@ class Scopes:
         problems = loaded.check(facts.hidden, facts.layers, model=facts.name, any_model=found.options.any_model)
         problems += found.problems()
         if reason := facts.refused_sites.get(loaded.info.site):
-            what = f"{loaded.info.site} cannot be had on {facts.name}: {reason}"
-            problems.append(Problem("site", what, "use a pack trained at another site"))
+            problems.append(refusal("site", loaded.info.site, facts.name, reason, "use a pack trained at another site"))
         if problems:
             raise InvalidRequest([problem.under(name) for problem in problems])
         self._keep_pack(found, timeout_s, began)
         with self._naming:
             before = self._packs.get(name)
             self._packs[name] = found
+            self.names_version += 1
         if before is not None:
-            with contextlib.suppress(
-                TimedOut
-            ):  # the new pack is there, and the engine drops the old one when it gets to it
+            with contextlib.suppress(TimedOut):  # the engine drops the old pack when it gets to it
                 self._drop_pack(before)
         return loaded
 
     def unregister_pack(self, name: str) -> None:
         """Forget a pack; requests that it is watching go on."""
-        before = self._packs.pop(name, None)
+        with self._naming:
+            before = self._packs.pop(name, None)
+            self.names_version += 1
         if before is not None:
             self._drop_pack(before)
 
@@ -115,13 +120,13 @@ class Scopes:
     def packs(self) -> Mapping[str, Pack]:
         return {name: found.pack for name, found in self._packs.items()}
 
+    @abstractmethod
     def _keep_pack(self, registered: Registered, timeout_s: float, began: float) -> None:
-        """Bring a pack to the device within `timeout_s` since `began`; an engine that watches does."""
-        raise NotImplementedError
+        """Bring a pack to the device within `timeout_s` since `began`."""
 
+    @abstractmethod
     def _drop_pack(self, registered: Registered) -> None:
-        """Give its memory back once nobody uses it."""
-        raise NotImplementedError
+        """Free a pack's memory when no request uses it any more."""
 
     def surrounding(self) -> Steering:
         """What applies to a request made here and now, before its own."""
@@ -131,8 +136,6 @@ class Scopes:
 def as_steering(steer: SteerLike | None) -> Steering:
     if steer is None:
         return _NOTHING
-    if (known := _alone.get(id(steer))) is not None:
-        return known[0]
-    if isinstance(steer, Add | Cap | Ablate):  # which is checked already
-        return _alone.keep(id(steer), Steering.model_construct(ops=(steer,)), steer)
-    return steer if isinstance(steer, Steering) else Steering(ops=(steer,))
+    if isinstance(steer, Add | Cap | Ablate):
+        return Steering.model_construct(ops=(steer,))  # the op is checked already
+    return steer

@@ -1,37 +1,51 @@
-"""One running sequence, whatever runs it: told about each token, it makes text of them and says when it is over."""
+"""One running text, whatever engine runs it: it takes each sampled token, makes text of them and decides the end."""
 
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from steerscope.capture.budget import ByteBudget, Reservation
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
 from steerscope.core.rows import make_labels, selected
+from steerscope.core.sites import tap_of
 from steerscope.core.slot_table import Key
-from steerscope.engines.columns import tap_of
 from steerscope.engines.detokenizer import Decoder, Detokenizer, StopStrings
 from steerscope.engines.packs import Load
-from steerscope.engines.plan import Plan
-from steerscope.engines.results import Choice, FinishReason, Job, RuleEvent, Timings, TokenEvent, TokenLogprobs
+from steerscope.engines.plan import Facts, Plan
+from steerscope.engines.results import Choice, EngineJob, FinishReason, RuleEvent, Timings, TokenEvent, TokenLogprobs
 from steerscope.specs.errors import RequestFailed
 
 
+@dataclass(frozen=True, slots=True)
+class TextContext:
+    """What the texts of one engine share."""
+
+    facts: Facts
+    decoder: Decoder
+    eos: frozenset[int]  # tokens that end a text
+    budget: ByteBudget
+    capture_ttl: float
+
+
 class RunningText(ABC):
-    def __init__(self, job: Job, decoder: Decoder, eos: frozenset[int]) -> None:
+    def __init__(self, job: EngineJob, context: TextContext) -> None:
         plan = job.plan
-        self.job, self.plan = job, plan
+        self.job, self.plan, self._shared = job, plan, context
         self.name = plan.request_id
         self.prompt_length = len(plan.prompt.token_ids)
         self.history = list(plan.prompt.token_ids)  # prompt and generated ids
         self.over = False  # reported; a sequence ends once
         self.load: Load | None = None  # of its pack, which it waits for
         self.notes = plan.watch.notes(self.prompt_length) if plan.watch else None
-        self._eos = frozenset() if plan.sampling.ignore_eos else eos
-        self._detokenizer, self._stops = Detokenizer(decoder), StopStrings(plan.sampling.stop)
-        # Nobody looks at the text before its end: it is decoded then, at once.
-        self._decode = None if job.stream or plan.sampling.stop else decoder.decode
+        self._eos = frozenset() if plan.sampling.ignore_eos else context.eos
+        self._detokenizer = Detokenizer(context.decoder)
+        self._stops = StopStrings(plan.sampling.stop)
+        self.quiet = not (job.stream or plan.sampling.stop)  # its tokens are decoded at its end, at once
         self._pieces: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._born = time.perf_counter()
@@ -43,7 +57,15 @@ class RunningText(ABC):
 
     @abstractmethod
     def _handle(self) -> CaptureHandle | None:
-        """Its rows, if it captured any. Raises RequestFailed when some are missing."""
+        """Return its rows, if it captured any. Raises RequestFailed when some are missing."""
+
+    def handle_of(
+        self, columns: Callable[[], Mapping[Key, torch.Tensor]], computed: int, count: int, held: Reservation
+    ) -> CaptureHandle:
+        """Return the handle of captured rows: `count` of `computed`, which `columns` makes."""
+        shared = self._shared
+        load = functools.partial(captured, self.plan, computed, columns, self.history, shared.facts.name)
+        return CaptureHandle(self.name, count, load, shared.budget, held, shared.capture_ttl)
 
     @property
     def generated(self) -> list[int]:
@@ -51,29 +73,24 @@ class RunningText(ABC):
 
     @property
     def count(self) -> int:
-        """How many tokens were generated."""
+        """Return the number of generated tokens."""
         return len(self.history) - self.prompt_length
 
     @property
     @abstractmethod
     def needs_slot(self) -> bool:
-        """Whether it needs something of which running requests may have left none."""
+        """Return whether it needs something that running requests may have used up."""
 
     @property
     def waited(self) -> float:
-        """Seconds since it reached the engine."""
+        """Return the seconds since it reached the engine."""
         return time.perf_counter() - self._born
 
     def started(self) -> None:
         self._admitted = time.perf_counter()
 
-    @property
-    def quiet(self) -> bool:
-        """Nobody looks at its tokens before the end."""
-        return self._decode is not None
-
     def accept_all(self, tokens: Sequence[int]) -> FinishReason | None:
-        """Take what a quiet one has sampled, at once; the reason if that was the end."""
+        """Take several tokens of a quiet text at once. Return the reason if the text is over."""
         if not self._first and tokens:
             self._first = time.perf_counter()
         if not self._eos.isdisjoint(tokens):
@@ -88,7 +105,7 @@ class RunningText(ABC):
         return "stop" if tokens and tokens[-1] in self._eos else None
 
     def accept(self, token: int, logprobs: TokenLogprobs | None = None) -> FinishReason | None:
-        """Take a sampled token; the reason if it was the last one."""
+        """Take a sampled token. Return the reason if it was the last one."""
         self.history.append(token)
         if logprobs is not None:
             self._logprobs.append(logprobs)
@@ -132,20 +149,22 @@ class RunningText(ABC):
             return
         try:
             choice = self._choice(reason)
-        except Exception as error:  # of this text alone, whatever it is: who waits for it hears of it
-            told = f"{self.name} failed: {type(error).__name__}: {error}"
-            self.fail(error if isinstance(error, RequestFailed) else RequestFailed(told))
+        except RequestFailed as error:
+            self.fail(error)
+            return
+        except Exception as error:  # it concerns this text alone
+            self.fail(RequestFailed(f"{self.name} failed: {type(error).__name__}: {error}"))
             return
         self.over = True
         self.job.report(choice)
 
     def _choice(self, reason: FinishReason) -> Choice:
-        """All there is to say of it. Raises RequestFailed when something is missing."""
+        """Return the finished choice. Raises RequestFailed when something is missing."""
         self._release()
         tokens = self.generated
-        if self._decode is not None:
+        if self.quiet:
             try:
-                self._pieces = [self._decode(tokens)]
+                self._pieces = [self._shared.decoder.decode(tokens)]
             except Exception as error:  # of a tokenizer that does not know an id
                 raise RequestFailed(f"{self.name} cannot be decoded: {type(error).__name__}: {error}") from error
         elif reason == "cancelled":
@@ -180,7 +199,8 @@ class RunningText(ABC):
 def captured(
     plan: Plan, computed: int, taken: Callable[[], Mapping[Key, torch.Tensor]], history: list[int], model: str
 ) -> Rows:
-    """What was taken of so many rows at each tap, labelled and named as asked."""
+    """Return captured rows, labelled and named as asked, of a text with `computed` rows. `taken` gives those of each
+    tap."""
     columns = taken()
     assert plan.capture is not None
     index = selected(plan.capture.positions, computed)

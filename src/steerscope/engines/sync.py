@@ -1,6 +1,6 @@
-"""The Engine without await. Its coroutines run in the caller's thread, which waits where a loop would do others' work.
-So this works in scripts, in threads, and inside notebooks whose loop is already running; nobody else has to be woken on
-the way, and steering blocks (context variables) are the caller's own."""
+"""The Engine without await. Its coroutines run in the caller's thread, which blocks where they wait. So this works in
+scripts, in threads, and inside notebooks whose loop is already running, and steering blocks (context variables) are the
+caller's own."""
 
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,9 +12,9 @@ from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.rows import Rows
 from steerscope.engines.api import Engine
 from steerscope.engines.options import Each, Many, ManyChat, One, OneChat, PackKeywords, SteerLike, Stream, StreamChat
-from steerscope.engines.outbox import in_this_thread
 from steerscope.engines.packs import LOAD_S
 from steerscope.engines.plan import Facts, Prompt
+from steerscope.engines.result_channels import in_this_thread
 from steerscope.engines.results import Event, Generation, PromptLike, TokenPrompt
 from steerscope.lenses.pack import Pack
 from steerscope.specs.chat import Chat
@@ -195,7 +195,7 @@ class SyncEngine:
         return self.aio.stats()
 
     def close(self) -> None:
-        """Running requests end as cancelled; whoever waits for anything else is told that the engine was closed."""
+        """End running requests as cancelled; other calls that wait raise EngineClosed."""
         in_this_thread(self.aio.close())
 
     def __enter__(self) -> Self:

@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from steerscope.engines.plan import Facts
 from steerscope.engines.vllm.guards import facts_of
-from steerscope.engines.vllm.settings import Settings, asked_for
+from steerscope.engines.vllm.settings import VLLMSettings, asked_for
 from steerscope.files import locked
 from steerscope.serving.errors import ApiError, answer_error
 from steerscope.serving.routes import deleted
@@ -50,7 +50,7 @@ class Plugin:
         state.steerscope = None if settings is None else (settings, facts_of(config, settings))
 
 
-def _engine_of(request: Request) -> tuple[Settings, Facts]:
+def _engine_of(request: Request) -> tuple[VLLMSettings, Facts]:
     found = getattr(request.app.state, "steerscope", None)
     if found is None:
         raise ApiError(404, "this engine was started without taps: set STEERSCOPE=1 in its environment", "no_taps")
@@ -149,7 +149,7 @@ def _vector_file(request: Request, name: str) -> Path:
     return found[0]
 
 
-def _keep(data: bytes, folder: Path, name: str, settings: Settings, facts: Facts) -> SteeringVector:
+def _keep(data: bytes, folder: Path, name: str, settings: VLLMSettings, facts: Facts) -> SteeringVector:
     vector = load_upload(data, name, facts.layers, facts.hidden)
     hidden = vector.to_spec().hidden
     if hidden != facts.hidden:

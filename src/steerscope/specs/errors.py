@@ -209,3 +209,8 @@ def problems_in(details: Sequence[Any]) -> list[Problem]:
     wrong = {detail["loc"][:-1] for detail in details}
     listed = [one for one in details if not (one["type"] == "too_short" and one["loc"] in wrong)]
     return [problem for detail in listed for problem in _problems(detail)]
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -130,6 +130,9 @@ class VectorData(Spec):
                 raise ValueError(f"vector{where} is all zero and has no direction; leave the layer out")
         return self
 
+    def __hash__(self) -> int:
+        return hash((self.shared, frozenset(self.per_layer.items())))
+
     def items(self) -> Iterator[tuple[int | None, bytes]]:
         if self.shared is not None:
             yield None, self.shared

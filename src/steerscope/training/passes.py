@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
+from steerscope.core.sites import tap_of
 from steerscope.core.slot_table import SlotTable
-from steerscope.engines.columns import tap_of
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.blocks import first
 from steerscope.engines.hf.taps import Pass, Taps, Work

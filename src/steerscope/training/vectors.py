@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from steerscope.core.sites import refusal
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.reading import layer_numbers
 from steerscope.extraction.runs import read_json, write_json, write_text
@@ -74,8 +75,7 @@ def _check(course: Course, settings: TrainSettings) -> None:
     facts = course.engine.facts
     layer_numbers(course.engine, list(settings.layers))
     if settings.site in facts.refused_sites:
-        what = f"{settings.site} cannot be had on {facts.name}: {facts.refused_sites[settings.site]}"
-        raise InvalidRequest([Problem("site", what, "use resid_post")])
+        raise InvalidRequest([refusal("site", settings.site, facts.name, facts.refused_sites[settings.site])])
 
 
 def _checked_about(path: Path, course: Course, settings: TrainSettings) -> dict[str, object]:

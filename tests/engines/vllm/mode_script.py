@@ -183,7 +183,7 @@ def left_over(engine: SyncEngine) -> dict[str, float]:
     engine.generate(TokenPrompt([20, 21]), Sampling(max_tokens=2, ignore_eos=True))  # lets the last finishes arrive
     stats = engine.stats()
     names = ("running", "waiting", "slots_in_use", "capture_bytes", "worker_slots_in_use", "worker_requests")
-    return {**{name: stats[name] for name in names}, "shared_bytes": engine.aio.room.regions.used}  # type: ignore[attr-defined]
+    return {**{name: stats[name] for name in names}, "shared_bytes": engine.aio.capacity.regions.used}  # type: ignore[attr-defined]
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
@@ -233,11 +233,11 @@ def both_waves(engines: list[SyncEngine], oracle: Oracle, requests: list[Request
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from steerscope.engines.vllm.client.engine import VLLMEngine
-    from steerscope.engines.vllm.settings import Settings
+    from steerscope.engines.vllm.settings import VLLMSettings
 
     model, tokenizer = make_model(folder, torch.float32, "cpu")
     began = time.perf_counter()
-    settings = Settings(sites=SITES)
+    settings = VLLMSettings(sites=SITES)
     engines = [VLLMEngine(folder, name="mode", settings=settings, **options(args)).sync for _ in range(1 + args.beside)]
     engine = engines[0]
     result: dict[str, Any] = {"start_s": round(time.perf_counter() - began, 1)}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT
-from steerscope.engines.vllm.settings import Settings
+from steerscope.engines.vllm.settings import VLLMSettings
 from support.waiting import HUNG_S
 
 SMALL = ["--engine", "vllm", "--model", "tiny", "--batch", "4", "--prefill", "16", "--decode", "6", "--iterations", "2"]
@@ -96,7 +96,7 @@ def test_pairs_of_real_engines(tmp_path: Path) -> None:
 
 def test_noop_is_part_of_what_vllm_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STEERSCOPE_NOOP", raising=False)
-    plain = Settings().additional_config()
+    plain = VLLMSettings().additional_config()
     monkeypatch.setenv("STEERSCOPE_NOOP", "1")
-    assert Settings().noop
-    assert Settings().additional_config() != plain
+    assert VLLMSettings().noop
+    assert VLLMSettings().additional_config() != plain

@@ -6,13 +6,13 @@ import importlib.util
 import random
 import types
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, TAKEN, Arena, Region, Regions
 from steerscope.engines.vllm.cuda import pacing, row_copies
@@ -81,7 +81,9 @@ def test_a_mean_is_written_at_the_end_and_rows_that_come_later_hurt_nobody(regio
     first, second, pool = allocate(regions), allocate(regions), host_pool()
     delivery, requests = deliver(regions, pool), [asking(first, "a"), asking(second, "b")]
     for request in requests:
-        request.wire = replace(request.wire, capture=replace(request.wire.capture, reduce="mean", hold=1))
+        request.wire = structs.replace(
+            request.wire, capture=structs.replace(request.wire.capture, reduce="mean", hold=1)
+        )
         delivery.find_region(request)
         delivery.reserve_rows(request)
     cell = pool.take(6)
@@ -101,7 +103,7 @@ def test_a_mean_is_written_at_the_end_and_rows_that_come_later_hurt_nobody(regio
 def reduces(delivery, region, name):
     """A request whose mean is written_early: it has all rows that it can have."""
     request = asking(region, name, rows=3, more=0)
-    request.wire = replace(request.wire, capture=replace(request.wire.capture, reduce="mean", hold=1))
+    request.wire = structs.replace(request.wire, capture=structs.replace(request.wire.capture, reduce="mean", hold=1))
     delivery.find_region(request)
     delivery.reserve_rows(request)
     cell = delivery.pool.take(3)

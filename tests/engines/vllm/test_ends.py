@@ -12,7 +12,7 @@ import torch
 from engines.conftest import HAS_VLLM, reused_vllm
 from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
 from steerscope.engines.sync import SyncEngine
-from steerscope.engines.vllm.client.running import Running
+from steerscope.engines.vllm.client.requests import VLLMText
 from steerscope.engines.vllm.worker.pool import HostPool
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.errors import RequestFailed
@@ -115,17 +115,17 @@ def test_rows_that_do_not_come_hold_up_nobody_and_nobody_waits_for_them_for_ever
     engine: SyncEngine, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """They are asked for when nobody runs any more, for any reason; an engine that fails tells whom they are of."""
-    wanted, lacks, closing = engine.generate(ONE, SHORT, capture=Capture()), Running.lacks, threading.Event()
+    wanted, lacks, closing = engine.generate(ONE, SHORT, capture=Capture()), VLLMText.lacks, threading.Event()
     aio: Any = engine.aio
 
-    def never(self: Running, until: float = 0.0) -> Any:
+    def never(self: VLLMText, until: float = 0.0) -> Any:
         if self.name != "short":
             return lacks(self, until)
         if self.count == SHORT.max_tokens and aio._closing:
             closing.set()
         return "rows"
 
-    monkeypatch.setattr(Running, "lacks", never)
+    monkeypatch.setattr(VLLMText, "lacks", never)
     found: dict[str, Generation | Exception] = {}
 
     def run(name: str, sampling: Sampling) -> None:
@@ -145,7 +145,7 @@ def test_rows_that_do_not_come_hold_up_nobody_and_nobody_waits_for_them_for_ever
     if end == "close":
         engine.close()
     elif end == "failure":
-        monkeypatch.setattr(aio.exit, "step", lambda: 1 / 0)
+        monkeypatch.setattr(aio.outputs, "step", lambda: 1 / 0)
     for thread in threads:
         thread.join(HUNG_S)
     short, long = found["short"], found["long"]
@@ -163,8 +163,8 @@ def test_rows_that_do_not_come_hold_up_nobody_and_nobody_waits_for_them_for_ever
 def test_whoever_waits_for_a_slot_has_that_of_one_who_waits_for_rows_when_nobody_else_runs(
     engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lacks, aio = Running.lacks, cast("Any", engine.aio)
-    monkeypatch.setattr(Running, "lacks", lambda one, until=0.0: "rows" if one.name == "short" else lacks(one, until))
+    lacks, aio = VLLMText.lacks, cast("Any", engine.aio)
+    monkeypatch.setattr(VLLMText, "lacks", lambda one, until=0.0: "rows" if one.name == "short" else lacks(one, until))
     size = engine.facts.hidden
     one, other = (Add(vector=np.eye(size, dtype=np.float32)[i], scale=0.1, layers="all") for i in (0, 1))
 

@@ -227,13 +227,13 @@ def test_a_request_that_ends_before_anybody_met_it_leaves_nothing_behind(llm: An
     ask(llm, {"capture": {}})[0].outputs[0].steerscope.close()
     front = engine.input_processor.steerscope
     gc.collect()
-    before = front.room.regions.used
+    before = front.capacity.regions.used
     for i in range(20):
         params = SamplingParams(max_tokens=8, extra_args={"steerscope": {"capture": {}}})
         engine.add_request(f"gone-{i}", {"prompt_token_ids": [5, 6, 7]}, params)
         engine.abort_request([f"gone-{i}"])
     gc.collect()
-    assert front.room.regions.used <= before
+    assert front.capacity.regions.used <= before
     assert front.budget.used == 0
 
 

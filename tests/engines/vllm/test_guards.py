@@ -17,7 +17,7 @@ from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved, start_vllm
 from steerscope.engines.load import load_engine
 from steerscope.engines.plan import Facts, Planner, Prompt
 from steerscope.engines.vllm import guards
-from steerscope.engines.vllm.settings import Settings, asked_for
+from steerscope.engines.vllm.settings import VLLMSettings, asked_for
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
 from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
 from support.waiting import HUNG_S
@@ -114,26 +114,28 @@ def test_a_supported_version_starts_without_a_word(monkeypatch: pytest.MonkeyPat
 def test_nothing_is_tapped_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STEERSCOPE", raising=False)
     assert asked_for(config()) is None
-    assert asked_for(config(additional_config={"steerscope": {"layers": "2-3"}})) == Settings.parse({"layers": "2-3"})
+    assert asked_for(config(additional_config={"steerscope": {"layers": "2-3"}})) == VLLMSettings.parse(
+        {"layers": "2-3"}
+    )
     monkeypatch.setenv("STEERSCOPE", '{"slots": 8}')
-    assert asked_for(config()) == Settings.parse({"slots": 8})
+    assert asked_for(config()) == VLLMSettings.parse({"slots": 8})
     monkeypatch.setenv("STEERSCOPE", "0")
     assert asked_for(config()) is None
 
 
 def test_the_settings_travel_in_what_the_compile_cache_hashes() -> None:
-    a, b = (Settings.parse({"layers": layers}).additional_config() for layers in ("all", "1-2"))
+    a, b = (VLLMSettings.parse({"layers": layers}).additional_config() for layers in ("all", "1-2"))
     assert a != b
     assert a["steerscope"]["version"]
-    assert asked_for(config(additional_config=json.loads(json.dumps(a)))) == Settings()
+    assert asked_for(config(additional_config=json.loads(json.dumps(a)))) == VLLMSettings()
 
 
 def test_the_taps_of_a_model() -> None:
-    assert Settings.parse({"layers": [0, 2], "sites": ("resid_pre", "resid_post")}).keys(4) == (
+    assert VLLMSettings.parse({"layers": [0, 2], "sites": ("resid_pre", "resid_post")}).keys(4) == (
         (0, "resid_pre"), (0, "resid_post"), (1, "resid_post"), (2, "resid_post"),
     )  # fmt: skip
     with pytest.raises(InvalidRequest, match=r"layers \[9\] do not exist; the model has layers 0–3"):
-        Settings.parse({"layers": "1,9"}).keys(4)
+        VLLMSettings.parse({"layers": "1,9"}).keys(4)
 
 
 def test_an_untapped_layer_or_site_is_refused_with_the_others() -> None:

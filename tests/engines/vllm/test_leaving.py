@@ -11,7 +11,7 @@ import pytest
 from engines.conftest import HAS_VLLM, saved, start_vllm
 from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
 from steerscope.engines.sync import SyncEngine
-from steerscope.engines.vllm.client.core_outputs import Exit
+from steerscope.engines.vllm.client.core_outputs import CoreOutputs
 from steerscope.specs import Capture, Sampling
 from steerscope.specs.errors import ModelNotFound, RequestFailed
 from support.waiting import HUNG_S
@@ -57,8 +57,8 @@ def told(name: str, *tokens: int, why: Why | None = None) -> Any:
     return SimpleNamespace(request_id=name, new_token_ids=list(tokens), finish_reason=why)
 
 
-def way_out(llm: LLM) -> Exit:
-    return Exit(llm)  # type: ignore[arg-type]
+def way_out(llm: LLM) -> CoreOutputs:
+    return CoreOutputs(llm)  # type: ignore[arg-type]
 
 
 def test_tokens_of_a_quiet_text_are_kept_until_its_end_and_others_are_told_at_once() -> None:
@@ -96,8 +96,8 @@ def test_whoever_is_given_up_is_given_up_where_it_is_known() -> None:
     assert llm.aborted[2:] == [("core", ["loud"])]  # nothing is asked of the books that they do not know
 
 
-def books(engine: SyncEngine) -> tuple[Any, Exit]:
-    return engine.aio._llm.output_processor, engine.aio.exit  # type: ignore[attr-defined]
+def books(engine: SyncEngine) -> tuple[Any, CoreOutputs]:
+    return engine.aio._llm.output_processor, engine.aio.outputs  # type: ignore[attr-defined]
 
 
 async def together(engine: SyncEngine, asked: dict[str, Sampling], streams: Sequence[str]) -> dict[str, Generation]:

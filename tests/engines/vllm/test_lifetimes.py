@@ -69,7 +69,7 @@ def test_what_is_cancelled_before_a_worker_met_it_leaves_no_memory_taken(engine:
         gc.collect()
         assert engine.stats()["capture_bytes"] == 0
     assert engine.generate(LONG, SAMPLING, capture=Capture()).rows.n == 159
-    assert engine.aio.room.regions.used < 1 << 20  # type: ignore[attr-defined]
+    assert engine.aio.capacity.regions.used < 1 << 20  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("capture", [Capture(), Capture(reduce="mean")])
@@ -78,7 +78,7 @@ def test_when_nothing_runs_the_workers_hear_of_ends_without_a_next_request(
 ) -> None:
     """Also of a text that ran to its longest, whose rows were there before anybody asked for them."""
     done = engine.generate(LONG, SAMPLING, capture=capture)
-    regions = engine.aio.room.regions  # type: ignore[attr-defined]
+    regions = engine.aio.capacity.regions  # type: ignore[attr-defined]
     assert done.rows[0].ndim == (1 if capture.reduce else 2)
     del done
     gc.collect()
@@ -94,7 +94,7 @@ def test_rows_that_are_dropped_while_nothing_runs_are_tidied_up_before_the_next_
 ) -> None:
     monkeypatch.setattr("steerscope.engines.engine_thread.SWEEP_S", 2 * HUNG_S)  # nobody watched_rows by itself
     done = engine.generate(LONG, SAMPLING, capture=Capture())
-    regions = engine.aio.room.regions  # type: ignore[attr-defined]
+    regions = engine.aio.capacity.regions  # type: ignore[attr-defined]
     time.sleep(0.1)  # idle: it has tidied up what there was
     assert done.capture is not None
     done.capture.close()
@@ -117,7 +117,7 @@ def test_what_is_left_of_requests_goes_when_nothing_runs_and_before_others_come(
         engine.generate([LONG, LONG], SAMPLING, steer=push)
     assert set(seen) == {()}
     until = time.monotonic() + HUNG_S
-    while aio._spent or aio.room.regions.used:
+    while aio._spent or aio.capacity.regions.used:
         assert time.monotonic() < until, "an idle engine keeps what nobody needs"
         time.sleep(0.02)
 
@@ -134,7 +134,7 @@ def test_a_result_that_is_on_its_way_is_waited_for_and_asked_for_if_it_takes_too
         late.append(threading.Timer(0.05, write_early, args))
         late[-1].start()
 
-    monkeypatch.setattr("steerscope.engines.vllm.client.engine._SOON", patience)
+    monkeypatch.setattr("steerscope.engines.vllm.client.engine._SOON_S", patience)
     monkeypatch.setattr(HostReductions, "write_early", lambda self, ends: later(self, ends) if ends else None)
     monkeypatch.setattr(engine.aio, "_rpc", lambda name, *args: (asked.append(name), rpc(name, *args))[1])
     done = engine.generate(LONG, SAMPLING, capture=Capture(layers=0, reduce="mean"))

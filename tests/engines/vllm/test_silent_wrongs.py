@@ -68,7 +68,7 @@ def rows_stay(engine: SyncEngine) -> None:
         for one in engine.generate(more, FEW, capture=Capture()):
             assert one.capture is not None
             one.capture.close()
-        assert engine.aio.room.regions.used > 0  # type: ignore[attr-defined]  # what was freed is taken back here
+        assert engine.aio.capacity.regions.used > 0  # type: ignore[attr-defined]  # what was freed is taken back here
     assert torch.equal(kept, copy)
 
 
@@ -158,13 +158,16 @@ def an_overflow_is_not_read_from_the_cache(engine: SyncEngine) -> None:
             engine.generate(TokenPrompt(LONG), FEW, steer=steer)
 
 
+def forget_overflows(engine: SyncEngine, patch: pytest.MonkeyPatch) -> None:
+    salts = engine.aio.capacity.salts  # type: ignore[attr-defined]
+    patch.setattr(salts, "_spoilt", ())
+    patch.setattr(salts, "spoil", lambda _shared: None)
+
+
 def nor_by_another_client(engine: SyncEngine) -> None:
     """One that has not heard of it."""
-    from steerscope.engines.vllm import wire
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "_spoilt", ())
-        patch.setattr("steerscope.engines.vllm.client.engine.spoil", lambda _plan: None)
+        forget_overflows(engine, patch)
         an_overflow_is_not_read_from_the_cache(engine)
 
 
@@ -228,37 +231,36 @@ def no_steering(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_salt(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm.client import running
+    from steerscope.engines.vllm.client.template import Salts
 
-    patch.setattr(running, "salt", lambda _plan: None)
+    patch.setattr(Salts, "of", lambda _self, _shared: None)
 
 
 def salt_without_positions(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm import wire
-    from steerscope.engines.vllm.client import running
+    import dataclasses
+
+    from steerscope.engines.vllm.client import template as module
     from steerscope.specs.tokens import EVERYWHERE
 
-    def blind(plan):
-        import dataclasses
+    real = module.salt_of
 
-        columns = tuple(dataclasses.replace(column, positions=EVERYWHERE) for column in plan.columns)
-        return wire.salt(dataclasses.replace(plan, columns=columns))
+    def blind(template):
+        columns = tuple(dataclasses.replace(column, positions=EVERYWHERE) for column in template.columns)
+        return real(dataclasses.replace(template, columns=columns))
 
-    patch.setattr(running, "salt", blind)
+    patch.setattr(module, "salt_of", blind)
 
 
 def salt_by_name(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm.client import running
+    from steerscope.engines.vllm.client import template as module
 
-    patch.setattr(
-        running, "salt", lambda plan: str([str(a.op.vector)[:9] for a in plan.applied]) if plan.columns else None
-    )
+    patch.setattr(module, "salt_of", lambda template: str([str(a.op.vector)[:9] for a in template.applied]))
 
 
 def reads_the_cache(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm.client import running
+    from steerscope.engines.vllm.client import template as module
 
-    patch.setattr(running, "reads_cached", lambda _plan: True)
+    patch.setattr(module, "reads_cached", lambda _template: True)
 
 
 def memory_reused_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -285,9 +287,7 @@ def overflows_remain(patch: pytest.MonkeyPatch) -> None:
 def nobody_remembers(patch: pytest.MonkeyPatch) -> None:
     from steerscope.engines.vllm import wire
 
-    patch.setattr(wire, "_spoilt", ())
     patch.setattr(wire.Recent, "add", lambda _self, _one: None)
-    patch.setattr("steerscope.engines.vllm.client.engine.spoil", lambda _plan: None)
 
 
 MUTATIONS: list[tuple[Mutation, Callable[[SyncEngine], None]]] = [
@@ -312,7 +312,7 @@ def test_without_its_guard_the_wrong_shows(
     """Some show at the start already, where the self-tests refuse to serve: they are switched off to see the check."""
     mutation(monkeypatch)
     monkeypatch.setattr("steerscope.engines.vllm.worker.worker.check_taps", lambda *_: None)
-    monkeypatch.setattr("steerscope.engines.vllm.client.engine.self_test", lambda _engine: None)
+    monkeypatch.setattr("steerscope.engines.vllm.client.engine.self_test", lambda *_: None)
     engine = begin(max_num_batched_tokens=BLOCK)
     try:
         with pytest.raises((AssertionError, RequestFailed, pytest.fail.Exception)) as found:

@@ -10,7 +10,7 @@ import torch
 from engines.conftest import HAS_VLLM, saved, start_vllm
 from steerscope.engines.results import TokenPrompt
 from steerscope.engines.vllm.client.start import batched_tokens
-from steerscope.engines.vllm.settings import Settings
+from steerscope.engines.vllm.settings import VLLMSettings
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling
 
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
@@ -18,7 +18,7 @@ SMALL, LARGE = (36, 2048), (80, 8192)  # layers and hidden size of a 3B and a 70
 GIB = 1 << 30
 
 
-def config(shape: tuple[int, int], requests: int, tokens: int, settings: Settings | None = None) -> Any:
+def config(shape: tuple[int, int], requests: int, tokens: int, settings: VLLMSettings | None = None) -> Any:
     """The parts of a VllmConfig that are looked at."""
     layers, hidden = shape
     model = SimpleNamespace(
@@ -42,7 +42,7 @@ def config(shape: tuple[int, int], requests: int, tokens: int, settings: Setting
 def test_tables_have_room_for_every_request_within_their_memory(
     shape: tuple[int, int], requests: int, asked: dict[str, Any], slots: int, groups: int
 ) -> None:
-    found = Settings.parse(asked).sized(config(shape, requests, 8192))
+    found = VLLMSettings.parse(asked).sized(config(shape, requests, 8192))
     assert (found.slots, found.groups) == (slots, groups)
     assert found.sized(config(shape, 7, 8192)) == found, "what is filled in stays"
 
@@ -50,7 +50,7 @@ def test_tables_have_room_for_every_request_within_their_memory(
 @pytest.mark.parametrize("name", ["slots", "groups"])
 def test_a_table_with_no_row_to_use_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{name}: 1 leaves none to use; give at least 2"):
-        Settings.parse({name: 1})
+        VLLMSettings.parse({name: 1})
 
 
 @needs_vllm
@@ -71,7 +71,7 @@ def test_a_step_has_vllms_tokens_unless_their_rows_take_too_much_memory(
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_: memory)
-    assert batched_tokens(config(shape, 1024, 8192, Settings.parse(asked))) == tokens
+    assert batched_tokens(config(shape, 1024, 8192, VLLMSettings.parse(asked))) == tokens
 
 
 @needs_vllm

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import msgpack, structs
 
 from steerscope.core.slot_table import Lease
-from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch, waits
+from steerscope.engines.vllm.settings import NAME, PAGE, smallest_pool
+from steerscope.engines.vllm.wire import Envelope, Wire, WireBody, WireCapture, WireColumn, WireWatch, waits
 from steerscope.engines.vllm.worker.decode_fast_path import StepPlan
 from steerscope.engines.vllm.worker.index_layout import CELL, ENTRIES, FLAG, GROUP, STRIDE
-from steerscope.engines.vllm.worker.pool import Cells, smallest_pool
+from steerscope.engines.vllm.worker.pool import Cells
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest, WatchState
-from steerscope.engines.vllm.worker.step_index import PAGE, StepIndex
+from steerscope.engines.vllm.worker.step_index import StepIndex
 from steerscope.lenses.compile import Compiled, CompiledRule, Term
 from steerscope.specs.tokens import END, EVERYWHERE, Positions
 
@@ -36,7 +38,7 @@ def request(
     name: str, positions: Positions | None, columns: tuple[Positions, ...] = (), most: int = 1000, slot: int = 1
 ) -> TrackedRequest:
     capture = positions and WireCapture(((0, "resid_post"), (1, "resid_post")), positions, False, None, 0, most)
-    wire = Wire(name, None, 0, 0, tuple(WireColumn(b"", b"", None, {}, p, 0) for p in columns), capture)
+    wire = Wire(name, None, 0, 0, tuple(WireColumn(b"", b"", {}, p, 0) for p in columns), capture)
     leases = [Lease(slot + k, slot + k, b"", b"") for k in range(len(columns))]
     return TrackedRequest(wire, leases, 3 if positions else 0, 2 if positions else 0)
 
@@ -435,8 +437,8 @@ def test_rows_of_large_pages_leave_a_few_at_a_time() -> None:
     step_index, pool, names = StepIndex(TOKENS, COLUMNS, page_rows=128), Pool(), [str(i) for i in range(16)]
     for name in names:
         step_index.requests[name] = request(name, EVERYWHERE, most=100)
-    step_index.requests["9"].wire = replace(
-        step_index.requests["9"].wire, capture=replace(step_index.requests["9"].wire.capture, reduce="mean")
+    step_index.requests["9"].wire = structs.replace(
+        step_index.requests["9"].wire, capture=structs.replace(step_index.requests["9"].wire.capture, reduce="mean")
     )  # type: ignore[type-var]
     step(step_index, pool, *((name, 0, 3) for name in names))
     most: list[int] = []
@@ -484,31 +486,26 @@ def test_rows_leave_as_often_where_no_step_is_like_the_last(page: int, early: li
     assert left == early
 
 
-def test_the_wire_survives_its_way() -> None:
-    pytest.importorskip("msgspec", reason="it comes with vLLM")
-    wire = Wire(
-        "r0.0",
-        ("/somewhere", 1 << 30),
-        4096,
-        2**61 + 1,
-        (
-            WireColumn(
-                b"\x00\xff",
-                b"\x07",
-                b"\x01\x02",
-                {(3, "resid_post"): (0.0, 1.0, 1.0, float("-inf"), 2.5)},
-                EVERYWHERE,
-                0,
-            ),
-        ),
-        WireCapture(((1, "resid_mid"), (2, "attn_out")), Positions(((0, 4),)), True, "mean", 4, 17),
-        WireWatch("p", (1, "resid_mid"), Positions(((2, 9),)), 5, (0, 2), RULES, 4, 17, 640),
-    )
-    assert Wire.unpack(wire.pack()) == wire
-    assert wire.first == 0
-    later = replace(wire, columns=(), capture=replace(wire.capture, positions=Positions(((7, 9), (12, 20)))))  # type: ignore[type-var]
-    assert later.first == 2  # it is watched from there on
-    entry = replace(later, watch=None).entry()
+def test_a_request_is_the_same_behind_the_wire() -> None:
+    coefficients = {(3, "resid_post"): (0.0, 1.0, 1.0, float("-inf"), 2.5)}
+    column = WireColumn(b"\x00\xff", b"\x07", coefficients, EVERYWHERE, 0)  # type: ignore[arg-type]
+    capture = WireCapture(((1, "resid_mid"), (2, "attn_out")), Positions(((0, 4),)), True, "mean", 4, 17)
+    watch = WireWatch("p", (1, "resid_mid"), Positions(((2, 9),)), 5, (0, 2), RULES, 4, 17, 640)
+    body = WireBody((column,), capture, watch)
+    envelope = Envelope("r0.0", ("/somewhere", 1 << 30), 4096, 2**61 + 1, msgpack.encode(body), (b"\x01\x02",))
+    wire = Wire.unpack(envelope.entry(body.first)[NAME])
+    assert (wire.name, wire.arena, wire.offset, wire.owner) == ("r0.0", ("/somewhere", 1 << 30), 4096, 2**61 + 1)
+    assert (wire.capture, wire.watch) == (capture, watch)
+    assert wire.columns == (structs.replace(column, content=b"\x01\x02"),)
+    assert wire.without_content().columns == (column,)
+
+
+def test_a_request_waits_for_the_first_position_of_which_it_asks_something() -> None:
+    later = WireCapture(((1, "resid_mid"),), Positions(((7, 9), (12, 20))), True, "mean", 4, 17)
+    watch = WireWatch("p", (1, "resid_mid"), Positions(((2, 9),)), 5, (0, 2), RULES, 4, 17, 640)
+    assert WireBody((WireColumn(b"", b"", {}, EVERYWHERE, 0),), later, watch).first == 0
+    assert WireBody((), later, watch).first == 2  # it is watched from there on
+    entry = Envelope("r", None, 0, 1, b"").entry(WireBody((), later).first)
     assert [waits(entry, stop) for stop in (6, 7, 8)] == [True, True, False]
     assert not waits({"other": 1}, 1)
     assert not waits(None, 1)
@@ -568,8 +565,8 @@ def test_a_prompt_that_was_steered_is_steered_again_when_it_is_computed_again() 
 def watched(positions: Positions, captured: Positions | None, columns: tuple[Positions, ...] = ()) -> TrackedRequest:
     found = request("w", captured, columns, most=200)
     watch = WireWatch("p", (0, "resid_post"), positions, 5, None, RULES, 5, 200, 0)
-    gated = tuple(replace(column, gate=1) for column in found.wire.columns)
-    found.wire = replace(found.wire, watch=watch, columns=gated)
+    gated = tuple(structs.replace(column, gate=1) for column in found.wire.columns)
+    found.wire = structs.replace(found.wire, watch=watch, columns=gated)
     found.watched = WatchState(None, [40] * len(columns), 7, 8, positions.count(200))  # type: ignore[arg-type]
     return found
 

@@ -57,7 +57,7 @@ KINDS = st.builds(
 
 def request(i: int, kind: Kind) -> TrackedRequest:
     positions = Positions(((kind.skipped, END),)) if kind.skipped else EVERYWHERE
-    columns = (WireColumn(b"", b"", None, {}, EVERYWHERE, 0),) if kind.steers else ()
+    columns = (WireColumn(b"", b"", {}, EVERYWHERE, 0),) if kind.steers else ()
     capture = WireCapture((), positions, False, kind.reduce, kind.hold, 1000)
     leases = [Lease(1, 1, b"", b"")] * len(columns)
     watch = WireWatch("p", (0, "resid_post"), EVERYWHERE, 5, None, Compiled([], []), 5, 1000, 0)

@@ -114,24 +114,25 @@ class TestOneEngine:
         same(again, reference.generate(longer, SAMPLING, watch=Watch(pack="p", tokens="generated")))
 
     def test_salts_and_the_cache(self, engine: SyncEngine):
-        from steerscope.engines.vllm.wire import reads_cached, salt
+        from steerscope.engines.vllm.client.capacity import Capacity
 
         def plan(watch: Watch):
             (found,) = engine.aio._plan_stream(engine.aio.tokenize(TokenPrompt(LONG)), SAMPLING, watch=watch)
-            return found
+            return capacity.shared(found)
 
-        assert salt(plan(switching())) != salt(plan(switching()))
-        assert salt(plan(Watch(pack="p"))) is None
-        assert not reads_cached(plan(Watch(pack="p")))
-        assert reads_cached(plan(Watch(pack="p", tokens="generated")))
-        assert reads_cached(plan(Watch(pack="p", tokens="last_prompt")))
-        assert not reads_cached(plan(Watch(pack="p", tokens="positions=[5]")))
+        capacity: Capacity = engine.aio.capacity  # type: ignore[attr-defined]
+        assert capacity.salts.of(plan(switching())) != capacity.salts.of(plan(switching()))
+        assert capacity.salts.of(plan(Watch(pack="p"))) is None
+        assert not plan(Watch(pack="p")).reads_cached
+        assert plan(Watch(pack="p", tokens="generated")).reads_cached
+        assert plan(Watch(pack="p", tokens="last_prompt")).reads_cached
+        assert not plan(Watch(pack="p", tokens="positions=[5]")).reads_cached
 
     def test_a_reading_that_never_comes_ends_its_request_and_no_other(self, engine: SyncEngine, monkeypatch):
-        from steerscope.engines.vllm.client import running
+        from steerscope.engines.vllm.client import requests
         from steerscope.engines.vllm.worker.delivery import Delivery
 
-        monkeypatch.setattr(running, "_PATIENCE", 0.2)
+        monkeypatch.setattr(requests, "_PATIENCE", 0.2)
         with monkeypatch.context() as lost:
             lost.setattr(Delivery, "tell", lambda *_: None)
             with pytest.raises(RequestFailed, match="a reading did not arrive"):
@@ -155,7 +156,7 @@ class TestOneEngine:
         assert (len(monitor.rules._free), any(monitor._seats.values())) == (free, False)
         stats = engine.stats()
         assert (stats["capture_bytes"], stats["slots_in_use"], stats["worker_requests"]) == (0, 0, 0)
-        assert engine.aio.room.regions.used == 0  # type: ignore[attr-defined]
+        assert engine.aio.capacity.regions.used == 0  # type: ignore[attr-defined]
 
     def test_what_cannot_be_is_refused(self, engine: SyncEngine):
         facts = engine.aio.facts

@@ -23,19 +23,19 @@ from steerscope.core.slot_table import SlotTable
 from steerscope.engines.detokenizer import Decoder
 from steerscope.engines.engine_thread import ThreadedEngine
 from steerscope.engines.hf.blocks import find_blocks
-from steerscope.engines.hf.kv import BatchCache
+from steerscope.engines.hf.decode_batch import DecodeBatch
+from steerscope.engines.hf.forward_index import ForwardIndex, PassBuilder, deliver
 from steerscope.engines.hf.lenses import MonitorStore, read
-from steerscope.engines.hf.passes import Books, Passes, deliver
 from steerscope.engines.hf.prefill import PrefillQueue, prefill_inputs
 from steerscope.engines.hf.sampler import choose, log_probabilities
 from steerscope.engines.hf.selftest import can_continue, self_test
-from steerscope.engines.hf.sequence import Row, Slice
+from steerscope.engines.hf.sequence import HFContext, Row, TokenSpan
 from steerscope.engines.hf.settings import check_options, context_of, eos_ids, no_bars
 from steerscope.engines.hf.taps import Pass, Taps
-from steerscope.engines.outbox import together
 from steerscope.engines.packs import Packs
 from steerscope.engines.plan import Facts, Plan
-from steerscope.engines.results import Job
+from steerscope.engines.result_channels import together
+from steerscope.engines.results import EngineJob
 from steerscope.lenses.monitor import Monitor
 from steerscope.models import check_adapter
 from steerscope.specs.errors import (
@@ -44,6 +44,7 @@ from steerscope.specs.errors import (
     RequestFailed,
     Unsteerable,
     UnsupportedModel,
+    first_line,
 )
 
 
@@ -65,37 +66,48 @@ class HFEngine(ThreadedEngine[Row]):
         super().__init__(ByteBudget(capture_budget, capture_wait))
         check_options(max_batch, prefill_chunk, max_columns, slots, capture_budget, capture_ttl)
         self.model, self.tokenizer = model.eval(), tokenizer
-        self.capture_ttl, self.max_batch, self.dtype = capture_ttl, max_batch, model.dtype
-        self.device = model.device
+        self.dtype, self.device = model.dtype, model.device
+        self.capture_ttl, self.max_batch = capture_ttl, max_batch
+        self.blocks = find_blocks(model)
         config = model.config.get_text_config(decoder=True)
-        self.blocks = blocks = find_blocks(model)
         self.facts = Facts(
             name=name or model.config.name_or_path or type(model).__name__,
-            layers=len(blocks),
+            layers=len(self.blocks),
             hidden=config.hidden_size,
             vocab=config.vocab_size,
             context=context_of(config),
             max_columns=max_columns,
-            refused_sites=blocks.refused,
+            refused_sites=self.blocks.refused,
             watches=True,
         )
-        self._table = SlotTable(config.hidden_size, slots, model.device)
-        self._taps = Taps(blocks, self._table)
-        self.monitor = Monitor(model.device, slots=max_batch)
+        self._prepare(slots)
+        self_test(model, self._taps, self._table)
+        self._prompts = PrefillQueue(prefill_chunk, can_continue(model, self.blocks, self._last_only))
+        self._run()
+
+    def _prepare(self, slots: int) -> None:
+        model, hidden = self.model, self.facts.hidden
+        self._table = SlotTable(hidden, slots, self.device)
+        self._taps = Taps(self.blocks, self._table)
+        self.monitor = Monitor(self.device, slots=self.max_batch)
         self._lenses = Packs(MonitorStore(self.monitor), self._call, self._put, self._packs_in_use)
         self._taps.gates = self.monitor.rules.gates
-        self._passes = Passes(self._table, config.hidden_size, model.dtype)
-        self._decoder = Decoder(tokenizer)  # type: ignore[arg-type]
-        self.eos = eos_ids(model, tokenizer)
+        self._passes = PassBuilder(self._table, hidden, self.dtype)
+        self._batch = DecodeBatch(self.facts.layers)
+        self.context = HFContext(
+            facts=self.facts,
+            decoder=Decoder(self.tokenizer),  # type: ignore[arg-type]
+            eos=eos_ids(model, self.tokenizer),
+            budget=self.budget,
+            capture_ttl=self.capture_ttl,
+            model=model,
+            table=self._table,
+            monitor=self.monitor,
+        )
         # Only the last column's logits are needed; a model that cannot leave the others out computes them all.
         can_skip = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if can_skip else {}
-        self._cache = BatchCache(len(blocks))
-        self._rows: list[Row] = []
         self._counts |= {"prefills": 0, "rows": 0, "readings": 0, "lens_seconds": 0.0}
-        self_test(model, self._taps, self._table)
-        self._prompts = PrefillQueue(prefill_chunk, can_continue(model, blocks, self._last_only))
-        self._run()
 
     @classmethod
     def from_pretrained(
@@ -117,24 +129,20 @@ class HFEngine(ThreadedEngine[Row]):
         except UnsupportedModel:
             raise
         except Exception as error:  # transformers and its readers raise all sorts for a bad path, file or dtype
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ModelNotFound(f"cannot load {model}: {reason}") from error
+            raise ModelNotFound(f"cannot load {model}: {first_line(error)}") from error
         placed = hasattr(loaded, "hf_device_map") or hasattr(loaded.config, "quantization_config")
         try:
             if not placed:
                 loaded.to(device)  # type: ignore[arg-type]
         except (RuntimeError, AssertionError) as error:  # torch raises either for a device it does not have
-            reason = str(error).strip().splitlines()[0]
-            raise UnsupportedModel(f"cannot put {model} on device {device!r}: {reason}") from error
+            raise UnsupportedModel(f"cannot put {model} on device {device!r}: {first_line(error)}") from error
         return cls(loaded, tokenizer, **{"name": str(model), **options})  # type: ignore[arg-type]
 
     # --- the Engine's side (any thread)
 
     def _row_bytes(self, plan: Plan) -> int:
-        if plan.capture is None:
-            return 0
-        size = 4 if plan.capture.spec.reduce else self.model.dtype.itemsize
-        return plan.capture.rows(plan.most_rows) * len(plan.capture.keys) * self.facts.hidden * size
+        capture = plan.capture
+        return 0 if capture is None else capture.n_bytes(plan.most_rows, self.facts.hidden, self.dtype.itemsize)
 
     def stats(self) -> dict[str, float]:
         now = {"running": len(self._admitted), "waiting": len(self._waiting), "slots_in_use": self._table.in_use}
@@ -150,18 +158,18 @@ class HFEngine(ThreadedEngine[Row]):
             try:
                 with torch.no_grad():
                     going = self._step()
-            except Exception as error:  # a fault of ours: whoever is in the batch is told, the engine goes on
-                # With nobody in the batch, the first in the queue is to blame: else this would go round for ever.
+            except Exception as error:  # an error of the engine: the batch fails, the engine goes on
+                # With an empty batch the first waiting request fails: else this would repeat for ever.
                 for row in self._clear() or self._waiting[:1]:
                     self._failed(row, error)
                 self._waiting = [row for row in self._waiting if not row.over]
         for row in self._clear():
             row.end("cancelled")
         self._drop_waiting(cancelled_only=False)
-        # What the engine held is given back even while somebody keeps the closed engine itself.
+        # Memory is freed even while the caller keeps the closed engine.
         self._lenses.close()
         self.monitor.close()
-        del self.model, self.blocks, self._taps, self._passes
+        del self.model, self.blocks, self._taps, self._passes, self.context
 
     def _step(self) -> bool:
         going = self._receive()
@@ -177,28 +185,28 @@ class HFEngine(ThreadedEngine[Row]):
 
     @property
     def _streaming(self) -> bool:
-        """Whether a stream runs: prompts and decoding take turns then. Else prompts go first."""
-        return any(row.job.stream for row in self._rows)
+        """Return whether a stream runs: prompts and decoding take turns then. Else prompts go first."""
+        return any(row.job.stream for row in self._batch.rows)
 
     def _clear(self) -> list[Row]:
-        """Empty the batch; those who wait for a place keep waiting."""
+        """Remove all admitted requests and return them; requests that wait for a place keep waiting."""
         rows = list(dict.fromkeys(self._admitted))
-        self._rows, self._prompts.rows = [], []
-        self._cache = BatchCache(self.facts.layers)
+        self._batch.clear()
+        self._prompts.rows = []
         return rows
 
     @property
     def _admitted(self) -> list[Row]:
-        return [*self._rows, *self._prompts.rows]
+        return [*self._batch.rows, *self._prompts.rows]
 
     def _all_requests(self) -> list[Row]:
         return [*self._admitted, *self._waiting]
 
-    def _sequence(self, job: Job) -> Row:
-        return Row(job, self._decoder, self.eos, self)
+    def _sequence(self, job: EngineJob) -> Row:
+        return Row(job, self.context)
 
     def _busy(self) -> bool:
-        admitted = bool(self._rows or self._prompts.rows)
+        admitted = bool(self._admitted)
         if not admitted and not self._waiting:
             self._taps.attach(())  # the model is left as it was found
         return admitted
@@ -221,7 +229,7 @@ class HFEngine(ThreadedEngine[Row]):
             try:
                 if not self._lenses.ready(row):
                     continue
-                row.lease(self._table)
+                row.lease()
             except CapacityExceeded as error:
                 if row.needs_slot and any(other.leases for other in self._admitted):
                     blocked = row  # until a running request ends and frees slots
@@ -229,7 +237,7 @@ class HFEngine(ThreadedEngine[Row]):
                 self._waiting.remove(row)
                 self._failed(row, error)
                 continue
-            except Exception as error:  # no memory for its rows, a pack that cannot be loaded: its own trouble
+            except Exception as error:  # no memory for its rows, a pack that cannot be loaded
                 self._waiting.remove(row)
                 self._failed(row, error)
                 continue
@@ -240,16 +248,16 @@ class HFEngine(ThreadedEngine[Row]):
         """Run one forward of prompt tokens. Prompts that are complete then join the batch."""
         if not self._prompts.rows:
             return
-        slices = self._prompts.next_slices(self._streaming)
-        rows = [one.row for one in slices]
+        spans = self._prompts.next_spans(self._streaming)
+        rows = [one.row for one in spans]
         first = rows[0]
         cache = first.prefilled or DynamicCache()
         try:
-            logits = self._forward(slices, **prefill_inputs(slices, self.model.device), past_key_values=cache)
+            logits = self._forward(spans, **prefill_inputs(spans, self.model.device), past_key_values=cache)
             if first.fed == first.prompt_length:
-                self._cache.join(cache, [row.prompt_length for row in rows])
+                self._batch.join(rows, cache)
         except Exception as error:
-            self._prefill_failed(slices, error)
+            self._prefill_failed(spans, error)
             return
         if first.fed < first.prompt_length:
             first.prefilled = cache
@@ -257,22 +265,21 @@ class HFEngine(ThreadedEngine[Row]):
                 self._leave(first)
                 self._failed(first, first.fault)
             return
-        self._rows += rows
         for row in rows:
             row.prefilled = None
             self._prompts.rows.remove(row)
         self._counts["prefills"] += 1
         self._accept(rows, logits)
 
-    def _prefill_failed(self, slices: list[Slice], error: Exception) -> None:
+    def _prefill_failed(self, spans: list[TokenSpan], error: Exception) -> None:
         """Try each prompt alone, from its first token: one cannot take others along, and a cache that holds a part of a
         failed piece is of no use."""
-        first = slices[0]
-        if len(slices) == 1 and (first.row.alone or first.start == 0):
+        first = spans[0]
+        if len(spans) == 1 and (first.row.alone or first.start == 0):
             self._leave(first.row)
             self._failed(first.row, error)
             return
-        for one in slices:
+        for one in spans:
             self._restart(one.row)
 
     def _restart(self, row: Row) -> None:
@@ -281,42 +288,32 @@ class HFEngine(ThreadedEngine[Row]):
         row.restart()
 
     def _decode(self) -> None:
-        if not self._rows:
+        if not self._batch.rows:
             return
-        rows = list(self._rows)
-        slices = [Slice.rest(row) for row in rows]
+        rows = list(self._batch.rows)
+        spans = self._batch.spans()
         try:
-            self._cache.make_room()
-            logits = self._forward(slices, **self._next_inputs())
+            logits = self._forward(spans, **self._batch.inputs(self.device))
         except Exception as error:
-            self._end_step(self._culprits(slices) or rows, error)
+            self._end_step(self._culprits(spans) or rows, error)
             return
-        self._cache.advance()
+        self._batch.cache.advance()
         self._counts["steps"] += 1
         self._accept(rows, logits)
 
-    def _next_inputs(self) -> dict[str, object]:
-        device, rows = self.model.device, self._rows
-        return {
-            "input_ids": torch.tensor([[row.history[-1]] for row in rows], device=device),
-            "attention_mask": self._cache.mask(device),
-            "position_ids": torch.tensor([[row.fed] for row in rows], device=device),
-            "past_key_values": self._cache,
-        }
+    def _culprits(self, spans: list[TokenSpan]) -> list[Row]:
+        """Return the rows whose ops, captures or watches make this step fail; none if it fails without them too. A step
+        that was not finished has changed nothing: it can be run again with some of them."""
 
-    def _culprits(self, slices: list[Slice]) -> list[Row]:
-        """Rows whose ops, captures or watches make this step fail; none if it fails without them too. A step that was
-        not finished has changed nothing: it can be run again with some of them, and later with those that remain."""
-
-        def fails(asked: list[Slice]) -> bool:
+        def fails(asked: list[TokenSpan]) -> bool:
             try:
-                self._cache.make_room()
-                self._compute([one if one in asked else one.muted for one in slices], **self._next_inputs())
+                some = [one if one in asked else one.muted for one in spans]
+                self._compute(some, **self._batch.inputs(self.device))
             except Exception:
                 return True
             return False
 
-        def faulty(asked: list[Slice]) -> list[Row]:
+        def faulty(asked: list[TokenSpan]) -> list[Row]:
             if not fails(asked):
                 return []
             if len(asked) == 1:
@@ -324,42 +321,44 @@ class HFEngine(ThreadedEngine[Row]):
             half = len(asked) // 2
             return faulty(asked[:half]) + faulty(asked[half:])
 
-        tapped = [one for one in slices if one.row.tapped]
+        tapped = [one for one in spans if one.row.tapped]
         return faulty(tapped) if tapped and not fails([]) else []
 
     def _end_step(self, rows: list[Row], error: Exception) -> None:
-        """These end, the engine goes on."""
-        if len(rows) == len(self._rows):
-            self._rows, self._cache = [], BatchCache(self.facts.layers)
+        """End these requests; the engine goes on."""
+        if len(rows) == len(self._batch.rows):
+            self._batch.clear()
         for row in rows:
-            if row in self._rows:
+            if row in self._batch.rows:
                 self._leave(row)
             self._failed(row, RequestFailed(f"a step of {self.facts.name} failed: {error}"))
 
-    def _forward(self, slices: list[Slice], **inputs: object) -> torch.Tensor:
-        """Logits of the last column; steers and captures on the way. Rows and readings that cannot be kept are the
-        fault of their request (`Row.fault`), not of the forward."""
-        logits, now, books = self._compute(slices, **inputs)
-        if now and books:
-            captured = len(books.captures)
-            self._counts["rows"] += deliver(now.gathers[:captured], books.shares)
+    def _forward(self, spans: list[TokenSpan], **inputs: object) -> torch.Tensor:
+        """Steer and capture; return the logits of the last column. Rows and readings that cannot be kept fail their
+        request (`Row.fault`), not the forward."""
+        logits, now, index = self._compute(spans, **inputs)
+        if now and index:
+            n_captured = len(index.captured)
+            self._counts["rows"] += deliver(now.gathers[:n_captured], index.captured)
             began = time.perf_counter()
-            for look, gather in zip(books.looks, now.gathers[captured:], strict=True):
-                self._counts["readings"] += read(self.monitor, look, gather)
+            for watched, gather in zip(index.watched, now.gathers[n_captured:], strict=True):
+                self._counts["readings"] += read(self.monitor, watched, gather)
             self._counts["lens_seconds"] += time.perf_counter() - began
-        for one in slices:
+        for one in spans:
             one.row.fed = one.stop
         return logits
 
-    def _compute(self, slices: list[Slice], **inputs: object) -> tuple[torch.Tensor, Pass | None, Books | None]:
+    def _compute(
+        self, spans: list[TokenSpan], **inputs: object
+    ) -> tuple[torch.Tensor, Pass | None, ForwardIndex | None]:
         """Run the model and its taps; no request is changed by it."""
         keys = {key for row in self._admitted for key in row.tapped}
         self._taps.attach(keys)
         width = inputs["input_ids"].shape[1]  # type: ignore[attr-defined]
-        now, books = self._passes.build(slices, width) if keys else (None, None)
+        now, index = self._passes.build(spans, width) if keys else (None, None)
         with self._taps.during(now):
             output = self.model(**inputs, **self._last_only, use_cache=True)
-        return output.logits[:, -1], now, books
+        return output.logits[:, -1], now, index
 
     @together()
     def _accept(self, rows: list[Row], logits: torch.Tensor) -> None:
@@ -389,8 +388,5 @@ class HFEngine(ThreadedEngine[Row]):
     def _leave(self, row: Row) -> None:
         if row in self._prompts.rows:
             self._prompts.rows.remove(row)
-            return
-        at = self._rows.index(row)
-        self._cache.leave(at)
-        self._rows[at] = self._rows[-1]
-        self._rows.pop()
+        else:
+            self._batch.leave(row)

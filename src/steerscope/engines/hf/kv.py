@@ -87,9 +87,9 @@ class BatchCache(Cache):
         self._narrow()
 
     def leave(self, row: int) -> None:
-        """Free a row; the last row takes its place (the caller must move its own books alike).
+        """Free a row; the last row takes its place (the caller must move its own list alike).
 
-        The free row is cleared: a masked column still meets a weight of 0, and 0 · NaN of a failed request is NaN.
+        The free row is cleared: a masked column still has the weight 0, and 0 · NaN of a failed request is NaN.
         """
         w = self.window
         last = w.rows - 1

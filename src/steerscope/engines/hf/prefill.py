@@ -7,7 +7,7 @@ so that neither waits for all of the other.
 
 import torch
 
-from steerscope.engines.hf.sequence import Row, Slice
+from steerscope.engines.hf.sequence import Row, TokenSpan
 
 _MAX_TOKENS = 8192  # padded tokens of one forward
 _SHARED_CHUNKS = 4  # of a forward of several short prompts beside streams: many that come at once should not wait long
@@ -21,7 +21,7 @@ class PrefillQueue:
         self.rows: list[Row] = []
         self._long_is_next = True
 
-    def next_slices(self, streaming: bool) -> list[Slice]:
+    def next_spans(self, streaming: bool) -> list[TokenSpan]:
         """Return what the next forward feeds: short prompts together, or a piece of a longer one (all of it where
         pieces are not exact). Beside streams a piece is a chunk."""
         max_tokens = self.chunk_tokens if streaming else _MAX_TOKENS
@@ -31,8 +31,8 @@ class PrefillQueue:
         self._long_is_next = not take_long
         if long is not None and take_long:
             stop = min(long.fed + max_tokens, long.prompt_length) if self.in_pieces else long.prompt_length
-            return [Slice(long, long.fed, stop)]
-        return [Slice.rest(row) for row in _group(short, min(_SHARED_CHUNKS * max_tokens, _MAX_TOKENS))]
+            return [TokenSpan(long, long.fed, stop)]
+        return [TokenSpan.rest(row) for row in _group(short, min(_SHARED_CHUNKS * max_tokens, _MAX_TOKENS))]
 
 
 def _group(rows: list[Row], max_tokens: int) -> list[Row]:
@@ -45,15 +45,15 @@ def _group(rows: list[Row], max_tokens: int) -> list[Row]:
     return rows
 
 
-def prefill_inputs(slices: list[Slice], device: torch.device) -> dict[str, object]:
-    """Inputs of a forward that feeds these slices, left-padded to one length."""
-    width = max(one.stop - one.start for one in slices)
-    pads = [width - (one.stop - one.start) for one in slices]
-    ids = [[0] * pad + one.row.history[one.start : one.stop] for pad, one in zip(pads, slices, strict=True)]
+def prefill_inputs(spans: list[TokenSpan], device: torch.device) -> dict[str, object]:
+    """Inputs of a forward that feeds these spans, left-padded to one length."""
+    width = max(one.stop - one.start for one in spans)
+    pads = [width - (one.stop - one.start) for one in spans]
+    ids = [[0] * pad + one.row.history[one.start : one.stop] for pad, one in zip(pads, spans, strict=True)]
     starts = torch.tensor(pads, device=device).unsqueeze(1)
     columns = torch.arange(width, device=device).unsqueeze(0)
     return {
         "input_ids": torch.tensor(ids, device=device),
         "attention_mask": columns >= starts if any(pads) else None,
-        "position_ids": (columns - starts).clamp(min=0) + slices[0].start,  # only a slice that is alone starts later
+        "position_ids": (columns - starts).clamp(min=0) + spans[0].start,  # only a slice that is alone starts later
     }

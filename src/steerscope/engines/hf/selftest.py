@@ -1,4 +1,4 @@
-"""Proof at start-up, in the dtype and on the device that will serve.
+"""Check at start-up, in the dtype and on the device that will serve.
 
 Taps: while known integers stand in for all streams and addends, each tap of each layer adds a vector of its own. The
 rows that it reads must be the integers with the vector, and what the next block is given must have moved by exactly the
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from steerscope.core.sites import TABLE
 from steerscope.core.slot_table import Key, Lease, PlacedOp, SlotTable, pack
 from steerscope.engines.hf.blocks import (
     PROBE_TOKENS,
@@ -40,7 +41,6 @@ _TOGETHER: tuple[tuple[Site, ...], ...] = (
     ("resid_pre", "attn_out", "mlp_out", "resid_post"),
     ("resid_mid",),  # tapped where attn_out is
 )
-_TERM: dict[Site, int] = {"resid_pre": 0, "attn_out": 1, "resid_mid": 1, "mlp_out": 2}  # of the sum that a block makes
 _ADD = (1.0, 0.0, 0.0, -np.inf, np.inf)
 _LAST_PIECE = 24  # tokens; they lie behind a sliding window of up to _LONGEST_WINDOW
 _LONGEST_WINDOW = 1024
@@ -118,15 +118,16 @@ def _lost(
     scale, eps = stream_scale(block), torch.finfo(returned.dtype).eps
     exact = scale == block.multiplier == 1
     terms = probe.terms(layer, block)
-    for site, term in _TERM.items():
-        if (layer, site) not in added:
+    for site, facts in TABLE.items():
+        term = facts.term
+        if (layer, site) not in added or term is None:
             continue
         terms[term] += added[layer, site]
         wanted = terms[:2].sum(0) if site == "resid_mid" else terms[term]
         error = (rows[layer, site].double() - wanted).norm() / wanted.norm()
         if not error <= (0 if exact else 2 * eps):
             return site
-    tapped = [site for site in _TERM if (layer, site) in added]
+    tapped = [site for site, facts in TABLE.items() if (layer, site) in added and facts.term is not None]
     if "attn_out" not in blocks.refused and tapped:
         fits, _ = is_sum(returned.double() / scale, terms, eps, exact)
         if not fits:

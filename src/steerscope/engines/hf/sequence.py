@@ -1,40 +1,43 @@
 """A row of the transformers engine's batch: a sequence with its slots, its rows and its place in the cache."""
 
-import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from steerscope.capture.handle import CaptureHandle
 from steerscope.core.reductions import Reducer
 from steerscope.core.rows import RowBuffer
 from steerscope.core.slot_table import Key, Lease, SlotTable
-from steerscope.engines.detokenizer import Decoder
 from steerscope.engines.hf.sampler import Chooser
-from steerscope.engines.results import Job
-from steerscope.engines.sequence import RunningText, captured
-from steerscope.lenses.monitor import Seat
+from steerscope.engines.results import EngineJob
+from steerscope.engines.sequence import RunningText, TextContext
+from steerscope.lenses.monitor import Monitor, Seat
 from steerscope.specs.errors import RequestFailed
 
-if TYPE_CHECKING:
-    from steerscope.engines.hf.engine import HFEngine
+
+@dataclass(frozen=True, slots=True)
+class HFContext(TextContext):
+    """What the texts of one engine share."""
+
+    model: PreTrainedModel
+    table: SlotTable
+    monitor: Monitor
 
 
 class Row(RunningText):
-    def __init__(self, job: Job, decoder: Decoder, eos: frozenset[int], engine: "HFEngine") -> None:
-        super().__init__(job, decoder, eos)
-        self.engine = engine
-        self.fed = 0  # how many tokens of its history the model has seen
+    def __init__(self, job: EngineJob, context: HFContext) -> None:
+        super().__init__(job, context)
+        self.context = context
+        self.fed = 0  # number of tokens of its history that the model has seen
         self.prefilled: DynamicCache | None = None  # of the part of its prompt that the model has seen
         self.alone = False  # its prefill failed, and is tried once more without other prompts
-        self.tapped: set[Key] = self.plan.tapped
+        self.tapped = self.plan.template.tapped
         self.leases: list[Lease] = []
         self.buffer: RowBuffer | None = None
         self.reducer: Reducer | None = None
-        self.chooser = Chooser.of(self.plan.sampling, self.history, engine.model.device)
-        self._table: SlotTable | None = None
+        self.chooser = Chooser.of(self.plan.sampling, self.history, context.model.device)
         self.seat: Seat | None = None
         self.fault: RequestFailed | None = None  # why its rows or readings of the last forward are missing
 
@@ -42,14 +45,13 @@ class Row(RunningText):
     def needs_slot(self) -> bool:
         return bool(self.plan.columns)  # rows have host memory of their own, and rules as many places as the batch
 
-    def lease(self, table: SlotTable) -> None:
+    def lease(self) -> None:
         """Take table slots, a seat if it is watched, and row memory; all or nothing."""
-        self._table = table
         try:
             for column in self.plan.columns:
-                self.leases.append(table.acquire(column))
+                self.leases.append(self.context.table.acquire(column))
             if self.plan.watch is not None:
-                self.seat = self.engine.monitor.admit(self.plan.watch)
+                self.seat = self.context.monitor.admit(self.plan.watch)
         except Exception:
             self._release()
             raise
@@ -57,32 +59,32 @@ class Row(RunningText):
         capture = self.plan.capture
         if capture is None:
             return
-        model, hidden = self.engine.model, self.engine.facts.hidden
+        model, hidden = self.context.model, self.context.facts.hidden
         if capture.spec.reduce:
             self.reducer = Reducer(capture.spec.reduce, len(capture.keys), hidden, model.device)
         else:
             self.buffer = RowBuffer(capture.keys, capture.positions, self.plan.most_rows, hidden, model.dtype)
 
     def _release(self) -> None:
-        while self.leases and self._table is not None:
-            self._table.release(self.leases.pop())
+        while self.leases:
+            self.context.table.release(self.leases.pop())
         if self.seat is not None:
-            self.engine.monitor.release(self.seat)
+            self.context.monitor.release(self.seat)
             self.seat = None
 
     def gate(self, number: int) -> int:
-        """The gate id of a planned column's gate."""
-        return self.engine.monitor.gate(self.seat, number) if self.seat else 0
+        """Return the gate id of a planned column's gate."""
+        return self.context.monitor.gate(self.seat, number) if self.seat else 0
 
     @property
     def captured_rows(self) -> int:
-        """How many rows were captured of what the model has seen."""
+        """Return the number of captured rows of what the model has seen."""
         capture = self.plan.capture
         return capture.positions.count(self.fed) if capture else 0
 
     @property
     def readings(self) -> int:
-        """How many rows lenses have read."""
+        """Return the number of rows that lenses have read."""
         return self.plan.watch.positions.count(self.fed) if self.plan.watch else 0
 
     def restart(self) -> None:
@@ -93,12 +95,12 @@ class Row(RunningText):
             if kept is not None:
                 kept.restart()
         if self.seat is not None and self.seat.slot:
-            self.engine.monitor.rules.restart(self.seat.slot)
+            self.context.monitor.rules.restart(self.seat.slot)
         if self.notes is not None:
             self.notes.restart()
 
     def _handle(self) -> CaptureHandle | None:
-        plan, capture, held = self.plan, self.plan.capture, self.job.held
+        capture, held = self.plan.capture, self.job.held
         if capture is None or held is None:
             return None
         # The last sampled token is never fed: p + g − 1 rows, and none at all for what was never started.
@@ -118,12 +120,11 @@ class Row(RunningText):
         def columns() -> dict[Key, torch.Tensor]:
             return {key: tensor[..., j, :] for j, key in enumerate(capture.keys)}
 
-        load = functools.partial(captured, plan, computed, columns, self.history, self.engine.facts.name)
-        return CaptureHandle(self.name, count, load, self.engine.budget, held, self.engine.capture_ttl)
+        return self.handle_of(columns, computed, count, held)
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TokenSpan:
     """Tokens [start, stop) of a row's history, which one forward feeds."""
 
     row: Row
@@ -131,11 +132,11 @@ class Slice:
     stop: int
 
     @classmethod
-    def rest(cls, row: Row) -> "Slice":
-        """All that the model has not seen."""
+    def rest(cls, row: Row) -> "TokenSpan":
+        """Return all that the model has not seen."""
         return cls(row, row.fed, len(row.history))
 
     @property
-    def muted(self) -> "Slice":
-        """The same place in the batch, without a token that has ops, captures or readings."""
-        return Slice(self.row, self.stop, self.stop)
+    def muted(self) -> "TokenSpan":
+        """Return the same place in the batch, without tokens that have ops, captures or readings."""
+        return TokenSpan(self.row, self.stop, self.stop)

@@ -1,7 +1,7 @@
-"""Taps: forward hooks that apply the equation and copy rows, on exactly the sites somebody asked for.
+"""Taps: forward hooks that apply the equation and copy rows, on exactly the sites that requests use.
 
-With nobody asking there are no hooks at all. A hook reads the current `Pass`: which tokens of this forward have ops,
-with their entries, and which are captured by whom. Tokens are addressed in the flattened batch [rows × tokens].
+Without such requests there are no hooks. A hook reads the current `Pass`: which tokens of this forward have ops, with
+their entries, and which are captured. Tokens are addressed in the flattened batch [rows × tokens].
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from steerscope.core.equation import Operands, apply, look_up, settle
+from steerscope.core.sites import TABLE
 from steerscope.core.slot_table import Key, SlotTable
 from steerscope.engines.hf.blocks import Blocks, block_input, first, with_first, with_input
 
@@ -110,17 +111,15 @@ class Taps:
         mid, pre = (layer, "resid_mid") in wanted, (layer, "resid_pre") in wanted
         if mid or pre:
             yield block.module.register_forward_pre_hook(self._enter(layer, pre, mid), with_kwargs=True)
-        attention = [key for site in ("attn_out", "resid_mid") if (key := (layer, site)) in wanted]
-        if attention:
-            assert block.attn_addend is not None
-            yield block.attn_addend.register_forward_hook(self._addend(attention, block.multiplier))
-        if (layer, "mlp_out") in wanted:
-            assert block.mlp_addend is not None
-            if block.mlp_part is not None:
-                yield block.mlp_part.register_forward_hook(self._part((layer, "mlp_out"), block.multiplier))
-            yield block.mlp_addend.register_forward_hook(self._addend([(layer, "mlp_out")], block.multiplier))
-        if (layer, "resid_post") in wanted:
-            yield block.module.register_forward_hook(self._output((layer, "resid_post")))
+        if (layer, "mlp_out") in wanted and block.mlp_part is not None:
+            yield block.mlp_part.register_forward_hook(self._part((layer, "mlp_out"), block.multiplier))
+        by_module: dict[str, list[Key]] = {}
+        for site, facts in TABLE.items():
+            if facts.side == "output" and (layer, site) in wanted:
+                by_module.setdefault(facts.module, []).append((layer, site))
+        for name, keys in by_module.items():
+            hook = self._output(keys[0]) if name == "module" else self._addend(keys, block.multiplier)
+            yield getattr(block, name).register_forward_hook(hook)
 
     def _enter(
         self, layer: int, tapped: bool, keep: bool

@@ -2,17 +2,19 @@
 
 import platform
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from steerscope.core.sites import TABLE
 from steerscope.engines.plan import Facts
-from steerscope.engines.vllm.settings import Settings
+from steerscope.engines.vllm.settings import VLLMSettings
 from steerscope.models import has_adapter
 from steerscope.specs.errors import InvalidRequest, Problem, UnsupportedModel
+from steerscope.specs.steering import Site
 
 # Minor versions in bench/results/vllm_surface.json, which tests hold our wrappers against. docs/vllm.md says which of
 # them ran where.
@@ -51,9 +53,13 @@ def layer_count(config: Any) -> int:  # a VllmConfig
     return config.model_config.hf_text_config.num_hidden_layers
 
 
-def facts_of(config: Any, settings: Settings, name: str | None = None) -> Facts:
-    """What requests to this engine must fit."""
+def facts_of(config: Any, settings: VLLMSettings, name: str | None = None) -> Facts:
+    """Return what requests to this engine must fit."""
     model, count = config.model_config, layer_count(config)
+    split = getattr(config.parallel_config, "tensor_parallel_size", 1) > 1
+    refused: dict[Site, str] = {
+        site: "each rank has only a part of its rows" for site in TABLE if split and not TABLE[site].replicated
+    }
     return Facts(
         name=name or str(model.model),
         layers=count,
@@ -61,7 +67,7 @@ def facts_of(config: Any, settings: Settings, name: str | None = None) -> Facts:
         vocab=model.hf_text_config.vocab_size,
         context=model.max_model_len,
         max_columns=settings.max_columns,
-        refused_sites={},
+        refused_sites=refused,
         tapped=frozenset(settings.keys(count)),
         steers=settings.steer,
         captures=settings.capture,
@@ -70,23 +76,16 @@ def facts_of(config: Any, settings: Settings, name: str | None = None) -> Facts:
 
 def check_config(config: Any) -> None:
     """Refuse, all at once, what would make rows or steering wrong without an error."""
-    parallel, problems = config.parallel_config, []
+    problems: list[Problem] = []
 
     def refuse(field: str, what: str, remedy: str = "switch it off") -> None:
         problems.append(Problem(field, what, remedy))
 
+    _check_parallel(config.parallel_config, refuse)
     if config.speculative_config is not None:
         refuse("speculative_config", "drafted tokens that are rejected would leave rows behind")
-    if getattr(parallel, "enable_dbo", False) or getattr(parallel, "use_ubatching", False):
-        refuse("enable_dbo", "micro-batches would read each other's index")
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        refuse("prefill_context_parallel_size", "a rank sees only part of a prompt", "set it to 1")
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
-        refuse("decode_context_parallel_size", "it has not been tested", "set it to 1")
     if getattr(config.compilation_config.pass_config, "enable_sp", False):
         refuse("pass_config.enable_sp", "with sequence parallelism a rank holds only part of the rows")
-    if getattr(parallel, "enable_hc_sp", False):
-        refuse("enable_hc_sp", "with sequence parallelism a rank holds only part of the rows")
     if config.kv_transfer_config is not None:
         refuse("kv_transfer_config", "keys and values from elsewhere have no rows here, and know no steering")
     if getattr(config.model_config, "enable_sleep_mode", False):
@@ -95,10 +94,6 @@ def check_config(config: Any) -> None:
         refuse("enable_prompt_embeds", "positions of embeddings have no tokens to label")
     if getattr(config.cache_config, "kv_sharing_fast_prefill", False):
         refuse("kv_sharing_fast_prefill", "later layers would see only some of the tokens")
-    if getattr(parallel, "data_parallel_size", 1) > 1:
-        refuse("data_parallel_size", "it has not been tested", "start several engines instead")
-    if getattr(parallel, "_api_process_count", 1) > 1:
-        refuse("api_server_count", "each server would count the workers' slots for itself", "set it to 1")
     if config.lora_config is not None:
         refuse("lora_config", "it has not been tested")
     if adapter := adapter_refusal(getattr(config.model_config, "model", "")):
@@ -109,6 +104,21 @@ def check_config(config: Any) -> None:
         refuse("dtype", why, "use float16 or bfloat16")
     if problems:
         raise InvalidRequest(problems)
+
+
+def _check_parallel(parallel: Any, refuse: Callable[..., None]) -> None:
+    if getattr(parallel, "enable_dbo", False) or getattr(parallel, "use_ubatching", False):
+        refuse("enable_dbo", "micro-batches would read each other's index")
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        refuse("prefill_context_parallel_size", "a rank sees only part of a prompt", "set it to 1")
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        refuse("decode_context_parallel_size", "it has not been tested", "set it to 1")
+    if getattr(parallel, "enable_hc_sp", False):
+        refuse("enable_hc_sp", "with sequence parallelism a rank holds only part of the rows")
+    if getattr(parallel, "data_parallel_size", 1) > 1:
+        refuse("data_parallel_size", "it has not been tested", "start several engines instead")
+    if getattr(parallel, "_api_process_count", 1) > 1:
+        refuse("api_server_count", "each server would count the workers' slots for itself", "set it to 1")
 
 
 def adapter_refusal(model: str | Path) -> tuple[str, str] | None:

@@ -1,11 +1,10 @@
 """The entry point `vllm.general_plugins`, called by vLLM in every process it starts.
 
 It wraps two of vLLM's methods: the one that makes an engine's configuration, and the one that loads a worker's model.
-Both look whether the engine asked for taps (`additional_config["steerscope"]`, or the environment variable STEERSCOPE);
-if not, vLLM stays as it is.
+Both do nothing unless the engine asks for taps (`additional_config["steerscope"]`, or the environment variable
+STEERSCOPE).
 """
 
-import functools
 import os
 import select
 import signal
@@ -13,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from steerscope.engines.vllm.wrap import wrap
 
 RPC = ("attach_arena", "detach_arena", "register", "unregister", "finish", "forget", "settle", "describe", "stats")
 _CLIENT = "STEERSCOPE_CLIENT"  # environment variable of the processes that an engine of ours starts
@@ -25,20 +26,6 @@ def register() -> None:
 
     wrap(EngineArgs, "create_engine_config", _create_engine_config)
     wrap(Worker, "load_model", _load_model)
-
-
-def wrap(owner: type, name: str, wrapper: Callable) -> None:
-    """Replace a method by `wrapper(method, self, …)`, once."""
-    inner = getattr(owner, name)
-    if getattr(inner, "steerscope", False):
-        return
-
-    @functools.wraps(inner)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(inner, *args, **kwargs)
-
-    call.steerscope = True  # type: ignore[attr-defined]
-    setattr(owner, name, call)
 
 
 def _create_engine_config(inner: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

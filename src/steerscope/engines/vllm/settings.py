@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
-from steerscope import __version__
+from steerscope.core.sites import tap_of
 from steerscope.core.slot_table import Key
-from steerscope.engines.columns import tap_of
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Sites
 from steerscope.specs.errors import InvalidRequest, Problem, not_json
 from steerscope.specs.steering import SITES, Layers, parse_layers
+from steerscope.version import __version__
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 NAME = "steerscope"
 ENVIRONMENT = "STEERSCOPE"
 NOOP = "STEERSCOPE_NOOP"
+PAGE = 128  # rows of a page, at most
 _LEAST, _TABLE_BYTES = 64, 512 << 20  # slots and groups; bytes of all slots together
 
 
-class Settings(Spec):
+class VLLMSettings(Spec):
     """Everything the traced code depends on, and the sizes of its buffers."""
 
     version: str = __version__
@@ -61,7 +62,7 @@ class Settings(Spec):
             raise InvalidRequest([Problem("", "1 leaves none to use", "give at least 2, or 0 for one per request")])
         return value
 
-    def sized(self, config: "VllmConfig") -> "Settings":
+    def sized(self, config: "VllmConfig") -> "VLLMSettings":
         """Fill in the sizes that follow from vLLM's own."""
         requests, model = config.scheduler_config.max_num_seqs, config.model_config
         slot_bytes = 4 * model.get_hidden_size() * len(self.keys(model.hf_text_config.num_hidden_layers))
@@ -70,7 +71,7 @@ class Settings(Spec):
         return self.model_copy(update={"slots": slots, "groups": groups})
 
     def keys(self, layers: int) -> tuple[Key, ...]:
-        """The taps of a model with so many layers."""
+        """Return the taps of a model with `layers` layers."""
         parsed = parse_layers(self.layers)
         wanted = range(layers) if parsed == "all" else parsed
         beyond = [layer for layer in wanted if layer >= layers]
@@ -84,14 +85,14 @@ class Settings(Spec):
         return {NAME: self.model_dump(mode="json")}
 
 
-def asked_for(config: "VllmConfig") -> Settings | None:
-    """The settings of an engine that wants taps; None leaves vLLM untouched."""
+def asked_for(config: "VllmConfig") -> VLLMSettings | None:
+    """Return the settings of an engine with taps; None leaves vLLM untouched."""
     extra = config.additional_config
     given = extra.get(NAME) if isinstance(extra, dict) else None
     text = os.environ.get(ENVIRONMENT, "").strip()
     if given is None and text not in ("", "0"):
         given = _read(text) if text.startswith("{") else {}
-    return None if given is None else Settings.parse(given)
+    return None if given is None else VLLMSettings.parse(given)
 
 
 def _read(text: str) -> object:
@@ -99,3 +100,10 @@ def _read(text: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest([Problem(ENVIRONMENT, not_json(error), "write 1 or a JSON object")]) from None
+
+
+def smallest_pool(tokens: int, requests: int) -> tuple[int, int]:
+    """Return the rows of a page when every request captures, and the rows of the smallest pool that holds a full step
+    (beside open pages and rows that wait to be copied), for steps of at most `tokens` tokens of `requests` requests."""
+    page = max(1, min(PAGE, tokens // (4 * requests)))
+    return page, tokens + page * requests + tokens // 4

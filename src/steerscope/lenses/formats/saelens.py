@@ -16,6 +16,7 @@ from typing import cast
 from safetensors import safe_open
 from torch import Tensor
 
+from steerscope.core.sites import TABLE
 from steerscope.files import reading
 from steerscope.lenses.pack import Architecture, Concept, Pack, PackInfo
 from steerscope.lenses.spec import Output
@@ -24,13 +25,7 @@ from steerscope.specs.steering import Site
 from steerscope.vectors.vector import SteeringVector
 
 _OUTPUTS: dict[str, Output] = {"standard": "relu", "jumprelu": "jumprelu", "topk": "topk"}
-_SITES: dict[str, Site] = {
-    "hook_resid_pre": "resid_pre",
-    "hook_resid_mid": "resid_mid",
-    "hook_resid_post": "resid_post",
-    "hook_attn_out": "attn_out",
-    "hook_mlp_out": "mlp_out",
-}
+_SITES: dict[str, Site] = {facts.hook_name: site for site, facts in TABLE.items()}
 
 
 def load_sae(path: str | Path, *, model: str | None = None, layer: int | None = None, site: Site | None = None) -> Pack:

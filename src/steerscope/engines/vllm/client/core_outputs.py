@@ -1,9 +1,9 @@
-"""The way out of vLLM.
+"""Reading tokens from vLLM's core.
 
-vLLM keeps books of every request beside those of its core, and goes through them in each step: text, stop strings,
-log-probabilities, statistics. All that is wanted of most requests here is their tokens, so vLLM's core is asked for
-these, and only who asks for log-probabilities is in vLLM's other books. If vLLM is to log statistics or to trace, all
-are, and its own step runs: these count what passes there.
+vLLM's output processor goes through every request in each step: text, stop strings, log-probabilities, statistics.
+Most requests here need only their tokens, which are read directly from the engine core; only requests that want
+log-probabilities are in the output processor. If vLLM logs statistics or traces, all requests are, and its own step
+runs: these count what passes there.
 """
 
 from collections.abc import Sequence
@@ -13,24 +13,26 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 
-class Exit:
+class CoreOutputs:
     def __init__(self, llm: "LLMEngine") -> None:
-        self._llm, self._books = llm, llm.output_processor.request_states
+        self._llm = llm
+        self._processed = llm.output_processor.request_states  # requests of the output processor
         self.direct = not (llm.log_stats or llm.output_processor.tracing_enabled)
-        llm.output_processor.stream_interval = 1  # nobody keeps tokens back from us
-        self._quiet: dict[str, list[int]] = {}  # the tokens of texts that nobody looks at before their ends
+        llm.output_processor.stream_interval = 1  # no tokens are kept back
+        self._quiet: dict[str, list[int]] = {}  # tokens of requests that report nothing before their ends
 
     def keep(self, name: str, tokens: list[int]) -> None:
-        """What is sampled for this request, which is not in vLLM's books, goes there until it ends."""
+        """Append what is sampled for this request to `tokens`; `step` reports only its end."""
         self._quiet[name] = tokens
 
     def step(self) -> list[Any]:
-        """One of vLLM's. What there is to tell: by vLLM's core, or as vLLM's users know it of who is in its books."""
+        """Run a step of vLLM. Return outputs of its core, or of its output processor for requests that are there."""
         if not self.direct:
             return self._llm.step()
-        told, quiet = self._llm.engine_core.get_output(), self._quiet
-        found, booked = [], []
-        for one in told.outputs:  # of every request, in every step: no more than need be
+        quiet = self._quiet
+        found: list[Any] = []
+        to_process: list[Any] = []
+        for one in self._llm.engine_core.get_output().outputs:  # runs for every request in every step
             name = one.request_id
             if name in quiet:
                 tokens = quiet[name]
@@ -38,22 +40,22 @@ class Exit:
                 if one.finish_reason is not None:
                     del quiet[name]
                     found.append(one)
-            elif name in self._books:
-                booked.append(one)
+            elif name in self._processed:
+                to_process.append(one)
             else:
                 found.append(one)
-        if booked:
-            found += self._llm.output_processor.process_outputs(booked).request_outputs
+        if to_process:
+            found += self._llm.output_processor.process_outputs(to_process).request_outputs
         return found
 
     def abort(self, names: Sequence[str]) -> None:
-        """Whatever is left of these."""
-        booked = [name for name in names if name in self._books]
+        """End these requests wherever vLLM knows them."""
+        processed = [name for name in names if name in self._processed]
         for name in names:
             self._quiet.pop(name, None)
-        if booked:
-            self._llm.abort_request(booked)
-        self._llm.engine_core.abort_requests([name for name in names if name not in booked])
+        if processed:
+            self._llm.abort_request(processed)
+        self._llm.engine_core.abort_requests([name for name in names if name not in processed])
 
     def clear_fault(self, names: Sequence[str]) -> set[str] | None:
         """After an exception in a step: abort the requests that a step may have had. Returns the names of the others,

@@ -1,5 +1,4 @@
-"""What is looked up once, when a vLLM engine starts: its tokenizer, how its forward runs, what ends a text; and who
-looks after its core from then on."""
+"""Starting a vLLM engine: its arguments, tokenizer, dtype and end tokens, and a thread that watches its core."""
 
 import os
 import platform
@@ -13,9 +12,8 @@ from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from steerscope.engines.vllm import plugin
-from steerscope.engines.vllm.settings import Settings, asked_for
-from steerscope.engines.vllm.worker.pool import smallest_pool
-from steerscope.specs.errors import ModelNotFound, SteerscopeError, problems_of
+from steerscope.engines.vllm.settings import VLLMSettings, asked_for, smallest_pool
+from steerscope.specs.errors import ModelNotFound, SteerscopeError, first_line, problems_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -25,8 +23,8 @@ _POOL_PART = 20  # the rows of one step take at most this part of a device's mem
 
 
 def start_vllm(
-    model: str | Path, name: str, settings: Settings, options: dict[str, Any]
-) -> "tuple[LLMEngine, Settings]":
+    model: str | Path, name: str, settings: VLLMSettings, options: dict[str, Any]
+) -> "tuple[LLMEngine, VLLMSettings]":
     """Start vLLM with the defaults of its server, and return it and the settings with all sizes filled in."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -79,7 +77,7 @@ def reason_of(error: Exception) -> str:
     """One line; of a refused configuration what was wrong with it, not how many things were."""
     if isinstance(error, ValidationError):
         return "; ".join(map(str, problems_of(error)))
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)
 
 
 def has_bf16() -> bool:
@@ -88,7 +86,7 @@ def has_bf16() -> bool:
 
 
 def usable_dtype() -> str | None:
-    """Where nobody names one; None: the model's own."""
+    """Return the default dtype; None: the model's own."""
     from vllm.platforms import current_platform
 
     return "float32" if current_platform.is_cpu() and not has_bf16() else None
@@ -129,7 +127,7 @@ def eos_ids(config: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def watch_core(core: Any, thread: threading.Thread) -> None:
-    """A core that is killed says nothing, and vLLM's synchronous client, in this thread, waits for it for ever."""
+    """Raise in `thread` when the core is killed: vLLM's synchronous client would wait for it for ever."""
     if not hasattr(core, "outputs_queue"):  # it is in this process
         return
     from vllm.v1.engine.exceptions import EngineDeadError

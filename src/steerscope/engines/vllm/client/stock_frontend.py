@@ -32,11 +32,11 @@ from steerscope.capture.transport import MET, Arena, Regions, shared_folder
 from steerscope.core.slot_table import Key
 from steerscope.engines.plan import Plan, Planner, Prompt
 from steerscope.engines.sequence import captured
-from steerscope.engines.vllm.client.capacity import Claim, Room
+from steerscope.engines.vllm.client.capacity import Allocation, Capacity
 from steerscope.engines.vllm.guards import facts_of, layer_count
-from steerscope.engines.vllm.plugin import wrap
-from steerscope.engines.vllm.settings import NAME, Settings, asked_for
-from steerscope.engines.vllm.wire import OVERFLOW, reads_cached, salt, spoil
+from steerscope.engines.vllm.settings import NAME, VLLMSettings, asked_for
+from steerscope.engines.vllm.wire import OVERFLOW
+from steerscope.engines.vllm.wrap import wrap
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import CapacityExceeded, InvalidRequest, NameInUse, Problem, RequestFailed
@@ -49,7 +49,7 @@ FRONTS: "weakref.WeakSet[Front]" = weakref.WeakSet()
 _TTL_S = 600.0
 
 
-class Asked(Spec):
+class RequestEntry(Spec):
     """The entry of one request."""
 
     steer: Steering = Steering()
@@ -70,9 +70,9 @@ SAVES: ContextVar[Saves | None] = ContextVar("saves", default=None)
 
 
 class Front:
-    """What one front end keeps."""
+    """The state of one front end."""
 
-    def __init__(self, config: Any, settings: Settings) -> None:
+    def __init__(self, config: Any, settings: VLLMSettings) -> None:
         self.settings, self.facts = settings, facts_of(config, settings)
         self.vectors = named(settings.vectors)
         self.budget = ByteBudget(settings.capture_budget, 0.0)
@@ -80,7 +80,7 @@ class Front:
         self.arena = Arena(shared_folder(size) / f"steerscope-{secrets.token_hex(8)}", size, create=True)
         self._named = True  # its file has a name until every stage has mapped it
         stage = stages_of(config, settings)
-        self.room = Room(self.facts, config.model_config.dtype, settings, stage, Regions(self.arena))
+        self.capacity = Capacity(self.facts, config.model_config.dtype, settings, stage, Regions(self.arena))
         self.saver = ThreadPoolExecutor(1, "steerscope-save")
         FRONTS.add(self)
 
@@ -91,7 +91,7 @@ class Front:
     def ticket(self, request: Any, given: object) -> "Ticket":
         """A request that vLLM has accepted, judged. Raises InvalidRequest."""
         text = isinstance(given, str | bytes)  # as it comes over HTTP
-        asked = Asked.from_json(given) if text else Asked.parse(given)  # type: ignore[arg-type]
+        asked = RequestEntry.from_json(given) if text else RequestEntry.parse(given)  # type: ignore[arg-type]
         ids, params = request.prompt_token_ids, request.sampling_params
         if ids is None or getattr(request, "resumable", False):
             what = "its tokens are not all known now"
@@ -111,7 +111,9 @@ class Front:
             undo.pop_all()
             return ticket
 
-    def _reserve(self, asked: Asked, n: int, undo: ExitStack) -> tuple[list[ReservedFile], InvalidRequest | None]:
+    def _reserve(
+        self, asked: RequestEntry, n: int, undo: ExitStack
+    ) -> tuple[list[ReservedFile], InvalidRequest | None]:
         """Return the files of a request's texts, reserved, or what stands against it."""
         files: list[ReservedFile] = []
         if not (asked.save_as and asked.capture and self.settings.captures):
@@ -125,7 +127,7 @@ class Front:
             return [], error
         return files, None
 
-    def _check(self, asked: Asked, text: bool) -> list[Problem]:
+    def _check(self, asked: RequestEntry, text: bool) -> list[Problem]:
         problems = []
         if asked.watch is not None:
             what = "vLLM's own front ends have no way to tell what lenses read"
@@ -142,9 +144,9 @@ class Front:
             problems.append(Problem("save_as", "over HTTP the rows of a capture need a name", "add save_as"))
         return problems
 
-    def met(self, claim: Claim) -> None:
-        """The file needs no name once everybody has mapped it; then nothing is left behind, whoever dies first."""
-        region = claim.region
+    def unlink_when_mapped(self, allocation: Allocation) -> None:
+        """Remove the file's name once every stage has mapped it: no process that dies then leaves it behind."""
+        region = allocation.region
         if self._named and region is not None and all(region.counters[MET + stage] for stage in region.stages):
             self.arena.unlink()
             self._named = False
@@ -165,29 +167,29 @@ class Ticket:
 
 
 class Text:
-    """One text of a request, from its queueing to its end. Its slots and memory come back when nobody holds it."""
+    """One text of a request, until its end. Its slots and memory come back when it is garbage-collected."""
 
     def __init__(self, front: Front, plan: Plan, file: ReservedFile | None) -> None:
         self.front, self.plan, self.file = front, plan, file
         self.held: Reservation | None = None
-        self.claim = Claim(self.front.room, self.plan)
-        if size := self.front.room.row_bytes(self.plan):
+        self.allocation = Allocation(self.front.capacity, self.plan)
+        if size := self.front.capacity.row_bytes(self.plan):
             self.held = self.front.budget.take(size)
             if self.held is None:
                 raise CapacityExceeded(f"captures hold the whole budget of {self.front.budget.total >> 20} MiB")
-        self.claim.take()
+        self.allocation.take()
 
     def entry(self, name: str) -> dict[str, Any]:
-        return self.claim.wire(name, arena=(str(self.front.arena.path), self.front.arena.size)).entry()
+        return self.allocation.entry(name, arena=(str(self.front.arena.path), self.front.arena.size))
 
     @property
     def failure(self) -> str | None:
-        return None if self.claim.region is None else self.claim.region.failure
+        return None if self.allocation.region is None else self.allocation.region.failure
 
     def end(self, token_ids: list[int]) -> CaptureHandle | None:
         """vLLM has finished it."""
-        self.front.met(self.claim)
-        self.claim.release()
+        self.front.unlink_when_mapped(self.allocation)
+        self.allocation.release()
         if self.plan.capture is None or self.held is None:
             return None
         history = [*self.plan.prompt.token_ids, *token_ids]
@@ -207,18 +209,18 @@ class Text:
             self.file = None
 
     def _load(self, history: list[int], held: Reservation) -> Rows:
-        """The last rows may be on their way: the engine brings them out with its next step, or its last."""
+        """Wait for the last rows, which come with the engine's next step, or its last."""
         assert self.plan.capture is not None
         count = self.plan.capture.positions.count(len(history) - 1)
         deadline = time.monotonic() + _ARRIVE_S
-        while self.claim.arrived() < count and self.failure is None and time.monotonic() < deadline:
+        while self.allocation.arrived() < count and self.failure is None and time.monotonic() < deadline:
             drain_here(str(self.front.arena.path))
-            if self.claim.left() and self.claim.arrived() < count:
+            if self.allocation.left() and self.allocation.arrived() < count:
                 break
             time.sleep(0.001)
         if (why := self.failure) is not None:
             raise RequestFailed(f"{self.plan.request_id} failed: {why}")
-        columns, _, size = self.claim.hand_over(len(history) - 1)
+        columns, _, size = self.allocation.hand_over(len(history) - 1)
         held.shrink(size)
         return captured(self.plan, len(history) - 1, columns, history, self.front.facts.name)
 
@@ -226,8 +228,8 @@ class Text:
         self.drop_file()
         if self.held is not None:
             self.held.release()
-        if hasattr(self, "claim"):
-            self.claim.withdraw()
+        if hasattr(self, "allocation"):
+            self.allocation.withdraw()
 
 
 def named(folder: str | None) -> Mapping[str, VectorData]:
@@ -239,14 +241,14 @@ def named(folder: str | None) -> Mapping[str, VectorData]:
 
 
 def drain_here(arena: str) -> None:
-    """Where the workers live in this process nobody runs them any more when the last text is out."""
+    """Let workers in this process deliver their last rows: no step runs when the last text has ended."""
     from steerscope.engines.vllm.worker.worker import LOCAL_WORKERS
 
     for taps in list(LOCAL_WORKERS):
         taps.settle_idle(arena)
 
 
-def stages_of(config: Any, settings: Settings) -> dict[Key, int]:
+def stages_of(config: Any, settings: VLLMSettings) -> dict[Key, int]:
     """The pipeline stage of each tap, as vLLM divides the layers."""
     from vllm.distributed.utils import get_pp_indices
 
@@ -294,9 +296,11 @@ def process_inputs(inner: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if saves is not None:
         saves.files += [text.file for text in ticket.texts if text.file is not None]
     params.extra_args = {**params.extra_args, NAME: ticket}
-    if (own := salt(ticket.plan)) is not None:
+    shared = front.capacity.shared(ticket.plan)
+    own = front.capacity.salts.of(shared)
+    if own is not None:
         request.cache_salt = own if request.cache_salt is None else json.dumps([request.cache_salt, own])
-    if not reads_cached(ticket.plan):
+    if not shared.reads_cached:
         params.skip_reading_prefix_cache = True
     return request
 
@@ -335,7 +339,7 @@ def process_outputs(inner: Any, self: Any, outputs: list, *args: Any, **kwargs: 
         if text is not None and (why := text.failure) is not None:
             log.error("%s failed: %s", text.plan.request_id, why)
             if why == OVERFLOW:
-                spoil(text.plan)
+                text.front.capacity.salts.spoil(text.allocation.shared)
             stopped += [] if output.finished else [output.request_id]
             output.finish_reason, output.stop_reason = FinishReason.ERROR, why
     result = inner(self, outputs, *args, **kwargs)

@@ -4,13 +4,13 @@ A region of shared memory belongs to one request. Its counters name the owner; n
 another request, and nothing after this worker has left the region.
 """
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -61,7 +61,7 @@ class Delivery:
             if self._owned(request):
                 return
         request.arena, request.left = None, True
-        request.wire = dataclasses.replace(request.wire, capture=None, watch=None)
+        request.wire = msgspec.structs.replace(request.wire, capture=None, watch=None)
 
     def reserve_rows(self, request: TrackedRequest) -> None:
         """Find the place of a capture's rows of this stage, behind those of earlier stages; start its reduction."""

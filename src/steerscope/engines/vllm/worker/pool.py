@@ -15,7 +15,6 @@ from torch import Tensor
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm.worker.index_layout import CELL, STRIDE
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest
-from steerscope.engines.vllm.worker.step_index import PAGE
 from steerscope.specs.errors import CapacityExceeded
 
 _FEW_FLAGS = 4
@@ -133,13 +132,6 @@ class Pool(Protocol):
 def watched_rows(cells: int, index: np.ndarray) -> int:
     """Return the number of rows behind the cells: one for each token of a step, if rows are captured at all."""
     return len(index) if cells else 0
-
-
-def smallest_pool(tokens: int, max_requests: int) -> tuple[int, int]:
-    """Return (rows per page when every request captures, rows of the smallest pool that holds one full step beside open
-    pages and rows that wait to be copied)."""
-    page = max(1, min(PAGE, tokens // (4 * max_requests)))
-    return page, tokens + page * max_requests + tokens // 4
 
 
 def pool_cells(cells: int, row_bytes: int, tokens: int, max_bytes: int | None, memory: int) -> int:

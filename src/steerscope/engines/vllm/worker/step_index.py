@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from steerscope.engines.vllm.settings import PAGE
 from steerscope.engines.vllm.worker.decode_fast_path import NEVER, DecodeFastPath, StepPlan
 from steerscope.engines.vllm.worker.index_layout import CELL, ENTRIES, FLAG, GROUP, STRIDE
 from steerscope.engines.vllm.worker.prefill_sums import PrefillRows, PromptSlice
@@ -27,7 +28,6 @@ from steerscope.engines.vllm.worker.requests import (
 )
 from steerscope.specs.errors import CapacityExceeded
 
-PAGE = 128  # rows, at most
 # Rows of pages that are not full are flushed every _PERIOD steps, spread over _TURNS steps: all requests at once would
 # delay the next step, and few at a time cost the host more.
 _PERIOD, _TURNS = 64, 4

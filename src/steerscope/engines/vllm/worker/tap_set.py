@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from steerscope.core.slot_table import Key, SlotPool, SlotTable
-from steerscope.engines.vllm.settings import Settings
+from steerscope.engines.vllm.settings import VLLMSettings
 from steerscope.engines.vllm.worker.lenses import Group, places_of
 from steerscope.engines.vllm.worker.model_layout import Layers, attach, in_norms
 from steerscope.engines.vllm.worker.pool import Pool
@@ -19,7 +19,7 @@ class TapSet:
         self,
         layers: Layers,
         keys: Sequence[Key],
-        settings: Settings,
+        settings: VLLMSettings,
         pool: Pool,
         gates: Tensor,
         max_requests: int,

@@ -18,7 +18,7 @@ import torch
 
 from steerscope.capture.transport import STAGES
 from steerscope.engines.vllm.guards import check_config, count_memory, graph_sizes, layer_count, plain_norms
-from steerscope.engines.vllm.settings import Settings
+from steerscope.engines.vllm.settings import VLLMSettings, smallest_pool
 from steerscope.engines.vllm.worker.admission import Admission
 from steerscope.engines.vllm.worker.decode_fast_path import StepPlan
 from steerscope.engines.vllm.worker.delivery import Delivery
@@ -28,7 +28,7 @@ from steerscope.engines.vllm.worker.layer_proof import prove_layers
 from steerscope.engines.vllm.worker.lenses import WorkerLenses
 from steerscope.engines.vllm.worker.model_layout import Layers, find_layers, returned
 from steerscope.engines.vllm.worker.overflow import OverflowWatch
-from steerscope.engines.vllm.worker.pool import make_pool, smallest_pool
+from steerscope.engines.vllm.worker.pool import make_pool
 from steerscope.engines.vllm.worker.seeds import repair_generators
 from steerscope.engines.vllm.worker.step_index import StepIndex
 from steerscope.engines.vllm.worker.tap import TapMode, at_first_tap, end_forward
@@ -48,7 +48,7 @@ LOCAL_WORKERS: "weakref.WeakSet[WorkerTaps]" = weakref.WeakSet()  # of this proc
 class WorkerTaps:
     """The taps of one worker, and what runs them in every step."""
 
-    def __init__(self, worker: Any, settings: Settings) -> None:
+    def __init__(self, worker: Any, settings: VLLMSettings) -> None:
         """Tap the model of vLLM's worker, whose weights are loaded."""
         config, runner = worker.vllm_config, worker.model_runner
         check_config(config)

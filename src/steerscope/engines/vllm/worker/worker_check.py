@@ -130,7 +130,7 @@ def _run(
     [tokens, taps, hidden], NaN if a tap has found them not finite."""
     (tokens, uniform), taps, index, pool = batch, worker.taps, worker.step_index, worker.pool
     capture = WireCapture(taps.keys, EVERYWHERE, False, None, 0, tokens)
-    columns = () if column is None else (WireColumn.of(column, inline=False),)
+    columns = () if column is None else (WireColumn.of(column),)
     wire = Wire("check", None, 0, 0, columns, capture)
     leases = [] if column is None else [taps.table.acquire(column)]
     group = (taps.keys, False, None)

@@ -1,11 +1,11 @@
-"""Outcomes on their way from an engine's thread to the coroutines that wait for them.
+"""Channels that bring outcomes from an engine's thread to the calls that wait for them.
 
-An Outbox serves all calls of one event loop, so that a step of many sequences wakes the loop once. An Inbox is what one
-call waits at; it hands over everything that has come, and where it is asked to, not more often than every `pause`
-seconds: who writes each batch to a socket then writes less often than tokens come. What an engine tells `together`
-wakes each loop once: a wake-up is a system call, and the thread that wakes competes with the engine's.
+A `LoopQueue` serves all calls of one event loop, so that a step of many sequences wakes the loop once. A `LoopChannel`
+is where one call waits; it hands over everything that has come and, if asked to, not more often than every `pause`
+seconds, so that a server writes larger batches to its sockets. What an engine reports inside `together` wakes each loop
+once: a wake-up is a system call, and the thread that wakes competes with the engine's.
 
-A call without a loop waits at a Mailbox, in its own thread (`in_this_thread`).
+A call without a loop waits at a `ThreadChannel`, in its own thread (`in_this_thread`).
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from steerscope.engines.results import Choice, Job, Outcome
+from steerscope.engines.results import Choice, EngineJob, Outcome
 
 Pause = Callable[[], float]
 T = TypeVar("T")
-_here = threading.local()  # .held: who was told something by this thread and not woken; .waits: in_this_thread
+_here = threading.local()  # of each thread: .held, channels to wake at the end of `together`; .waits: in_this_thread
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Whoever this thread tells something is woken once, at the end."""
+    """Wake each channel that this thread puts something into once, at the end."""
     if getattr(_here, "held", None) is not None:
         yield
         return
@@ -37,12 +37,12 @@ def together() -> Iterator[None]:
         yield
     finally:
         held, _here.held = _here.held, None
-        for outbox in held:
-            outbox.wake()
+        for waiting in held:
+            waiting.wake()
 
 
 def in_this_thread(coroutine: Coroutine[object, object, T]) -> T:
-    """Run a coroutine of an engine to its end without a loop: wherever it waits, this thread does."""
+    """Run a coroutine of an engine to its end without a loop: where it waits, this thread blocks."""
     before, _here.waits = waits_here(), True
     try:
         coroutine.send(None)
@@ -55,7 +55,7 @@ def in_this_thread(coroutine: Coroutine[object, object, T]) -> T:
 
 
 def waits_here() -> bool:
-    """Whether coroutines may hold up this thread."""
+    """Return whether coroutines may block this thread."""
     return getattr(_here, "waits", False)
 
 
@@ -66,17 +66,17 @@ async def sleep(seconds: float) -> None:
         await asyncio.sleep(seconds)
 
 
-class Mailbox:
-    """What has come for one call that holds up its thread, in order. Nothing in it can be left half done by a signal
-    that ends the main thread."""
+class ThreadChannel:
+    """Outcomes for one call that blocks its thread, in order. A signal that ends the main thread leaves nothing in it
+    half done."""
 
     def __init__(self) -> None:
-        self._items: deque[tuple[Job, Outcome]] = deque()
+        self._items: deque[tuple[EngineJob, Outcome]] = deque()
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def put(self, job: Job, outcome: Outcome) -> None:
+    def put(self, job: EngineJob, outcome: Outcome) -> None:
         self._items.append((job, outcome))
-        if job.abandoned:  # perhaps since the caller looked for the last time
+        if job.abandoned:  # perhaps after the caller took for the last time
             for _, left in self.rest():
                 discard(left)
         _wake(self)
@@ -84,49 +84,49 @@ class Mailbox:
     def wake(self) -> None:
         self._woken.put(None)
 
-    async def take(self) -> list[tuple[Job, Outcome]]:
-        """Everything since the last time, at least one."""
+    async def take(self) -> list[tuple[EngineJob, Outcome]]:
+        """Return everything since the last time, at least one."""
         while not self._items:
             self._woken.get()
         return self.rest()
 
-    def rest(self) -> list[tuple[Job, Outcome]]:
-        found: list[tuple[Job, Outcome]] = []
+    def rest(self) -> list[tuple[EngineJob, Outcome]]:
+        found: list[tuple[EngineJob, Outcome]] = []
         with suppress(IndexError):  # of a caller that leaves, both threads may take what is left
             while True:
                 found.append(self._items.popleft())
         return found
 
 
-def _wake(box: "Mailbox | Outbox") -> None:
-    """Now, or at the end of what is told together."""
+def _wake(channel: "ThreadChannel | LoopQueue") -> None:
+    """Wake a channel now, or at the end of `together`."""
     held = getattr(_here, "held", None)
     if held is None:
-        box.wake()
+        channel.wake()
     else:
-        held[box] = None
+        held[channel] = None
 
 
-class Inbox:
-    """What has come for one call, in order. Lives on its loop."""
+class LoopChannel:
+    """Outcomes for one call, in order. Belongs to its loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pause: Pause | None = None) -> None:
         self._loop, self._pause = loop, pause
-        self._items: list[tuple[Job, Outcome]] = []
+        self._items: list[tuple[EngineJob, Outcome]] = []
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
-        self._urgent = False  # an end is told at once
+        self._urgent = False  # an end is handed over without a pause
 
-    def put(self, job: Job, outcome: Outcome) -> None:
+    def put(self, job: EngineJob, outcome: Outcome) -> None:
         self._items.append((job, outcome))
         if isinstance(outcome, Choice | Exception):
             self._urgent = True
         if self._waiter is not None:
             self._consider()
 
-    async def take(self) -> list[tuple[Job, Outcome]]:
-        """Everything since the last time, at least one."""
+    async def take(self) -> list[tuple[EngineJob, Outcome]]:
+        """Return everything since the last time, at least one."""
         if not self._ready():
             self._waiter = self._loop.create_future()
             try:
@@ -141,7 +141,7 @@ class Inbox:
             self._due = self._loop.time() + self._pause()
         return self.rest()
 
-    def rest(self) -> list[tuple[Job, Outcome]]:
+    def rest(self) -> list[tuple[EngineJob, Outcome]]:
         items, self._items, self._urgent = self._items, [], False
         return items
 
@@ -149,7 +149,7 @@ class Inbox:
         return bool(self._items) and (self._pause is None or self._urgent or self._loop.time() >= self._due)
 
     def _consider(self) -> None:
-        """Wake whoever waits, now or when it is due."""
+        """Wake the waiting call, now or when it is due."""
         if self._ready():
             self._wake()
         elif self._items and self._timer is None:
@@ -160,19 +160,19 @@ class Inbox:
             self._waiter.set_result(None)
 
 
-Box = Inbox | Mailbox
+ResultChannel = LoopChannel | ThreadChannel
 
 
-class Outbox:
-    """From any thread into the inboxes of one loop: one wake-up for all that has come until the loop looks."""
+class LoopQueue:
+    """Takes outcomes from any thread to the channels of one loop, with one wake-up for all since the loop last read."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: deque[tuple[Inbox, Job, Outcome]] = deque()
+        self._waiting: deque[tuple[LoopChannel, EngineJob, Outcome]] = deque()
         self._woken, self._lock = False, threading.Lock()
 
-    def put(self, inbox: Inbox, job: Job, outcome: Outcome) -> None:
-        self._waiting.append((inbox, job, outcome))
+    def put(self, channel: LoopChannel, job: EngineJob, outcome: Outcome) -> None:
+        self._waiting.append((channel, job, outcome))
         _wake(self)
 
     def wake(self) -> None:
@@ -182,7 +182,7 @@ class Outbox:
             return
         try:
             self._loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # the loop is closed: nobody is left to tell
+        except RuntimeError:  # the loop is closed
             while self._waiting:
                 _, job, outcome = self._waiting.popleft()
                 job.cancel()
@@ -193,30 +193,30 @@ class Outbox:
         with self._lock:
             self._woken = False  # what comes from here on wakes it again
         while self._waiting:
-            inbox, job, outcome = self._waiting.popleft()
+            channel, job, outcome = self._waiting.popleft()
             if job.abandoned:
                 discard(outcome)
             else:
-                inbox.put(job, outcome)
+                channel.put(job, outcome)
 
 
-class Boxes:
-    """Where the calls of one engine wait."""
+class ResultChannels:
+    """Makes the channels of one engine's calls."""
 
     def __init__(self) -> None:
-        self._outboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Outbox] = weakref.WeakKeyDictionary()
+        self._queues: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopQueue] = weakref.WeakKeyDictionary()
 
-    def open(self, pause: Pause | None) -> tuple[Box, Callable[[Job, Outcome], None]]:
-        """For a call of this thread, or of the loop that runs here; and how it is told something."""
+    def open(self, pause: Pause | None) -> tuple[ResultChannel, Callable[[EngineJob, Outcome], None]]:
+        """Return a channel for a call of this thread or of its loop, and the function that puts into it."""
         if waits_here():
-            box = Mailbox()
-            return box, box.put
+            blocking = ThreadChannel()
+            return blocking, blocking.put
         loop = asyncio.get_running_loop()
-        outbox = self._outboxes.get(loop)
-        if outbox is None:
-            outbox = self._outboxes[loop] = Outbox(loop)
-        inbox = Inbox(loop, pause)
-        return inbox, functools.partial(outbox.put, inbox)
+        queue_of_loop = self._queues.get(loop)
+        if queue_of_loop is None:
+            queue_of_loop = self._queues[loop] = LoopQueue(loop)
+        channel = LoopChannel(loop, pause)
+        return channel, functools.partial(queue_of_loop.put, channel)
 
 
 def discard(outcome: Outcome) -> None:

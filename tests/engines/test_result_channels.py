@@ -3,7 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
-from steerscope.engines.outbox import Inbox, Mailbox, Outbox, in_this_thread, together
+from steerscope.engines.result_channels import LoopChannel, LoopQueue, ThreadChannel, in_this_thread, together
 
 
 class Counted:
@@ -19,7 +19,7 @@ class Counted:
 
 async def test_what_is_told_together_wakes_a_loop_once_and_arrives_in_order():
     loop = Counted(asyncio.get_running_loop())
-    outbox, inbox = Outbox(loop), Inbox(loop.loop)  # type: ignore[arg-type]
+    outbox, inbox = LoopQueue(loop), LoopChannel(loop.loop)  # type: ignore[arg-type]
     job = SimpleNamespace(abandoned=False)
 
     def tell(numbers: range) -> None:
@@ -42,14 +42,14 @@ async def test_what_is_told_together_wakes_a_loop_once_and_arrives_in_order():
 
 async def test_alone_each_wakes_at_once():
     loop = Counted(asyncio.get_running_loop())
-    outbox, inbox = Outbox(loop), Inbox(loop.loop)  # type: ignore[arg-type]
+    outbox, inbox = LoopQueue(loop), LoopChannel(loop.loop)  # type: ignore[arg-type]
     await asyncio.to_thread(outbox.put, inbox, SimpleNamespace(abandoned=False), "one")  # type: ignore[arg-type]
     assert loop.woken == 1
     assert [outcome for _, outcome in await inbox.take()] == ["one"]
 
 
 def test_a_thread_is_woken_once_for_what_is_told_together():
-    box, job = Mailbox(), SimpleNamespace(abandoned=False)
+    box, job = ThreadChannel(), SimpleNamespace(abandoned=False)
     with together():
         for number in range(5):
             box.put(job, number)  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def test_a_thread_is_woken_once_for_what_is_told_together():
 
 
 def test_what_comes_for_a_caller_that_has_left_is_not_kept():
-    box = Mailbox()
+    box = ThreadChannel()
     box.put(SimpleNamespace(abandoned=False), "before")  # type: ignore[arg-type]
     box.put(SimpleNamespace(abandoned=True), "after")  # type: ignore[arg-type]
     assert box.rest() == []

@@ -1,0 +1,19 @@
+"""Wrapping of vLLM's methods."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def wrap(owner: type, name: str, wrapper: Callable) -> None:
+    """Replace a method by `wrapper(method, self, …)`, once."""
+    inner = getattr(owner, name)
+    if getattr(inner, "steerscope", False):
+        return
+
+    @functools.wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(inner, *args, **kwargs)
+
+    call.steerscope = True  # type: ignore[attr-defined]
+    setattr(owner, name, call)
