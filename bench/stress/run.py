@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from bench.machine import commit
 from bench.random_packs import small_share
 from steerscope.bench.one import hardware, versions
-from steerscope.engines.api import Engine
+from steerscope.engines.engine_thread import ThreadedEngine
 from steerscope.lenses import Pack
 from support.checking import check
 from support.ledger import Ledger, Outcome
@@ -119,12 +119,16 @@ def _enter(
 # --- from nothing to a result
 
 
-def start_engine(kind: Literal["hf", "vllm"], folder: Path, pack: Pack, plan: Plan, dtype: str, cached: int) -> Engine:
+def start_engine(
+    kind: Literal["hf", "vllm"], folder: Path, pack: Pack, plan: Plan, dtype: str, cached: int
+) -> ThreadedEngine[Any]:
     """On the model in the folder, small enough in every way that requests wait, come in pieces and are preempted."""
     if kind == "hf":
         from steerscope.engines.hf import HFEngine
 
-        engine: Engine = HFEngine.from_pretrained(folder, name="stress", dtype=dtype, max_batch=plan.concurrent // 2)
+        engine: ThreadedEngine[Any] = HFEngine.from_pretrained(
+            folder, name="stress", dtype=dtype, max_batch=plan.concurrent // 2
+        )
     else:
         from steerscope.engines.vllm.client.engine import VLLMEngine
 

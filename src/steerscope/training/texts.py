@@ -190,7 +190,7 @@ def _spoken(engine: HFEngine, chat: Sequence, prompt: str | None) -> _Tokens:
     for i, span in enumerate(spans):
         if span.role == "assistant":
             start, stop = span.content
-            ends = stop < len(ids) and ids[stop] in engine.eos
+            ends = stop < len(ids) and ids[stop] in engine.context.eos
             targets += range(start, stop + ends)
             last = i
     return _Tokens(ids, targets, spans[last].content[0], spans[:last])

@@ -402,7 +402,10 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
     @together()
     def _close_late(self) -> None:
         """End the texts whose rows have come since; when no request runs, no later step will bring them."""
-        if done := [(one, why) for one, why in self._closing if not (self._running and one.lacks() == "rows")]:
+        done: list[_Ending] = [
+            (one, why) for one, why in self._closing if not (self._running and one.lacks() == "rows")
+        ]
+        if done:
             self._conclude(done)
             self._closing = [late for late in self._closing if late not in done]
 

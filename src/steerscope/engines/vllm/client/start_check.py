@@ -31,7 +31,8 @@ def self_test(engine: Engine, sync: SyncEngine, settings: VLLMSettings) -> None:
     try:
         assert engine.facts.tapped is not None
         taps = sorted(engine.facts.tapped)
-        for site in sorted({site for _, site in taps}):
+        sites: set[Site] = {site for _, site in taps}
+        for site in sorted(sites):
             _check_site(engine, sync, site, [layer for layer, other in taps if other == site])
     except UnsupportedModel:
         raise
