@@ -9,6 +9,7 @@ A block stands between `<!-- figures: NAME -->` and `<!-- end -->`.
 import itertools
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -272,6 +273,37 @@ def packs(results: Path) -> str:
     return "\n".join(lines)
 
 
+def bursts(results: Path) -> str:
+    """Return the waits of streams that begin together on transformers, by the places in the batch."""
+    data = _load(results, "hf_streams.json")
+    work = data["configuration"]
+    lines = ["| `max_batch` | first token, median | last of all | tokens/s |", "|---|---|---|---|"]
+    for one in data["bursts"]:
+        times = one["first_token_s"]
+        cells = f"{statistics.median(times):.1f} s | {max(times):.1f} s | {one['tokens_per_s']:.0f}"
+        lines.append(f"| {one['max_batch']} | {cells} |")
+    tokens = f"{work['streams']} streams of {work['prompt_tokens']} + {work['tokens']} tokens"
+    return "\n".join([*lines, "", f"{tokens} that begin together; {_on_one_core(data)}."])
+
+
+def arrivals(results: Path) -> str:
+    """Return the gaps of streams on transformers while a long prompt arrives, by the length of its pieces."""
+    data = _load(results, "hf_streams.json")
+    work, steps = data["configuration"], [one["step_before_s"] for one in data["arrivals"]]
+    lines = ["| `prefill_chunk` | longest gap of a stream | first token of the prompt |", "|---|---|---|"]
+    for one in data["arrivals"]:
+        name = f"whole ({one['chunk']:,})" if one["chunk"] >= work["long_tokens"] else str(one["chunk"])
+        lines.append(f"| {name} | {one['longest_gap_s']:.1f} s | {one['first_token_s']:.1f} s |")
+    what = f"{work['running']} streams run while a prompt of {work['long_tokens']:,} tokens arrives"
+    step = f"a step of the streams takes {statistics.median(steps):.2f} s before"
+    return "\n".join([*lines, "", f"{what}; {step}; {_on_one_core(data)}."])
+
+
+def _on_one_core(data: dict) -> str:
+    what = f"{data['configuration']['model']}, float32, transformers {data['versions']['transformers']}"
+    return f"{what}, seconds of processor time of one core, one run each"
+
+
 def served(results: Path) -> str:
     """The same streams through the engine and through HTTP, in turns."""
     data = _load(results, "served.json")
@@ -315,7 +347,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "surface": surface,
     "speed": gpu_tables.speed, "shapes": gpu_tables.shapes, "phases": gpu_tables.phases, "hooks": gpu_tables.hooks,
     "steps": gpu_tables.steps, "pairs": gpu_tables.pairs, "hidden_states": gpu_tables.hidden_states,
-    "lenses": lenses, "packs": packs, "served": served, "store": store,
+    "lenses": lenses, "packs": packs, "bursts": bursts, "arrivals": arrivals, "served": served, "store": store,
     "streams": gpu_tables.streams, "headline": overhead.headline,
     "scale": scale, "costs": gpu_tables.costs, "taps": gpu_tables.taps,
     "vectors": vectors.study, "vector_answers": vectors.answers,
