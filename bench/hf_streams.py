@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from steerscope.bench.one import hardware, versions, write
-from steerscope.engines.results import TokenEvent, TokenPrompt
 from steerscope.engines.hf import HFEngine
+from steerscope.engines.results import TokenEvent, TokenPrompt
 from steerscope.models import DEFAULT_MODEL, resolve
 from steerscope.specs import Sampling
 

@@ -20,7 +20,7 @@ from steerscope.engines.vllm.worker.tap_set import TapSet
 log = logging.getLogger("steerscope")
 
 
-class Admission:
+class RequestAdmission:
     def __init__(
         self, taps: TapSet, step_index: StepIndex, delivery: Delivery, overflow: OverflowWatch, lenses: WorkerLenses
     ) -> None:

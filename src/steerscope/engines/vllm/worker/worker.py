@@ -19,7 +19,7 @@ import torch
 from steerscope.capture.transport import STAGES
 from steerscope.engines.vllm.guards import check_config, count_memory, graph_sizes, layer_count, plain_norms
 from steerscope.engines.vllm.settings import VLLMSettings, smallest_pool
-from steerscope.engines.vllm.worker.admission import Admission
+from steerscope.engines.vllm.worker.admission import RequestAdmission
 from steerscope.engines.vllm.worker.decode_fast_path import StepPlan
 from steerscope.engines.vllm.worker.delivery import Delivery
 from steerscope.engines.vllm.worker.graph_sets import GraphSets, wrap_method
@@ -76,7 +76,7 @@ class WorkerTaps:
         gates, norms = self.lenses.monitor.rules.gates, not settings.noop and plain_norms(config)
         self.taps = TapSet(layers, keys, settings, self.pool, gates, max_requests, norms)
         count_memory(runner, self.device, *self.taps.memory)
-        self.admission = Admission(self.taps, self.step_index, self.delivery, self.overflow, self.lenses)
+        self.admission = RequestAdmission(self.taps, self.step_index, self.delivery, self.overflow, self.lenses)
 
         self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "summed": 0, "stall_s": 0.0}
         self.graphs = GraphSets(runner)
