@@ -1,6 +1,7 @@
 """Texts to tokens: what counts, what is steered, and every bad line named."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ CHAT = [
 @pytest.fixture(scope="module")
 def engine():
     made = HFEngine(tiny.model(), tiny.tokenizer(), name="tiny")
-    made.eos = frozenset([made.tokenizer.convert_tokens_to_ids("<|im_end|>")])  # what ends a turn of its template
+    ends_turn = frozenset([made.tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    made.context = replace(made.context, eos=ends_turn)
     yield made
     made.sync.close()
 
