@@ -251,7 +251,7 @@ class TestEnds:
 
     def test_a_caller_that_leaves_gives_everything_back(self) -> None:
         prompt = TokenPrompt([30] * 220)
-        with start(prefill_chunk=3) as engine, beside_a_stream(engine):
+        with start(prefill_chunk=3) as engine:
 
             async def run() -> None:
                 task, _ = await self._in_the_middle(engine, prompt, capture=Capture())
@@ -259,13 +259,15 @@ class TestEnds:
                 with pytest.raises(asyncio.CancelledError):
                     await task
 
-            asyncio.run(run())
             deadline = time.monotonic() + HUNG_S
-            while (engine.stats()["running"] > 1 or caches()) and time.monotonic() < deadline:
-                time.sleep(0.005)
+            with beside_a_stream(engine):
+                asyncio.run(run())
+                while engine.stats()["running"] > 1 and time.monotonic() < deadline:
+                    time.sleep(0.005)
+                assert (engine.stats()["running"], engine.stats()["capture_bytes"]) == (1, 0)
+            while caches() and time.monotonic() < deadline:
                 gc.collect()
             assert not caches(), "keys and values of the prompt are still held"
-            assert (engine.stats()["running"], engine.stats()["capture_bytes"]) == (1, 0)
 
     def test_closing_ends_a_prompt_in_pieces_as_cancelled(self) -> None:
         engine = start(prefill_chunk=2)

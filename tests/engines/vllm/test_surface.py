@@ -87,7 +87,7 @@ def refusals(wrapper: inspect.Signature, entries: list[dict[str, Any]], leading:
 
 def calls(callers: tuple[str, ...], name: str) -> Iterator[tuple[str, ast.Call]]:
     for module in callers:
-        root = ROOT if module.startswith("bench.") else SOURCE
+        root = ROOT if module.startswith("bench.gpu.") else SOURCE
         file = root / f"{module.replace('.', '/')}.py"
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
