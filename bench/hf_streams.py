@@ -47,7 +47,7 @@ def main() -> None:
     write(args.out, about | {"bursts": bursts, "arrivals": arrivals})
 
 
-def load(args: argparse.Namespace, **options: int) -> HFEngine:
+def load(args: argparse.Namespace, **options: Any) -> HFEngine:
     return HFEngine.from_pretrained(resolve(args.model), name=args.model, **options)
 
 
