@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,15 +23,19 @@ class ChildFailed(SteerscopeError):
     pass
 
 
-def serve(pipe: Connection, kind: str, setup: Setup, scratch: Path, budget: int, noop: bool) -> None:
-    """A child: start the engine, then answer one order at a time. vLLM is imported only from here on."""
+def serve(
+    pipe: Connection, kind: str, setup: Setup, scratch: Path, budget: int, noop: bool, without: Sequence[str]
+) -> None:
+    """Start an engine without some fast paths, then answer one order at a time. vLLM is imported only from here on."""
     os.environ["STEERSCOPE_NOOP"] = str(int(noop))
     from bench.gpu.drivers import make_driver
     from bench.gpu.profiled import profile
+    from bench.gpu.without import Parts, taken_out
     from steerscope.bench.drivers import Ours
 
     try:
-        driver = make_driver(kind, setup, scratch, budget)
+        with taken_out(without):
+            driver = make_driver(kind, setup, scratch, budget)
         gc.collect()
         gc.freeze()  # a sweep over vLLM's modules in the middle of a round would be noise
         pipe.send(about(setup) | {"engine": driver.describe()})
@@ -47,7 +52,9 @@ def serve(pipe: Connection, kind: str, setup: Setup, scratch: Path, budget: int,
                     assert isinstance(driver, Ours)
                     pipe.send(profile(driver, setup, cell))
                 else:
-                    run = driver.run(setup.prompts(seed), cell, *how)
+                    names = how.pop() if len(how) == 3 else ()
+                    with taken_out(names, Parts.of(driver) if names else None):
+                        run = driver.run(setup.prompts(seed), cell, *how)
                     run.extra.pop("last", None)
                     pipe.send(asdict(run))
             except Exception as error:  # this cell has no figures; the next may
@@ -65,11 +72,19 @@ def serve(pipe: Connection, kind: str, setup: Setup, scratch: Path, budget: int,
 class Child:
     """An engine in a process of its own."""
 
-    def __init__(self, kind: str, setup: Setup, scratch: Path, budget: int = 0, noop: bool = False) -> None:
+    def __init__(
+        self,
+        kind: str,
+        setup: Setup,
+        scratch: Path,
+        budget: int = 0,
+        noop: bool = False,
+        without: Sequence[str] = (),
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.kind, began = kind, time.perf_counter()
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, kind, setup, scratch, budget, noop))
+        self._process = context.Process(target=serve, args=(theirs, kind, setup, scratch, budget, noop, without))
         self._process.start()
         theirs.close()
         self._began = began
