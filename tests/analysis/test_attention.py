@@ -21,7 +21,7 @@ from steerscope.analysis.report import self_significance
 from steerscope.analysis.results import AnalysisResult, load_results
 from steerscope.specs.errors import InvalidRequest
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 UNBIASED = [name for name in FAMILIES if name != "qwen2"]
 

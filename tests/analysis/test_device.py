@@ -20,7 +20,7 @@ from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.mlp import mlp_pass
 from steerscope.analysis.susceptibility import susceptibility
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 MOVES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 WORK = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.sort.default)

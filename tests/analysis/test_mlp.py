@@ -20,7 +20,7 @@ from steerscope.analysis.results import joined, where
 from steerscope.specs.errors import InvalidRequest
 from support import tiny
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 

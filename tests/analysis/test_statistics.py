@@ -17,7 +17,7 @@ from steerscope.analysis.statistics import (
     z_scores,
 )
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 RANDOM = np.random.default_rng(7)
 

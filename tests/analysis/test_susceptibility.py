@@ -16,7 +16,7 @@ from steerscope.analysis.susceptibility import susceptibility
 from steerscope.specs.errors import BadFile, InvalidRequest
 from support import tiny
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 HIDDEN = 64
 Change = Callable[[str, nn.Parameter], Tensor | None]

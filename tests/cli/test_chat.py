@@ -14,7 +14,7 @@ from steerscope import Sampling, Steering, load, load_rows, load_vector
 from support import tiny
 from support.waiting import HUNG_S
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 Cli = Callable[..., Result]
 Chat = Callable[..., tuple[list[str], str]]

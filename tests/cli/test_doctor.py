@@ -13,7 +13,7 @@ from steerscope.cli import doctor as module
 from steerscope.cli import options
 from support import tiny
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 Cli = Callable[..., Result]
 SITES = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")

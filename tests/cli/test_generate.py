@@ -17,7 +17,7 @@ from steerscope import SteeringVector, load_rows, save_vector
 from support import tiny
 from support.waiting import HUNG_S
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 Cli = Callable[..., Result]
 Refused = Callable[..., list[str]]

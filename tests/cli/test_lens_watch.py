@@ -10,7 +10,7 @@ from typer.testing import Result
 from lenses.packs import make
 from steerscope.lenses import Pack
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 Cli = Callable[..., Result]
 PROMPT = "The quick brown fox"

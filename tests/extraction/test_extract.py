@@ -17,7 +17,7 @@ from steerscope.extraction.strategies import STRATEGIES, strategy
 from steerscope.specs.errors import InvalidRequest
 from support import tiny
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 RESULTS = Path(__file__).parent.parent.parent / "bench" / "results"
 WORDS = ["dog", "week", "work", "beach", "fox", "time", "range", "Fuchs"]

@@ -7,7 +7,7 @@ from sklearn.metrics import roc_auc_score
 from steerscope.extraction.quality import folds, heldout_split, measure
 from steerscope.extraction.strategies import STRATEGIES, strategy
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 N, HIDDEN = 40, 64
 

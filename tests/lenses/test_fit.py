@@ -10,7 +10,7 @@ from steerscope.lenses.calibrate import measure, score
 from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, FitSettings, LabelledRows, Relations, fit, logits, normalise
 from steerscope.specs.errors import InvalidRequest
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 # Two roots, two children each, and two leaves below each child; 0 and 1 are roots, 6–13 leaves with texts.
 PARENTS = [[], [], [0], [0], [1], [1], [2], [2], [3], [3], [4], [4], [5], [5]]

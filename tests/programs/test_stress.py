@@ -27,7 +27,7 @@ from support.oracle import Oracle
 from support.targets import EngineTarget, ServerTarget, check_loopback
 from support.workload import Request, draw
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 PLAN = Plan(requests=48, concurrent=12, seed=3)
 

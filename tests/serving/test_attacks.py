@@ -24,7 +24,7 @@ from steerscope.serving.settings import ServerSettings
 from steerscope.vectors.files import load_upload
 from support.waiting import HUNG_S
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 KEY = "a-key-nobody-knows"

@@ -23,7 +23,7 @@ from steerscope.specs import Ablate, Add, Capture, InvalidRequest, Sampling, Ste
 from steerscope.specs.watch import flag, when
 from support import tiny
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 CHAT = [{"role": "user", "content": "The quick brown fox"}]
 SHORT = Sampling(max_tokens=12, ignore_eos=True)

@@ -11,7 +11,7 @@ import pytest
 from serving.live import Live, live
 from support.waiting import HUNG_S
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 KEY = "sesame"
 SMALL, LARGE = 60_000, 3_000_000

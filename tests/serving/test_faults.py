@@ -23,7 +23,7 @@ from steerscope.serving import captures
 from support import tiny
 from support.waiting import HUNG_S
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 BODY = {"prompt": "Hello there", "max_tokens": 40, "ignore_eos": True, "steerscope": {"capture": {"layers": "all"}}}
 

@@ -13,7 +13,7 @@ from steerscope.serving.settings import ServerSettings
 from steerscope.specs.errors import InvalidRequest
 from support.waiting import HUNG_S
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 BODY = {"prompt": "one two", "max_tokens": 2}
 

@@ -10,7 +10,7 @@ from serving.live import Live, eventually, live
 from steerscope.client import Client, JobEvent, ServerError
 from steerscope.specs import Add, InvalidRequest, Sampling
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 CHAT = [{"role": "user", "content": "The quick brown fox"}]
 LONG = Sampling(max_tokens=200, ignore_eos=True)

@@ -11,7 +11,7 @@ from serving.conftest import Live, Serve
 from steerscope import SteeringVector, save_vector
 from steerscope.vectors.files import load
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 STEERED = {"prompt": "one two", "max_tokens": 6, "temperature": 0, "steerscope": {"steer": "mine"}}
 

@@ -16,7 +16,7 @@ from steerscope.specs import Capture, InvalidRequest, Sampling
 from support import tiny
 from support.waiting import HUNG_S
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 CHAT = [{"role": "user", "content": "How was your week?"}]
 COUNT = 12

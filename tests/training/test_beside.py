@@ -19,7 +19,7 @@ from support import tiny
 from support.reference import distance
 from support.waiting import HUNG_S
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 ANIMALS = ("fox", "dog", "week", "time", "world", "beach")
 TEXTS = tuple(Completion(prompt=f"The {one} ", response="jumps over the lazy dog again.") for one in ANIMALS)
 DATA = TrainingSet("jumps", TEXTS[:4], TEXTS[4:], prompts=())

@@ -22,7 +22,7 @@ from steerscope.training.lenses import LensSettings, fit_pack, shuffled_labels
 from steerscope.training.rows import RowChoice, read_texts
 from support import tiny
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 WORDS = {"fox": "quick brown fox", "dog": "lazy dog jumps", "week": "week at work", "beach": "wonderful beach"}
 FRAMES = {

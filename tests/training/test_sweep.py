@@ -16,7 +16,7 @@ from steerscope.training.sweep import plan, sweep
 from steerscope.training.texts import Completion, TrainingSet
 from support import tiny
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 TEXTS = tuple(
     Completion(prompt=f"The {word} ", response=f"jumps over {word} again.") for word in ("fox", "dog", "week")

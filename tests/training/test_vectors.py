@@ -30,7 +30,7 @@ from steerscope.vectors.files import save as save_vector
 from steerscope.vectors.vector import SteeringVector
 from support import tiny
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 TEXTS = tuple(
     Completion(prompt=f"The {animal} ", response=f"jumps over the lazy {other} again.")

@@ -23,7 +23,7 @@ from steerscope.extraction.runs import Interrupted
 from steerscope.specs.errors import InvalidRequest, SteerscopeError
 from support.fake_endpoint import endpoint, says
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 PIRATE = Persona.parse(
     {"name": "pirate", "instruction": [{"pos": "p"}], "keywords": {"pos": ["ship", "gold", "the sea"]}}

@@ -31,7 +31,7 @@ from steerscope.vectors.legacy import load_capping, load_persona, read_pt
 from support import tiny
 from support.waiting import HUNG_S
 
-pytestmark = pytest.mark.slow  # as a whole: `make test-fast` is for those who wait for it
+pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 ANSWERS = 3 + 3 * 6 + 12  # the default's, three roles', a trait's
 
