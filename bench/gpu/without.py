@@ -195,32 +195,32 @@ def fused_norms(parts: Parts | None) -> Sequence[AbstractContextManager[Any]]:
     return (patch.object(worker, "plain_norms", returning(False)),)
 
 
-ROWS, STEER = ("all-layers", "generated"), ("add", "cap")
+ROWS = ("all-layers", "generated")
 FAST_PATHS = {
-    "precomputed_ops": FastPath("ops of decoding tokens computed when the batch changes", STEER, precomputed_ops),
+    "precomputed_ops": FastPath("decoding ops computed when the batch changes", ("add", "cap"), precomputed_ops),
     "decode_fast_path": FastPath("repeated steps planned by one comparison", ("all-layers", "add"), decode_fast_path),
     "page_turns": FastPath("pages flushed in turns before they are full", ROWS, page_turns),
-    "plan_at_first_tap": FastPath("long steps planned while the first layers run", (*ROWS, "add"), plan_at_first_tap),
+    "plan_at_first_tap": FastPath("long steps planned beside their first layers", ("all-layers", "add"), plan_at_first_tap),
     "prefill_sums": FastPath("prompts of a mean summed by the taps", ("mean",), prefill_sums),
     "one_column": FastPath("kernel for tokens with one op", ("add", "cap"), one_column),
     "many_kernel": FastPath("kernel for long steps", ("all-layers", "add"), many_kernel),
     "capture_graphs": FastPath("CUDA graphs that only capture", ROWS, capture_graphs),
     "idle_graphs": FastPath("CUDA graphs without taps", ("zero-layer",), idle_graphs),
     "deferred_admission": FastPath("requests registered after their prompts", ("generated",), deferred_admission),
-    "prompt_wait": FastPath("rows wait for eight steps behind a prompt", ROWS, prompt_wait),
-    "behind_tokens": FastPath("rows copied behind sampled tokens", ROWS, behind_tokens),
+    "prompt_wait": FastPath("rows wait for eight steps behind a prompt", ("all-layers",), prompt_wait),
+    "behind_tokens": FastPath("rows copied behind sampled tokens", ("all-layers",), behind_tokens),
     "pacing": FastPath("bytes beside a step limited", ("all-layers",), pacing),
-    "seldom_timed": FastPath("two copies in seven timed", ROWS, seldom_timed),
-    "runtime_copies": FastPath("copies launched by the CUDA runtime, not torch", ROWS, runtime_copies),
-    "known_stream": FastPath("the current stream kept", ("all-layers", "watch"), known_stream),
-    "copies_at_the_end": FastPath("waiting rows copied when a text ends", ROWS, copies_at_the_end),
-    "early_results": FastPath("reductions written beside the last token", ("last", "mean"), early_results),
+    "seldom_timed": FastPath("two copies in seven timed", ("generated",), seldom_timed),
+    "runtime_copies": FastPath("copies launched by the CUDA runtime, not torch", ("all-layers",), runtime_copies),
+    "known_stream": FastPath("the current stream kept", ("watch",), known_stream),
+    "copies_at_the_end": FastPath("waiting rows copied when a text ends", ("generated",), copies_at_the_end),
+    "early_results": FastPath("reductions written beside the last token", ("mean",), early_results),
     "core_outputs": FastPath("tokens read from vLLM's core", ("zero-layer", "all-layers"), core_outputs),
     "accepted_once": FastPath("equal parameters checked by vLLM once", ("zero-layer",), accepted_once),
-    "templates": FastPath("equal requests planned once", ("all-layers", "add"), templates),
+    "templates": FastPath("equal requests planned once", ("all-layers",), templates),
     "lens_graphs": FastPath("CUDA graphs of the lens read-out, on a side stream", ("watch",), lens_graphs),
     "stage": FastPath("rows left on a stage until the step ends", ROWS, stage, at_start=True),
-    "fused_norms": FastPath("tap and norm in one kernel", ("all-layers", "add"), fused_norms, at_start=True),
+    "fused_norms": FastPath("tap and norm in one kernel", ("all-layers",), fused_norms, at_start=True),
 }  # fmt: skip
 
 
