@@ -200,7 +200,7 @@ FAST_PATHS = {
     "precomputed_ops": FastPath("decoding ops computed when the batch changes", ("add", "cap"), precomputed_ops),
     "decode_fast_path": FastPath("repeated steps planned by one comparison", ("all-layers", "add"), decode_fast_path),
     "page_turns": FastPath("pages flushed in turns before they are full", ROWS, page_turns),
-    "plan_at_first_tap": FastPath("long steps planned beside their first layers", ("all-layers", "add"), plan_at_first_tap),
+    "plan_at_first_tap": FastPath("long steps planned beside first layers", ("all-layers", "add"), plan_at_first_tap),
     "prefill_sums": FastPath("prompts of a mean summed by the taps", ("mean",), prefill_sums),
     "one_column": FastPath("kernel for tokens with one op", ("add", "cap"), one_column),
     "many_kernel": FastPath("kernel for long steps", ("all-layers", "add"), many_kernel),
