@@ -2,9 +2,9 @@
 
     python -m bench.corpus_speed --engines hf vllm --out bench/results/gpu/corpus.json
 
-Documents are random token ids. Speed is taken between the first and the last commit of a run, so the engine's start is
-not in it (it is told apart), and all that the disk had to take is. Stores of the second and later engines are compared
-with those of the first, row for row.
+Documents are random token ids. Speed is taken between the first and the last commit of a run, so it contains all writes
+to disk, and not the start of the engine, which is measured separately. Stores of the second and later engines are
+compared with those of the first, row for row.
 """
 
 import argparse

@@ -34,7 +34,7 @@ STEERED_LAYER = 8
 
 
 def make_model(folder: Path) -> LlamaForCausalLM:
-    """A Llama of 16 layers with seeded random weights, saved with a tokenizer that nobody needs."""
+    """A Llama of 16 layers with seeded random weights, saved with a tokenizer that is not needed."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,

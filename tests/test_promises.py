@@ -1,5 +1,5 @@
 """The promises of docs/design.md §5, and for each of their guards a proof that it is needed: with the guard taken out,
-the promise's own check fails. A guard nobody would miss is not a guard."""
+the promise's own check fails. A guard whose removal goes unnoticed is not a guard."""
 
 import contextlib
 import itertools
@@ -168,7 +168,7 @@ def bounded_and_said(start: Start, _: Path) -> None:
 
 
 def nothing_dropped_silently(start: Start, _: Path) -> None:
-    """5: rows that nobody fetched are announced when they are dropped."""
+    """5: rows that were not fetched are announced when they are dropped."""
     engine = start()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -262,7 +262,7 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def rows_by_arrival(patch: pytest.MonkeyPatch) -> None:
-    """Rows written to whoever comes next instead of by position: padding is taken for tokens."""
+    """Rows written to the next request instead of by position: padding is taken for tokens."""
     real = forward_index.index_forward
 
     def wrong(spans, width):

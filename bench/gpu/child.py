@@ -1,4 +1,4 @@
-"""An engine in a process of its own, which does what it is told: for benchmarks that let several take turns."""
+"""An engine in a process of its own, for benchmarks in which several engines take turns."""
 
 import gc
 import multiprocessing

@@ -1,6 +1,6 @@
 """The cores that a run has. A host's cores may be shared with others: on some, half of them are half as fast at any
 moment, and one that has worked for a second becomes so. An engine whose threads stay on such cores pays round after
-round. So each run has the few cores that are fastest before it, which favours nobody; and it is known for how long
+round. So each run has the few cores that are fastest before it, which favours no engine; and it is known for how long
 others had them meanwhile. Who works longer on the host loses more there: pairs that were measured again for that are
 kept in the file, and the ratio of all."""
 
@@ -47,7 +47,7 @@ class Cores:
 
 
 def stolen(cores: list[int], counts: Path = Path("/proc/stat")) -> float:
-    """Seconds, ever, in which one of these was wanted and others had it (in hundredths; 0 where nobody counts)."""
+    """Seconds, ever, in which one of these was wanted and others had it (in hundredths; 0 where it is unknown)."""
     wanted = {f"cpu{core}" for core in cores}
     lines = counts.read_text().splitlines() if wanted and counts.exists() else []
     found = [int(parts[8]) for line in lines if (parts := line.split())[:1] and parts[0] in wanted and len(parts) > 8]

@@ -2,7 +2,7 @@
 
     python -m bench.gpu.lens_kernel --out kernel-lenses.json
 
-Each way is compared with the matrix products that it replaces (`other`), and a way that a GPU does not run is told as
+Each way is compared with the matrix products that it replaces (`other`), and a way that a GPU does not run is listed as
 that. All take turns. A bank with more bytes than the caches hold can be read no faster than memory gives them, which
 the largest of the same bytes shows (`memory`). Needs torch and Triton, not vLLM.
 """

@@ -64,7 +64,7 @@ class Pairs:
 def run_cell(
     cell: str, base: Child, other: Child, rounds: int, pairs: Pairs, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Pairs of runs until there are so many, or it is time. The warm-ups and one round after the first timed ones,
+    """Run pairs until there are `rounds` of them, or time is up. The warm-ups and one round after the first timed ones,
     which verifies the rows and copies them, are not among them."""
     for i in range(args.warmups if not pairs.turn else min(1, args.warmups)):
         for child in (base, other):

@@ -32,15 +32,15 @@ from steerscope.specs import Ablate, Add
 from steerscope.specs.tokens import EVERYWHERE
 
 CASES = (
-    "norm", "nothing asked", "capture", "capture, precomputed", "capture, nobody steers, precomputed",
-    "capture, nobody steers, staged", "add", "add, precomputed", "ablate", "ablate, precomputed",
+    "norm", "nothing asked", "capture", "capture, precomputed", "capture, no steering, precomputed",
+    "capture, no steering, staged", "add", "add, precomputed", "ablate", "ablate, precomputed",
 )  # fmt: skip
 _COLUMNS, _GROUPS = 4, 64  # as an engine has them
 _SUM = 1e-5  # relative L2 that a sum may be off
 
 
 class Layers:
-    """A model's taps and matrices. Nobody reads the products: every tap meets the same stream."""
+    """A model's taps and matrices. The products are not read: every tap gets the same stream."""
 
     def __init__(self, layers: int, tokens: int, hidden: int, inner: int) -> None:
         cuda: dict[str, Any] = {"device": "cuda"}
@@ -82,7 +82,7 @@ class Layers:
     def run(self, case: str) -> Tensor:
         """All layers once; the stream that leaves the last."""
         delta, stream = self.delta, self.residual
-        taps = case != "norm" and "nobody steers" not in case, case != "norm"
+        taps = case != "norm" and "no steering" not in case, case != "norm"
         staged = case.endswith("staged")
         for i in range(self.layers):
             tables = (self.pool, self.index, self.vectors[i], self.coefficients[i], self.gates, self.orders[i],
@@ -109,7 +109,7 @@ def graph_of(layers: Layers, case: str) -> torch.cuda.CUDAGraph:
 
 
 def microseconds(run: Callable[[], object], times: int) -> float:
-    """What one of so many costs the device, behind one that is not counted."""
+    """Return the device time of one call among many, after one that is not counted."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     run()
     start.record()
@@ -124,7 +124,7 @@ def agree(layers: Layers) -> float:
     """Return how far precomputed ops are from ops that are looked up, relative to the stream; rows must be equal."""
     worst = 0.0
     kept = []
-    for way in ("capture", "capture, nobody steers, precomputed", "capture, nobody steers, staged"):
+    for way in ("capture", "capture, no steering, precomputed", "capture, no steering, staged"):
         layers.ask(way)
         layers.pool.zero_()
         layers.run(way)

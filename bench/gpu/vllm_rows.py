@@ -32,7 +32,7 @@ from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering
 COSINE = 0.999  # of every row with transformers' in the same dtype
 FLOOR = {"cuda": 4e-3, "cpu": 1e-4}  # relative L2 that any row may be off: float32 on CUDA means TF32 in attention
 MEAN = 1e-5  # relative L2 that a mean may be off
-ROUNDING = 1.5  # a row may be so many times further from float32 than the worst of transformers in the same dtype
+ROUNDING = 1.5  # largest distance of a row from float32, beside the worst of transformers in the same dtype
 
 
 def requests(facts: Any, count: int, rng: np.random.Generator) -> tuple[list, list[Sampling], list[Steering], Capture]:
@@ -178,7 +178,7 @@ def reduced(engine: SyncEngine, prompts: list, samplings: list, steers: list, to
 
 
 def long_means(engine: SyncEngine, rng: np.random.Generator) -> dict[str, float]:
-    """The same of long prompts, more than one step takes, of which nobody is steered: taps sum their rows."""
+    """The same of long prompts, more than one step takes, none of which is steered: taps sum their rows."""
     sizes = [700, 64, 130, 512, 333, 90, 620, 3]
     prompts = [TokenPrompt(rng.integers(2, min(engine.facts.vocab, 30000), size).tolist()) for size in sizes]
     samplings, nobody = [Sampling(max_tokens=5 + i, ignore_eos=True) for i in range(len(sizes))], [Steering()] * 8

@@ -24,7 +24,7 @@ def stress(
         Literal["hf", "vllm"], typer.Option("--engine", help="hf: transformers; vllm: vLLM, where installed.")
     ] = "hf",
     server: Annotated[str | None, typer.Option(help="A server on this machine that runs the folder's model.")] = None,
-    requests: Annotated[int, typer.Option(min=0, help="At most so many; 0 only makes the folder.")] = 1000,
+    requests: Annotated[int, typer.Option(min=0, help="Largest number of requests; 0 only makes the folder.")] = 1000,
     seconds: Annotated[float, typer.Option(min=1, help="No new round after so long.")] = 600.0,
     concurrent: Annotated[int, typer.Option(min=2, help="Requests at once.")] = 32,
     seed: Annotated[int, typer.Option(help="The same seed draws the same requests.")] = 0,

@@ -104,7 +104,7 @@ class Clients:
 
     @contextlib.contextmanager
     def _telling(self, what: str) -> Iterator[None]:
-        """Whatever goes wrong is told at the end; the others go on."""
+        """Faults are reported at the end; the other tasks go on."""
         try:
             yield
         except Exception as error:

@@ -19,7 +19,7 @@ class Seen(NamedTuple):
 
 
 def look(process: int) -> Seen:
-    """Those who end meanwhile are left out."""
+    """Processes that end meanwhile are left out."""
     top = psutil.Process(process)
     family = [top, *top.children(recursive=True)]
     memory, handles, threads, spent = 0, 0, 0, 0.0

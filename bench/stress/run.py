@@ -1,4 +1,4 @@
-"""Rounds of random requests, so many at once; after each round the books are compared, and all rows with the oracle."""
+"""Rounds of random requests, several at once; after each round, counts are compared, and all rows with the oracle."""
 
 import asyncio
 import time
@@ -106,7 +106,7 @@ def _enter(
         ledger.cancelled += 1
         ledger.ends["left"] += 1
         if request.end is None:
-            ledger.wrong.append(f"{said}ended though nobody asked for it")
+            ledger.wrong.append(f"{said}ended without being cancelled")
         return
     assert not isinstance(outcome, BaseException)
     cancelled = any(one.reason == "cancelled" for one in outcome)

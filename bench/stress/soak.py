@@ -64,7 +64,7 @@ async def load(process: int, http: httpx.AsyncClient, seconds: float, clients: i
     asking = Clients(str(http.base_url), record)
     async with asking.client:
         await asyncio.gather(*(asking.run(i, until) for i in range(clients)), asking.canaries(until), watch())
-    await asyncio.sleep(2 * TTL_S)  # rows that nobody fetches
+    await asyncio.sleep(2 * TTL_S)  # rows that are not fetched
     return record, [*samples, await sample(process, http, record)]
 
 

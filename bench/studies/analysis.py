@@ -43,7 +43,7 @@ PLANTED = {"layer": 17, "matrix": "mlp.down_proj", "direction": "hot_cold", "par
 
 
 def make_vectors(engine: SyncEngine, folder: Path) -> None:
-    """Contrast sets with their shuffled twins, roles against nobody, traits against their opposites."""
+    """Contrast sets with their shuffled twins, roles against no role, traits against their opposites."""
     for name in shipped_sets():
         pairs = load_contrast_set(name).extraction
         rows = sentence_rows(engine, sentences(pairs)).double()

@@ -1,4 +1,4 @@
-"""Everything is computed where the weights are: no operation meets tensors of two devices, and the work is done there.
+"""Everything is computed where the weights are: no operation gets tensors of two devices, and the work is done there.
 
 A GPU is not needed to see that. `meta` is a device of its own without numbers; what is taken from it comes as zeros.
 """

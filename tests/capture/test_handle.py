@@ -220,7 +220,7 @@ async def test_fetched_rows_never_expire():
 
 
 async def test_an_expiry_that_comes_while_rows_are_fetched_does_not_take_them_away():
-    """The sweep may have decided just before the fetch; whoever holds fetched rows keeps the handle."""
+    """The sweep may have decided just before the fetch; a caller with fetched rows keeps the handle."""
     budget = ByteBudget(100, wait_s=0)
     handle = CaptureHandle("r1", LENGTH, Loader(), budget, await budget.reserve(90, "a"), ttl_s=-1.0)
     ((_, expire),) = budget._expire.values()
@@ -276,7 +276,7 @@ def test_message_gives_the_rows_of_one_message_with_or_without_the_template_arou
         assert positions(handle.message(0, template=True)) == [0, 1, 2]
         assert positions(handle.message(1)) == [4, 5]
         assert positions(handle.message(1, template=True)) == [3, 4, 5, 6]
-        assert positions(handle.message(2)) == [8, 9, 10]  # the answer; 7 is the generation prompt, nobody's
+        assert positions(handle.message(2)) == [8, 9, 10]  # the answer; 7 is the generation prompt, of no message
         assert positions(handle.message(2, template=True)) == [8, 9, 10]
         assert positions(handle.message(-1)) == [8, 9, 10]
         assert {label.role for label in handle.message(2).labels} == {"assistant"}

@@ -70,7 +70,7 @@ def test_sites_of_one_tap_are_one_tensor_here_too(some: list[Rows]) -> None:
 
 
 def test_rows_are_kept_by_themselves(some: list[Rows]) -> None:
-    """In fresh memory: whoever keeps those of one request does not keep all others'."""
+    """In fresh memory: keeping the rows of one request does not keep all others'."""
     found = private(some)
     assert found[0][0].untyped_storage().nbytes() == private_bytes(some[:1])
 

@@ -211,7 +211,7 @@ from capture import stores
 
 def submit(self, *work, inner=ThreadPoolExecutor.submit):
     inner(self, *work)
-    raise SystemExit(143)  # a signal comes when the thread has work and nobody yet holds the other end
+    raise SystemExit(143)  # a signal comes when the thread has work and the other end is not held yet
 
 ThreadPoolExecutor.submit = submit
 stores.make(Path(sys.argv[1]))

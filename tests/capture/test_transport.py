@@ -116,7 +116,7 @@ def test_memory_that_was_used_is_used_again_before_what_never_was(arena: Arena) 
     other = regions.allocate(100, (0,))
     assert other is not None
     assert other.owner != again.owner
-    assert other.offset > again.offset + again.size  # not where somebody may write
+    assert other.offset > again.offset + again.size  # not where a worker may still write
 
 
 def test_no_room_is_none_and_a_gap_between_neighbours_is_whole_again(arena: Arena) -> None:
@@ -173,7 +173,7 @@ def test_nobody_else_may_read_the_memory_that_rows_travel_in(tmp_path: Path) -> 
     try:
         arena = Arena(tmp_path / "arena", 4096, create=True)
         assert stat.S_IMODE(arena.path.stat().st_mode) == 0o600
-        with pytest.raises(FileExistsError):  # a file that somebody put there in wait is not taken
+        with pytest.raises(FileExistsError):  # a file that another user put there is not used
             Arena(tmp_path / "arena", 4096, create=True)
     finally:
         os.umask(before)

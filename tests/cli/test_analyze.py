@@ -1,4 +1,4 @@
-"""`steerscope analyze`: results in a folder, a table or JSON on stdout, one page; mistakes are told together."""
+"""`steerscope analyze`: results in a folder, a table or JSON on stdout, one page; mistakes are reported together."""
 
 import json
 from collections.abc import Callable

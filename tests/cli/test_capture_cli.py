@@ -1,4 +1,4 @@
-"""`steerscope capture` as a user meets it."""
+"""`steerscope capture` as a user sees it."""
 
 import json
 import resource

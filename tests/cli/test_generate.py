@@ -1,4 +1,4 @@
-"""`steerscope generate`: every flag changes what it says, and every mistake is told."""
+"""`steerscope generate`: every flag changes what it says, and every mistake is reported."""
 
 import json
 import os

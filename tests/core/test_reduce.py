@@ -91,7 +91,7 @@ def test_no_rows_are_n_zero_and_not_a_number(kind):
     again=st.booleans(),
 )
 def test_rows_past_the_end_never_count(kind, sizes, hold, overshoot, again):
-    """The engine computes `overshoot` rows more than the text has; the end is told afterwards."""
+    """The engine computes `overshoot` rows more than the text has; the end is known afterwards."""
     held, at = HeldBack(make(kind), hold), 0
     for i, size in enumerate(sizes):
         start = 0 if again and i == 4 else at  # a preemption: everything comes again

@@ -112,7 +112,7 @@ def test_slots_follow_their_plain_model_step_by_step(capacity: int, steps):
             if model.acquire(key):
                 slot, new = slots.acquire(key)
                 assert new == (key not in known)
-                assert 1 <= slot < capacity  # 0 means "do nothing" and is nobody's
+                assert 1 <= slot < capacity  # 0 means "do nothing" and belongs to no vector
                 held.append(key)
                 numbers = {k: n for k, n in numbers.items() if k in model.users} | {key: slot}
             else:

@@ -1,4 +1,4 @@
-"""Documents are found by number, whatever the file is like; bad ones are told with their line."""
+"""Documents are found by number, whatever the file is like; errors name their line."""
 
 import json
 from pathlib import Path

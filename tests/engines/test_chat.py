@@ -285,7 +285,7 @@ def test_chatml_spans_by_hand():
         "<|im_start|>assistant\nthe fox<|im_end|>\n",
         "<|im_start|>user\nthe dog<|im_end|>\n",
     ]
-    assert rendered.text.endswith("<|im_end|>\n<|im_start|>assistant\n")  # which belongs to nobody
+    assert rendered.text.endswith("<|im_end|>\n<|im_start|>assistant\n")  # which belongs to no message
 
 
 def test_the_default_system_prompt_of_smollm2_belongs_to_no_message_but_to_the_template_of_the_first():

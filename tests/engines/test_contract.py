@@ -723,7 +723,7 @@ class TestLife:
     def test_a_fault_at_the_end_of_a_text_is_told_to_who_waits_for_it(
         self, engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """And to nobody else."""
+        """And to no other request."""
         wanted, faults = engine.generate(PROMPT, SHORT).text, iter([True])
 
         def timings(*times: float) -> Timings:

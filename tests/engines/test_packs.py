@@ -164,7 +164,7 @@ def test_a_registration_that_takes_too_long_leaves_nothing(
     until(lambda: not any(thread.name == "steerscope-pack" for thread in threading.enumerate()))
     assert engine.stats()["packs"] == len(monitor_of(engine)) == before
     gc.collect()
-    assert not door.banks, "weights that nobody needs"
+    assert not door.banks, "weights that no request needs"
     engine.register_pack("late", given)
     reads(engine, pack, "late")
     engine.unregister_pack("late")

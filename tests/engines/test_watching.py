@@ -438,7 +438,7 @@ class TestLives:
         for i in range(5):
             inline = PACK.replace(info=PACK.info.model_copy(update={"name": f"inline {i}"}))
             engine.generate("x", SHORT, watch=Watch(pack=inline))
-        assert len(monitor) <= before + 2, "packs nobody registered do not pile up"
+        assert len(monitor) <= before + 2, "packs that were not registered do not pile up"
 
     def test_a_pack_that_is_forgotten_goes_on_reading_for_those_who_run(self, engine: SyncEngine):
         other = PACK.replace(info=PACK.info.model_copy(update={"name": "soon forgotten"}))

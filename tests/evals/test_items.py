@@ -21,7 +21,7 @@ def test_shipped_sets_are_read_whole_and_no_question_stands_in_two_of_them() -> 
     assert len(set(questions)) == len(questions)
     assert all(item.dataset == name for name, items in sets.items() for item in items)
     letters = [item.choices[0] for item in sets["facts"] if item.choices]
-    assert letters.count("(A)") == letters.count("(B)") == 12  # whoever always says A is right half the time
+    assert letters.count("(A)") == letters.count("(B)") == 12  # always answering A is right half the time
 
 
 def test_a_public_trait_file_gives_its_questions(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_strong_trait_is_told_from_a_weak_one_and_from_none(name: str) -> None
 
 
 def test_rows_are_never_measured_by_a_direction_they_made() -> None:
-    """Pure noise with as many dimensions as rows is told apart perfectly by a direction made from it."""
+    """Pure noise with as many dimensions as rows is separated perfectly by a direction made from it."""
     generator = torch.Generator().manual_seed(5)
     rows, positive = torch.randn(40, 1, 400, generator=generator), torch.arange(40) < 20
     (honest,) = measure(rows, positive, None, strategy("mean_difference"), (0,), folds(positive, None))

@@ -8,7 +8,7 @@ from steerscope.lenses.tensors import layout
 
 
 def tree(counts: list[int], seed: int = 0, second_parents: float = 0.2) -> list[Concept]:
-    """Concepts of so many per level under random parents, some under two, in a shuffled order."""
+    """Concepts, `counts` of them per level, under random parents, some under two, in a shuffled order."""
     draw = torch.Generator().manual_seed(seed)
 
     def pick(n: int) -> int:

@@ -21,7 +21,7 @@ def scored(gap: float = 2.0, n: int = 400, seed: int = 0) -> LabelledLogits:
     unrelated = ((kind == 2) | (kind == 3)).unsqueeze(1).expand(n, 3)
     sibling = (kind == 4).unsqueeze(1).expand(n, 3)
     values = torch.randn(n, 3, generator=generator) + gap * positive * torch.tensor([1.0, 0.0, -1.0])
-    values[kind == 5] = 99.0  # texts of an ancestor: whoever counts them is noticed
+    values[kind == 5] = 99.0  # texts of an ancestor: counting them would show
     return LabelledLogits(values, positive, unrelated | sibling, unrelated)
 
 

@@ -1,4 +1,4 @@
-"""The monitor gives every row to its own request, and keeps packs no longer than somebody needs them."""
+"""The monitor gives every row to its own request, and keeps packs no longer than they are needed."""
 
 import numpy as np
 import pytest
@@ -111,7 +111,7 @@ def test_packs_stay_while_they_are_registered_or_somebody_is_watched():
     seats = [monitor.admit(plan()) for _ in range(2)]
     monitor.drop(kept)
     monitor.release(seats[0])
-    assert len(monitor) == 1, "somebody is watched"
+    assert len(monitor) == 1, "a request is watched"
     monitor.release(seats[1])
     assert len(monitor) == 0
     for other in others:

@@ -43,7 +43,7 @@ def test_a_captured_step_reads_and_switches_as_one_outside_a_graph():
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step()  # nobody's rows: nothing is changed by the warm-up
+        step()  # rows of no request: nothing is changed by the warm-up
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

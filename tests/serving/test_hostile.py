@@ -1,4 +1,4 @@
-"""Clients that mean no good, or do not know better: each gets one clear answer or none, and nobody else notices."""
+"""Clients that mean no good, or do not know better: each gets one clear answer or none, and no other client notices."""
 
 import json
 import socket
@@ -27,7 +27,7 @@ MOST = 64 << 10
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    # Longer than a busy machine stands still, or requests that nobody held up are told that they took too long.
+    # Longer than a busy machine stands still, or requests that were not held up time out.
     limits = {"max_body_bytes": MOST, "max_upload_bytes": 4 * MOST, "body_timeout_s": 3.0, "head_timeout_s": 3.0}
     with live(**limits) as found:
         yield found
@@ -142,7 +142,7 @@ def test_a_body_beyond_the_limit_is_refused_before_it_is_read(server: Live) -> N
 
 
 def test_a_body_of_unknown_length_is_cut_off_at_the_limit(server: Live) -> None:
-    """A client that never stops sending is told so, or hung up on, after little more than the limit."""
+    """A client that never stops sending gets an error, or is disconnected, after little more than the limit."""
     sent = 0
     with connect(server) as connection:
         head = "POST {} HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -217,7 +217,7 @@ def test_a_body_that_trickles_in_gets_408(server: Live) -> None:
         assert b"body_timeout" in received
 
 
-# --- those who leave
+# --- clients that leave
 
 
 @pytest.mark.parametrize("body", [LONG, {**LONG, "stream": False}], ids=["stream", "whole"])
@@ -253,7 +253,7 @@ def test_who_leaves_the_queue_is_not_run() -> None:
                 connection.close()
             assert eventually(lambda: server.serving.admission.waiting == 0)
         assert server.idle()
-        assert server.engine.stats()["finished"] <= 2 + 32  # those of the warm-up, those that ran, and nobody else
+        assert server.engine.stats()["finished"] <= 2 + 32  # those of the warm-up, those that ran, and no others
 
 
 def test_a_queue_that_is_full_answers_429_with_a_time_to_come_back() -> None:

@@ -1,4 +1,4 @@
-"""Jobs: they run whoever listens, tell everything once, and are told again from any event."""
+"""Jobs run with or without listeners; every event is sent once, and again from any event on."""
 
 import json
 from collections.abc import Iterator

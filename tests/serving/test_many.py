@@ -167,6 +167,6 @@ def test_half_are_killed_and_the_rest_are_untouched(server: Live, alone: list[Ge
     assert answers.count(None) == COUNT // 2
     assert at_rest(server, alone)
     made = server.engine.stats()["tokens"] - before["tokens"]
-    assert made < COUNT * TOKENS, f"{made} tokens: the work of those who left went on"
+    assert made < COUNT * TOKENS, f"{made} tokens: the work of closed streams went on"
     assert Path("/proc/self/fd").is_dir()
     assert len(os.listdir("/proc/self/fd")) < 200, "connections were not closed"

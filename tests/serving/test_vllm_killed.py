@@ -1,4 +1,4 @@
-"""vLLM's engine core is killed under a server that has requests: they are told, and the server goes on with another."""
+"""vLLM's engine core is killed under a server that has requests: they fail with the reason, and another core starts."""
 
 import json
 import os
@@ -57,7 +57,7 @@ class Served:
         self.until(lambda: self.http.get("/ready").status_code == 200)
 
     def kill(self, name: str) -> None:
-        """The process of vLLM with this name, with requests of every kind in it; they are told so."""
+        """The process of vLLM with this name, with requests of every kind in it; they fail with the reason."""
         with ThreadPoolExecutor(1) as pool, self.http.stream("POST", URL, json={**LONG, "stream": True}) as streamed:
             lines = streamed.iter_lines()
             assert json.loads(next(lines).removeprefix("data: "))["choices"]

@@ -112,7 +112,7 @@ def chats(draw) -> Chat:
         tail = 0 if last_open else tail
         spans.append(MessageSpan(i, role, (at + head, at + head + own), (at, at + head + own + tail)))
         at += head + own + tail
-    at += 0 if open_message else draw(st.integers(0, 2))  # the generation prompt belongs to nobody
+    at += 0 if open_message else draw(st.integers(0, 2))  # the generation prompt belongs to no message
     assume(at > 0)
     return Chat(at, tuple(spans), open_message)
 

@@ -64,10 +64,10 @@ def _text(ids: list[int]) -> str:
 
 
 def _missing(oracle: Oracle, request: Request, found: Outcome) -> Iterator[str]:
-    """Whoever captures and reads gets rows at every layer and site it asked for; nobody else gets any."""
+    """A request gets rows at every layer and site that it captures, and no other rows."""
     if request.capture is None or request.keep == "unread":
         if found.rows is not None:
-            yield "rows that nobody asked for"
+            yield "rows that were not requested"
         return
     asked = parse_layers(request.capture.layers)
     layers = range(oracle.count) if asked == "all" else asked

@@ -27,7 +27,7 @@ def endpoint(reply: Reply) -> Iterator[tuple[str, list[dict]]]:
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            with contextlib.suppress(ConnectionError):  # whoever asked may have lost patience
+            with contextlib.suppress(ConnectionError):  # the client may have timed out
                 self.wfile.write(data)
 
         def log_message(self, *_: object) -> None:

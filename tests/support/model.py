@@ -12,7 +12,7 @@ from steerscope.lenses import Pack
 from steerscope.lenses.formats.probes import from_probes
 
 LAYERS, HIDDEN, VOCAB = 4, 128, 512
-ENDS = list(range(1, 13))  # so many EOS tokens that texts do end
+ENDS = list(range(1, 13))  # enough EOS tokens for texts to end
 LENSES = 12
 PACK = "stress"  # as requests name it
 PACK_LAYER = 2

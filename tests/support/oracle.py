@@ -25,7 +25,7 @@ Op = tuple[Tensor, tuple[float, ...], Tensor]  # direction, coefficients, which 
 
 @dataclass
 class Truth:
-    """Of a text of so many fed tokens. `watched` are the positions that lenses read, `scores` theirs."""
+    """What a text should have. `watched` are the positions that lenses read, `scores` theirs."""
 
     before: dict[Key, Tensor]
     after: dict[Key, Tensor]

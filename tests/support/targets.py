@@ -43,7 +43,7 @@ class Target(ABC):
         """running, waiting, capture_bytes, capture_reserved, capture_released and more."""
 
     def balanced(self, stats: dict[str, float]) -> bool:
-        """Open handles hold memory, and nobody else does."""
+        """Open handles hold memory, and nothing else does."""
         return stats["capture_bytes"] == self.held or (self.piped and 0 < self.held < stats["capture_bytes"])
 
     async def rest(self) -> dict[str, float]:
@@ -114,7 +114,7 @@ class EngineTarget(Target):
 
 
 class ServerTarget(Target):
-    """Whole answers carry log probabilities and how exactly they ended; streams are for those who leave early, and for
+    """Whole answers carry log probabilities and how exactly they ended; streams are for clients that leave early and for
     greedy texts."""
 
     def __init__(self, url: str) -> None:
@@ -166,7 +166,7 @@ class ServerTarget(Target):
         await self.client.forget(name)
 
     async def let_go(self) -> None:
-        """None is left open: a client that is killed while its answer is on the way leaves rows that nobody can name,
+        """None is left open: a client that is killed while its answer is on the way leaves rows without a name,
         and only their time to live ends them. `rest` waits for that."""
 
     async def stats(self) -> dict[str, float]:
@@ -179,7 +179,7 @@ class ServerTarget(Target):
 
 
 def refused(error: BaseException) -> bool:
-    """The request itself was wrong, and its sender was told so before anything ran."""
+    """The request itself was wrong, and was refused before anything ran."""
     return isinstance(error, InvalidRequest) or (isinstance(error, ServerError) and error.status == 400)
 
 

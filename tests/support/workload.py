@@ -31,7 +31,7 @@ class Request:
     steer: Steering = Steering()
     capture: Capture | None = None
     watch: Watch | None = None
-    end: tuple[How, float] | None = None  # after so many tokens; a task is ended after so many seconds
+    end: tuple[How, float] | None = None  # after this many tokens; a task, after this many seconds
     mistaken: bool = False  # must be refused before it runs
     streamed: bool = True
     keep: Literal["open", "closed", "unread"] = "open"  # what becomes of the handle of its rows
@@ -58,7 +58,7 @@ def draw(rng: np.random.Generator, prefix: list[int], watched: bool = True) -> R
 
 
 def _sampling(rng: np.random.Generator) -> Sampling:
-    """What is drawn at random also tells its probability: without that nobody could say whether it was right."""
+    """What is drawn at random also tells its probability: without it, there is no way to check it."""
     stop = tuple(f"t{int(rng.integers(20, VOCAB))} t" if rng.random() < 0.3 else f" t{d}" for d in (4, 37))
     sampled = bool(rng.random() < 0.4)
     return Sampling(

@@ -1,4 +1,4 @@
-"""Sweeps: where runs go, what is shared and skipped, and that a run that fails stops nobody."""
+"""Sweeps: where runs go, what is shared and skipped, and that a failed run stops no other."""
 
 import copy
 import json

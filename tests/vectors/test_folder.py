@@ -14,7 +14,7 @@ from steerscope.vectors.files import save
 from steerscope.vectors.folder import VectorFolder
 from steerscope.vectors.vector import SteeringVector
 
-LEFT = ".steerscope-0123456789abcdef"  # by somebody who writes just now, or was killed when he did
+LEFT = ".steerscope-0123456789abcdef"  # left by a writer that still runs or was killed
 
 
 def test_what_is_being_written_is_nobodys_yet(tmp_path: Path) -> None:

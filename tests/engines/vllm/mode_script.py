@@ -179,7 +179,7 @@ def seen(done: Generation) -> tuple[object, ...]:
 
 
 def left_over(engine: SyncEngine) -> dict[str, float]:
-    """What is still held when nobody asks for anything any more: nothing."""
+    """Return what is still held when no request is left: nothing."""
     engine.generate(TokenPrompt([20, 21]), Sampling(max_tokens=2, ignore_eos=True))  # lets the last finishes arrive
     stats = engine.stats()
     names = ("running", "waiting", "slots_in_use", "capture_bytes", "worker_slots_in_use", "worker_requests")

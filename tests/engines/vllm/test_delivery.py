@@ -49,7 +49,7 @@ def host_pool() -> HostPool:
 
 
 def asking(region: Region, name: str = "a", rows: int = 4, more: int = 1) -> TrackedRequest:
-    """A text of so many rows that may have more."""
+    """A text with `rows` rows that may get `more`."""
     capture = WireCapture(((0, "resid_post"),), EVERYWHERE, False, None, 0, rows + more)
     return TrackedRequest(Wire(name, None, region.offset, region.owner, (), capture), [], 1, 1)
 
@@ -203,7 +203,7 @@ def test_withdrawn_between_the_two_looks(regions, monkeypatch):
     delivery.find_region(request)
     assert request.left
     assert request.wire.capture is None
-    assert region.counters[LEFT] == 1  # the client saw nobody there, and left for us
+    assert region.counters[LEFT] == 1  # the client saw no worker there, and left for us
 
 
 def test_a_late_failure_is_not_written_into_another_request(regions):
@@ -392,7 +392,7 @@ def test_the_last_rows_of_a_text_leave_behind_their_step_and_others_with_the_nex
     much = sending(regions, cuda_pool, 20)
     monkeypatch.setattr(row_copies, "_MAX_COPY_BYTES", 19 * row)
     cuda_pool.copy_waiting_now()
-    assert cuda_pool.backlog == 20 * row, "so many would keep the sampled tokens waiting"
+    assert cuda_pool.backlog == 20 * row, "all of them would delay the sampled tokens"
     assert much.counters[ROWS] == 0
 
 
@@ -456,7 +456,7 @@ def test_a_page_is_free_when_all_that_was_sent_of_it_has_arrived(cuda_pool, regi
 
 
 def sending(regions, pool, rows: int, name: str = "a"):
-    """A request with so many rows that wait to be sent."""
+    """A request with this many rows that wait to be copied."""
     region = allocate(regions, rows=rows)
     delivery, request = deliver(regions, pool), asking(region, name, rows)
     delivery.find_region(request)
@@ -466,7 +466,7 @@ def sending(regions, pool, rows: int, name: str = "a"):
 
 
 def test_a_region_is_left_only_behind_a_result_that_was_foretold(cuda_pool, regions):
-    """The text is cancelled, or its engine fails: nobody waits for its result, but the device will write it."""
+    """The text is cancelled, or its engine fails: no caller waits for its result, but the device will write it."""
     region = allocate(regions)
     delivery, request = deliver(regions, cuda_pool), asking(region)
     delivery.find_region(request)
@@ -646,7 +646,7 @@ def test_a_step_without_room_sends_what_earlier_steps_left_whatever_the_pace(cud
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_row_leaves_before_the_forward_that_writes_it(cuda_pool, regions, monkeypatch, seed):
-    """Whatever is asked of the pool, in whatever order: copies wait only for what the side stream was told to."""
+    """Whatever is asked of the pool, in whatever order: copies wait only for what the side stream waits for."""
     chance, forwards, waited, written = random.Random(seed), [0], [0], dict[int, int]()
     copied = list[int]()
 
@@ -740,7 +740,7 @@ def test_precomputed_ops_are_flagged_in_the_index_of_steps_that_have_room_for_th
 
 
 def test_a_region_is_left_only_behind_its_own_rows_and_never_twice(cuda_pool, regions):
-    """The end of a request that waits behind another's rows: once the client was told, nobody writes there again."""
+    """The end of a request that waits behind another's rows: once the client knows, nothing writes there again."""
     slow, quick = allocate(regions), allocate(regions)
     delivery = deliver(regions, cuda_pool)
     first, second = asking(slow, "slow"), asking(quick, "quick")

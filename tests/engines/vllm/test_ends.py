@@ -1,4 +1,4 @@
-"""Texts that end while others run: their last rows come with the steps that follow, and nobody is held up for them."""
+"""Texts that end while others run: their last rows come with later steps, and no other request waits for them."""
 
 import asyncio
 import threading
@@ -38,7 +38,7 @@ async def streamed(
     sampling: Sampling = LONG,
     steer: Add | None = None,
 ) -> Generation:
-    """A text; nobody foresees its end if it is cancelled when it has so many tokens."""
+    """A text; its end cannot be foreseen if it is cancelled after `leave_at` tokens."""
     async for event in engine.aio.stream(prompt, sampling, steer=steer, capture=Capture(), request_id=name):
         if isinstance(event, EndEvent):
             return event.generation
@@ -114,7 +114,7 @@ def test_an_overflow_in_the_last_steps_is_told_though_nobody_foresaw_the_end(
 def test_rows_that_do_not_come_hold_up_nobody_and_nobody_waits_for_them_for_ever(
     engine: SyncEngine, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """They are asked for when nobody runs any more, for any reason; an engine that fails tells whom they are of."""
+    """They are fetched when no request runs any more; an engine that fails names their requests."""
     wanted, lacks, closing = engine.generate(ONE, SHORT, capture=Capture()), VLLMText.lacks, threading.Event()
     aio: Any = engine.aio
 

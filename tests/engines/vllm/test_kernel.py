@@ -145,7 +145,7 @@ def tables(tokens: int, hidden: int, columns: int, dtype: torch.dtype, seed: int
     before = draw(2, GROUPS).bool()
     pool = torch.full((CELLS + tokens + 2, hidden), 7.0, dtype=dtype)
     overflow_flags = torch.zeros(tokens + 4, dtype=torch.int32)
-    overflow_flags[0] = 1  # somebody asks
+    overflow_flags[0] = 1  # a request is tracked
     return [pool, index, vectors, coefficients, torch.tensor([1.0, 0.0, 0.5]), order, before, overflow_flags]
 
 
@@ -221,7 +221,7 @@ def test_steering_and_capture_do_something() -> None:
 
 
 def overflowing(dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Tokens that gain a half: one is fine, one is NaN, one is nobody's, one is behind a closed gate, one is too large
+    """Tokens that gain a half: one is fine, one is NaN, one is untracked, one is behind a closed gate, one is too large
     in sum, and one in the stream already."""
     given_tables = tables(6, 16, 1, dtype, 0)
     index, coefficients = given_tables[1], given_tables[3]
@@ -239,7 +239,7 @@ def overflowing(dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, t
     return given_tables, delta, residual
 
 
-FAULTY = [1, 0, 1, 0, 1, 1, 1]  # the first says that somebody asks
+FAULTY = [1, 0, 1, 0, 1, 1, 1]  # the first says that a request is tracked
 
 
 @interpreted

@@ -142,7 +142,7 @@ class Model(nn.Module):
         self.to(dtype)
 
     def forward(self, hidden: Tensor, between: Callable[[int, Tensor], None] = lambda *_: None) -> Tensor:
-        """`between` is told the stream that enters each layer, and the one behind the last."""
+        """`between` gets the stream that enters each layer, and the one behind the last."""
         residual: Tensor | None = None
         pair = isinstance(self.layers[0], Pair | PostNorm)
         for i, layer in enumerate(self.layers):

@@ -16,7 +16,7 @@ from steerscope.specs import Capture, Sampling
 from steerscope.specs.errors import ModelNotFound, RequestFailed
 from support.waiting import HUNG_S
 
-LEAST_STEP_S = 2e-4  # of vLLM's steps: nobody's machine is as fast
+LEAST_STEP_S = 2e-4  # of vLLM's steps: no machine is as fast
 
 
 class Why(enum.IntEnum):
@@ -73,7 +73,7 @@ def test_tokens_of_a_quiet_text_are_kept_until_its_end_and_others_are_told_at_on
     assert kept == [1, 2, 3]
     assert llm.passed == ["booked", "booked"]
     assert llm.output_processor.stream_interval == 1
-    assert len(out.step()) == 1  # of one that has ended: whoever asks knows that nobody has that name
+    assert len(out.step()) == 1  # of one that has ended: its name is unknown
     assert kept == [1, 2, 3]
 
 

@@ -1,4 +1,4 @@
-"""Requests that end early on vLLM: nothing of them stays, and nobody gets what lay in their memory."""
+"""Requests that end early on vLLM: nothing of them stays, and no request reads their memory."""
 
 import asyncio
 import gc
@@ -92,7 +92,7 @@ def test_when_nothing_runs_the_workers_hear_of_ends_without_a_next_request(
 def test_rows_that_are_dropped_while_nothing_runs_are_tidied_up_before_the_next_request(
     engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("steerscope.engines.engine_thread.SWEEP_S", 2 * HUNG_S)  # nobody watched_rows by itself
+    monkeypatch.setattr("steerscope.engines.engine_thread.SWEEP_S", 2 * HUNG_S)  # no sweep runs by itself
     done = engine.generate(LONG, SAMPLING, capture=Capture())
     regions = engine.aio.capacity.regions  # type: ignore[attr-defined]
     time.sleep(0.1)  # idle: it has tidied up what there was
@@ -118,7 +118,7 @@ def test_what_is_left_of_requests_goes_when_nothing_runs_and_before_others_come(
     assert set(seen) == {()}
     until = time.monotonic() + HUNG_S
     while aio._spent or aio.capacity.regions.used:
-        assert time.monotonic() < until, "an idle engine keeps what nobody needs"
+        assert time.monotonic() < until, "an idle engine keeps memory that is not needed"
         time.sleep(0.02)
 
 

@@ -18,7 +18,7 @@ def test_every_line_writes_its_reading_and_the_last_of_a_request_how_many_there_
     from steerscope.engines.vllm.cuda import lens_readout as r
 
     rng, k, terms, rules, most = np.random.default_rng(0), 5, 3, 4, 6
-    # Requests: two rows; one row of a request without rules; nobody's; one whose text is over.
+    # Requests: two rows; one row of a request without rules; one of no request; one whose text is over.
     requests = [(0, 3, terms, 2), (0, 2, -1, 1), (None, 3, -1, 1), (most, 4, -1, 1)]
     memory = np.full(4096, -7, dtype=np.int32)
     counters = np.full(len(requests), -7, dtype=np.int64)

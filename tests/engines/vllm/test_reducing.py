@@ -110,7 +110,7 @@ def test_results_of_requests_that_end_together_go_to_their_own_places(arena) -> 
     road.write_early([(held[1], 4, arena, 64, 0)])
     assert torch.equal(memory[0], cells[9])  # but for what was written_early
     road.write_early([(held[0], 3, arena, 64, 8), (held[1], 5, arena, 64, 0)])
-    assert arena.words[:2].tolist() == [4, 3]  # whoever has not so many rows is not told of
+    assert arena.words[:2].tolist() == [4, 3]  # a request with fewer rows is not counted
     assert torch.equal(memory[:2], cells[:6].view(3, 2, 5).mean(0))
     assert torch.equal(memory[2], cells[7])
 
@@ -149,7 +149,7 @@ def test_nothing_is_written_outside_the_arena(arena) -> None:
 
 @interpreted
 def test_rows_are_taken_in_behind_their_forward_and_before_the_next(arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On streams that only keep what they are told: nothing else would notice a wait that is missing."""
+    """On streams that only record calls: no other check would notice a missing wait."""
     from steerscope.engines.vllm.cuda import reductions
 
     log: list[tuple[str, ...]] = []

@@ -133,7 +133,7 @@ def captured_prompts_are_whole(engine: SyncEngine) -> None:
 
 
 def a_swapped_name_is_another_vector(engine: SyncEngine) -> None:
-    """A vector registered again under its name never meets the keys and values of the old one."""
+    """A vector registered again under its name never uses the keys and values of the old one."""
     for sign in (1, -1, 1):
         wanted = uncached(engine, LONG, Add(vector=sign * VECTOR, layers=0))
         engine.register("mood", sign * VECTOR)
@@ -141,7 +141,7 @@ def a_swapped_name_is_another_vector(engine: SyncEngine) -> None:
 
 
 def an_overflow_stays_alone(engine: SyncEngine) -> None:
-    """Whoever gets the blocks of requests whose steering was too strong reads nothing of them."""
+    """A request that gets the blocks of one whose steering overflowed reads nothing of them."""
     steer = Add(vector=VECTOR, scale=3e38, layers="all")
     for i in range(BLOCKS):
         with pytest.raises(RequestFailed, match="not finite"):

@@ -112,7 +112,7 @@ def test_columns_act_at_their_own_positions_only() -> None:
 
 
 def test_a_token_that_is_steered_says_whose_it_is() -> None:
-    """So that a steering that leaves the model's numbers is told to who asked for it."""
+    """A steering that produces NaN or inf is reported to the request that asked for it."""
     step_index, pool = StepIndex(TOKENS, COLUMNS), Pool()
     for number, name in enumerate("ab", start=7):
         step_index.requests[name] = request(name, None, (Positions(((1, END),)),))
@@ -293,7 +293,7 @@ def test_steering_ends_where_it_should_whatever_is_captured(captured: Positions,
 
 
 def test_a_text_with_all_its_rows_may_have_a_page_open_again() -> None:
-    """After a preemption: whoever lets it go must look at both."""
+    """After a preemption: the code that forgets it must look at both."""
     step_index, pool = StepIndex(TOKENS, COLUMNS, page_rows=8), Pool()
     step_index.requests["a"] = request("a", Positions(((0, 5),)), most=20)
     step_index.requests["a"].max_rows = 5
@@ -306,13 +306,13 @@ def test_a_text_with_all_its_rows_may_have_a_page_open_again() -> None:
 
 
 def test_decoding_requests_cost_no_python_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a batch decodes, nobody is looked up by name."""
+    """Once a batch decodes, no request is looked up by name."""
     step_index, pool = StepIndex(TOKENS, COLUMNS, page_rows=16), Pool()
     for i in range(20):
         step_index.requests[str(i)] = request(str(i), EVERYWHERE, (EVERYWHERE,))
         step(step_index, pool, (str(i), 0, 3))
     step(step_index, pool, *((str(i), 3, 1) for i in range(20)))
-    monkeypatch.setattr(step_index, "requests", range(20))  # their number, and nobody
+    monkeypatch.setattr(step_index, "requests", range(20))  # their number, without requests
     done = []
     for at in range(4, 3 + 16):
         done += step(step_index, pool, *((str(i), at, 1) for i in range(20))).slices
@@ -320,7 +320,7 @@ def test_decoding_requests_cost_no_python_each(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_batch_that_goes_on_is_looked_at_once() -> None:
-    """However long it does, and whoever else is in it."""
+    """For any number of steps and any other requests in the batch."""
     step_index, pool = StepIndex(TOKENS, COLUMNS), Pool()
     for name in "ab":
         step_index.requests[name] = request(name, None, (EVERYWHERE,))
@@ -397,7 +397,7 @@ def test_pages_are_as_long_as_those_who_ask_leave_room_for() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_rows_of_a_step_always_fit_the_smallest_pool(seed: int) -> None:
-    """Whoever comes, reads its prompt in parts, decodes and goes; nothing is sent before the room is needed."""
+    """Requests come, read prompts in parts, decode and go; nothing is copied before the room is needed."""
     chance, requests = random.Random(seed), random.Random(seed).choice([1, 3, 8, 40])
     page, most = smallest_pool(TOKENS, requests)
     step_index, free, waiting = StepIndex(TOKENS, COLUMNS, page, TOKENS // 4), Cells(2 * most), list[RowSlice]()
@@ -525,7 +525,7 @@ def test_who_is_met_late_is_seen_in_the_next_step() -> None:
 
 
 def test_who_has_all_its_rows_costs_nothing_more() -> None:
-    """StepIndex that rest are not asked again until somebody new comes."""
+    """A resting StepIndex is not called again until a new request comes."""
     step_index, pool = StepIndex(TOKENS, COLUMNS), Pool()
     step_index.admit("a", request("a", Positions(((2, 3),))))
     assert step(step_index, pool, ("a", 0, 3), ("plain", 0, 3)).busy

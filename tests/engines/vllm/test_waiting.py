@@ -1,4 +1,4 @@
-"""Requests that wait: which of them may be overtaken, and what a fault in somebody else's step does to them."""
+"""Requests that wait: which of them may be overtaken, and what a fault in another request's step does to them."""
 
 import asyncio
 import gc

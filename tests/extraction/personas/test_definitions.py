@@ -1,4 +1,4 @@
-"""Role and trait files: the shipped ones are whole, the public shape is taken as it is, every mistake is told."""
+"""Role and trait files: the shipped ones are whole, the public shape is taken as it is, every mistake is reported."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Answers: what the model is told, whose rows are averaged, and that seeds do not depend on the order."""
+"""Answers: the instructions that the model gets, whose rows are averaged, and that seeds do not depend on the order."""
 
 from pathlib import Path
 
