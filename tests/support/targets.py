@@ -114,8 +114,8 @@ class EngineTarget(Target):
 
 
 class ServerTarget(Target):
-    """Whole answers carry log probabilities and how exactly they ended; streams are for clients that leave early and for
-    greedy texts."""
+    """Whole answers carry log probabilities and how exactly they ended; streams are for clients that leave early
+    and for greedy texts."""
 
     def __init__(self, url: str) -> None:
         check_loopback(url)
