@@ -1,5 +1,5 @@
 // The page as a whole: the message box, tabs, theme, keys, the height of the heat map.
-import { $, fill, h, icon, work } from "./dom.js";
+import { $, clamp, fill, h, icon, set, work } from "./dom.js";
 import { change, emit, keepConversation, on, restoreConversation, settings, state } from "./state.js";
 import { connect } from "./connection.js";
 import { send, stopAll } from "./runs.js";
@@ -9,61 +9,55 @@ import { setUpHeat } from "./heat.js";
 import { leave, setUpInspect } from "./inspect.js";
 import { setUpRunning } from "./running.js";
 import { setUpTint } from "./tint.js";
-import { setUpToken } from "./tokenview.js";
 import { setUpVectors } from "./vectors.js";
 import { setUpWatching } from "./watching.js";
 
 const narrow = matchMedia("(max-width: 820px)");
 
+/** What a button does, as its icon and title. */
+function setButton(button, name, title) {
+  fill(button, icon(name), h("span.sr", title));
+  button.title = title;
+}
+
 // --- the message box
 
 function setUpComposer() {
   const box = $("#prompt");
-  const button = $("#send");
-  const compare = $("#compare");
-  const fit = () => {
+  const show = () => {
     box.style.height = "auto";
     box.style.height = `${box.scrollHeight}px`;
-  };
-  const show = () => {
     const writing = state.running > 0;
-    fill(button, icon(writing ? "stop" : "send"), h("span.sr", writing ? "Stop" : "Send"));
-    button.title = writing ? "Stop (Esc)" : "Send (Enter)";
-    button.disabled = !writing && (state.connection !== "ready" || !box.value.trim());
+    setButton($("#send"), writing ? "stop" : "send", writing ? "Stop (Esc)" : "Send (Enter)");
+    $("#send").disabled = !writing && (state.connection !== "ready" || !box.value.trim());
   };
-  box.addEventListener("input", () => {
-    fit();
-    show();
-  });
-  box.addEventListener("keydown", (event) => {
+  const onkeydown = (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     if (event.ctrlKey || event.metaKey) emit("again");
     else $("#composer").requestSubmit();
-  });
-  $("#composer").addEventListener("submit", (event) => {
+  };
+  const onsubmit = (event) => {
     event.preventDefault();
     if (state.running) return stopAll();
     const text = box.value.trim();
     if (!text || state.connection !== "ready") return;
     box.value = "";
-    fit();
     send(text);
-  });
-  compare.checked = settings.compare;
-  compare.addEventListener("change", () => change({ compare: compare.checked }));
+  };
+  set(box, { oninput: show, onkeydown });
+  set($("#composer"), { onsubmit });
+  set($("#compare"), { checked: settings.compare, onchange: ({ target }) => change({ compare: target.checked }) });
   on("running connection", show);
-  on("again", answerAgain);
+  on("again", () => {
+    const turn = state.turns.at(-1);
+    if (turn && !state.running && state.connection === "ready") send(turn.user, { turn });
+  });
   show();
   if (!narrow.matches) box.focus();
 }
 
-function answerAgain() {
-  const turn = state.turns.at(-1);
-  if (turn && !state.running && state.connection === "ready") send(turn.user, { turn });
-}
-
-// --- tabs and the panel
+// --- the panel: it lies over the page on narrow screens
 
 const tabs = [...document.querySelectorAll("#tabs [role=tab]")];
 
@@ -77,65 +71,45 @@ function chooseTab(name) {
   change({ tab: name });
 }
 
-function setUpTabs() {
-  for (const tab of tabs) {
-    tab.id = `to-${tab.dataset.tab}`;
-    tab.setAttribute("aria-controls", `tab-${tab.dataset.tab}`);
-    $(`#tab-${tab.dataset.tab}`).setAttribute("aria-labelledby", tab.id);
-    tab.addEventListener("click", () => chooseTab(tab.dataset.tab));
-    tab.addEventListener("keydown", (event) => {
-      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-      if (!step) return;
-      const next = tabs[(tabs.indexOf(tab) + step + tabs.length) % tabs.length];
-      chooseTab(next.dataset.tab);
-      next.focus();
-    });
-  }
-  chooseTab(tabs.some((tab) => tab.dataset.tab === settings.tab) ? settings.tab : "steer");
-}
-
-/** The panel lies over the page on narrow screens. */
 function setUpPanel() {
-  const panel = $("#panel");
-  $("#open-panel").addEventListener("click", () => {
-    panel.classList.add("open");
-    $("#close-panel").focus();
+  const panel = $("#panel").classList;
+  tabs.forEach((tab, i) => {
+    const onkeydown = (event) => {
+      const next = { ArrowRight: tabs[i + 1] ?? tabs[0], ArrowLeft: tabs.at(i - 1) }[event.key];
+      next?.click();
+      next?.focus();
+    };
+    set(tab, { onclick: () => chooseTab(tab.dataset.tab), onkeydown });
   });
-  $("#close-panel").addEventListener("click", () => {
-    panel.classList.remove("open");
-    $("#open-panel").focus();
-  });
+  chooseTab(settings.tab);
+  const open = (is) => {
+    panel.toggle("open", is);
+    $(is ? "#close-panel" : "#open-panel").focus();
+  };
+  set($("#open-panel"), { onclick: () => open(true) });
+  set($("#close-panel"), { onclick: () => open(false) });
   on("pin", () => {
     if (!state.pinned) return;
     chooseTab("token");
-    if (narrow.matches) panel.classList.add("open");
+    panel.toggle("open", narrow.matches);
   });
 }
 
 // --- theme
 
 function setUpTheme() {
-  const button = $("#theme");
   const system = matchMedia("(prefers-color-scheme: dark)");
-  const names = { auto: "as the system", light: "light", dark: "dark" };
-  let chosen = document.documentElement.dataset.theme ?? "auto";
   const show = () => {
-    if (chosen === "auto") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = chosen;
-    button.title = `Theme: ${names[chosen]}`;
-    fill(button, icon(chosen), h("span.sr", button.title));
-    emit("theme");
+    const { theme } = settings;
+    document.documentElement.dataset.theme = theme;
+    setButton($("#theme"), theme, `Theme: ${theme === "auto" ? "as the system" : theme}`);
   };
-  button.addEventListener("click", () => {
-    const order = ["auto", system.matches ? "light" : "dark", system.matches ? "dark" : "light"];
-    chosen = order[(order.indexOf(chosen) + 1) % 3];
-    try {
-      localStorage.setItem("steerscope.theme", chosen);
-    } catch {
-      // Then it holds until the page is closed.
-    }
-    show();
-  });
+  const onclick = () => {
+    const order = system.matches ? ["auto", "light", "dark"] : ["auto", "dark", "light"];
+    change({ theme: order[(order.indexOf(settings.theme) + 1) % 3] }, "theme");
+  };
+  set($("#theme"), { onclick });
+  on("theme", show);
   system.addEventListener("change", () => emit("theme"));
   show();
 }
@@ -145,27 +119,25 @@ function setUpTheme() {
 function setUpSplitter() {
   const bar = $("#splitter");
   const dock = $("#dock");
-  const set = (height) => {
-    const fit = Math.round(Math.max(40, Math.min(innerHeight * 0.7, height)));
+  const take = (height) => {
+    const fit = Math.round(clamp(height, 40, innerHeight * 0.7));
     dock.style.setProperty("--dock", `${fit}px`);
     bar.setAttribute("aria-valuenow", fit);
     change({ dock: fit });
   };
-  bar.setAttribute("aria-valuenow", dock.offsetHeight);
-  if (settings.dock) set(settings.dock);
-  bar.addEventListener("pointerdown", (event) => {
-    bar.setPointerCapture(event.pointerId);
-    const [from, tall] = [event.clientY, dock.offsetHeight];
-    const move = (moved) => set(tall + from - moved.clientY);
-    bar.addEventListener("pointermove", move);
-    bar.addEventListener("pointerup", () => bar.removeEventListener("pointermove", move), { once: true });
-  });
-  bar.addEventListener("keydown", (event) => {
-    const step = { ArrowUp: 24, ArrowDown: -24 }[event.key];
-    if (step) {
+  if (settings.dock) take(settings.dock);
+  else bar.setAttribute("aria-valuenow", dock.offsetHeight);
+  set(bar, {
+    onpointerdown: (event) => bar.setPointerCapture(event.pointerId),
+    onpointermove: (event) => {
+      if (bar.hasPointerCapture(event.pointerId)) take(dock.getBoundingClientRect().bottom - event.clientY);
+    },
+    onkeydown: (event) => {
+      const step = { ArrowUp: 24, ArrowDown: -24 }[event.key];
+      if (!step) return;
       event.preventDefault();
-      set(dock.offsetHeight + step);
-    }
+      take(dock.offsetHeight + step);
+    },
   });
 }
 
@@ -188,34 +160,36 @@ function help() {
   if (!dialog.open) dialog.showModal();
 }
 
+function newConversation() {
+  stopAll();
+  Object.assign(state, { turns: [], shownTurn: null, pinned: null });
+  emit("turns");
+  emit("pin");
+  keepConversation();
+  $("#prompt").focus();
+}
+
 function setUpKeys() {
-  $("#help").addEventListener("click", help);
-  document.addEventListener("keydown", (event) => {
+  const onkeydown = (event) => {
     const typing = event.target.matches?.("input, textarea, select");
     if (event.key === "Escape") {
       if ($("#panel").classList.contains("open")) $("#panel").classList.remove("open");
-      else if (state.running) stopAll();
+      else stopAll();
       leave();
     } else if (event.key === "?" && !typing) help();
     else if (event.key === "/" && !typing) {
       event.preventDefault();
       $("#prompt").focus();
     }
-  });
-  $("#new").addEventListener("click", () => {
-    stopAll();
-    Object.assign(state, { turns: [], shownTurn: null, pinned: null });
-    emit("turns");
-    emit("pin");
-    keepConversation();
-    $("#prompt").focus();
-  });
+  };
+  set(document, { onkeydown });
+  set($("#help"), { onclick: help });
+  set($("#new"), { onclick: newConversation });
 }
 
 await restoreConversation();
 setUpTheme();
 setUpComposer();
-setUpTabs();
 setUpPanel();
 setUpSplitter();
 setUpVectors();
@@ -225,7 +199,6 @@ setUpTint();
 setUpChat();
 setUpInspect();
 setUpHeat();
-setUpToken();
 setUpExport();
 setUpKeys();
 connect();

@@ -1,26 +1,22 @@
 // The conversation. New tokens are appended and tinted once per animation frame.
-import { $, bytes, fill, h, icon, iconButton, soon, work } from "./dom.js";
+import { $, bytes, fill, h, icon, iconButton, plural, soon, work } from "./dom.js";
 import { emit, keepConversation, on, settings, state } from "./state.js";
 import { paint } from "./tint.js";
-import { opText, opTextLong } from "./steering.js";
+import { opChip } from "./vectors.js";
 import { send } from "./runs.js";
 import { saveCapture } from "./exporting.js";
 
-const views = new Map(); // run id → its view
+const views = new Map(); // id of an answer or a message → its view
 const touched = new Set(); // runs that changed since the last frame
+const seed = h("span.t");
 let log;
 let stuck = true; // the log follows what is written
-const seed = h("span.t");
 
 export function setUpChat() {
   log = $("#log");
-  log.addEventListener(
-    "scroll",
-    () => {
-      stuck = log.scrollHeight - log.scrollTop - log.clientHeight < 48;
-    },
-    { passive: true },
-  );
+  log.addEventListener("scroll", () => {
+    stuck = log.scrollHeight - log.scrollTop - log.clientHeight < 48;
+  });
   on("turns", rebuild);
   on("run run-end", (run) => {
     touched.add(run);
@@ -28,32 +24,37 @@ export function setUpChat() {
   });
   on("tint", () => soon(repaint));
   on("connection vectors lenses", () => {
-    if (!state.turns.length) soon(rebuildNow);
+    if (!state.turns.length) soon(rebuildAll);
   });
-  rebuildNow();
+  rebuildAll();
 }
 
 export const view = (run) => views.get(run.id);
 export const spanOf = (run, i) => views.get(run.id)?.spans[i];
 
+/** Show the last turn anew, or all. */
 function rebuild(turn) {
-  const old = turn && log.querySelector(`[data-turn="${turn.id}"]`);
-  if (turn && state.turns.at(-1) === turn && (old || state.turns.length > 1)) {
-    const made = turnView(turn);
-    if (old) old.replaceWith(made);
-    else log.append(made);
-    stuck = true;
-    soon(draw);
-  } else rebuildNow();
+  const old = turn && $(`[data-turn="${turn.id}"]`, log);
+  if (!turn || state.turns.at(-1) !== turn || (!old && state.turns.length === 1)) return rebuildAll();
+  const made = turnView(turn);
+  if (old) old.replaceWith(made);
+  else log.append(made);
+  stuck = true;
+  soon(draw);
 }
 
-function rebuildNow() {
+function rebuildAll() {
   views.clear();
   fill(log, state.turns.length ? state.turns.map(turnView) : blank());
   stuck = true;
   draw();
 }
 
+const LEAD =
+  "Every token of the answer is coloured by what lenses read in the model while it was written. " +
+  "Point at a token for all its readings; move a slider and ask again to see what changes.";
+const NO_LENSES = "No lens pack is loaded, so no concepts are read: start the server with --pack PACK.";
+const NO_VECTORS = "There are no vectors: drop a file on the panel, or start the server with --vectors DIR.";
 const TRIES = [
   "How was your day?",
   "Tell me a story about a lighthouse in a storm.",
@@ -63,24 +64,10 @@ const TRIES = [
 /** The page before the first message. */
 function blank() {
   const ready = state.connection === "ready";
-  const note = (missing, text) => ready && missing && h("p.server-note", text);
-  const lead =
-    "Every token of the answer is coloured by what lenses read in the model while it was written. " +
-    "Point at a token for all its readings; move a slider and ask again to see what changes.";
-  return h(
-    "div.blank",
-    h("h2", "Watch a model think, and steer it"),
-    h("p", lead),
-    note(!state.lenses.length, "No lens pack is loaded, so no concepts are read: start the server with --pack PACK."),
-    note(
-      !state.vectors.length,
-      "There are no vectors: drop a file on the panel, or start the server with --vectors DIR.",
-    ),
-    h(
-      "div.tries",
-      TRIES.map((text) => h("button", { disabled: !ready, onclick: () => send(text) }, text)),
-    ),
-  );
+  const note = (known, text) => ready && !known.length && h("p.server-note", text);
+  const tries = TRIES.map((text) => h("button", { disabled: !ready, onclick: () => send(text) }, text));
+  const notes = [note(state.lenses, NO_LENSES), note(state.vectors, NO_VECTORS)];
+  return h("div.blank", h("h2", "Watch a model think, and steer it"), h("p", LEAD), ...notes, h("div.tries", tries));
 }
 
 function turnView(turn) {
@@ -118,27 +105,20 @@ function runView(turn, run, pair) {
   });
   made.tokens.append(made.wait);
   made.foot = h("div.foot", made.counts);
-  const kept = pair && turn.runs[turn.chosen] === run;
-  const about = { "data-run": run.id };
   const parts = [head(turn, run, pair), made.tokens, made.note, made.fires, made.foot];
-  made.root = h(`section.answer${kept ? ".kept" : ""}`, about, parts);
-  return made.root;
+  return h("section.answer", { "data-run": run.id }, parts);
 }
 
 function head(turn, run, pair) {
-  const chips = run.steer.map((op) => h("span.chip", { title: opTextLong(op) }, opText(op)));
+  const chips = run.steer.map(opChip);
   if (run.side === "A" && !chips.length) chips.push(h("span.chip.plain-chip", "no vector is switched on"));
   if (!pair) return h("div.answer-head", chips);
-  const keep = h("input", {
-    type: "radio",
-    name: `keep-${turn.id}`,
-    checked: turn.runs[turn.chosen] === run,
-    onchange: () => {
-      turn.chosen = turn.runs.indexOf(run);
-      for (const one of turn.runs) view(one).root.classList.toggle("kept", one === run);
-      keepConversation();
-    },
-  });
+  const onchange = () => {
+    turn.chosen = turn.runs.indexOf(run);
+    keepConversation();
+  };
+  const checked = turn.runs[turn.chosen] === run;
+  const keep = h("input", { type: "radio", name: `keep-${turn.id}`, checked, onchange });
   const title = "The next message continues from this answer";
   return h(
     "div.answer-head",
@@ -148,27 +128,10 @@ function head(turn, run, pair) {
   );
 }
 
-/** The message, token by token once the server has sent them; of two answers the first one's readings are shown. */
-function drawSaid({ run, turn }) {
-  const said = run.said;
-  if (!said || turn.runs[0] !== run) return;
-  let made = views.get(said.id);
-  if (!made) {
-    made = tokensView(said, turn, "Your message");
-    append(made);
-    const box = $(`[data-turn="${turn.id}"] .said`, log);
-    if (box) fill(box, made.tokens);
-  }
-  tintNew(made);
-}
-
 // --- drawing
 
 function draw() {
-  for (const run of touched) {
-    const made = views.get(run.id);
-    if (made) drawRun(made);
-  }
+  for (const run of touched) if (view(run)) drawRun(view(run));
   touched.clear();
   if (stuck) log.scrollTop = log.scrollHeight;
 }
@@ -186,33 +149,40 @@ function drawRun(made) {
   if (made.shownStatus !== run.status) ended(made);
 }
 
+/** The message, token by token once the server has sent them; of two answers the first one's readings are shown. */
+function drawSaid({ run, turn }) {
+  const said = run.said;
+  if (!said || turn.runs[0] !== run) return;
+  const made = view(said) ?? tokensView(said, turn, "Your message");
+  append(made);
+  if (!made.tokens.isConnected) fill($(`[data-turn="${turn.id}"] .said`, log), made.tokens);
+  tintNew(made);
+}
+
 function append(made) {
   const { run, spans } = made;
-  let fresh = null;
+  const lines = []; // new ones
   for (let i = spans.length; i < run.tokens.length; i += 1) {
-    if (!made.line) {
-      made.line = h("div.line");
-      (fresh ??= document.createDocumentFragment()).append(made.line);
-    }
+    if (!made.line) lines.push((made.line = h("div.line")));
     const span = seed.cloneNode(false);
     span.at = i;
     // A leading space stays outside: where the line breaks it would hang over as a coloured sliver.
     const text = run.tokens[i];
-    const lead = text.length > 1 && text[0] === " " ? 1 : 0;
+    const lead = text.length > 1 && text[0] === " ";
+    if (lead) made.line.append(" ");
     span.textContent = lead ? text.slice(1) : text;
-    if (lead) made.line.append(" ", span);
-    else made.line.append(span);
+    made.line.append(span);
     spans.push(span);
     work.spans += 1;
     // A line of its own for each line of text, so that a new token only lays out the last one.
-    if (run.tokens[i].endsWith("\n")) made.line = null;
+    if (text.endsWith("\n")) made.line = null;
   }
-  if (fresh) made.tokens.append(fresh);
+  made.tokens.append(...lines);
 }
 
 function tintNew(made) {
   const { run, spans } = made;
-  const known = settings.tint.kind === "vector" ? run.tokens.length : Math.min(run.top.length, spans.length);
+  const known = settings.tint.kind === "vector" ? spans.length : Math.min(run.top.length, spans.length);
   for (; made.painted < known; made.painted += 1) tint(made, made.painted);
 }
 
@@ -222,8 +192,7 @@ function tint(made, i) {
   const value = v < 0.02 ? "0" : v.toFixed(2);
   if (span.tone === tone && span.value === value) return;
   if (span.value === undefined && value === "0") return;
-  span.tone = tone;
-  span.value = value;
+  Object.assign(span, { tone, value });
   span.style.setProperty("--v", value);
   span.style.setProperty("--tone", tone);
   work.tints += 1;
@@ -231,33 +200,34 @@ function tint(made, i) {
 
 function repaint() {
   for (const made of views.values()) {
-    for (let i = 0; i < made.spans.length; i += 1) tint(made, i);
+    made.spans.forEach((_, i) => tint(made, i));
     made.painted = Math.min(made.run.top.length, made.spans.length);
   }
 }
 
+const DID = { flag: "marked", stop: "ended the answer", steer: "steered" };
+
 /** Underline the token, and count it on the rule's chip. Only the heat map shows when a vector is switched off again. */
-function mark(made, fired) {
-  if (fired.action.endsWith("_off")) return;
-  made.spans[Math.min(fired.at, made.spans.length - 1)]?.classList.add("fired");
+function mark(made, { name, action, at }) {
+  if (action.endsWith("_off")) return;
+  made.spans[Math.min(at, made.spans.length - 1)]?.classList.add("fired");
   made.fires.hidden = false;
-  let chip = made.chips.get(fired.name);
+  let chip = made.chips.get(name);
   if (!chip) {
     chip = h("button.fire", { title: "Go to the next token where it fired" }, icon("flag"), h("span"));
     Object.assign(chip, { ats: [], next: 0 });
-    made.chips.set(fired.name, chip);
+    made.chips.set(name, chip);
     made.fires.append(chip);
   }
-  chip.ats.push(fired.at);
+  chip.ats.push(at);
   const n = chip.ats.length;
-  const did = { flag: "marked", stop: "ended the answer", steer: "steered" }[fired.action] ?? fired.action;
-  chip.lastChild.textContent = `${fired.name} ${did} ${n === 1 ? `at token ${fired.at}` : `${n} times`}`;
+  chip.lastChild.textContent = `${name} ${DID[action] ?? action} ${n === 1 ? `at token ${at}` : `${n} times`}`;
 }
 
 function ended(made) {
   const { run, turn } = made;
   made.shownStatus = run.status;
-  if (run.status === "waiting" || run.status === "writing") return;
+  if (run.abort) return;
   made.caret.remove();
   made.wait.remove();
   if (run.status === "stopped" && !run.tokens.length)
@@ -288,12 +258,10 @@ const ENDS = {
 function facts(run) {
   const n = run.tokens.length;
   if (!n) return "";
-  const parts = [`${n} ${n === 1 ? "token" : "tokens"}`];
   const seconds = (run.last - run.first) / 1000;
-  if (n > 1 && seconds > 0) parts.push(`${((n - 1) / seconds).toFixed(1)}/s`);
-  if (run.status === "stopped") parts.push("stopped");
-  if (run.status === "done") parts.push(ENDS[run.finish] ?? run.finish ?? "done");
-  return parts.join(" · ");
+  const speed = n > 1 && seconds > 0 && `${((n - 1) / seconds).toFixed(1)}/s`;
+  const end = { done: ENDS[run.finish] ?? run.finish ?? "done", stopped: "stopped" }[run.status];
+  return [plural(n, "token"), speed, end].filter(Boolean).join(" · ");
 }
 
 function problem(run, turn) {

@@ -1,14 +1,13 @@
 // The state of the server: loading, ready, gone, or asking for a key. Tries again by itself.
-import { $, fill, h } from "./dom.js";
+import { $, fill, h, hush, notice } from "./dom.js";
 import { ask, get, Refused, setKey, Unreachable } from "./api.js";
 import { emit, on, state } from "./state.js";
-import { hush, notice } from "./notice.js";
 import { loadVectors } from "./vectors.js";
 import { loadLenses } from "./watching.js";
 
 const NAMES = { starting: "Loading", ready: "Ready", offline: "Disconnected", locked: "Key needed", failed: "Failed" };
 const LOOK_MS = 15_000;
-const MOST_WAIT_MS = 15_000;
+const LOADING_MS = 1_000;
 let timer = 0;
 let wait = 1000;
 
@@ -34,45 +33,40 @@ function become(next) {
 async function look() {
   clearTimeout(timer);
   try {
-    // /health answers 200 while the model loads; /ready would fill the browser's console with errors.
-    const answer = await ask("health", { accept: [503] });
-    const health = await answer.json();
-    if (health.stage !== "ready") {
-      showLoading(answer.ok, health);
-      timer = setTimeout(look, 1000);
-      return;
-    }
-    wait = 1000;
-    if (state.connection !== "ready") await load();
-    timer = setTimeout(look, LOOK_MS);
+    timer = setTimeout(look, await visit());
   } catch (error) {
-    if (error instanceof Refused && error.status === 401) return askKey();
+    if (error.status === 401) return askKey();
     if (!(error instanceof Unreachable) && !(error instanceof Refused)) throw error;
     become("offline");
     const lost = "The server cannot be reached. Your conversation is kept here; trying again.";
-    notice(error instanceof Unreachable ? lost : error.message, {
-      action: { name: "Try now", act: look },
-      stays: true,
-    });
+    const action = { name: "Try now", act: look };
+    notice(error instanceof Unreachable ? lost : error.message, { action, stays: true });
     timer = setTimeout(look, wait);
-    wait = Math.min(wait * 1.6, MOST_WAIT_MS);
+    wait = Math.min(wait * 1.6, LOOK_MS);
   }
 }
 
-function showLoading(works, health) {
-  become(works ? "starting" : "failed");
-  if (works) notice(`The server is getting ready: ${health.stage}`, { kind: "info", progress: -1, stays: true });
-  else notice(`The server ${health.stage}`, { stays: true });
+/** Ask the server how it is; return the milliseconds until the next time. */
+async function visit() {
+  // /health answers 200 while the model loads; /ready would fill the browser's console with errors.
+  const answer = await ask("health", { accept: [503] });
+  const { stage } = await answer.json();
+  if (stage !== "ready") {
+    become(answer.ok ? "starting" : "failed");
+    if (answer.ok) notice(`The server is getting ready: ${stage}`, { kind: "info", progress: true, stays: true });
+    else notice(`The server ${stage}`, { stays: true });
+    return LOADING_MS;
+  }
+  wait = 1000;
+  if (state.connection !== "ready") await load();
+  return LOOK_MS;
 }
 
 async function load() {
   const facts = await get("v1/capabilities");
   state.facts = facts;
-  fill(
-    $("#model"),
-    h("b", facts.model),
-    h("span", ` · ${facts.layers} layers · ${facts.hidden} wide · ${facts.engine} engine`),
-  );
+  const about = ` · ${facts.layers} layers · ${facts.hidden} wide · ${facts.engine} engine`;
+  fill($("#model"), h("b", facts.model), h("span", about));
   document.title = `${facts.model} · steerscope`;
   const [steer] = await Promise.all([get("v1/steering"), loadVectors(), loadLenses()]);
   state.serverSteering = steer.ops;
@@ -83,12 +77,8 @@ async function load() {
 function askKey() {
   become("locked");
   hush();
-  const input = h("input", {
-    type: "password",
-    autocomplete: "current-password",
-    "aria-label": "API key",
-    required: true,
-  });
+  const about = { type: "password", autocomplete: "current-password", "aria-label": "API key", required: true };
+  const input = h("input", about);
   const onsubmit = () => {
     setKey(input.value.trim());
     look();

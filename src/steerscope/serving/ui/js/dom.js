@@ -1,20 +1,27 @@
 // Helpers for elements, one animation frame for all drawing, and texts of numbers.
 
-/** h("p.note", {title: "x", onclick: f}, "text", child): properties may be left out, and null children are skipped. */
+export const $ = (selector, root = document) => root.querySelector(selector);
+
+/** h("p.note", {title: "x", onclick: f}, "text", child): properties may be left out, and empty children are skipped. */
 export function h(what, ...rest) {
   const [tag, ...classes] = what.split(".");
   const element = document.createElement(tag);
   if (classes.length) element.className = classes.join(" ");
   if (tag === "button") element.type = "button";
-  const given = rest[0]?.constructor === Object ? rest.shift() : {};
+  if (rest[0]?.constructor === Object) set(element, rest.shift());
+  return fill(element, ...rest);
+}
+
+/** Give an element properties, attributes, custom CSS properties and listeners; empty values are skipped. */
+export function set(element, given) {
   for (const [name, value] of Object.entries(given)) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name.startsWith("--")) element.style.setProperty(name, value);
-    else if (name in element && !name.startsWith("aria") && name !== "list") element[name] = value;
+    else if (name in element && !name.startsWith("aria")) element[name] = value;
     else element.setAttribute(name, value === true ? "" : value);
   }
-  return fill(element, ...rest);
+  return element;
 }
 
 /** Replace what is in an element. */
@@ -23,8 +30,6 @@ export function fill(element, ...children) {
   element.replaceChildren(...children.flat().filter((child) => !missing.includes(child)));
   return element;
 }
-
-export const $ = (selector, root = document) => root.querySelector(selector);
 
 export function svg(tag, attributes, ...children) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -37,36 +42,22 @@ export const icon = (name) => svg("svg", { "aria-hidden": "true" }, svg("use", {
 export const iconButton = (name, title, onclick) =>
   h("button.icon-button.small", { title, "aria-label": title, onclick }, icon(name));
 
-/** Counts of changes to the document, for tests: `steerscope.work` in the console. */
-export const work = { frames: 0, spans: 0, tints: 0, columns: 0, largestFrame: 0 };
-
-const waiting = new Set();
-let asked = false;
-
-/** Run `job` once in the next animation frame. */
-export function soon(job) {
-  waiting.add(job);
-  if (asked) return;
-  asked = true;
-  requestAnimationFrame(flush);
+/** Show the line below the bar, for messages about the whole page; `action` is {name, act}. */
+export function notice(text, { kind = "bad", action = null, progress = false, stays = false } = {}) {
+  const bar = $("#notice");
+  bar.dataset.kind = kind;
+  fill(
+    bar,
+    h("span", text),
+    progress && h("progress"),
+    action && h("button.plain", { onclick: action.act }, action.name),
+    !stays && iconButton("close", "Close", hush),
+  );
+  bar.hidden = false;
 }
 
-function flush() {
-  asked = false;
-  work.frames += 1;
-  const jobs = [...waiting];
-  waiting.clear();
-  const before = work.spans + work.tints + work.columns;
-  for (const job of jobs) job();
-  work.largestFrame = Math.max(work.largestFrame, work.spans + work.tints + work.columns - before);
-}
-
-export function later(job, ms) {
-  let timer = 0;
-  return () => {
-    clearTimeout(timer);
-    timer = setTimeout(job, ms);
-  };
+export function hush() {
+  $("#notice").hidden = true;
 }
 
 /** Announce a text to screen readers. */
@@ -76,31 +67,53 @@ export function say(text) {
 
 /** A computed colour as the canvas understands it; custom properties hold light-dark() and cannot be read directly. */
 export function colour(name) {
-  const probe = h("i", { hidden: true });
-  probe.style.color = `var(${name})`;
+  const probe = h("i", { hidden: true, style: `color: var(${name})` });
   document.body.append(probe);
   const found = getComputedStyle(probe).color;
   probe.remove();
   return found;
 }
 
+// --- one animation frame for all drawing
+
+/** Counts of changes to the document, for tests: `steerscope.work` in the console. */
+export const work = { frames: 0, spans: 0, tints: 0, columns: 0 };
+
+const waiting = new Set();
+
+/** Run `job` once in the next animation frame. */
+export function soon(job) {
+  if (!waiting.size) requestAnimationFrame(flush);
+  waiting.add(job);
+}
+
+function flush() {
+  work.frames += 1;
+  const jobs = [...waiting];
+  waiting.clear();
+  for (const job of jobs) job();
+}
+
+// --- texts
+
+export const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
 export const shown = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "\u00b7") || "∅";
+export const plural = (n, name) => `${n} ${name}${n === 1 ? "" : "s"}`;
 export const signed = (value) => `${value < 0 ? "" : "+"}${short(value)}`;
+
 export function short(value) {
   const size = Math.abs(value);
   if (size === Infinity) return value < 0 ? "−∞" : "∞";
   const text = size >= 100 ? size.toFixed(0) : size >= 10 ? size.toFixed(1).replace(/\.0$/, "") : size.toFixed(2);
   return value < 0 ? `−${text}` : text;
 }
+
 export function bytes(n) {
-  const units = ["B", "kB", "MB", "GB"];
-  let i = 0;
-  while (n >= 1000 && i < 3) {
-    n /= 1000;
-    i += 1;
-  }
-  return `${n >= 10 || i === 0 ? n.toFixed(0) : n.toFixed(1)} ${units[i]}`;
+  const power = n < 1000 ? 0 : Math.min(3, Math.floor(Math.log10(n) / 3));
+  const size = n / 1000 ** power;
+  return `${size.toFixed(size >= 10 || power === 0 ? 0 : 1)} ${["B", "kB", "MB", "GB"][power]}`;
 }
+
 /** [10, 11, 12, 15] → "10–12, 15" */
 export function spans(layers) {
   const parts = [];

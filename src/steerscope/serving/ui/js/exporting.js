@@ -1,73 +1,45 @@
 // Downloads: the conversation as JSON with all readings, activations as safetensors.
-import { $, fill, h } from "./dom.js";
+import { $, fill, h, notice, plural, set } from "./dom.js";
 import { ask } from "./api.js";
-import { settings, state } from "./state.js";
-import { notice } from "./notice.js";
+import { allTexts, readings, settings, state } from "./state.js";
 
 export function setUpExport() {
-  const menu = $("#export");
-  const button = $("button", menu);
-  const list = $(".menu-list", menu);
-  const open = (shown) => {
-    list.hidden = !shown;
-    button.setAttribute("aria-expanded", shown);
-  };
-  list.addEventListener("click", () => open(false));
-  button.addEventListener("click", () => {
-    if (!list.hidden) return open(false);
-    fill(list, items());
-    open(true);
-    $("button:not(:disabled)", list)?.focus();
-  });
-  menu.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") {
-      open(false);
-      button.focus();
-    }
+  const list = $("#export-list");
+  const onkeydown = (event) => {
     const step = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key];
-    if (step) {
-      event.preventDefault();
-      document.activeElement[step]?.focus();
-    }
-  });
-  document.addEventListener("pointerdown", (event) => {
-    if (!menu.contains(event.target)) open(false);
-  });
+    if (!step) return;
+    event.preventDefault();
+    document.activeElement[step]?.focus();
+  };
+  set(list, { onbeforetoggle: () => fill(list, items()), onclick: () => list.hidePopover(), onkeydown });
 }
 
 function items() {
-  const item = (name, note, onclick, disabled) =>
-    h("button", { role: "menuitem", disabled, onclick }, name, h("small", note));
   const n = captured().length;
+  const item = (name, note, onclick, disabled) =>
+    h("button", { role: "menuitem", disabled, autofocus: !disabled, onclick }, name, h("small", note));
   const texts = "texts, tokens, readings, rules, projections";
-  const kept = n ? `${n} ${n === 1 ? "answer" : "answers"} in one file` : "switch on “Keep activations” under Run";
+  const kept = n ? `${plural(n, "answer")} in one file` : "switch on “Keep activations” under Run";
   return [
     item("Conversation (JSON)", texts, saveConversation, !state.turns.length),
-    item("Activations (safetensors)", kept, saveCaptures, !n),
+    item("Activations (safetensors)", kept, () => saveCaptures(captured()), !n),
   ];
 }
 
-function save(blob, name) {
-  const link = h("a", { href: URL.createObjectURL(blob), download: name });
+function save(part, kind, name = "") {
+  const stamp = new Date().toISOString().slice(0, 16).replace(/[-:]/g, "").replace("T", "-");
+  const link = h("a", { href: URL.createObjectURL(new Blob([part])), download: `steerscope-${stamp}${name}.${kind}` });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
-const stamp = () => new Date().toISOString().slice(0, 16).replace(/[-:]/g, "").replace("T", "-");
-
-/** Answers with activations, and the prefix of their tensors' names in a common file. */
-const captured = () =>
-  state.turns.flatMap((turn, k) =>
-    turn.runs
-      .filter((run) => run.capture)
-      .map((run) => ({ run, prefix: `turn${k + 1}${run.side ? `.${run.side.toLowerCase()}` : ""}.` })),
-  );
 
 // --- the conversation
 
 /** The conversation with all readings, in names instead of numbers. */
 export function conversation() {
-  const read = state.turns.flatMap((turn) => turn.runs.flatMap((run) => [...run.top, ...(run.said?.top ?? [])]));
-  const used = new Set(read.flatMap((top) => (top ?? []).filter((_, j) => j % 2 === 0)));
+  const used = new Set(
+    allTexts().flatMap((run) => run.top.flatMap((_, i) => readings(run, i).map(([index]) => index))),
+  );
   const { temperature, topP: top_p, maxTokens: max_tokens, seed, penalty: repetition_penalty } = settings;
   return {
     format: "steerscope-conversation-1",
@@ -75,10 +47,7 @@ export function conversation() {
     model: state.facts?.model ?? null,
     system: settings.system || null,
     sampling: { temperature, top_p, max_tokens, seed, repetition_penalty },
-    concepts: [...used]
-      .sort((a, b) => a - b)
-      .map((index) => state.concepts[index])
-      .map(({ id, name, path }) => ({ id, name, path })),
+    concepts: state.concepts.filter((_, index) => used.has(index)).map(({ id, name, path }) => ({ id, name, path })),
     turns: state.turns.map(({ user, chosen, runs }) => ({ user, chosen, answers: runs.map(answer) })),
   };
 }
@@ -96,47 +65,43 @@ function answer(run) {
   };
 }
 
-const tokens = (run) => run.tokens.map((t, i) => ({ i, id: run.ids[i], t, top: named(run.top[i] ?? []) }));
-
-const named = (top) =>
-  Array.from({ length: top.length / 2 }, (_, j) => ({ id: state.concepts[top[2 * j]].id, score: top[2 * j + 1] }));
+function tokens(run) {
+  const named = ([index, score]) => ({ id: state.concepts[index].id, score });
+  return run.tokens.map((t, i) => ({ i, id: run.ids[i], t, top: readings(run, i).map(named) }));
+}
 
 function saveConversation() {
-  save(new Blob([JSON.stringify(conversation(), null, 1)], { type: "application/json" }), `steerscope-${stamp()}.json`);
+  save(JSON.stringify(conversation(), null, 1), "json");
 }
 
 // --- activations
 
-async function fetched(run) {
-  return (await ask(`v1/captures/${encodeURIComponent(run.capture.id)}`)).arrayBuffer();
-}
+/** Answers with activations, and the prefix of their tensors' names in a common file. */
+const captured = () =>
+  state.turns.flatMap((turn, k) =>
+    turn.runs
+      .filter((run) => run.capture)
+      .map((run) => ({ run, prefix: `turn${k + 1}${run.side ? `.${run.side.toLowerCase()}` : ""}.` })),
+  );
 
-export async function saveCapture(run) {
-  try {
-    save(new Blob([await fetched(run)]), `steerscope-${stamp()}-${run.capture.id}.safetensors`);
-  } catch (error) {
-    notice(gone(error));
-  }
-}
+export const saveCapture = (run) => saveCaptures([{ run, prefix: "" }], `-${run.capture.id}`);
 
-async function saveCaptures() {
+/** Download activations as one file. */
+async function saveCaptures(wanted, name) {
   const parts = [];
-  let lost = 0;
-  for (const { run, prefix } of captured()) {
-    try {
-      parts.push({ prefix, buffer: await fetched(run) });
-    } catch (error) {
-      if (error.status !== 404 && error.status !== 410) return notice(gone(error));
-      lost += 1;
+  try {
+    for (const { run, prefix } of wanted) {
+      const answer = await ask(`v1/captures/${encodeURIComponent(run.capture.id)}`, { accept: [404, 410] });
+      if (answer.ok) parts.push({ prefix, buffer: await answer.arrayBuffer() });
     }
+  } catch (error) {
+    return notice(error.message);
   }
-  if (parts.length) save(join(parts), `steerscope-${stamp()}.safetensors`);
-  if (lost) notice(`${lost} of the answers’ activations were no longer on the server.`);
+  if (parts.length) save(join(parts), "safetensors", name);
+  const lost = wanted.length - parts.length;
+  if (lost && lost < wanted.length) notice(`${lost} of the answers’ activations were no longer on the server.`);
+  else if (lost) notice("These activations are no longer on the server. Answer again to keep new ones.");
 }
-const gone = (error) =>
-  error.status === 404 || error.status === 410
-    ? "These activations are no longer on the server. Answer again to keep new ones."
-    : error.message;
 
 /** Join safetensors files (an 8-byte length, a JSON header, then the tensors' bytes): [{prefix, buffer}] → Blob. */
 function join(parts) {
@@ -160,7 +125,5 @@ function join(parts) {
   const text = new TextEncoder().encode(JSON.stringify({ __metadata__: notes, ...header }));
   const padded = new Uint8Array(Math.ceil(text.length / 8) * 8).fill(32); // tensors stay aligned
   padded.set(text);
-  const length = new DataView(new ArrayBuffer(8));
-  length.setBigUint64(0, BigInt(padded.length), true);
-  return new Blob([length, padded, ...bodies], { type: "application/octet-stream" });
+  return new Blob([new BigUint64Array([BigInt(padded.length)]), padded, ...bodies]);
 }

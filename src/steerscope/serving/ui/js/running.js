@@ -14,28 +14,20 @@ function setting(key, name, range, { title, least } = {}) {
   return slider(name, range, settings[key], set, { title });
 }
 
+/** What a text box of a setting needs. */
+const written = (key) => ({ value: settings[key], onchange: ({ target }) => change({ [key]: target.value }) });
+
 function show() {
-  const layers = h("input", {
-    type: "text",
-    value: settings.captureLayers,
-    placeholder: "all",
-    "aria-label": "Layers to keep",
-    onchange: () => change({ captureLayers: layers.value }),
-  });
-  const layerRow = field("Layers", layers);
+  const about = { type: "text", placeholder: "all", "aria-label": "Layers to keep" };
+  const layers = field("Layers", h("input", { ...about, ...written("captureLayers") }));
   const keep = (capture) => {
-    layerRow.hidden = !capture;
+    layers.hidden = !capture;
     change({ capture });
   };
-  layerRow.hidden = !settings.capture;
-  const system = h("textarea.area", {
-    rows: 3,
-    value: settings.system,
-    placeholder: "You are a helpful assistant.",
-    onchange: () => change({ system: system.value }),
-  });
+  layers.hidden = !settings.capture;
   const last = (state.facts?.layers ?? 1) - 1;
   const note = `Kept on the server for a while, with a download below each answer. Layers: 12, 10-14, or all (0–${last}).`;
+  const system = h("textarea.area", { rows: 3, placeholder: "You are a helpful assistant.", ...written("system") });
   const form = h(
     "div.settings",
     setting("maxTokens", "Max tokens", [16, 2000, 4], { title: "Largest number of tokens of an answer", least: 1 }),
@@ -47,7 +39,7 @@ function show() {
     h("label.tall", "System message", system),
     h("hr"),
     toggle("Keep activations for export", settings.capture, keep),
-    layerRow,
+    layers,
     h("p.note", note),
   );
   fill($("#tab-run"), form);

@@ -1,7 +1,7 @@
 // Turns and runs: requests to the model, and their answers, token by token.
 import { ask, events, Refused } from "./api.js";
-import { concept, emit, keepConversation, settings, state } from "./state.js";
-import { measured, steering } from "./steering.js";
+import { allRuns, concept, emit, keepConversation, settings, state } from "./state.js";
+import { measured, steering } from "./vectors.js";
 
 let count = 0;
 const unique = (kind) => `${kind}${Date.now().toString(36)}${(count += 1).toString(36)}`;
@@ -9,8 +9,9 @@ const unique = (kind) => `${kind}${Date.now().toString(36)}${(count += 1).toStri
 function newRun(side, steer) {
   return {
     id: unique("r"),
-    side,
-    steer, // side: "A" steered, "B" unsteered, null alone
+    side, // "A" steered, "B" unsteered, null alone
+    steer,
+    abort: new AbortController(), // until it ends
     status: "waiting", // waiting, writing, done, stopped, failed
     error: null,
     finish: null,
@@ -24,7 +25,6 @@ function newRun(side, steer) {
     said: null, // its message, with tokens, readings and projections like an answer's
     capture: null,
     usage: null,
-    began: Date.now(),
     first: null,
     last: null,
   };
@@ -33,7 +33,7 @@ function newRun(side, steer) {
 /** The message as the model saw it. `prompt` is the position of its first token, as for an answer. */
 function newSaid(run, tokens) {
   const empty = { side: null, status: "done", finish: null, firings: [], top: [], projections: {} };
-  const own = { id: `${run.id}-said`, message: true, prompt: tokens[0]?.position ?? 0 };
+  const own = { id: `${run.id}-said`, message: true, prompt: tokens[0].position };
   return { ...empty, ...own, tokens: tokens.map((one) => one.t), ids: tokens.map((one) => one.id) };
 }
 
@@ -51,7 +51,7 @@ export function send(text, { compare = settings.compare, turn = null } = {}) {
 }
 
 export function stopAll() {
-  for (const turn of state.turns) for (const run of turn.runs) run.abort?.abort();
+  for (const run of allRuns()) run.abort?.abort();
 }
 
 function history(until) {
@@ -91,17 +91,11 @@ function extras(run, messages) {
 }
 
 async function follow(run, asked) {
-  run.abort = new AbortController();
   state.running += 1;
   emit("running");
   try {
-    const json = {
-      ...asked,
-      stream: true,
-      stream_options: { include_usage: true },
-      steerscope: extras(run, asked.messages),
-    };
-    if (state.facts?.model) json.model = state.facts.model;
+    const stream = { stream: true, stream_options: { include_usage: true } };
+    const json = { ...asked, ...stream, model: state.facts?.model, steerscope: extras(run, asked.messages) };
     const answer = await ask("v1/chat/completions", { method: "POST", json, signal: run.abort.signal });
     for await (const chunk of events(answer)) {
       if (chunk.error) throw new Refused(chunk.error.status ?? 500, chunk);
@@ -110,12 +104,8 @@ async function follow(run, asked) {
     }
     run.status = "done";
   } catch (error) {
-    run.status = error.name === "AbortError" ? "stopped" : "failed";
-    if (run.status === "failed") {
-      const { message, status = null, problems = [], retryAfter = null } = error;
-      run.error = { message, status, problems, retryAfter };
-      if (!error.status || error.status >= 500) emit("lost");
-    }
+    if (error.name === "AbortError") run.status = "stopped";
+    else fail(run, error);
   }
   delete run.abort;
   state.running -= 1;
@@ -125,45 +115,47 @@ async function follow(run, asked) {
   keepConversation();
 }
 
+function fail(run, { message, status = null, problems = [], retryAfter = null }) {
+  run.status = "failed";
+  run.error = { message, status, problems, retryAfter };
+  if (!status || status >= 500) emit("lost");
+}
+
 function absorb(run, chunk) {
-  const now = performance.now();
   if (chunk.usage) run.usage = chunk.usage;
   const choice = chunk.choices?.[0];
   const extra = chunk.steerscope ?? choice?.steerscope ?? {};
-  const text = choice?.delta?.content ?? "";
-  run.text += text;
-  if (extra.tokens?.length) {
-    for (const token of extra.tokens) {
-      run.tokens.push(token.t ?? "");
-      run.ids.push(token.id ?? null);
-    }
-  } else if (text) {
-    run.tokens.push(text);
-    run.ids.push(null);
-  }
-  if (run.tokens.length) {
-    run.status = run.status === "waiting" ? "writing" : run.status;
-    run.first ??= now;
-    run.last = now;
-  }
+  addText(run, choice?.delta?.content ?? "", extra.tokens);
   if (extra.prompt?.length) run.said = newSaid(run, extra.prompt);
-  for (const reading of extra.readings ?? []) {
-    const at = reading.token_index;
-    const top = reading.top.flatMap((one) => [concept(one.id, one.name, one.path), one.score]);
-    if (at === null || at === undefined || at < 0) {
-      if (run.said) run.said.top[reading.position - run.said.prompt] = top;
-      continue;
-    }
-    run.prompt ??= reading.position - at;
-    run.top[at] = top;
-  }
+  for (const reading of extra.readings ?? []) addReading(run, reading);
   for (const fired of extra.rules ?? []) run.firings.push(firing(run, fired));
-  for (const [vector, layers] of Object.entries(extra.projections ?? {})) {
+  for (const [vector, layers] of Object.entries(extra.projections ?? {}))
     run.projections[vector] = { ...run.projections[vector], ...layers };
-  }
   if (run.said) Object.assign(run.said.projections, extra.prompt_projections);
   if (extra.captures) run.capture = extra.captures;
   if (choice?.finish_reason) run.finish = extra.finish?.reason ?? choice.finish_reason;
+}
+
+/** Add text, whose tokens the server names where it can. */
+function addText(run, text, tokens = []) {
+  run.text += text;
+  const whole = text ? [{ t: text }] : [];
+  for (const token of tokens.length ? tokens : whole) {
+    run.tokens.push(token.t ?? "");
+    run.ids.push(token.id ?? null);
+  }
+  if (!run.tokens.length) return;
+  run.status = "writing";
+  run.last = performance.now();
+  run.first ??= run.last;
+}
+
+function addReading(run, { token_index: at, position, top }) {
+  const flat = top.flatMap((one) => [concept(one.id, one.name, one.path), one.score]);
+  if (at >= 0 && at !== null) {
+    run.prompt ??= position - at;
+    run.top[at] = flat;
+  } else if (run.said) run.said.top[position - run.said.prompt] = flat;
 }
 
 function firing(run, { name, action, position, token_index: index, score = null }) {
@@ -171,11 +163,3 @@ function firing(run, { name, action, position, token_index: index, score = null 
   const at = run.prompt === null ? (index ?? 1) - 1 : position - run.prompt;
   return { name, action, position, at: Math.max(0, at), score };
 }
-
-/** The score of a concept at a token: 0 below the top ones, null without a reading. */
-export const score = (run, i, index) => {
-  const top = run.top[i];
-  if (!top) return null;
-  for (let j = 0; j < top.length; j += 2) if (top[j] === index) return top[j + 1];
-  return 0;
-};

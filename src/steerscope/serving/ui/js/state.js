@@ -1,5 +1,4 @@
 // The page's state: plain data. A change is announced with emit(topic), and views listen with on(topic).
-import { later } from "./dom.js";
 
 const listeners = new Map();
 export function on(topics, react) {
@@ -30,7 +29,7 @@ export const settings = {
   order: "strength",
   column: 13,
   rules: [],
-  steer: {}, // vector name → see knobs in steering.js
+  steer: {}, // vector name → see knobs in vectors.js
   temperature: 0,
   topP: 1,
   maxTokens: 120,
@@ -41,7 +40,16 @@ export const settings = {
   captureLayers: "",
   tab: "steer",
   dock: null,
+  theme: "auto",
 };
+
+/** All answers. */
+export const allRuns = () => state.turns.flatMap((turn) => turn.runs);
+
+/** All texts with tokens: the answers, and their messages once the server has sent them. */
+export const allTexts = () => allRuns().flatMap((run) => (run.said ? [run, run.said] : [run]));
+
+export const chosenPack = () => state.lenses.find((one) => one.name === settings.pack);
 
 // --- concepts
 
@@ -52,7 +60,7 @@ export function concept(id, name, path) {
   if (index === undefined) {
     index = state.concepts.length;
     known.set(id, index);
-    const steps = Array.isArray(path) ? path : path ? [path] : [name];
+    const steps = Array.isArray(path) ? path : [path || name];
     state.concepts.push({ id, name: name ?? id, path: steps, depth: Math.max(0, steps.length - 1), order: index });
   }
   return index;
@@ -63,77 +71,79 @@ export const conceptById = (id) => state.concepts[conceptIndex(id)];
 
 /** All concepts as items of a list, children after their parents. */
 export const conceptItems = () =>
-  [...state.concepts]
-    .sort((a, b) => a.order - b.order)
+  state.concepts
+    .toSorted((a, b) => a.order - b.order)
     .map((one) => ({ value: one.id, label: one.name, depth: one.depth, find: one.path.join(" ") }));
 
-/** Neighbours in the tree get neighbouring hues. */
-export function hue(index) {
-  const n = Math.max(state.concepts.length, 6);
-  return (20 + (360 * (state.concepts[index].order % n)) / n) % 360;
+/** The readings of a token as [concept, score] pairs, best first; kept as [concept, score, concept, score, …]. */
+export function readings(run, i) {
+  const top = run.top[i] ?? [];
+  return Array.from({ length: top.length / 2 }, (_, j) => [top[2 * j], top[2 * j + 1]]);
+}
+
+/** The score of a concept at a token: 0 below the top ones, null without a reading. */
+export function score(run, i, index) {
+  const found = readings(run, i).find(([one]) => one === index);
+  return found ? found[1] : run.top[i] ? 0 : null;
 }
 
 // --- kept over a reload: settings in localStorage, the conversation in IndexedDB (it can be megabytes)
 
-try {
-  Object.assign(settings, JSON.parse(localStorage.getItem("steerscope.settings") ?? "{}"));
-} catch {
-  // Storage is off, or what lies there is not ours: defaults.
-}
-
-function keepSettings() {
+/** Do something with a storage of the browser. Where that is off, the page works until it is closed. */
+export function stored(act) {
   try {
-    localStorage.setItem("steerscope.settings", JSON.stringify(settings));
+    return act();
   } catch {
-    // Without storage the page works until it is closed.
+    return null;
   }
 }
-const write = later(keepSettings, 150);
+
+stored(() => Object.assign(settings, JSON.parse(localStorage.getItem("steerscope.settings"))));
+const keepSettings = () => stored(() => localStorage.setItem("steerscope.settings", JSON.stringify(settings)));
 addEventListener("pagehide", keepSettings); // a change may still wait
+let timer = 0;
+
 export function change(changes, topic) {
   Object.assign(settings, changes);
-  write();
+  clearTimeout(timer);
+  timer = setTimeout(keepSettings, 150);
   if (topic) emit(topic);
 }
 
-function database() {
-  return new Promise((resolve, reject) => {
+const answered = (request) =>
+  new Promise((resolve, reject) => {
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = reject;
+  });
+
+/** Do something with the store of the conversation; null where there is no storage. */
+async function conversationStore(mode, act) {
+  try {
     const open = indexedDB.open("steerscope", 1);
     open.onupgradeneeded = () => open.result.createObjectStore("kept");
-    open.onsuccess = () => resolve(open.result);
-    open.onerror = () => reject(open.error);
-  });
-}
-
-async function kept(mode, act) {
-  const db = await database();
-  try {
-    return await new Promise((resolve, reject) => {
-      const asked = act(db.transaction("kept", mode).objectStore("kept"));
-      asked.onsuccess = () => resolve(asked.result);
-      asked.onerror = () => reject(asked.error);
-    });
-  } finally {
-    db.close();
+    const database = await answered(open);
+    const request = act(database.transaction("kept", mode).objectStore("kept"));
+    database.close(); // once the transaction is over
+    return await answered(request);
+  } catch {
+    return null;
   }
 }
 
 export async function keepConversation() {
   const turns = state.turns.map((turn) => ({ ...turn, runs: turn.runs.map(({ abort: _, ...run }) => run) }));
   const concepts = state.concepts.map(({ id, name, path }) => ({ id, name, path }));
-  await kept("readwrite", (store) => store.put({ turns, concepts }, "conversation")).catch(() => {});
+  await conversationStore("readwrite", (store) => store.put({ turns, concepts }, "conversation"));
 }
+
 export async function restoreConversation() {
-  const found = await kept("readonly", (store) => store.get("conversation")).catch(() => null);
+  const found = await conversationStore("readonly", (store) => store.get("conversation"));
   if (!found?.turns) return;
+  state.turns = found.turns;
   // Numbers of concepts are those of the session that wrote them.
   const place = found.concepts.map((one) => concept(one.id, one.name, one.path));
-  for (const turn of found.turns) {
-    for (const run of turn.runs) {
-      for (const one of run.said ? [run, run.said] : [run])
-        one.top = one.top.map((top) => top && top.map((value, i) => (i % 2 ? value : place[value])));
-      if (run.status === "waiting" || run.status === "writing") run.status = "stopped";
-    }
+  for (const text of allTexts()) {
+    text.top = text.top.map((top) => top && top.map((value, i) => (i % 2 ? value : place[value])));
+    if (text.status !== "failed" && text.status !== "done") text.status = "stopped";
   }
-  state.turns = found.turns;
 }

@@ -1,53 +1,31 @@
 // The colour of each token, and the legend that explains it.
-import { $, fill, h, short, signed, soon } from "./dom.js";
-import { change, conceptById, conceptIndex, conceptItems, emit, hue, on, settings, state } from "./state.js";
-import { Combo } from "./combo.js";
-import { layersOf } from "./steering.js";
-import { score } from "./runs.js";
+import { $, clamp, fill, h, set, short, signed, soon } from "./dom.js";
+import {
+  allTexts,
+  change,
+  conceptById,
+  conceptIndex,
+  conceptItems,
+  emit,
+  on,
+  score,
+  settings,
+  state,
+} from "./state.js";
+import { combo } from "./controls.js";
+import { layersOf } from "./vectors.js";
 
 const LEADERS = 4;
 const NOTHING = { v: 0, tone: "var(--heat)" };
-const tone = (index) => `oklch(0.72 0.13 ${hue(index).toFixed(0)})`;
-
-/** {v: 0…1, tone: a CSS colour} of a token. */
-export function paint(run, i) {
-  const tint = settings.tint;
-  if (tint.kind === "lead") {
-    const top = run.top[i];
-    return top?.length ? { v: top[1], tone: tone(top[0]) } : NOTHING;
-  }
-  if (tint.kind === "concept") return { v: score(run, i, conceptIndex(tint.id)) ?? 0, tone: "var(--heat)" };
-  if (tint.kind === "vector") {
-    const value = run.projections[tint.name]?.[tint.layer]?.[i];
-    if (value === undefined || value === null) return NOTHING;
-    const { middle, reach } = range();
-    const away = (value - middle) / reach;
-    return { v: Math.min(1, Math.abs(away)), tone: away < 0 ? "var(--cool)" : "var(--heat)" };
-  }
-  return NOTHING;
-}
-
+const NAMES = { none: "No tint", lead: "Leading concept" };
+let showName;
 let cached = null;
-/** The projections' median and spread. One layer's often share a large offset, so colours start from the median. */
-function range() {
-  if (cached) return cached;
-  const { name, layer } = settings.tint;
-  const runs = state.turns.flatMap((turn) => turn.runs).flatMap((run) => (run.said ? [run, run.said] : [run]));
-  const values = runs.flatMap((run) => run.projections[name]?.[layer] ?? []).filter(Number.isFinite);
-  values.sort((a, b) => a - b);
-  const middle = values[values.length >> 1] ?? 0;
-  const far = values.map((value) => Math.abs(value - middle)).sort((a, b) => a - b);
-  cached = { middle, reach: far[Math.floor(far.length * 0.97)] || 1, n: values.length };
-  return cached;
-}
 
-let combo;
 export function setUpTint() {
-  combo = new Combo($("#tint"), { label: "Tint tokens by", items, pick: (value) => setTint(JSON.parse(value)) });
-  $("#tint-layer select").addEventListener("change", (event) =>
-    setTint({ ...settings.tint, layer: Number(event.target.value) }),
-  );
-  on("vectors lenses concepts turns", () => soon(show));
+  showName = combo($("#tint"), { label: "Tint tokens by", items, pick: setTint });
+  const onchange = ({ target }) => setTint({ ...settings.tint, layer: Number(target.value) });
+  set($("#tint-layer select"), { onchange });
+  on("vectors lenses turns", () => soon(show));
   on("run-end", () => {
     cached = null;
     if (settings.tint.kind === "vector") emit("tint");
@@ -56,15 +34,48 @@ export function setUpTint() {
   show();
 }
 
+/** {v: 0…1, tone: a CSS colour} of a token. */
+export function paint(run, i) {
+  const tint = settings.tint;
+  if (tint.kind === "lead") return run.top[i]?.length ? { v: run.top[i][1], tone: tone(run.top[i][0]) } : NOTHING;
+  if (tint.kind === "concept") return { ...NOTHING, v: score(run, i, conceptIndex(tint.id)) ?? 0 };
+  const value = run.projections[tint.name]?.[tint.layer]?.[i] ?? null; // of no tint, null
+  if (value === null) return NOTHING;
+  const { middle, reach } = range();
+  const away = clamp((value - middle) / reach, -1, 1);
+  return { v: Math.abs(away), tone: away < 0 ? "var(--cool)" : "var(--heat)" };
+}
+
+/** The hue of a concept: neighbours in the tree get neighbouring hues. */
+function tone(index) {
+  const n = Math.max(state.concepts.length, 6);
+  const hue = (20 + (360 * (state.concepts[index].order % n)) / n) % 360;
+  return `oklch(0.72 0.13 ${hue.toFixed(0)})`;
+}
+
+/** The projections' median and spread. One layer's often share a large offset, so colours start from the median. */
+function range() {
+  if (cached) return cached;
+  const { name, layer } = settings.tint;
+  const values = allTexts()
+    .flatMap((run) => run.projections[name]?.[layer] ?? [])
+    .filter(Number.isFinite);
+  values.sort((a, b) => a - b);
+  const middle = values[values.length >> 1] ?? 0;
+  const far = values.map((value) => Math.abs(value - middle)).sort((a, b) => a - b);
+  cached = { middle, reach: far[Math.floor(far.length * 0.97)] || 1, n: values.length };
+  return cached;
+}
+
 /** The layers of the tint's vector. */
 function layersOfTint(tint) {
   const vector = state.vectors.find((one) => one.name === tint.name);
   return vector ? layersOf(vector) : [tint.layer ?? 0];
 }
 
-export function setTint(tint) {
+function setTint(tint) {
   cached = null;
-  if (tint.kind === "vector" && tint.layer === undefined) tint = { ...tint, layer: layersOfTint(tint).at(-1) };
+  if (tint.kind === "vector") tint = { layer: layersOfTint(tint).at(-1), ...tint };
   change({ tint }, "tint");
   soon(show);
 }
@@ -75,32 +86,22 @@ function items() {
   const group = (name, list) => (list.length ? [{ group: name }, ...list] : []);
   const vectors = state.vectors.map(({ name }) => ({ value: { kind: "vector", name }, label: name, hint: "vector" }));
   const concepts = conceptItems().map((one) => ({ ...one, value: { kind: "concept", id: one.value } }));
-  const list = [
-    { value: { kind: "lead" }, label: "Leading concept", hint: "a hue each" },
-    { value: { kind: "none" }, label: "No tint" },
+  return [
+    { value: { kind: "lead" }, label: NAMES.lead, hint: "a hue each" },
+    { value: { kind: "none" }, label: NAMES.none },
     ...group("Projection on a vector", vectors),
     ...group("One concept", concepts),
   ];
-  return list.map((item) => (item.group ? item : { ...item, value: JSON.stringify(item.value) }));
 }
 
 function show() {
   const tint = settings.tint;
-  const names = {
-    none: "No tint",
-    lead: "Leading concept",
-    concept: conceptById(tint.id)?.name ?? tint.id,
-    vector: `Projection on ${tint.name}`,
-  };
-  combo.show(names[tint.kind]);
-  const layerBox = $("#tint-layer");
-  layerBox.hidden = tint.kind !== "vector";
-  if (tint.kind === "vector") {
-    const options = layersOfTint(tint).map((layer) =>
-      h("option", { value: layer, selected: layer === tint.layer }, `${layer}`),
-    );
-    fill($("select", layerBox), options);
-  }
+  const concept = conceptById(tint.id)?.name ?? tint.id;
+  showName({ ...NAMES, concept, vector: `Projection on ${tint.name}` }[tint.kind]);
+  const layers = tint.kind === "vector" ? layersOfTint(tint) : [];
+  $("#tint-layer").hidden = !layers.length;
+  const option = (layer) => h("option", { value: layer, selected: layer === tint.layer }, `${layer}`);
+  fill($("#tint-layer select"), layers.map(option));
   fill($("#legend"), legend(tint));
 }
 
@@ -118,13 +119,13 @@ function legend(tint) {
 function leaders() {
   const counts = new Map();
   const turn = state.turns.findLast((one) => one.runs.some((run) => run.top.length));
-  for (const run of turn?.runs ?? [])
-    for (const top of run.top) if (top?.length) counts.set(top[0], (counts.get(top[0]) ?? 0) + 1);
+  for (const top of turn?.runs.flatMap((run) => run.top) ?? [])
+    if (top?.length) counts.set(top[0], (counts.get(top[0]) ?? 0) + 1);
   const most = [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a)).slice(0, LEADERS);
   if (!most.length) return [h("span", "a hue for each concept"), h("i.many")];
   return most.map((index) => {
-    const one = state.concepts[index];
-    const act = { title: "Tint by this concept", onclick: () => tintByConcept(one.id) };
-    return h("button.key", act, h("i", { "--tone": tone(index) }), one.name);
+    const { id, name } = state.concepts[index];
+    const act = { title: "Tint by this concept", onclick: () => tintByConcept(id) };
+    return h("button.key", act, h("i", { "--tone": tone(index) }), name);
   });
 }

@@ -1,22 +1,12 @@
 // The Steer tab: a card for each vector, with the sliders that act on the next message; uploads and deletions.
-import { $, fill, h, iconButton, short, spans } from "./dom.js";
+import { $, fill, h, iconButton, plural, set, short, signed, spans } from "./dom.js";
 import { ask, get } from "./api.js";
-import { change, emit, on, settings, state } from "./state.js";
+import { allRuns, change, emit, on, settings, state } from "./state.js";
 import { choose, field, interval, segments, slider, toggle } from "./controls.js";
-import { knobs, layersOf, opText, opTextLong, steering } from "./steering.js";
 
+const OPS = { add: "Add", cap: "Cap", ablate: "Ablate" };
+const TOKENS = { all: "all tokens", prompt: "the prompt", generated: "the answer", last_prompt: "last of the prompt" };
 let body;
-const OPS = [
-  ["add", "Add"],
-  ["cap", "Cap"],
-  ["ablate", "Ablate"],
-];
-const TOKENS = [
-  ["all", "all tokens"],
-  ["prompt", "the prompt"],
-  ["generated", "the answer"],
-  ["last_prompt", "last of the prompt"],
-];
 
 export function setUpVectors() {
   body = $("#tab-steer");
@@ -25,14 +15,17 @@ export function setUpVectors() {
     if (!body.contains(document.activeElement)) show();
   });
   on("steer rules lenses", showNext);
-  body.addEventListener("dragover", (event) => {
-    event.preventDefault();
-    $(".drop", body)?.classList.add("over");
-  });
-  body.addEventListener("dragleave", () => $(".drop", body)?.classList.remove("over"));
-  body.addEventListener("drop", (event) => {
-    event.preventDefault();
-    upload([...event.dataTransfer.files]);
+  const over = (is) => $(".drop", body)?.classList.toggle("over", is);
+  set(body, {
+    ondragover: (event) => {
+      event.preventDefault();
+      over(true);
+    },
+    ondragleave: () => over(false),
+    ondrop: (event) => {
+      event.preventDefault();
+      upload(event.dataTransfer.files);
+    },
   });
   show();
 }
@@ -49,7 +42,7 @@ const note = (text) => {
 };
 
 async function upload(files) {
-  for (const file of files) {
+  for (const file of [...files]) {
     note(`Sending ${file.name}`);
     const name = encodeURIComponent(file.name.replace(/\.[^.]+$/, ""));
     try {
@@ -62,16 +55,73 @@ async function upload(files) {
   }
 }
 
-async function remove(vector) {
-  if (!confirm(`Delete ${vector.name} from the server?`)) return;
+async function remove({ name }) {
+  if (!confirm(`Delete ${name} from the server?`)) return;
   try {
-    await ask(`v1/vectors/${encodeURIComponent(vector.name)}`, { method: "DELETE" });
-    const { [vector.name]: _, ...steer } = settings.steer;
+    await ask(`v1/vectors/${encodeURIComponent(name)}`, { method: "DELETE" });
+    const { [name]: _, ...steer } = settings.steer;
     change({ steer });
     await loadVectors();
   } catch (error) {
     note(error.message);
   }
+}
+
+// --- from the sliders to the ops of a request
+
+/** The layers a vector can act on. */
+export const layersOf = (vector) =>
+  vector.layers?.length ? vector.layers : Array.from({ length: state.facts?.layers ?? 1 }, (_, i) => i);
+
+/** The settings of a vector's card. */
+function knobs(vector) {
+  const layers = layersOf(vector);
+  const [first, last] = [layers[0], layers.at(-1)];
+  const bounds = { scale: 0.5, keep: 0, min: -10, max: 10 };
+  const measure = state.vectors.indexOf(vector) < 6;
+  const start = { on: false, op: "add", ...bounds, tokens: "all", from: first, to: last, measure };
+  const one = { ...start, ...settings.steer[vector.name] };
+  const misfits = one.from < first || one.to > last || one.from > one.to;
+  return misfits ? { ...one, from: first, to: last } : one;
+}
+
+/** The ops of all vectors that are switched on. */
+export const steering = () => state.vectors.filter((vector) => knobs(vector).on).map(op);
+
+/** Names of the vectors on which tokens are projected. */
+export const measured = () => state.vectors.filter((vector) => knobs(vector).measure).map((vector) => vector.name);
+
+function op(vector) {
+  const one = knobs(vector);
+  const layers = layersOf(vector).filter((layer) => layer >= one.from && layer <= one.to);
+  const strength = { add: { scale: one.scale }, cap: { min: one.min, max: one.max }, ablate: { scale: one.keep } };
+  const found = { op: one.op, vector: vector.name, layers, ...strength[one.op] };
+  if (vector.site && vector.site !== "resid_post") found.site = vector.site;
+  if (one.tokens !== "all") found.tokens = one.tokens;
+  return found;
+}
+
+/** "happy +0.50" */
+function opText(op) {
+  const name = typeof op.vector === "string" ? op.vector : "vector";
+  if (op.op === "cap") return `${name} ${short(op.min ?? -Infinity)}…${short(op.max ?? Infinity)}`;
+  if (op.op === "ablate") return op.scale ? `${name} ×${short(op.scale)}` : `without ${name}`;
+  return `${name} ${signed(op.scale)}`;
+}
+
+export function opChip(op) {
+  const tokens = op.tokens ? `, ${op.tokens} tokens` : "";
+  return h("span.chip", { title: `${op.op} ${opText(op)}, layers ${spans(op.layers)}${tokens}` }, opText(op));
+}
+
+/** Show below the message box what acts on the next message. */
+function showNext() {
+  const chips = steering().map(opChip);
+  fill($('[data-tab="steer"]'), "Steer", chips.length > 0 && h("sup", `${chips.length}`));
+  const rules = settings.pack ? settings.rules.length : 0;
+  if (rules) chips.push(h("span.chip.plain-chip", plural(rules, "rule")));
+  const unsteered = h("span", state.vectors.length > 0 && "unsteered");
+  fill($("#next"), chips.length ? [h("span.wide-only", "next message:"), chips].flat() : unsteered);
 }
 
 // --- the tab
@@ -82,13 +132,9 @@ function show() {
     return;
   }
   const scroll = body.scrollTop;
-  const pick = h("input", {
-    type: "file",
-    accept: ".safetensors,.gguf",
-    multiple: true,
-    hidden: true,
-    onchange: () => upload([...pick.files]),
-  });
+  const accept = ".safetensors,.gguf";
+  const onchange = () => upload(pick.files);
+  const pick = h("input", { type: "file", accept, multiple: true, hidden: true, onchange });
   const lead = state.vectors.length
     ? "Vectors that are switched on act on the next message."
     : "A vector is a direction in the model’s activations. Add one to push answers along it.";
@@ -108,91 +154,71 @@ function show() {
 
 function card(vector) {
   const one = knobs(vector);
-  const set = (changes) => {
+  const layers = layersOf(vector);
+  const take = (changes) => {
     change({ steer: { ...settings.steer, [vector.name]: { ...knobs(vector), ...changes } } }, "steer");
+    root.classList.toggle("off", !knobs(vector).on);
   };
-  const turn = (value) => {
-    root.classList.toggle("off", !value);
-    set({ on: value });
+  const strength = h("div.stack", strengthFields(vector, take));
+  const setOp = (op) => {
+    take({ op });
+    fill(strength, strengthFields(vector, take));
   };
   const about = [vector.method, vector.model, vector.site, vector.hidden && `${vector.hidden} numbers`];
-  const head = h(
-    "div.vector-head",
-    toggle(vector.name, one.on, turn),
-    h("small", { title: about.filter(Boolean).join(" · ") }, `layers ${spans(layersOf(vector))}`),
-    iconButton("bin", `Delete ${vector.name} from the server`, () => remove(vector)),
+  const ends = [layers[0], layers.at(-1)];
+  const measure = field(
+    "Measure",
+    toggle("project every token on it", one.measure, (measure) => take({ measure })),
   );
-  const labels = { "data-vector": vector.name, "aria-label": `Vector ${vector.name}` };
-  const root = h(`section.vector${one.on ? "" : ".off"}`, labels, head, knobFields(vector, one, set));
+  measure.classList.add("measure");
+  const root = h(
+    `section.vector${one.on ? "" : ".off"}`,
+    { "data-vector": vector.name, "aria-label": `Vector ${vector.name}` },
+    h(
+      "div.vector-head",
+      toggle(vector.name, one.on, (on) => take({ on })),
+      h("small", { title: about.filter(Boolean).join(" · ") }, `layers ${spans(layers)}`),
+      iconButton("bin", `Delete ${vector.name} from the server`, () => remove(vector)),
+    ),
+    h(
+      "div.vector-body",
+      h(
+        "div.top",
+        segments("What to do with it", OPS, one.op, setOp),
+        choose("Where it acts", TOKENS, one.tokens, (tokens) => take({ tokens })),
+      ),
+      strength,
+      layers.length > 1 && interval("Layers", ends, [one.from, one.to], (from, to) => take({ from, to })),
+      measure,
+    ),
+  );
   return root;
 }
 
-function knobFields(vector, one, set) {
-  const layers = layersOf(vector);
-  const [first, last] = [layers[0], layers.at(-1)];
-  const strength = h("div.stack", opFields(vector, one, set));
-  const setOp = (op) => {
-    set({ op });
-    fill(strength, opFields(vector, knobs(vector), set));
-  };
-  const setLayers = (from, to) => set({ from, to });
-  const span = (from, to) => (from === to ? `${from}` : `${from}–${to}`);
-  const measure = toggle("project every token on it", one.measure, (value) => set({ measure: value }));
-  const measureField = field("Measure", measure);
-  measureField.classList.add("measure");
-  return h(
-    "div.vector-body",
-    h(
-      "div.top",
-      segments("What to do with it", OPS, one.op, setOp),
-      choose("Where it acts", TOKENS, one.tokens, (tokens) => set({ tokens })),
-    ),
-    strength,
-    layers.length > 1 && interval("Layers", [first, last, 1], [one.from, one.to], setLayers, span),
-    measureField,
-  );
-}
-
-function opFields(vector, one, set) {
+function strengthFields(vector, take) {
+  const one = knobs(vector);
   if (one.op === "add")
-    return [slider("Strength", [-2, 2, 0.05], one.scale, (scale) => set({ scale }), { signed: true })];
+    return [slider("Strength", [-2, 2, 0.05], one.scale, (scale) => take({ scale }), { signed: true })];
   if (one.op === "ablate") {
     const title = "The part of the component along the vector that is kept";
-    return [slider("Keep", [0, 1, 0.05], one.keep, (keep) => set({ keep }), { title })];
+    return [slider("Keep", [0, 1, 0.05], one.keep, (keep) => take({ keep }), { title })];
   }
   const seen = observed(vector.name);
   const edge = seen ? Math.max(Math.abs(seen[0]), Math.abs(seen[1]), 1) * 1.2 : 50;
-  const step = edge > 40 ? 1 : edge > 4 ? 0.1 : 0.01;
-  const low = (min) => set({ min, max: Math.max(min, knobs(vector).max) });
-  const high = (max) => set({ max, min: Math.min(max, knobs(vector).min) });
+  const range = [-edge, edge, edge > 40 ? 1 : edge > 4 ? 0.1 : 0.01];
+  const low = (min) => take({ min, max: Math.max(min, knobs(vector).max) });
+  const high = (max) => take({ max, min: Math.min(max, knobs(vector).min) });
   const hint = seen ? `seen so far: ${short(seen[0])} … ${short(seen[1])}` : "measured when an answer ends";
   return [
-    slider("At least", [-edge, edge, step], one.min, low, { signed: true }),
-    slider("At most", [-edge, edge, step], one.max, high, { signed: true }),
+    slider("At least", range, one.min, low, { signed: true }),
+    slider("At most", range, one.max, high, { signed: true }),
     h("div.hint", hint),
   ];
 }
 
 /** The smallest and largest projection so far, over all answers and layers. */
 function observed(name) {
-  let low = Infinity;
-  let high = -Infinity;
-  for (const run of state.turns.flatMap((turn) => turn.runs)) {
-    for (const value of Object.values(run.projections[name] ?? {}).flat()) {
-      if (value < low) low = value;
-      if (value > high) high = value;
-    }
-  }
-  return low <= high ? [low, high] : null;
-}
-
-/** Show below the message box what acts on the next message. */
-function showNext() {
-  const ops = steering();
-  const chips = ops.map((op) => h("span.chip", { title: opTextLong(op) }, opText(op)));
-  const rules = settings.pack ? settings.rules.length : 0;
-  if (rules) chips.push(h("span.chip.plain-chip", rules === 1 ? "1 rule" : `${rules} rules`));
-  if (chips.length) fill($("#next"), h("span.wide-only", "next message:"), chips);
-  else fill($("#next"), h("span", state.vectors.length ? "unsteered" : ""));
-  fill($('[data-tab="steer"]'), "Steer", ops.length > 0 && h("sup", `${ops.length}`));
+  const all = allRuns().flatMap((run) => Object.values(run.projections[name] ?? {}).flat());
+  const values = all.filter(Number.isFinite).sort((a, b) => a - b);
+  return values.length ? [values[0], values.at(-1)] : null;
 }

@@ -1,9 +1,8 @@
 // The Watch tab: the lens pack that reads answers, and rules on its readings.
-import { $, fill, h, iconButton } from "./dom.js";
+import { $, clamp, fill, h, iconButton } from "./dom.js";
 import { get } from "./api.js";
-import { change, concept, conceptById, conceptItems, emit, on, settings, state } from "./state.js";
-import { choose, field, slider } from "./controls.js";
-import { Combo } from "./combo.js";
+import { change, chosenPack, concept, conceptById, conceptItems, emit, on, settings, state } from "./state.js";
+import { choose, combo, field, slider } from "./controls.js";
 
 let body;
 const draft = { concept: null, above: 0.6, forTokens: 1, action: "flag", vector: null, scale: 0.5 };
@@ -16,27 +15,30 @@ export function setUpWatching() {
 
 export async function loadLenses() {
   state.lenses = (await get("v1/lenses")).data;
-  if (!state.lenses.some((one) => one.name === settings.pack)) change({ pack: state.lenses[0]?.name ?? null });
-  await loadTree();
-  emit("lenses");
+  await pickPack(chosenPack()?.name ?? state.lenses[0]?.name);
 }
 
-/** Load all concepts in the order of the hierarchy, so that they can be chosen before their first reading. */
-async function loadTree() {
-  if (!settings.pack) return;
-  const pack = await get(`v1/lenses/${encodeURIComponent(settings.pack)}`);
-  const tree = [...pack.concepts].sort((a, b) => compare(a.path, b.path));
-  tree.forEach((node, order) => {
-    state.concepts[concept(node.id, node.name, node.path)].order = order;
-  });
-  emit("concepts");
+/** Load all concepts of a pack in the order of its hierarchy, so that they can be chosen before their first reading. */
+async function pickPack(name) {
+  change({ pack: name || null });
+  if (name) {
+    const pack = await get(`v1/lenses/${encodeURIComponent(name)}`);
+    pack.concepts.sort((a, b) => compare(a.path, b.path));
+    pack.concepts.forEach((node, order) => {
+      state.concepts[concept(node.id, node.name, node.path)].order = order;
+    });
+  }
+  emit("lenses");
 }
 
 /** Children follow their parents. */
 function compare(a, b) {
-  for (let i = 0; i < Math.min(a.length, b.length); i += 1) if (a[i] !== b[i]) return a[i] < b[i] ? -1 : 1;
-  return a.length - b.length;
+  const i = a.findIndex((step, k) => step !== b[k]);
+  if (i < 0) return a.length - b.length;
+  return i < b.length && a[i] < b[i] ? -1 : 1;
 }
+
+const names = (list) => Object.fromEntries(list.map(({ name }) => [name, name]));
 
 function show() {
   if (!state.lenses.length) {
@@ -45,9 +47,9 @@ function show() {
     fill(body, h("p.lead", state.connection === "ready" ? missing : "Waiting for the server."));
     return;
   }
-  const pack = state.lenses.find((one) => one.name === settings.pack);
-  const packs = [...state.lenses.map((one) => [one.name, one.name]), ["", "none: do not watch"]];
-  const setTop = (topK) => change({ topK: Math.max(1, Math.min(256, Math.round(topK))) });
+  const pack = chosenPack();
+  const packs = { ...names(state.lenses), "": "none: do not watch" };
+  const setTop = (topK) => change({ topK: clamp(Math.round(topK), 1, 256) });
   fill(
     body,
     h("p.lead", "Lenses read each token’s activations. Rules act on the readings while the answer is written."),
@@ -64,15 +66,9 @@ function show() {
   );
 }
 
-async function pickPack(name) {
-  change({ pack: name || null });
-  await loadTree();
-  emit("lenses");
-}
-
 // --- rules
 
-const ACTIONS = { flag: "mark it", stop: "end the answer", steer: "steer" };
+const ACTIONS = { flag: "mark the token", stop: "end the answer" };
 
 function ruleView(rule) {
   const { when, then } = rule;
@@ -96,17 +92,13 @@ function ruleForm() {
   const box = h("div.combo");
   const pick = (id) => {
     draft.concept = id;
-    combo.show(conceptById(id).name);
+    showConcept(conceptById(id).name);
   };
-  const label = "Concept of the rule";
-  const combo = new Combo(box, { label, placeholder: "Choose a concept", items: conceptItems, pick });
-  combo.show(conceptById(draft.concept)?.name ?? "");
+  const about = { label: "Concept of the rule", placeholder: "Choose a concept" };
+  const showConcept = combo(box, { ...about, items: conceptItems, pick });
+  showConcept(conceptById(draft.concept)?.name ?? "");
   const steer = h("div.stack", steerFields());
-  const actions = [
-    ["flag", "mark the token"],
-    ["stop", "end the answer"],
-  ];
-  if (state.vectors.length) actions.push(["steer", "switch a vector on"]);
+  const actions = state.vectors.length ? { ...ACTIONS, steer: "switch a vector on" } : ACTIONS;
   const setAction = (action) => {
     draft.action = action;
     fill(steer, steerFields());
@@ -127,9 +119,8 @@ function ruleForm() {
 function steerFields() {
   if (draft.action !== "steer") return [];
   draft.vector ??= state.vectors[0]?.name ?? null;
-  const vectors = state.vectors.map((one) => [one.name, one.name]);
   return [
-    field("Vector", choose("Vector of the rule", vectors, draft.vector, set("vector"))),
+    field("Vector", choose("Vector of the rule", names(state.vectors), draft.vector, set("vector"))),
     slider("Strength", [-2, 2, 0.05], draft.scale, set("scale"), { signed: true }),
   ];
 }
