@@ -150,26 +150,24 @@ def measure_tiers(folder: Path, args: argparse.Namespace) -> dict[str, dict[str,
     prompt, text = rows[: args.steps], rows[args.steps :]
     found: dict[str, dict[str, object]] = {}
     for name in ("cold", "prewarm", "warm"):
-        with Tiers(pack, budget=args.budget, base_levels=2, device=args.device) as tiers:
-            for row in {"cold": rows[:0], "prewarm": prompt, "warm": text}[name]:
-                tiers.prewarm(row.unsqueeze(0), args.top_k)
-            before = dict(tiers.stats.seconds)
-            hits, misses, moved = tiers.stats.hits, tiers.stats.misses, tiers.stats.bytes_moved
-            times = []
-            for row in text:
-                start = time.perf_counter()
-                tiers.expand(row.unsqueeze(0), args.top_k).indices.cpu()
-                times.append(1000 * (time.perf_counter() - start))
-            stats = tiers.stats
-            asked = stats.hits - hits + stats.misses - misses
-            found[name] = {
-                "ms_per_token": statistics.mean(times),
-                "median_ms": statistics.median(times),
-                "p95_ms": statistics.quantiles(times, n=20)[-1],
-                "hit_rate": (stats.hits - hits) / max(1, asked),
-                "bytes_per_token": (stats.bytes_moved - moved) / len(text),
-                "parts_ms": {part: 1000 * (stats.seconds[part] - before[part]) / len(text) for part in before},
-            }
+        tiers = Tiers(pack, budget=args.budget, base_levels=2, device=args.device)
+        for row in {"cold": rows[:0], "prewarm": prompt, "warm": text}[name]:
+            tiers.expand(row.unsqueeze(0), args.top_k)
+        stats = tiers.stats
+        hits, misses, moved = stats.hits, stats.misses, stats.bytes_moved
+        times = []
+        for row in text:
+            start = time.perf_counter()
+            tiers.expand(row.unsqueeze(0), args.top_k).indices.cpu()
+            times.append(1000 * (time.perf_counter() - start))
+        asked = stats.hits - hits + stats.misses - misses
+        found[name] = {
+            "ms_per_token": statistics.mean(times),
+            "median_ms": statistics.median(times),
+            "p95_ms": statistics.quantiles(times, n=20)[-1],
+            "hit_rate": (stats.hits - hits) / max(1, asked),
+            "bytes_per_token": (stats.bytes_moved - moved) / len(text),
+        }
     return found
 
 
@@ -181,12 +179,11 @@ def show(result: dict, console: Console) -> None:
             table.add_row(name, f"{1000 * cell['median']:.2f}", f"{1000 * cell['min']:.2f}", ratio)
         console.print(table)
     if result["tiers"]:
-        parts = list(next(iter(result["tiers"].values()))["parts_ms"])
-        table = Table("tiers", "ms/token", "median", "p95", "hits", "MB/token", *parts, title="one row at a time")
+        table = Table("tiers", "ms/token", "median", "p95", "hits", "MB/token", title="one row at a time")
         for name, cell in result["tiers"].items():
             numbers = [f"{cell[key]:.2f}" for key in ("ms_per_token", "median_ms", "p95_ms")]
             numbers += [f"{cell['hit_rate']:.0%}", f"{cell['bytes_per_token'] / 1e6:.2f}"]
-            table.add_row(name, *numbers, *(f"{cell['parts_ms'][part]:.2f}" for part in parts))
+            table.add_row(name, *numbers)
         console.print(table)
 
 

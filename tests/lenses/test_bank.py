@@ -132,8 +132,8 @@ def test_a_small_workspace_changes_no_score_and_bounds_every_tensor(kept, worksp
 def test_watching_a_long_prompt_with_the_largest_known_pack_stays_within_the_workspace():
     from steerscope.lenses.stack import WORKSPACE, Stack
 
-    about = make(hidden=2560, widths=(128, 64), counts=[1]).info
-    stack = Stack(about, 7947, torch.device("meta"))
+    pack = make(hidden=2560, widths=(128, 64), counts=[1])
+    stack = Stack(pack, 7947, torch.device("meta"))
     tiles = stack.tiles(16_384)
     assert stack.workspace_bytes(*tiles) <= WORKSPACE
     assert tiles.rows * tiles.lenses >= 100_000, "tiles must not become so small that nothing is gained by stacking"

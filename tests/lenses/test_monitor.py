@@ -6,7 +6,7 @@ import torch
 
 from lenses.packs import calibrated_by_hand, make, one_by_one, rows
 from steerscope.lenses.compile import MOST_RULES, compile_rules
-from steerscope.lenses.monitor import Monitor, WatchPlan
+from steerscope.lenses.monitor import Monitor, Seat, WatchPlan
 from steerscope.lenses.reader import PackOptions, Reader, Registered
 from steerscope.lenses.readings import Notes, Readings
 from steerscope.specs import Add
@@ -23,6 +23,12 @@ def plan(pack=PACK, options: PackOptions | None = None, **watch) -> WatchPlan:
     compiled, problems = compile_rules(spec.rules, pack, registered.readable)
     assert not problems
     return WatchPlan(registered, (3, "resid_post"), EVERYWHERE, compiled, spec)
+
+
+def admit(monitor: Monitor, made: WatchPlan) -> Seat:
+    """A seat, for a pack that is kept from now on."""
+    monitor.keep(Reader(made.registered))
+    return monitor.admit(made)
 
 
 def expected(x: torch.Tensor, pack=PACK) -> torch.Tensor:
@@ -72,7 +78,6 @@ def test_in_tiers_rules_may_name_what_is_always_there():
     reader = Reader(registered)
     found = reader.read(x, 3, columns)
     torch.testing.assert_close(found.scores, expected(x)[:, [2, len(PACK) - 1]], atol=1e-5, rtol=0)
-    reader.close()
     assert "not in pack" in str(Registered(PACK, PackOptions(budget=12, pinned=("no",))).problems()[0])
 
 
@@ -86,13 +91,13 @@ def test_rows_of_many_requests_are_noted_by_each_and_only_by_it():
     lens = int(wanted[1].argmax())
     bound = float(wanted[1, lens]) - 1e-3
     ruled = plan(rules=[when(PACK.concepts[lens].id, above=bound).then(flag("high"))], top_k=2)
-    seats = [monitor.admit(ruled), monitor.admit(plan(top_k=5))]
+    seats = [admit(monitor, ruled), admit(monitor, plan(top_k=5))]
     notes = [ruled.notes(2), plan(top_k=5).notes(1)]
     slot = torch.tensor([seats[0].slot] * 4 + [seats[1].slot] * 5)
     position = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4])
     seen = monitor.look(seats[0].reader, x, 5, slot, position, None).to_host()
-    seen.note(notes[0], 0, [0, 1, 2, 3])
-    seen.note(notes[1], 4, [0, 1, 2, 3, 4])
+    notes[0].note(seen, 0, [0, 1, 2, 3])
+    notes[1].note(seen, 4, [0, 1, 2, 3, 4])
     first, firings = notes[0].finish(4, [50, 51, 52, 53, 54])
     fires = [t for t in range(4) if wanted[t, lens] > bound and not (t and wanted[t - 1, lens] > bound)]
     assert [firing.position for firing in firings] == fires
@@ -103,20 +108,18 @@ def test_rows_of_many_requests_are_noted_by_each_and_only_by_it():
     np.testing.assert_allclose(second.values, wanted[4:].sort(descending=True).values[:, :5], atol=1e-5)
 
 
-def test_packs_stay_while_they_are_registered_or_somebody_is_watched():
+def test_packs_stay_until_they_are_dropped_and_nobody_is_watched():
     monitor = Monitor(slots=4)
-    others = [make([2, 3], seed=i + 1) for i in range(4)]
     kept = Registered(PACK)
-    monitor.keep(Reader(kept))
-    seats = [monitor.admit(plan()) for _ in range(2)]
+    seats = [admit(monitor, plan()) for _ in range(2)]
+    assert len(monitor) == 1
     monitor.drop(kept)
     monitor.release(seats[0])
     assert len(monitor) == 1, "a request is watched"
     monitor.release(seats[1])
     assert len(monitor) == 0
-    for other in others:
-        monitor.release(monitor.admit(plan(other)))
-    assert len(monitor) == 2, "idle ones make room for others"
+    monitor.release(admit(monitor, plan()))
+    assert len(monitor) == 1, "it was not dropped"
     monitor.close()
     assert len(monitor) == 0
 
@@ -124,7 +127,7 @@ def test_packs_stay_while_they_are_registered_or_somebody_is_watched():
 def test_a_gate_number_is_a_rule_of_the_request_and_zero_is_always_open():
     monitor = Monitor(slots=4)
     push = steer(Add(vector=[1.0] * 24, layers=0))
-    seat = monitor.admit(plan(rules=[when(PACK.concepts[0].id, above=0.0).then(push)]))
+    seat = admit(monitor, plan(rules=[when(PACK.concepts[0].id, above=0.0).then(push)]))
     assert monitor.gate(seat, 0) == 0
     assert monitor.gate(seat, 1) == seat.slot * MOST_RULES
     monitor.look(seat.reader, rows(1) * 0, 1, torch.tensor([seat.slot]), torch.tensor([0]), None)

@@ -5,8 +5,8 @@ import torch
 
 from lenses.packs import make, rows
 from steerscope.lenses.compile import MOST_RULES, compile_rules
-from steerscope.lenses.monitor import Monitor, StepReadings, WatchPlan
-from steerscope.lenses.reader import PackOptions, Registered
+from steerscope.lenses.monitor import Monitor, WatchPlan
+from steerscope.lenses.reader import PackOptions, Reader, Registered, StepReadings
 from steerscope.specs import Add
 from steerscope.specs.tokens import EVERYWHERE
 from steerscope.specs.watch import Watch, flag, steer, when
@@ -27,6 +27,7 @@ def seated(device: str) -> tuple[Monitor, list]:
     compiled, problems = compile_rules(rules, PACK)
     assert not problems
     plan = WatchPlan(Registered(PACK, PackOptions()), (3, "resid_post"), EVERYWHERE, compiled, spec)
+    monitor.keep(Reader(plan.registered, device))
     return monitor, [monitor.admit(plan) for _ in range(3)]
 
 
@@ -37,7 +38,7 @@ def test_a_captured_step_reads_and_switches_as_one_outside_a_graph():
     x = torch.zeros(ROWS, HIDDEN, device="cuda")
     slot, position = (torch.zeros(ROWS, dtype=torch.long, device="cuda") for _ in range(2))
 
-    def step() -> StepReadings:
+    def step() -> StepReadings[torch.Tensor]:
         return monitor.look(reader, x, 5, slot, position, None)
 
     side = torch.cuda.Stream()

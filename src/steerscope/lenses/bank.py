@@ -8,28 +8,17 @@ graph. `workspace` bounds the memory beside weights and results.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from steerscope.lenses.pack import Calibration, Pack
-from steerscope.lenses.stack import WORKSPACE, Stack, Weights, warn_unused
+from steerscope.lenses.pack import Pack
+from steerscope.lenses.stack import WORKSPACE, Stack, Weights, trusted
 from steerscope.specs.errors import InvalidRequest, Problem
 
 Lenses = slice | Sequence[int]
-
-
-def input_kinds(pack: Pack) -> set[bool]:
-    """Return whether lenses normalise their input once more, as the kinds that occur."""
-    return set(pack.tensors["normed"].tolist()) if "normed" in pack.tensors else {False}
-
-
-def calibrate(probabilities: Tensor, floor: Tensor, calibration: Calibration | None) -> Tensor:
-    """Calibrate probabilities; those at or below the noise floor become 0."""
-    scores = probabilities if calibration is None else calibration.apply(probabilities)
-    return torch.where(probabilities > floor, scores, 0.0)
 
 
 def best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -42,37 +31,6 @@ def best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     later = torch.arange(scores.shape[1] - 1, -1, -1, device=scores.device)
     lenses = ((bits << 32) + later).topk(k, dim=-1).indices
     return scores.gather(1, lenses), lenses
-
-
-class Scoring:
-    """Turns logits [n, lenses] of some lenses of a pack into scores, given their tensors by name."""
-
-    def __init__(self, pack: Pack, per_lens: Mapping[str, Tensor]) -> None:
-        self.per_lens = per_lens
-        self.calibrated = pack.calibration is not None
-        self.floored = self.calibrated or "floor" in pack.tensors
-        self._architecture = pack.info.architecture
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Apply the output function, in place where possible."""
-        match self._architecture.output:
-            case "sigmoid":
-                return logits.sigmoid_()
-            case "relu":
-                return logits.relu_()
-            case "jumprelu":
-                return logits.mul_(logits > self.per_lens["threshold"]).relu_()
-            case "topk":
-                values, indices = logits.topk(self._architecture.k or 1, dim=-1)
-                return logits.zero_().scatter_(-1, indices, values.relu_())
-
-    def scores(self, logits: Tensor) -> Tensor:
-        """Apply the output function, the calibration and the noise floor, in place."""
-        result = self.probabilities(logits)
-        if not self.floored:
-            return result
-        curve = Calibration(*(self.per_lens[name] for name in Calibration._fields)) if self.calibrated else None
-        return result.copy_(calibrate(result, self.per_lens["floor"], curve))
 
 
 class Bank:
@@ -89,10 +47,9 @@ class Bank:
     ) -> None:
         self.pack, self.device = pack, torch.device(device)
         self.lenses = _indices(pack, lenses)
-        self._stack = Stack(pack.info, len(self.lenses), self.device, weights, workspace, input_kinds(pack))
-        self._stack.fill(pack.tensors, self.lenses)
+        self._stack = Stack(pack, len(self.lenses), self.device, weights, workspace)
+        self._stack.fill(self.lenses)
         self._index = torch.tensor(self.lenses, device=self.device)
-        self._scoring = Scoring(pack, self._stack.tensors)
         self._chooses = False  # whether a kernel finds the top k, see `warm_up`
 
     def __len__(self) -> int:
@@ -105,26 +62,22 @@ class Bank:
 
     def warm_up(self) -> None:
         """Compile the kernel of `best` now, not during a request, and use it if it finds what sorting finds."""
-        self._chooses = self._stack.kernels is not None and self._kernel_agrees(self._stack.kernels)
+        kernels = self._stack.kernels
+        self._chooses = kernels is not None and trusted(lambda: self._fault(kernels))
 
     @torch.no_grad()
-    def _kernel_agrees(self, kernels: ModuleType) -> bool:
+    def _fault(self, kernels: ModuleType) -> str:
         generator = torch.Generator().manual_seed(0)
         logits = torch.randn(3, len(self), generator=generator).to(self.device)
         views = torch.rand(2, len(self), generator=generator).lt(0.5).to(self.device)
         view_of_row = torch.tensor([1, 0, 1], device=self.device)
         sizes = [min(most, len(self)) for most in kernels.CHOSEN]
-        try:
-            for k, view in itertools.product(filter(self._may_choose, sizes), (None, view_of_row)):
-                counts = torch.ones_like(logits).bool() if view is None else views[view]
-                found, expected = (find(logits.clone(), k, views, view) for find in (self._chosen, self._sorted))
-                if not _agree(found, expected, counts):
-                    warn_unused("they do not find the largest scores")
-                    return False
-        except Exception as error:
-            warn_unused(f"{type(error).__name__}: {error}")
-            return False
-        return True
+        for k, view in itertools.product(filter(self._may_choose, sizes), (None, view_of_row)):
+            counts = torch.ones_like(logits).bool() if view is None else views[view]
+            found, expected = (find(logits.clone(), k, views, view) for find in (self._chosen, self._sorted))
+            if not _agree(found, expected, counts):
+                return "they do not find the largest scores"
+        return ""
 
     @torch.no_grad()
     def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
@@ -136,12 +89,12 @@ class Bank:
     @torch.no_grad()
     def probabilities(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Return each lens's own output: a probability, or the activation of a sparse autoencoder's feature."""
-        return self._scoring.probabilities(self.logits(rows, out))
+        return self._stack.outputs(self.logits(rows, out))
 
     @torch.no_grad()
     def scores(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Return probabilities, calibrated if the pack has a calibration, and 0 at or below the noise floor."""
-        return self._scoring.scores(self.logits(rows, out))
+        return self._stack.scored(self.logits(rows, out))
 
     @torch.no_grad()
     def best(self, rows: Tensor, k: int, views: Tensor, view: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,14 +112,14 @@ class Bank:
 
     def _chosen(self, logits: Tensor, k: int, views: Tensor, view: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return `best` of logits by the kernel, which turns them into scores in place."""
-        assert self._stack.kernels is not None
-        scoring, output = self._scoring, self.pack.info.architecture.output
-        how = output, scoring.per_lens, scoring.floored, scoring.calibrated
-        return *self._stack.kernels.choose(logits, k, *how, views, view), logits
+        stack, output = self._stack, self.pack.info.architecture.output
+        assert stack.kernels is not None
+        how = output, stack.tensors, stack.floored, stack.calibrated
+        return *stack.kernels.choose(logits, k, *how, views, view), logits
 
     def _sorted(self, logits: Tensor, k: int, views: Tensor, view: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return `best` of logits by torch operations."""
-        scores = self._scoring.scores(logits)
+        scores = self._stack.scored(logits)
         values, indices = best_of(scores if view is None else torch.where(views[view], scores, 0.0), k)
         positive = values > 0
         return torch.where(positive, values, 0.0), torch.where(positive, indices, -1), scores

@@ -6,10 +6,11 @@ are found by expansion, and rules may only name concepts that are always on the 
 
 import functools
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from steerscope.lenses.pack import Pack
 from steerscope.lenses.stack import WORKSPACE, Weights
 from steerscope.lenses.tiers import Tiers
 from steerscope.specs.errors import InvalidRequest, Problem
+
+Array = TypeVar("Array")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +49,12 @@ class Registered:
     """A pack with the options it was registered with."""
 
     pack: Pack
-    options: PackOptions = field(default_factory=PackOptions)
-
-    @cached_property
-    def key(self) -> tuple[str, PackOptions]:
-        return self.pack.digest, self.options
+    options: PackOptions = PackOptions()
 
     @cached_property
     def digest(self) -> str:
         """Return a hash of the pack and its options."""
-        return hashlib.blake2b(repr(self.key).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr((self.pack.digest, self.options)).encode(), digest_size=16).hexdigest()
 
     @cached_property
     def always(self) -> dict[int, int] | None:
@@ -87,13 +86,21 @@ class Registered:
         return found
 
 
-class Read(NamedTuple):
-    """`values` and `indices` [n, k] of the top concepts of n rows, best first (index −1: empty), and the requested
-    scores [n, terms]."""
+class StepReadings(NamedTuple, Generic[Array]):
+    """`values` and `indices` [n, k] of the top concepts of n rows, best first (index −1: empty), the requested scores
+    [n, terms], and which rules went on and off [n, rules] (None: no rules)."""
 
-    values: Tensor
-    indices: Tensor
-    scores: Tensor | None
+    values: Array
+    indices: Array
+    scores: Array | None = None
+    on: Array | None = None
+    off: Array | None = None
+
+    def to_host(self) -> "HostStepReadings":
+        return HostStepReadings(*(part if part is None else part.cpu().numpy() for part in self))  # type: ignore[union-attr]
+
+
+HostStepReadings = StepReadings[np.ndarray]
 
 
 class Reader:
@@ -103,27 +110,19 @@ class Reader:
         self.registered, self.pack = registered, registered.pack
         self.device = torch.device(device)
         options = registered.options
-        self.bank: Bank | None = None
-        self.tiers: Tiers | None = None
-        if options.tiered:
-            assert registered.always is not None
-            self.tiers = Tiers(
-                self.pack,
-                budget=options.budget,
-                budget_bytes=options.budget_bytes,
-                base_levels=min(options.base_levels, self.pack.levels),
-                pinned=list(registered.always),
-                device=self.device,
-                weights=options.weights,
-                workspace=options.workspace,
-            )
-        else:
-            self.bank = Bank(self.pack, device=self.device, weights=options.weights, workspace=options.workspace)
+        kept: dict[str, Any] = {"device": self.device, "weights": options.weights, "workspace": options.workspace}
+        self.bank = None if options.tiered else Bank(self.pack, **kept)
+        self.tiers = self._tiers(options, kept) if options.tiered else None
         self._views: dict[tuple[int, ...] | None, int] = {None: 0}
         # One line per view: the lenses that count.
         self.views = torch.ones(1, len(self.pack), dtype=torch.bool, device=self.device)
         if self.bank is not None:
             self.bank.warm_up()
+
+    def _tiers(self, options: PackOptions, kept: dict[str, Any]) -> Tiers:
+        levels, pinned = min(options.base_levels, self.pack.levels), list(self.registered.always or ())
+        budgets = {"budget": options.budget, "budget_bytes": options.budget_bytes}
+        return Tiers(self.pack, **budgets, base_levels=levels, pinned=pinned, **kept)
 
     def view(self, levels: tuple[int, ...] | None) -> int:
         """Return the number of the view of these levels; 0 is all levels."""
@@ -136,13 +135,15 @@ class Reader:
         return self._views[levels]
 
     @torch.no_grad()
-    def read(self, rows: Tensor, top_k: int, columns: Tensor | None = None, view: Tensor | None = None) -> Read:
+    def read(
+        self, rows: Tensor, top_k: int, columns: Tensor | None = None, view: Tensor | None = None
+    ) -> StepReadings[Tensor]:
         """Read rows [n, hidden]. `columns` [n, terms] are the requested scores of each row, `view` [n] the view of each
         row (None: all lenses)."""
         if self.tiers is not None:
             found = self.tiers.expand(rows, top_k)
             scores = None if columns is None else self.tiers.pinned_scores(rows).gather(1, columns)
-            return Read(found.values, found.indices, scores)
+            return StepReadings(found.values, found.indices, scores)
         assert self.bank is not None
         step = max(1, self.registered.options.workspace // (40 * len(self.pack)))  # bytes of scores, keys and views
         parts: list[tuple[Tensor, ...]] = []
@@ -152,12 +153,7 @@ class Reader:
                 rows[here], top_k, self.views, None if view is None else view[here]
             )
             parts.append((values, indices) if columns is None else (values, indices, scores.gather(1, columns[here])))
-        values, indices, *scores = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-        return Read(values, indices, scores[0] if scores else None)
-
-    def close(self) -> None:
-        if self.tiers is not None:
-            self.tiers.close()
+        return StepReadings(*(parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))))
 
 
 @functools.cache

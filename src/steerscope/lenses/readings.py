@@ -11,6 +11,7 @@ import numpy as np
 
 from steerscope.lenses.compile import Compiled
 from steerscope.lenses.pack import Pack
+from steerscope.lenses.reader import HostStepReadings
 
 Action = Literal["flag", "stop", "steer", "steer_off"]
 
@@ -140,6 +141,17 @@ class Notes:
             k = self.top_k
             self._parts.append((at[fresh:], values[fresh:, :k], indices[fresh:, :k]))
             self._next = int(at[-1]) + 1
+
+    def note(self, seen: HostStepReadings, start: int, positions: Sequence[int] | np.ndarray) -> None:
+        """Add the results of a step from its row `start` on, which are these positions of the request."""
+        stop = start + len(positions)
+        self.add(positions, seen.values[start:stop], seen.indices[start:stop])
+        if seen.on is None or seen.off is None or seen.scores is None:
+            return
+        for i in np.flatnonzero((seen.on[start:stop] | seen.off[start:stop]).any(axis=1)).tolist():
+            at = start + i
+            on, off = np.flatnonzero(seen.on[at]).tolist(), np.flatnonzero(seen.off[at]).tolist()
+            self.fire(int(positions[i]), on, off, seen.scores[at])
 
     def fire(self, position: int, on: Iterable[int], off: Iterable[int], scores: np.ndarray) -> None:
         """Add the rules that changed on one row, given the scores [terms] of its terms."""

@@ -6,8 +6,8 @@ import numpy as np
 import plotly.graph_objects as go
 import torch
 
-from steerscope.lenses.bank import calibrate
 from steerscope.lenses.readings import Firing, Readings
+from steerscope.lenses.stack import calibrate
 from steerscope.report.colours import SEQUENTIAL, Colours
 from steerscope.report.page import Html, div, fill, page, table
 from steerscope.report.plots import label, lines_figure, styled, token_figure

@@ -13,15 +13,13 @@ Some packs mix lenses that normalise their input once more with lenses that do n
 both inputs.
 
 On a GPU, one Triton kernel (`fused`) evaluates up to 64 rows of bfloat16 or int8 lenses. It is compared with the matrix
-products when the stack is made, and is not used if it differs. An evaluation never synchronises and no shape depends
-on a value, so that it can be captured in a CUDA graph.
+products when the stack is made, and is not used if it differs. An evaluation of all slots never synchronises and no
+shape depends on a value, so that it can be captured in a CUDA graph.
 """
 
-import functools
 import importlib
-import importlib.util
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Literal, NamedTuple, get_args
 
@@ -29,7 +27,8 @@ import torch
 from torch import Tensor
 
 from steerscope.lenses.hierarchy import as_slice
-from steerscope.lenses.spec import EPSILON, PackInfo
+from steerscope.lenses.pack import Calibration, Pack
+from steerscope.lenses.spec import EPSILON
 from steerscope.lenses.tensors import PER_LENS, layout
 from steerscope.specs.errors import InvalidRequest, Problem
 
@@ -38,6 +37,7 @@ Weights = Literal["fp32", "bf16", "int8"]
 WORKSPACE = 256 << 20
 _STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 _MIN_CAPABILITY = (8, 0)
+_UNUSED = "lens kernels are not used: %s"
 _MAX_ERROR = 0.03  # relative to the largest logit: another order of rounding makes up to 0.008
 _CONVERTED = 3 << 18  # bytes of weights that are converted at a time on a CPU, so that they stay in its cache
 _MAX_ROWS = 1024  # of one tile: enough for any matrix product to be efficient
@@ -49,42 +49,32 @@ class Tiles(NamedTuple):
 
 
 class Stack:
-    """Weights of `slots` lenses on a device. `write` fills slots, `logits` evaluates ranges of them.
-
-    `normed` holds the kinds of inputs that its lenses take: normalised once more (True) or not (False).
-    """
+    """Weights of `slots` lenses of a pack on a device. `write` fills slots, `logits` evaluates ranges of them."""
 
     def __init__(
-        self,
-        info: PackInfo,
-        slots: int,
-        device: torch.device,
-        weights: Weights = "fp32",
-        workspace: int = WORKSPACE,
-        normed: Collection[bool] = (False,),
+        self, pack: Pack, slots: int, device: torch.device, weights: Weights = "fp32", workspace: int = WORKSPACE
     ) -> None:
         if weights not in get_args(Weights):
             known = ", ".join(get_args(Weights))
             raise InvalidRequest([Problem("weights", f"{weights!r} is unknown", f"choose one of {known}")])
-        self.info = info
-        self.slots = slots
-        self.device = device
-        self.weights = weights
-        self.workspace = workspace
-        self.normed = sorted(set(normed))
+        self.pack, self.info = pack, pack.info
+        self.slots, self.device, self.weights, self.workspace = slots, device, weights, workspace
+        # The kinds of inputs that lenses take: normalised once more (True) or not (False).
+        self.normed = sorted(set(pack.tensors["normed"].tolist())) if "normed" in pack.tensors else [False]
+        self.calibrated = pack.calibration is not None
+        self.floored = self.calibrated or "floor" in pack.tensors
         self.compute = torch.bfloat16 if weights != "fp32" and device.type != "cpu" else torch.float32
-        self.depth = len(info.architecture.widths) + 1
+        self.depth = len(self.info.architecture.widths) + 1
         self.tensors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape, dtype in self._parts()}
         smallest = self.workspace_bytes(1, 1)
         if workspace < smallest:
             what = f"{workspace} bytes do not hold one row and one lens"
             raise InvalidRequest([Problem("workspace", what, f"give at least {smallest}")])
-        self.kernels = available_kernels(device)
-        if self.kernels is not None and slots and not self._kernels_agree(self.kernels):
-            self.kernels = None
+        kernels = available_kernels(device)
+        self.kernels = kernels if kernels and slots and trusted(lambda: self._fault(kernels)) else None
 
-    def _kernels_agree(self, kernels: ModuleType) -> bool:
-        """Return whether kernels give the logits of the matrix products, on random lenses in the last two slots.
+    def _fault(self, kernels: ModuleType) -> str:
+        """Return how logits by kernels differ from those by matrix products, on random lenses in the last two slots.
 
         This also compiles the kernels, so that no request waits for the compiler.
         """
@@ -103,16 +93,12 @@ class Stack:
                 kernels.evaluate(self.tensors, inputs, last.start, last.stop, found)
                 expected = self._products(inputs, here).T
                 errors.append(float((found - expected).abs().max() / expected.abs().max()))
-        except Exception as error:
-            warn_unused(f"{type(error).__name__}: {error}")
-            return False
         finally:
             for tensor in self.tensors.values():
                 tensor[here].zero_()
-        if not all(error <= _MAX_ERROR for error in errors):  # a NaN is an error too
-            warn_unused(f"they are off by {', '.join(f'{error:.2g}' for error in errors)} of the largest logit")
-            return False
-        return True
+        if all(error <= _MAX_ERROR for error in errors):  # a NaN is an error too
+            return ""
+        return f"they are off by {', '.join(f'{error:.2g}' for error in errors)} of the largest logit"
 
     def _evaluates(self, kernels: ModuleType, n_rows: int) -> bool:
         return kernels.evaluates(n_rows, self.info.architecture.widths, self.compute)
@@ -163,12 +149,12 @@ class Stack:
         for name, tensor in self.tensors.items():
             tensor[slots].copy_(encoded[name], non_blocking=non_blocking)
 
-    def fill(self, tensors: Mapping[str, Tensor], lenses: Sequence[int]) -> None:
-        """Write these lenses of a pack into the first slots, in parts: the pack may not fit into host memory."""
+    def fill(self, lenses: Sequence[int]) -> None:
+        """Write these lenses of the pack into the first slots, in parts: the pack may not fit into host memory."""
         step = max(1, self.workspace // max(1, self.lens_bytes) // 2)
         for start in range(0, len(lenses), step):
             part = lenses[start : start + step]
-            self.write(slice(start, start + len(part)), self.encode(gather(tensors, part)))
+            self.write(slice(start, start + len(part)), self.encode(gather(self.pack.tensors, part)))
 
     # --- evaluating
 
@@ -217,6 +203,38 @@ class Stack:
                 self._evaluate(inputs, part, target[:, column : column + len(part)], kernels)
                 column += len(part)
 
+    def scores(self, rows: Tensor, ranges: Sequence[range]) -> Tensor:
+        """Return scores [n, lenses of the ranges]."""
+        slots = [slot for part in ranges for slot in part]
+        logits = torch.empty(len(rows), len(slots), device=self.device)
+        self.logits(rows, ranges, logits)
+        whole = len(slots) == self.slots
+        return self.scored(logits, None if whole else torch.tensor(slots, dtype=torch.long, device=self.device))
+
+    def outputs(self, logits: Tensor, slots: Tensor | None = None) -> Tensor:
+        """Apply the output function to logits of these slots (None: all), in place where possible."""
+        match self.info.architecture.output:
+            case "sigmoid":
+                return logits.sigmoid_()
+            case "relu":
+                return logits.relu_()
+            case "jumprelu":
+                return logits.mul_(logits > self._of("threshold", slots)).relu_()
+            case "topk":
+                values, indices = logits.topk(self.info.architecture.k or 1, dim=-1)
+                return logits.zero_().scatter_(-1, indices, values.relu_())
+
+    def scored(self, logits: Tensor, slots: Tensor | None = None) -> Tensor:
+        """Apply the output function, the calibration and the noise floor, in place."""
+        result = self.outputs(logits, slots)
+        if not self.floored:
+            return result
+        curve = Calibration(*(self._of(name, slots) for name in Calibration._fields)) if self.calibrated else None
+        return result.copy_(calibrate(result, self._of("floor", slots), curve))
+
+    def _of(self, name: str, slots: Tensor | None) -> Tensor:
+        return self.tensors[name] if slots is None else self.tensors[name][slots]
+
     def _evaluate(
         self, inputs: Sequence[tuple[bool, Tensor]], slots: range, out: Tensor, kernels: ModuleType | None
     ) -> None:
@@ -260,22 +278,32 @@ def gather(tensors: Mapping[str, Tensor], lenses: Sequence[int]) -> dict[str, Te
     return {name: tensor[index] for name, tensor in tensors.items() if name != "decoder"}
 
 
-@functools.cache
+def calibrate(probabilities: Tensor, floor: Tensor, calibration: Calibration | None) -> Tensor:
+    """Calibrate probabilities; those at or below the noise floor become 0."""
+    scores = probabilities if calibration is None else calibration.apply(probabilities)
+    return torch.where(probabilities > floor, scores, 0.0)
+
+
 def available_kernels(device: torch.device) -> ModuleType | None:
     """Return the module of Triton kernels if the device may run them: older GPUs have too little shared memory."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return None
-    if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return None
     try:
         return importlib.import_module("steerscope.lenses.fused")
     except Exception as error:
-        warn_unused(f"{type(error).__name__}: {error}")
+        log.warning(_UNUSED, f"{type(error).__name__}: {error}")
         return None
 
 
-def warn_unused(reason: str) -> None:
-    log.warning("lens kernels are not used: %s", reason)
+def trusted(fault_of_kernels: Callable[[], str]) -> bool:
+    """Return whether a check of the kernels finds no fault; log the fault that it returns or raises."""
+    try:
+        fault = fault_of_kernels()
+    except Exception as error:
+        fault = f"{type(error).__name__}: {error}"
+    if fault:
+        log.warning(_UNUSED, fault)
+    return not fault
 
 
 def _converted_product(weights: Tensor, columns: Tensor) -> Tensor:
@@ -303,11 +331,11 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scale.unsqueeze(-1)).round_().to(torch.int8), scale
 
 
-def slot_ranges(slots: Sequence[int], bridge: int = 0) -> list[range]:
-    """Group ascending slots into ranges, which end where more than `bridge` slots are missing."""
+def slot_ranges(slots: Sequence[int]) -> list[range]:
+    """Group ascending slots into ranges."""
     ranges: list[range] = []
     for slot in slots:
-        if ranges and slot - ranges[-1].stop <= bridge:
+        if ranges and slot == ranges[-1].stop:
             ranges[-1] = range(ranges[-1].start, slot + 1)
         else:
             ranges.append(range(slot, slot + 1))

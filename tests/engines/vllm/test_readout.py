@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from steerscope.lenses.monitor import StepReadings
+from steerscope.lenses.reader import StepReadings
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_kernel.py starts")

@@ -8,7 +8,7 @@ from torch import Tensor
 from steerscope.engines.hf.forward_index import RowPart, StagedRows
 from steerscope.engines.hf.taps import Gather
 from steerscope.lenses.monitor import Monitor
-from steerscope.lenses.reader import Read, Reader, Registered, load_reader
+from steerscope.lenses.reader import Reader, Registered, StepReadings, load_reader
 from steerscope.specs.errors import RequestFailed
 
 
@@ -33,14 +33,14 @@ def _read(monitor: Monitor, parts: list[RowPart], rows: Tensor) -> int:
     for part in parts:
         try:
             assert part.row.notes is not None
-            seen.note(part.row.notes, part.start, part.positions)
+            part.row.notes.note(seen, part.start, part.positions)
             count += len(part.positions)
         except Exception as error:
             _blame([part], error)
     return count
 
 
-def _scores(monitor: Monitor, parts: list[RowPart], rows: Tensor) -> tuple[Read, Tensor | None, Tensor]:
+def _scores(monitor: Monitor, parts: list[RowPart], rows: Tensor) -> tuple[StepReadings[Tensor], Tensor | None, Tensor]:
     """Return the scores, and the rule slot and the position of each row."""
     device = monitor.device
     seats = [part.row.seat for part in parts if part.row.seat is not None]
@@ -78,8 +78,7 @@ class MonitorStore:
         self._monitor.keep(loaded)
 
     def discard(self, registered: Registered, loaded: Reader) -> None:
-        del registered
-        loaded.close()
+        del registered, loaded  # its memory is freed with it
 
     def remove(self, registered: Registered) -> None:
         self._monitor.drop(registered)

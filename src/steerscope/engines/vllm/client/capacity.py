@@ -18,7 +18,7 @@ from steerscope.engines.vllm.client.template import Salts, VLLMTemplate
 from steerscope.engines.vllm.settings import VLLMSettings
 from steerscope.engines.vllm.wire import Envelope
 from steerscope.lenses.compile import MOST_RULES
-from steerscope.lenses.monitor import HostStepReadings
+from steerscope.lenses.reader import HostStepReadings
 from steerscope.specs.errors import CapacityExceeded, RequestFailed
 
 
@@ -127,7 +127,7 @@ class Allocation:
         words = words.reshape(-1, watch.words).copy()
         values, indices = words[:, :k].view(np.float32), words[:, k : 2 * k].astype(np.int64)
         if not watch.compiled.rules:
-            return HostStepReadings(values, indices, None, None, None)
+            return HostStepReadings(values, indices)
         on, off = ((words[:, 2 * k + i, None] >> np.arange(MOST_RULES) & 1).astype(bool) for i in range(2))
         return HostStepReadings(values, indices, words[:, 2 * k + 2 :].view(np.float32), on, off)
 

@@ -134,7 +134,7 @@ class VLLMText(RunningText):
         stop = min(allocation.read, wanted)
         if stop > self._n_readings:
             positions = selected(watch.positions, rows)[self._n_readings : stop]
-            allocation.readings(self._n_readings, stop).note(self.notes, 0, positions)
+            self.notes.note(allocation.readings(self._n_readings, stop), 0, positions)
             self._n_readings = stop
         return stop == wanted
 

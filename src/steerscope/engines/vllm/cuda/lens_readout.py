@@ -19,8 +19,8 @@ from steerscope.engines.vllm.cuda.streams import CurrentStream, on_stream
 from steerscope.engines.vllm.worker.delivery import Delivery
 from steerscope.engines.vllm.worker.requests import TrackedRequest
 from steerscope.lenses.graph_pool import GraphPool
-from steerscope.lenses.monitor import Monitor, StepReadings
-from steerscope.lenses.reader import Reader
+from steerscope.lenses.monitor import Monitor
+from steerscope.lenses.reader import Reader, StepReadings
 
 # Columns of a work list. BASE and COUNTER are addresses in the client's memory, 0 where nothing is written; TERMS is −1
 # without rules.
@@ -76,7 +76,7 @@ def _count(
     tl.store(mine + POSITION, tl.load(mine + POSITION) + 1)
 
 
-def write_readings(work: Tensor, seen: StepReadings) -> None:
+def write_readings(work: Tensor, seen: StepReadings[Tensor]) -> None:
     """Write the readings of all lines, then (kernels write in their order) how many there are."""
     ruled = seen.scores is not None and seen.on is not None and seen.off is not None
     scores = seen.scores if seen.scores is not None else seen.values
@@ -250,7 +250,7 @@ class LensReadout:
         pool.add(graph)
         buffer.graph = graph
 
-    def _look(self, kind: ReadKind, rows: Tensor, lines: Tensor) -> StepReadings:
+    def _look(self, kind: ReadKind, rows: Tensor, lines: Tensor) -> StepReadings[Tensor]:
         slot = lines[:, SLOT] if kind.ruled else None
         view = lines[:, VIEW] if kind.viewed else None
         return self.monitor.look(kind.reader, rows, kind.top_k, slot, lines[:, POSITION], view)

@@ -19,7 +19,7 @@ from steerscope.engines.vllm.wire import Wire, WireCapture
 from steerscope.engines.vllm.worker.pool import Pool
 from steerscope.engines.vllm.worker.reductions import make_reductions
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest
-from steerscope.lenses.monitor import HostStepReadings
+from steerscope.lenses.reader import HostStepReadings
 
 log = logging.getLogger("steerscope")
 

@@ -23,8 +23,8 @@ from steerscope.engines.vllm.worker.delivery import Delivery
 from steerscope.engines.vllm.worker.index_layout import WATCHED
 from steerscope.engines.vllm.worker.packs import WorkerPacks
 from steerscope.engines.vllm.worker.requests import TrackedRequest, WatchedRows, WatchState
-from steerscope.lenses.monitor import HostStepReadings, Monitor, WatchPlan
-from steerscope.lenses.reader import Reader
+from steerscope.lenses.monitor import Monitor, WatchPlan
+from steerscope.lenses.reader import HostStepReadings, Reader
 from steerscope.specs.errors import RequestFailed
 from steerscope.specs.watch import Watch
 

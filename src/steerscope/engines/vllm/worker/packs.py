@@ -47,9 +47,8 @@ class WorkerPacks:
         return {"ready": load.done() and error is None, "problems": problems, "error": reason}
 
     def drop_load(self, load_id: int) -> None:
-        """Give up a load. If it still runs, what it makes is closed when it ends."""
-        if (load := self._loads.pop(load_id, None)) is not None:
-            load.add_done_callback(_close)
+        """Give up a load. If it still runs, what it makes is freed when it ends."""
+        self._loads.pop(load_id, None)
 
     @torch.inference_mode()
     def keep_pack(self, load_id: int, digest: str) -> None:
@@ -66,11 +65,10 @@ class WorkerPacks:
     # --- the end
 
     def close(self) -> None:
-        """End all threads, also those of packs in tiers: one inside torch when the interpreter ends would abort it."""
+        """End all threads: one inside torch when the interpreter ends would abort it."""
         self.installed.clear()
         self._monitor.close()
-        for load_id in list(self._loads):
-            self.drop_load(load_id)
+        self._loads.clear()
         until = time.monotonic() + _JOIN_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -93,8 +91,3 @@ def _load(load: Future[Reader], folder: str, digest: str, options: dict[str, Any
         load.set_exception(error)
     except BaseException as error:
         load.set_exception(not_loaded(name, error))
-
-
-def _close(load: Future[Reader]) -> None:
-    if load.exception() is None:
-        load.result().close()
