@@ -20,16 +20,15 @@ Files, and what is assumed of them:
 """
 
 import json
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from steerscope.files import reading
-from steerscope.lenses.formats.hatcat_tree import Record, Tree, read_tree
 from steerscope.lenses.pack import Architecture, Concept, Pack, PackInfo
 from steerscope.lenses.tensors import CALIBRATION
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
@@ -40,18 +39,28 @@ IDENTITY = (0.5, 1.0, 1.0)  # low, high and confidence of a curve that changes n
 _MEASURES = ("auroc", "f1", "precision", "recall", "accuracy")
 
 
+class _Record(NamedTuple):
+    """A concept. HatCat calls its `level` a layer."""
+
+    name: str
+    level: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}:{self.level}"
+
+
 class _Lens(NamedTuple):
-    weights: list[Tensor]
-    biases: list[Tensor]
+    layers: list[tuple[Tensor, Tensor]]  # weight and bias
     normed: bool
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (self.weights[0].shape[1], *(weight.shape[0] for weight in self.weights))
+        return (self.layers[0][0].shape[1], *(weight.shape[0] for weight, _ in self.layers))
 
     @property
     def is_bfloat16(self) -> bool:
-        return not self.normed and all(tensor.dtype == torch.bfloat16 for tensor in (*self.weights, *self.biases))
+        return not self.normed and all(tensor.dtype == torch.bfloat16 for layer in self.layers for tensor in layer)
 
 
 def load_hatcat(
@@ -77,9 +86,10 @@ def load_hatcat(
     if problems or layer is None or model is None:
         raise BadFile(f"{path} is not a readable lens pack of HatCat: {InvalidRequest(problems)}")
     with reading(path, "lens pack of HatCat"):
-        tree = read_tree(path, Path(concept_pack) if concept_pack else path, records)
+        tree = _Tree([Path(concept_pack or path), path], records)
         hidden, *widths, _ = lenses[0].sizes
         calibration = _calibration(path, records)
+        left_out = {"parents_left_out": len(tree.left_out)} if tree.left_out else {}
         info = PackInfo(
             name=str(about.get("lens_pack_id") or about.get("pack_id") or path.absolute().name),
             version=str(about.get("version") or about.get("pack_version") or "1"),
@@ -89,7 +99,7 @@ def load_hatcat(
             site=site,
             normalisation="layernorm",
             architecture=Architecture(widths=tuple(widths)),
-            training={"source": "hatcat", "pack_info": about, **tree.notes},
+            training={"source": "hatcat", "pack_info": about, **left_out},
             calibration={"method": "hatcat"} if calibration else {},
         )
         return Pack(info, _concepts(path, records, tree), _stack(lenses) | calibration)
@@ -127,8 +137,8 @@ def _layer(about: Mapping[str, object]) -> int | None:
 # --- the lenses
 
 
-def _read_lenses(path: Path, problems: list[Problem]) -> tuple[list[Record], list[_Lens]]:
-    records: list[Record] = []
+def _read_lenses(path: Path, problems: list[Problem]) -> tuple[list[_Record], list[_Lens]]:
+    records: list[_Record] = []
     lenses: list[_Lens] = []
     folders = [folder for folder in path.glob("layer*") if folder.is_dir() and folder.name[5:].isdigit()]
     for folder in sorted(folders, key=lambda folder: int(folder.name[5:])):
@@ -141,7 +151,7 @@ def _read_lenses(path: Path, problems: list[Problem]) -> tuple[list[Record], lis
                 continue
             try:
                 lenses.append(_lens(read_pt(file)))
-                records.append(Record(name, int(folder.name[5:])))
+                records.append(_Record(name, int(folder.name[5:])))
             except (BadFile, ValueError) as error:
                 problems.append(Problem(where, str(error).removeprefix(f"{file} "), "train or copy this lens again"))
     if not records and not problems:
@@ -177,43 +187,41 @@ def _lens(state: object) -> _Lens:
     fits = all(a[0].shape[0] == b[0].shape[1] for a, b in zip(pairs, pairs[1:], strict=False))
     if not pairs or not fits or pairs[-1][0].shape[0] != 1:
         raise ValueError("is not a chain of linear layers that ends in one number")
-    weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
     if norm is not None:
-        if norm[0].shape != weights[0].shape[1:] or norm[1].shape != norm[0].shape:
-            raise ValueError(f"has a norm of size {len(norm[0])} before a layer of {weights[0].shape[1]} inputs")
-        scale, shift = (part.double() for part in norm)
-        first = weights[0].double()
-        biases[0] = (biases[0].double() + first @ shift).float()
-        weights[0] = (first * scale).float()
-    return _Lens(weights, biases, norm is not None)
+        pairs[0] = _folded(*norm, *pairs[0])
+    return _Lens(pairs, norm is not None)
+
+
+def _folded(scale: Tensor, shift: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a linear layer with the scale and shift of a LayerNorm before it."""
+    if scale.shape != weight.shape[1:] or shift.shape != scale.shape:
+        raise ValueError(f"has a norm of size {len(scale)} before a layer of {weight.shape[1]} inputs")
+    wide = weight.double()
+    return (wide * scale.double()).float(), (bias.double() + wide @ shift.double()).float()
 
 
 def _stack(lenses: list[_Lens]) -> dict[str, Tensor]:
     """Stack the lenses. Each one is freed as soon as it is copied."""
     dtype = torch.bfloat16 if all(lens.is_bfloat16 for lens in lenses) else torch.float32
-    tensors: dict[str, Tensor] = {}
-    count = len(lenses)
-    for i, (weight, bias) in enumerate(zip(lenses[0].weights, lenses[0].biases, strict=True)):
-        tensors[f"w{i}"] = torch.empty(count, *weight.shape, dtype=dtype)
-        tensors[f"b{i}"] = torch.empty(count, *bias.shape, dtype=dtype)
     normed = torch.tensor([lens.normed for lens in lenses])
-    for at in reversed(range(count)):
-        lens = lenses.pop()
-        for i, (weight, bias) in enumerate(zip(lens.weights, lens.biases, strict=True)):
-            tensors[f"w{i}"][at] = weight
-            tensors[f"b{i}"][at] = bias
+    tensors: dict[str, Tensor] = {}
+    for at in reversed(range(len(lenses))):
+        for i, layer in enumerate(lenses.pop().layers):
+            for name, tensor in zip((f"w{i}", f"b{i}"), layer, strict=True):
+                if name not in tensors:
+                    tensors[name] = torch.empty(len(normed), *tensor.shape, dtype=dtype)
+                tensors[name][at] = tensor
     return {**tensors, "normed": normed} if normed.any() else tensors
 
 
 # --- calibration and concepts
 
 
-def _calibration(path: Path, records: list[Record]) -> dict[str, Tensor]:
-    file = path / "calibration.json"
-    if not file.is_file():
+def _calibration(path: Path, records: list[_Record]) -> dict[str, Tensor]:
+    data = _read([path], "calibration.json", what="calibration")
+    if data is None:
         return {}
-    with reading(file, "calibration"):
-        data = json.loads(file.read_bytes())
+    with reading(path / "calibration.json", "calibration"):
         found = data.get("calibration", data)
         curves = [_curve(found.get(f"{record.name}_L{record.level}")) for record in records]
     columns = torch.tensor(curves, dtype=torch.float32).T
@@ -228,31 +236,117 @@ def _curve(entry: object) -> tuple[float, float, float]:
     return (low, own, float(entry.get("confidence", 1.0))) if own > low else IDENTITY
 
 
-def _concepts(path: Path, records: list[Record], tree: Tree) -> list[Concept]:
-    results = {level: _results(path / f"layer{level}" / "results.json") for level in {r.level for r in records}}
+def _concepts(path: Path, records: list[_Record], tree: "_Tree") -> list[Concept]:
+    results = {level: _read([path / f"layer{level}"], "results.json") for level in {r.level for r in records}}
     return [
         Concept(
             id=record.id,
             name=record.name,
             level=record.level,
             definition=tree.definitions.get(record, ""),
-            parents=tuple(parent.id for parent in tree.parents.get(record, ())),
-            metrics=_metrics(results[record.level].get(record.name)),
+            parents=tuple(parent.id for parent in tree.parents[record]),
+            metrics=_metrics(results[record.level], record.name),
         )
         for record in records
     ]
 
 
-def _results(file: Path) -> Mapping[str, object]:
-    if not file.is_file():
-        return {}
-    with reading(file, "list of results"):
-        data = json.loads(file.read_bytes())
-    return data if isinstance(data, Mapping) else {}
-
-
-def _metrics(entry: object) -> dict[str, float]:
+def _metrics(results: Any, name: str) -> dict[str, float]:
+    entry = results.get(name) if isinstance(results, Mapping) else None
     if not isinstance(entry, Mapping):
         return {}
     found = {name: entry.get(name, entry.get(f"test_{name}")) for name in _MEASURES}
     return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+
+
+# --- the hierarchy
+
+
+class _Tree:
+    """Parents and definitions of concepts. Links to other concepts are left out."""
+
+    def __init__(self, folders: Sequence[Path], concepts: Sequence[_Record]) -> None:
+        self.parents: defaultdict[_Record, list[_Record]] = defaultdict(list)
+        self.definitions: dict[_Record, str] = {}
+        self.left_out: set[tuple[str, str]] = set()
+        self._known = set(concepts)
+        self._levels: defaultdict[str, list[int]] = defaultdict(list)  # of the concepts of each name, ascending
+        for name, level in sorted(concepts):
+            self._levels[name].append(level)
+        described = list(_described(folders))
+        for link in (*_links(folders), *_links_of(described)):
+            self._add(*link)
+        for concept, fields in described:
+            definition = str(fields.get("definition") or fields.get("sumo_definition") or "")
+            if concept in self._known and definition:
+                self.definitions.setdefault(concept, definition)
+
+    def _add(self, child_name: str, parent_name: str) -> None:
+        child = self._find(child_name, below=_level(parent_name))
+        parent = self._find(parent_name, above=child.level if child else _level(child_name))
+        if child is None or parent is None or parent.level >= child.level:
+            self.left_out.add((child_name, parent_name))
+        elif parent not in self.parents[child]:
+            self.parents[child].append(parent)
+
+    def _find(self, name: str, above: int | None = None, below: int | None = None) -> _Record | None:
+        """Find a concept by `Name:level`, or by a bare name the nearest above or below a level."""
+        level = _level(name)
+        if level is not None:
+            concept = _Record(name.rpartition(":")[0], level)
+            return concept if concept in self._known else None
+        levels = self._levels[name]
+        if above is not None:
+            levels = [one for one in reversed(levels) if one < above]
+        elif below is not None:
+            levels = [one for one in levels if one > below]
+        return _Record(name, levels[0]) if levels else None
+
+
+def _level(name: str) -> int | None:
+    bare, _, level = name.rpartition(":")
+    return int(level) if bare and level.isdigit() else None
+
+
+def _links(folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """Yield (child, parent) of `hierarchy.json`; the first parent of a child is its main one."""
+    data = _read(folders, "hierarchy.json", "hierarchy/hierarchy.json")
+    if not isinstance(data, Mapping):
+        return
+    for child, parents in data.get("child_to_parent", {}).items():
+        for parent in [parents] if isinstance(parents, str) else parents or ():
+            yield child, parent
+    for parent, children in data.get("parent_to_children", {}).items():
+        for child in children or ():
+            yield child, parent
+
+
+def _links_of(described: Sequence[tuple[_Record, Mapping]]) -> Iterator[tuple[str, str]]:
+    """Yield (child, parent) of the records of concepts: those that name parents, then those that name children."""
+    for concept, fields in described:
+        single = fields.get("parent")
+        for parent in [*(fields.get("parent_concepts") or ()), *([single] if single else ())]:
+            yield concept.id, str(parent)
+    for concept, fields in described:
+        for child in fields.get("category_children") or ():
+            yield str(child), concept.id
+
+
+def _described(folders: Sequence[Path]) -> Iterator[tuple[_Record, Mapping]]:
+    """Yield the concepts of the files of all levels, with their fields."""
+    for level in range(100):
+        data = _read(folders, f"hierarchy/layer{level}.json", f"layer{level}.json")
+        found = data.get("concepts") if isinstance(data, Mapping) else data
+        for fields in found if isinstance(found, list) else ():
+            term = fields.get("sumo_term") or fields.get("term") or fields.get("name")
+            if term:
+                yield _Record(str(term), int(fields.get("layer", level))), fields
+
+
+def _read(folders: Sequence[Path], *names: str, what: str = "part of a lens pack of HatCat") -> Any:
+    """Return the content of the first of these files that exists, or None."""
+    for file in (folder / name for folder in folders for name in names):
+        if file.is_file():
+            with reading(file, what):
+                return json.loads(file.read_bytes())
+    return None

@@ -7,38 +7,19 @@ parameters.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from torch import Tensor
+from safetensors.torch import load_file
 
 from steerscope.files import reading
-from steerscope.lenses.pack import Architecture, Concept, Pack, PackInfo
+from steerscope.lenses.pack import Concept, Pack, PackInfo
 from steerscope.lenses.spec import Normalisation
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 from steerscope.specs.steering import Site
 
-
-@runtime_checkable
-class LinearProbe(Protocol):
-    """A fitted LogisticRegression, LinearSVC, RidgeClassifier, SGDClassifier, …"""
-
-    coef_: np.ndarray
-    intercept_: np.ndarray
-
-
-@runtime_checkable
-class _Pipeline(Protocol):
-    steps: Sequence[tuple[str, object]]
-
-
-@runtime_checkable
-class _Scaler(Protocol):
-    with_mean: bool
-    mean_: np.ndarray | None
-    scale_: np.ndarray | None
+Probe = tuple[np.ndarray, float]  # w and b
 
 
 def from_probes(
@@ -56,24 +37,23 @@ def from_probes(
     A probe of several classes becomes one lens per class, `concept=class`: each class's own w·x + b through a sigmoid,
     not the softmax over classes. `concepts`, if given, describe the lenses; their ids are those names.
     """
-    weights: dict[str, tuple[np.ndarray, float]] = {}
+    found: dict[str, Probe] = {}
     problems: list[Problem] = []
     for concept, probe in probes.items():
         try:
-            weights.update(_lenses(concept, probe))
+            found.update(_lenses(concept, probe))
         except ValueError as error:
             what, _, remedy = str(error).partition("; ")
             problems.append(Problem(f"probe {concept!r}", what, remedy or "fit it again"))
-    sizes = {len(w) for w, _ in weights.values()}
+    sizes = {len(w) for w, _ in found.values()}
     if len(sizes) > 1:
         problems.append(Problem("probes", f"read rows of sizes {sorted(sizes)}", "fit them on rows of one site"))
     if not probes:
         problems.append(Problem("probes", "there are none", "give at least one"))
     if problems:
         raise InvalidRequest(problems)
-    w = torch.from_numpy(np.stack([w for w, _ in weights.values()])).float()
-    b = torch.tensor([b for _, b in weights.values()], dtype=torch.float64).float()
-    return _pack(list(weights), w, b, concepts, model, layer, site, name, normalisation)
+    info = {"name": name, "model": model, "layer": layer, "site": site, "normalisation": normalisation}
+    return _pack(found, concepts, info)
 
 
 def load_probes(
@@ -94,72 +74,44 @@ def load_probes(
     if path.suffix.lower() not in (".npz", ".safetensors"):
         raise BadFile(f"{path} has an unknown suffix {path.suffix!r}; use .npz or .safetensors")
     with reading(path, "file of probes"):
-        arrays = _npz(path) if path.suffix.lower() == ".npz" else _safetensors(path)
+        arrays = _arrays(path)
         w, b = (arrays.get(key, arrays.get(f"{key}_")) for key in ("coef", "intercept"))
         if w is None or b is None:
             raise BadFile(f"{path} holds {', '.join(arrays) or 'nothing'}; expected coef_ and intercept_")
-        w, b = np.atleast_2d(w), np.atleast_1d(b)
+        w, b = np.atleast_2d(w).astype(np.float32), np.atleast_1d(b).astype(np.float32)
         if w.ndim != 2 or b.shape != (len(w),):
             raise BadFile(f"{path}: coef_ is {list(w.shape)}, intercept_ {list(b.shape)}; expected [n, hidden] and [n]")
-        inside = arrays.get("names")
-        chosen = list(names) if names else [str(x) for x in (range(len(w)) if inside is None else inside)]
+        chosen = [str(each) for each in names or arrays.get("names", range(len(w)))]
         if len(chosen) != len(w) or len(set(chosen)) < len(chosen):
             raise BadFile(f"{path}: {len(set(chosen))} different names for {len(w)} probes; give each its own")
-        numbers = torch.from_numpy(w.astype(np.float32)), torch.from_numpy(b.astype(np.float32))
-        return _pack(chosen, *numbers, concepts, model, layer, site, path.stem, normalisation)
+        info = {"name": path.stem, "model": model, "layer": layer, "site": site, "normalisation": normalisation}
+        return _pack(dict(zip(chosen, zip(w, b, strict=True), strict=True)), concepts, info)
 
 
-def _npz(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path, allow_pickle=False) as file:
-        return dict(file)
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    if path.suffix.lower() == ".npz":
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+    return {name: tensor.float().numpy() for name, tensor in load_file(path).items()}
 
 
-def _safetensors(path: Path) -> dict[str, np.ndarray]:
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name).float().numpy() for name in file.keys()}  # noqa: SIM118 (not a dict)
+def _pack(probes: Mapping[str, Probe], concepts: Sequence[Concept] | None, info: dict[str, Any]) -> Pack:
+    described = [Concept(id=name) for name in probes] if concepts is None else concepts
+    known = {concept.id: concept for concept in described}
+    if known.keys() != probes.keys():
+        what = f"and probes differ in {', '.join(sorted(known.keys() ^ probes.keys()))}"
+        raise InvalidRequest([Problem("concepts", what, "describe each probe once, with its name as id")])
+    w = torch.from_numpy(np.stack([w for w, _ in probes.values()])).float()
+    b = torch.tensor([b for _, b in probes.values()], dtype=torch.float64).float()
+    about = PackInfo(**info, hidden=w.shape[1], training={"source": "linear probes"})
+    return Pack(about, [known[name] for name in probes], {"w0": w.unsqueeze(1), "b0": b.unsqueeze(1)})
 
 
-def _pack(
-    names: Sequence[str],
-    w: Tensor,
-    b: Tensor,
-    concepts: Sequence[Concept] | None,
-    model: str,
-    layer: int,
-    site: Site,
-    name: str,
-    normalisation: Normalisation,
-) -> Pack:
-    if concepts is not None:
-        known = {concept.id: concept for concept in concepts}
-        differ = sorted(known.keys() ^ set(names))
-        if differ:
-            what = f"and probes differ in {', '.join(differ)}"
-            raise InvalidRequest([Problem("concepts", what, "describe each probe once, with its name as id")])
-        described = [known[each] for each in names]
-    else:
-        described = [Concept(id=each) for each in names]
-    info = PackInfo(
-        name=name,
-        model=model,
-        hidden=w.shape[1],
-        layer=layer,
-        site=site,
-        normalisation=normalisation,
-        architecture=Architecture(),
-        training={"source": "linear probes"},
-    )
-    return Pack(info, described, {"w0": w.unsqueeze(1).contiguous(), "b0": b.unsqueeze(1)})
-
-
-# --- scikit-learn
-
-
-def _lenses(concept: str, probe: object) -> dict[str, tuple[np.ndarray, float]]:
-    before: list[object] = []
-    if isinstance(probe, _Pipeline):
+def _lenses(concept: str, probe: Any) -> dict[str, Probe]:
+    before: list[Any] = []
+    if hasattr(probe, "steps"):  # a pipeline
         *before, probe = [step for _, step in probe.steps if step not in (None, "passthrough")]
-    if not isinstance(probe, LinearProbe):
+    if not (hasattr(probe, "coef_") and hasattr(probe, "intercept_")):
         raise ValueError(f"is a {type(probe).__name__} without coef_ and intercept_; give a fitted linear classifier")
     w = np.atleast_2d(np.asarray(probe.coef_, dtype=np.float64))
     b = np.broadcast_to(np.atleast_1d(np.asarray(probe.intercept_, dtype=np.float64)), (len(w),))
@@ -171,9 +123,9 @@ def _lenses(concept: str, probe: object) -> dict[str, tuple[np.ndarray, float]]:
     return {f"{concept}={label}": (w[i], float(b[i])) for i, label in enumerate(classes)}
 
 
-def _fold(step: object, w: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _fold(step: Any, w: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return w and b of w·((x − mean) / scale) + b as a function of x."""
-    if not isinstance(step, _Scaler) or type(step).__name__ != "StandardScaler":
+    if type(step).__name__ != "StandardScaler" or not hasattr(step, "scale_"):
         raise ValueError(f"has a step {type(step).__name__} before it; only a fitted StandardScaler can be folded in")
     if step.scale_ is not None:
         w = w / step.scale_

@@ -11,9 +11,8 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from steerscope.core.sites import TABLE
@@ -33,13 +32,13 @@ def load_sae(path: str | Path, *, model: str | None = None, layer: int | None = 
     path = Path(path)
     with reading(path / "cfg.json", "config of an SAE"):
         config = dict(json.loads((path / "cfg.json").read_bytes()))
-    meta = config.get("metadata") if isinstance(config.get("metadata"), Mapping) else {}
-    flat = {**cast(Mapping, meta), **config}
+        meta = config.get("metadata")
+        flat = {**(meta if isinstance(meta, Mapping) else {}), **config}
     file = next((f for f in sorted(path.glob("*.safetensors")) if "sparsity" not in f.name), None)
     if file is None:
         raise BadFile(f"{path} has no sae_weights.safetensors")
-    with reading(file, "SAE"), safe_open(file, framework="pt") as opened:
-        weights = {name: opened.get_tensor(name).float() for name in opened.keys()}  # noqa: SIM118 (not a dict)
+    with reading(file, "SAE"):
+        weights = {name: tensor.float() for name, tensor in load_file(file).items()}
     hook = str(flat.get("hook_name") or flat.get("hook_point") or "")
     found = re.fullmatch(r"blocks\.(\d+)\.(\w+)", hook)
     if layer is None:
@@ -55,34 +54,36 @@ def load_sae(path: str | Path, *, model: str | None = None, layer: int | None = 
     return _pack(path, flat, weights, str(model), int(layer), site)
 
 
+def _activation(config: Mapping) -> str:
+    return str(config.get("activation_fn") or config.get("activation_fn_str") or "relu")
+
+
 def _architecture(config: Mapping) -> str:
     """Return the architecture. Old configs call an SAE with a topk activation "standard"."""
-    name = str(config.get("architecture", "standard"))
-    activation = str(config.get("activation_fn") or config.get("activation_fn_str") or "relu")
-    return "topk" if activation == "topk" else name
+    return "topk" if _activation(config) == "topk" else str(config.get("architecture", "standard"))
 
 
 def _k(config: Mapping) -> int | None:
-    inner = config.get("activation_fn_kwargs") or config.get("activation_fn_str_kwargs") or {}
+    inner = config.get("activation_fn_kwargs") or config.get("activation_fn_str_kwargs")
     k = config.get("k", inner.get("k") if isinstance(inner, Mapping) else None)
     return int(k) if k is not None else None
 
 
 def _problems(config: Mapping, weights: Mapping[str, Tensor]) -> list[Problem]:
-    found: list[Problem] = []
     name = _architecture(config)
-    if name not in _OUTPUTS:
-        found.append(Problem("architecture", f"{name!r} is not known", f"known are {', '.join(_OUTPUTS)}"))
+    values = {
+        "architecture": (name, tuple(_OUTPUTS)),
+        "activation_fn": (_activation(config), ("relu", "topk")),
+        "normalize_activations": (config.get("normalize_activations") or "none", ("none",)),
+        "reshape_activations": (config.get("reshape_activations") or "none", ("none",)),
+    }
+    found = [
+        Problem(field, f"{value!r} is not known", f"known: {', '.join(known)}")
+        for field, (value, known) in values.items()
+        if value not in known
+    ]
     if name == "topk" and _k(config) is None:
         found.append(Problem("k", "is missing", "a topk SAE needs it"))
-    activation = config.get("activation_fn") or config.get("activation_fn_str") or "relu"
-    if activation not in ("relu", "topk"):
-        found.append(Problem("activation_fn", f"{activation!r} is not known", "known are relu and topk"))
-    normalise = config.get("normalize_activations", "none") or "none"
-    if normalise != "none":
-        found.append(Problem("normalize_activations", f"{normalise!r} is not known", "known is none"))
-    if config.get("reshape_activations", "none") not in ("none", None):
-        found.append(Problem("reshape_activations", f"{config['reshape_activations']!r} is not known", "known is none"))
     if config.get("rescale_acts_by_decoder_norm") and name != "topk":
         found.append(Problem("rescale_acts_by_decoder_norm", "is known for topk only", "fold it into the weights"))
     return found + _shape_problems(name, weights)
