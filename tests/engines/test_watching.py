@@ -15,8 +15,8 @@ from steerscope.engines.hf import HFEngine
 from steerscope.engines.results import EndEvent, Generation, RuleEvent, TokenEvent
 from steerscope.engines.sync import SyncEngine
 from steerscope.lenses import Pack
-from steerscope.lenses.compile import MOST_RULES
 from steerscope.lenses.monitor import Monitor
+from steerscope.lenses.rules import MOST_RULES
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
 from steerscope.specs.watch import Rule, Watch, flag, steer, stop, when
 from support import tiny

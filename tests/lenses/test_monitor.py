@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from lenses.packs import calibrated_by_hand, make, one_by_one, rows
-from steerscope.lenses.compile import MOST_RULES, compile_rules
 from steerscope.lenses.monitor import Monitor, Seat, WatchPlan
 from steerscope.lenses.reader import PackOptions, Reader, Registered
 from steerscope.lenses.readings import Notes, Readings
+from steerscope.lenses.rules import MOST_RULES, compile_rules
 from steerscope.specs import Add
 from steerscope.specs.errors import InvalidRequest
 from steerscope.specs.tokens import EVERYWHERE

@@ -251,7 +251,7 @@ def test_an_old_pack_comes_back_when_the_new_one_cannot_take_its_place(tmp_path:
             raise OSError(5, "Input/output error")
         real(source, target)
 
-    monkeypatch.setattr("steerscope.lenses.directory.os.rename", second_fails)
+    monkeypatch.setattr("steerscope.lenses.formats.own.os.rename", second_fails)
     with pytest.raises(BadFile, match="Input/output error"):
         make(seed=2).save(tmp_path / "p")
     assert same(Pack.load(tmp_path / "p"), first)

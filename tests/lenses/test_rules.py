@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lenses.packs import make
-from steerscope.lenses.compile import MOST_CLAUSES, MOST_RULES, MOST_TERMS, compile_rules
-from steerscope.lenses.rules import Rules
+from steerscope.lenses.rules import MOST_CLAUSES, MOST_RULES, MOST_TERMS, Rules, compile_rules
 from steerscope.specs import Add
 from steerscope.specs.errors import CapacityExceeded
 from steerscope.specs.watch import Condition, Rule, all_of, any_of, flag, not_, steer, stop, when

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lenses.packs import make, rows
-from steerscope.lenses.compile import MOST_RULES, compile_rules
 from steerscope.lenses.monitor import Monitor, WatchPlan
 from steerscope.lenses.reader import PackOptions, Reader, Registered, StepReadings
+from steerscope.lenses.rules import MOST_RULES, compile_rules
 from steerscope.specs import Add
 from steerscope.specs.tokens import EVERYWHERE
 from steerscope.specs.watch import Watch, flag, steer, when

@@ -15,10 +15,10 @@ import numpy as np
 from steerscope.core.sites import TABLE, refusal, tap_of
 from steerscope.core.slot_table import Column, Key
 from steerscope.engines.columns import Placing, columns_of, raw_of
-from steerscope.lenses.compile import compile_rules
 from steerscope.lenses.monitor import WatchPlan
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.reader import Registered
+from steerscope.lenses.rules import compile_rules
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling
@@ -342,8 +342,7 @@ class Planner:
         try:
             return resolve(tokens, len(prompt.token_ids), prompt.messages, prompt.open_message, most)
         except SelectorError as error:
-            what, _, remedy = str(error).rpartition("; ")
-            self._problem(f"{field}.tokens", what, remedy)
+            self.problems.append(Problem.of(f"{field}.tokens", error))
             return None
 
     def _capture(self, capture: Capture, prompt: Prompt, most: int) -> CapturePlan | None:

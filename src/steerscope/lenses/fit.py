@@ -163,21 +163,23 @@ def fit(
     generator = torch.Generator(examples.rows.device).manual_seed(seed * 1_000_003 + int(which[0]))
     sampler, judge = _Sampler(examples, relations, settings, which), _Judge(examples, relations, settings, which)
     now = _initial(len(which), examples.rows.shape[1], settings.widths, generator)
-    best = {name: tensor.clone() for name, tensor in now.items()}
+    best = {name: tensor.detach().clone() for name, tensor in now.items()}
     loss, epoch_of = torch.full((len(which),), torch.inf, device=generator.device), torch.zeros_like(which)
-    active, adam = torch.arange(len(which), device=generator.device), _Adam(now, settings)
+    active, adam = torch.arange(len(which), device=generator.device), _optimiser(now, settings)
     for epoch in range(1, settings.epochs + 1):
         for _ in range(settings.steps):
             rows, truth = sampler.draw(active, generator)
-            adam.step(now, _gradients(now, rows, truth, settings.dropout, generator))
+            adam.zero_grad()
+            _loss(now, rows, truth, settings.dropout, generator).backward()
+            adam.step()
         found = judge.losses(now, active)
         better = found < loss[active]
         for name, tensor in best.items():
-            tensor[active[better]] = now[name][better]
+            tensor[active[better]] = now[name].detach()[better]
         loss[active[better]], epoch_of[active[better].cpu()] = found[better], epoch
         going = epoch - epoch_of[active.cpu()] < settings.patience
-        active, now = active[going], {name: tensor[going] for name, tensor in now.items()}
-        adam.keep(going)
+        active = active[going]
+        _keep(now, adam, going)
         if progress:
             progress(epoch, len(active))
         if not len(active):
@@ -192,45 +194,36 @@ def _initial(lenses: int, hidden: int, widths: Sequence[int], generator: torch.G
     for i, (into, out) in enumerate(zip(sizes, sizes[1:], strict=False)):
         for name, shape in {f"w{i}": (lenses, out, into), f"b{i}": (lenses, out)}.items():
             drawn = torch.rand(shape, generator=generator, device=generator.device)
-            weights[name] = (2 * drawn - 1) / into**0.5
+            weights[name] = ((2 * drawn - 1) / into**0.5).requires_grad_()
     return weights
 
 
-def _gradients(weights: Weights, rows: Tensor, truth: Tensor, dropout: float, generator: torch.Generator) -> Weights:
-    """Return gradients of the summed loss. Lenses share no weight, so each gets the gradient of its own mean loss."""
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in weights.items()}
+def _loss(weights: Weights, rows: Tensor, truth: Tensor, dropout: float, generator: torch.Generator) -> Tensor:
+    """Return the summed loss. Lenses share no weight, so each gets the gradient of its own mean loss."""
     hidden, last = rows, len(weights) // 2 - 1
     for i in range(last + 1):
-        hidden = torch.baddbmm(leaves[f"b{i}"].unsqueeze(1), hidden, leaves[f"w{i}"].transpose(1, 2))
+        hidden = torch.baddbmm(weights[f"b{i}"].unsqueeze(1), hidden, weights[f"w{i}"].transpose(1, 2))
         if i < last:
             kept = torch.rand(hidden.shape, generator=generator, device=generator.device) >= dropout
             hidden = hidden.relu() * kept / (1 - dropout)
     each = functional.binary_cross_entropy_with_logits(hidden.squeeze(-1), truth, reduction="none")
-    return dict(zip(leaves, torch.autograd.grad(each.mean(1).sum(), list(leaves.values())), strict=True))
+    return each.mean(1).sum()
 
 
-class _Adam:
-    """AdamW on stacked weights, from which lenses can be removed."""
+def _optimiser(weights: Weights, settings: FitSettings) -> torch.optim.AdamW:
+    decayed = [tensor for name, tensor in weights.items() if name.startswith("w")]
+    others = [tensor for name, tensor in weights.items() if not name.startswith("w")]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, weight_decay=settings.weight_decay)
 
-    def __init__(self, weights: Weights, settings: FitSettings) -> None:
-        self._first = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-        self._second = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-        self._rate, self._decay, self._steps = settings.learning_rate, settings.weight_decay, 0
 
-    def step(self, weights: Weights, gradients: Weights) -> None:
-        self._steps += 1
-        rate = self._rate / (1 - 0.9**self._steps)
-        correction = (1 - 0.999**self._steps) ** 0.5
-        for name, tensor in weights.items():
-            first = self._first[name].lerp_(gradients[name], 0.1)
-            second = self._second[name].lerp_(gradients[name].square(), 0.001)
-            if name.startswith("w"):
-                tensor.mul_(1 - self._rate * self._decay)
-            tensor.addcdiv_(first, second.sqrt().div_(correction).add_(1e-8), value=-rate)
-
-    def keep(self, going: Tensor) -> None:
-        self._first = {name: tensor[going] for name, tensor in self._first.items()}
-        self._second = {name: tensor[going] for name, tensor in self._second.items()}
+def _keep(weights: Weights, adam: torch.optim.AdamW, going: Tensor) -> None:
+    """Remove the other lenses from the stack and from the optimiser."""
+    for tensor in weights.values():
+        state = adam.state[tensor]
+        tensor.data = tensor.data[going]
+        tensor.grad = None
+        state |= {name: state[name][going] for name in ("exp_avg", "exp_avg_sq")}
 
 
 class _Sampler:
@@ -275,6 +268,7 @@ class _Judge:
         weight = torch.stack([positive, negative]) / count.clamp_min(1)
         self._weight = weight.to(self._rows.device)  # of one row of a concept: [2, lenses, concepts]
 
+    @torch.no_grad()
     def losses(self, weights: Weights, active: Tensor) -> Tensor:
         found = logits(weights, self._rows)
         positive, negative = self._weight[:, active][:, :, self._concept].transpose(1, 2)

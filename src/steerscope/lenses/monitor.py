@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from steerscope.core.slot_table import Key
-from steerscope.lenses.compile import Compiled
 from steerscope.lenses.reader import Reader, Registered, StepReadings
 from steerscope.lenses.readings import Notes
-from steerscope.lenses.rules import Rules
+from steerscope.lenses.rules import Compiled, Rules
 from steerscope.specs.tokens import Positions
 from steerscope.specs.watch import Watch
 

@@ -160,11 +160,6 @@ class Pack:
     # --- weights
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the weights."""
-        return self.tensors["w0"].dtype
-
-    @property
     def lens_bytes(self) -> int:
         """Return the bytes of the weights of one lens, as stored."""
         return sum(self.tensors[name][0].nbytes for name in arrays.layout(self.info, len(self)))
@@ -204,17 +199,18 @@ class Pack:
         `layer` and `site`, if given, must be those of the pack. `any_model` accepts another model's name (a fine-tune,
         a local copy) and nothing else.
         """
-        info, found = self.info, []
+        info, name, found = self.info, self.info.name, []
+        other = "use a pack made for this model"
         if info.hidden != hidden:
-            what = f"pack {info.name!r} reads rows of size {info.hidden}, the model has {hidden}"
-            found.append(Problem("hidden", what, "use a pack made for this model"))
+            what = f"pack {name!r} reads rows of size {info.hidden}, the model has {hidden}"
+            found.append(Problem("hidden", what, other))
         if info.layer >= layers:
-            what = f"pack {info.name!r} reads layer {info.layer}, the model has layers 0–{layers - 1}"
-            found.append(Problem("layer", what, "use a pack made for this model"))
-        if layer is not None and layer != info.layer:
+            what = f"pack {name!r} reads layer {info.layer}, the model has layers 0–{layers - 1}"
+            found.append(Problem("layer", what, other))
+        if layer not in (None, info.layer):
             what = f"the lenses were trained on layer {info.layer}, not {layer}"
             found.append(Problem("layer", what, f"watch layer {info.layer}"))
-        if site is not None and site != info.site:
+        if site not in (None, info.site):
             found.append(Problem("site", f"the lenses were trained at {info.site}, not {site}", f"watch {info.site}"))
         if model is not None and not any_model and not _same_model(model, info.model):
             what = f"the lenses were trained on {info.model!r}, not {model!r}"

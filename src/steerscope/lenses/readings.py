@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple, overload
 
 import numpy as np
 
-from steerscope.lenses.compile import Compiled
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.reader import HostStepReadings
+from steerscope.lenses.rules import Compiled
 
 Action = Literal["flag", "stop", "steer", "steer_off"]
 
@@ -118,10 +118,7 @@ class Notes:
 
     def __init__(self, pack: Pack, compiled: Compiled, top_k: int, prompt_length: int) -> None:
         self.pack, self.compiled, self.top_k, self.prompt_length = pack, compiled, top_k, prompt_length
-        self.stopped: Firing | None = None
-        self._firings: list[Firing] = []
-        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._next = self._told = self._fired = 0
+        self.restart()
 
     @property
     def kept(self) -> int | None:
@@ -130,7 +127,9 @@ class Notes:
 
     def restart(self) -> None:
         """Forget everything: the request is computed again from its first row."""
-        self.stopped, self._firings, self._parts = None, [], []
+        self.stopped: Firing | None = None
+        self._firings: list[Firing] = []
+        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # positions, values, indices
         self._next = self._told = self._fired = 0
 
     def add(self, positions: Sequence[int] | np.ndarray, values: np.ndarray, indices: np.ndarray) -> None:
@@ -186,15 +185,11 @@ class Notes:
         if not parts:
             nothing = np.zeros(0, np.int64)
             return Readings(self.pack, nothing, nothing, np.zeros((0, 0), np.float32), np.zeros((0, 0), np.int64))
-        joined = parts[0] if len(parts) == 1 else (np.concatenate(column) for column in zip(*parts, strict=True))
-        at, values, indices = joined
-        if rows is not None and at[-1] >= rows:
-            kept = int(np.searchsorted(at, rows))
-            at, values, indices = at[:kept], values[:kept], indices[:kept]
-        first, last = (int(at[0]), int(at[-1])) if len(at) else (0, -1)
-        tokens = history[first : last + 1]
-        if len(tokens) != len(at):
-            tokens = [tokens[i] for i in (at - first).tolist()]
+        at, values, indices = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
+        kept = len(at) if rows is None else int(np.searchsorted(at, rows))
+        at, values, indices = at[:kept], values[:kept], indices[:kept]
+        whole = len(at) and len(at) == at[-1] + 1 - at[0]
+        tokens = history[int(at[0]) : int(at[-1]) + 1] if whole else [history[i] for i in at.tolist()]
         return Readings(self.pack, at, tokens, values, indices)
 
     def __iter__(self) -> Iterator[Firing]:

@@ -18,6 +18,7 @@ shape depends on a value, so that it can be captured in a CUDA graph.
 """
 
 import importlib
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
@@ -160,19 +161,14 @@ class Stack:
 
     def workspace_bytes(self, rows: int, lenses: int) -> int:
         """Return an upper bound of the memory, beside its result, of an evaluation of that many rows and lenses."""
-        hidden, widths = self.info.hidden, self.info.architecture.widths
-        inputs = rows * hidden * (2 * 4 + 2 * self.compute.itemsize)  # both kinds, as float32 and cast
-        sizes = [hidden, *widths, 1]
-        wide = 4 if self.compute == torch.float32 else 6  # the last layer's input exists narrow and wide
-        pairs = [rows * (into * wide + out * 4) for into, out in zip(sizes[1:], sizes[2:], strict=False)]
-        states = max([*pairs, rows * 8])  # two layers' states live at a time
-        states += rows * 4 * (len(self.normed) - 1)  # the logits on the second input
-        widened = [
-            into * out * self._computed(i).itemsize
-            for i, (into, out) in enumerate(zip(sizes, sizes[1:], strict=False))
-            if self._stored(i) != self._computed(i)
-        ]
-        return inputs + lenses * (states + max(widened, default=0))
+        sizes = [self.info.hidden, *self.info.architecture.widths, 1]
+        pairs = list(itertools.pairwise(sizes))
+        inputs = rows * sizes[0] * (2 * 4 + 2 * self.compute.itemsize)  # both kinds, as float32 and cast
+        # Two layers' states live at a time, some of them narrow and wide; then the logits on the second input.
+        states = rows * (6 * max(map(sum, pairs[1:]), default=2) + 4 * (len(self.normed) - 1))
+        narrow = _STORED[self.weights] != self.compute
+        widened = self.compute.itemsize * max(into * out for into, out in pairs) if narrow else 0
+        return inputs + lenses * (states + widened)
 
     def tiles(self, rows: int) -> Tiles:
         """Return how many rows and lenses are evaluated together, so that the workspace suffices."""

@@ -260,8 +260,7 @@ def _select(selector: str, prompt: Prompt) -> list[Interval]:
     try:
         return list(resolve(selector, p, prompt.messages, prompt.open_message, p).within(0, p))
     except SelectorError as error:
-        what, _, remedy = str(error).partition("; ")
-        raise InvalidRequest([Problem("steerscope.prompt", what, remedy or "choose other tokens")]) from None
+        raise InvalidRequest([Problem.of("steerscope.prompt", error)]) from None
 
 
 def _tokens_json(decoder: Decoder, ids: Sequence[int], intervals: list[Interval]) -> str:

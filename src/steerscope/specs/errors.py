@@ -23,6 +23,12 @@ class Problem:
     what: str
     remedy: str
 
+    @classmethod
+    def of(cls, field: str, error: ValueError) -> "Problem":
+        """Return the problem whose text is "what; remedy", where what may quote a "; "."""
+        what, semicolon, remedy = str(error).rpartition("; ")
+        return cls(field, what, remedy) if semicolon else cls(field, remedy, "correct the value")
+
     def __str__(self) -> str:
         return f"{self.field}: {self.what}; {self.remedy}" if self.field else f"{self.what}; {self.remedy}"
 
@@ -168,8 +174,7 @@ def _problems(detail: ErrorDetails) -> list[Problem]:
     if isinstance(inner, InvalidRequest):
         return [problem.under(field) for problem in inner.problems]
     if isinstance(inner, ValueError):
-        what, semicolon, remedy = str(inner).rpartition("; ")  # "what; remedy", where what may quote a "; "
-        return [Problem(field, what, remedy) if semicolon else Problem(field, remedy, "correct the value")]
+        return [Problem.of(field, inner)]
     return [Problem(field, *_fault(detail))]
 
 

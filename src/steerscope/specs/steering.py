@@ -67,8 +67,7 @@ def checked_layers(value: object, field: str = "layers") -> tuple[int, ...] | Li
     try:
         return parse_layers(value)
     except ValueError as error:
-        what, _, remedy = str(error).partition("; ")
-        raise InvalidRequest([Problem(field, what, remedy)]) from None
+        raise InvalidRequest([Problem.of(field, error)]) from None
 
 
 # Fields accept all forms and hold the normal form. Type checkers see the accepted ones.

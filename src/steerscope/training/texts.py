@@ -154,8 +154,7 @@ def _sample(engine: HFEngine, source: Source, tokens: str, prompt: str | None) -
     try:
         steered = resolve(tokens, found.start, found.messages, False, len(ids))
     except SelectorError as error:
-        what, _, remedy = str(error).rpartition("; ")
-        raise InvalidRequest([Problem("tokens", what, remedy)]) from None
+        raise InvalidRequest([Problem.of("tokens", error)]) from None
     if not steered.count(len(ids) - 1):
         raise InvalidRequest([Problem("tokens", f"{tokens!r} selects no token of this text", "widen it")])
     return TrainingSample(ids, found.targets, steered)

@@ -21,7 +21,7 @@ from steerscope.engines.vllm.worker.index_layout import CELL, ENTRIES, FLAG, GRO
 from steerscope.engines.vllm.worker.pool import Cells
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest, WatchState
 from steerscope.engines.vllm.worker.step_index import StepIndex
-from steerscope.lenses.compile import Compiled, CompiledRule, Term
+from steerscope.lenses.rules import Compiled, CompiledRule, Term
 from steerscope.specs.tokens import END, EVERYWHERE, Positions
 
 COLUMNS, TOKENS = 2, 64

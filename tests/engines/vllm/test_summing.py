@@ -21,7 +21,7 @@ from steerscope.engines.vllm.worker.index_layout import CELL, FEW, GROUP, ROWS, 
 from steerscope.engines.vllm.worker.reductions import HostReductions
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest, WatchState
 from steerscope.engines.vllm.worker.step_index import StepIndex
-from steerscope.lenses.compile import Compiled
+from steerscope.lenses.rules import Compiled
 from steerscope.specs.tokens import END, EVERYWHERE, Positions
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -13,8 +13,8 @@ import numpy as np
 
 from steerscope.core.slot_table import Column, Key
 from steerscope.engines.vllm.settings import NAME
-from steerscope.lenses.compile import Compiled
 from steerscope.lenses.monitor import WatchPlan
+from steerscope.lenses.rules import Compiled
 from steerscope.specs.steering import Coefficients
 from steerscope.specs.tokens import Positions
 

@@ -7,17 +7,20 @@ one error.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from steerscope.files import why_unreadable
+from steerscope.files import check_folder, flush, why_unreadable
 from steerscope.lenses import hierarchy
 from steerscope.lenses import tensors as arrays
-from steerscope.lenses.directory import atomic_directory
 from steerscope.lenses.spec import Concept, ConceptList, FileEntry, HierarchySummary, Manifest, PackInfo, TensorEntry
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 
@@ -40,7 +43,7 @@ def write(
     entries: dict[str, TensorEntry],
 ) -> None:
     _must_survive(path, info)
-    with atomic_directory(path, MANIFEST) as folder:
+    with _atomic_directory(path) as folder:
         listed = [concept.model_dump(mode="json", exclude_defaults=True) for concept in concepts]
         text = json.dumps({"concepts": listed}, ensure_ascii=False, indent=0).encode()
         (folder / CONCEPTS).write_bytes(text)
@@ -71,6 +74,46 @@ def _must_survive(path: Path, info: PackInfo) -> None:
 def _shares(tensor: Tensor) -> bool:
     """Return whether a tensor is a view of a larger one, which safetensors does not write."""
     return not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes
+
+
+@contextmanager
+def _atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield a directory that becomes `path` when the block succeeds and is removed when it fails.
+
+    An existing directory is replaced only if it is empty or holds a pack.
+    """
+    target = check_folder(path)
+    if target.exists() and not (target.is_dir() and ((target / MANIFEST).is_file() or not any(target.iterdir()))):
+        raise BadFile(f"cannot write {path}: it is there and has no {MANIFEST}; choose another place")
+    temporary = target.with_name(f".steerscope-{secrets.token_hex(8)}")
+    try:
+        temporary.mkdir()
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                flush(file)
+        _put(temporary, target)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise BadFile(f"cannot write {path}: {reason}") from error
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(temporary)
+
+
+def _put(temporary: Path, target: Path) -> None:
+    """Replace the target. A directory that is not empty must be renamed first, and is renamed back on an error."""
+    if not target.exists():
+        os.rename(temporary, target)
+        return
+    aside = target.with_name(f".steerscope-{secrets.token_hex(8)}")
+    os.rename(target, aside)
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        os.rename(aside, target)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 # --- reading
@@ -150,8 +193,7 @@ def _open_tensors(path: Path, manifest: Manifest) -> tuple[list[Problem], dict[s
     if problems:
         return problems, {}
     try:
-        with safe_open(path / TENSORS, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        tensors = load_file(path / TENSORS)
     except (SafetensorError, OSError, ValueError, RuntimeError):
         return [Problem(TENSORS, "is damaged or of another kind", "copy the pack again")], {}
     named = {name: _described(entry) for name, entry in manifest.entries.items()}

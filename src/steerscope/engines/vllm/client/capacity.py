@@ -17,8 +17,8 @@ from steerscope.engines.plan import Facts, Plan
 from steerscope.engines.vllm.client.template import Salts, VLLMTemplate
 from steerscope.engines.vllm.settings import VLLMSettings
 from steerscope.engines.vllm.wire import Envelope
-from steerscope.lenses.compile import MOST_RULES
 from steerscope.lenses.reader import HostStepReadings
+from steerscope.lenses.rules import MOST_RULES
 from steerscope.specs.errors import CapacityExceeded, RequestFailed
 
 
