@@ -13,9 +13,7 @@ from steerscope.capture.rows import Rows, load_rows
 from steerscope.capture.shards import StoreInfo
 from steerscope.capture.store import ActivationStore, create, finish
 from steerscope.capture.writing import DocumentRows, write_shards
-from steerscope.client.answers import Gathered, answer_of
-from steerscope.client.events import DONE, events_of
-from steerscope.client.jobs import job_event
+from steerscope.client.answers import DONE, EventReader, Gathered, ServerEvent, answer_of, job_event
 from steerscope.core.rows import make_labels
 from steerscope.lenses import Pack
 from steerscope.serving.bodies import ChatBody, CompletionBody
@@ -85,16 +83,21 @@ def _select(given: bytes) -> None:
         raise InvalidRequest([Problem("tokens", what, remedy)]) from None
 
 
+def _events(given: bytes) -> list[ServerEvent]:
+    reader = EventReader()
+    return [event for line in given.decode(errors="replace").split("\n") if (event := reader.feed(line)) is not None]
+
+
 def _stream(given: bytes) -> None:
     """As the clients do it, with what they take a stream for."""
     gathered = Gathered()
-    for event in events_of(given.decode(errors="replace").split("\n")):
+    for event in _events(given):
         gathered.read(event)
     gathered.answer()
 
 
 def _job(given: bytes) -> None:
-    for event in events_of(given.decode(errors="replace").split("\n")):
+    for event in _events(given):
         job_event(event)
 
 

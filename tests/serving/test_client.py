@@ -15,8 +15,7 @@ from lenses import packs
 from serving.live import Live, live, tiny_engine
 from steerscope import SteeringVector, load_vector
 from steerscope.client import Answer, AsyncClient, Client, Piece, ServerError
-from steerscope.client.answers import Gathered
-from steerscope.client.events import ServerEvent
+from steerscope.client.answers import Gathered, ServerEvent
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.sync import SyncEngine
 from steerscope.specs import Ablate, Add, Capture, InvalidRequest, Sampling, Steering, Watch
@@ -172,7 +171,7 @@ def test_problems_are_the_librarys_error_with_all_of_them(client: Client) -> Non
         assert len(refused.value.problems) == 2
     with pytest.raises(InvalidRequest, match="strength: is no option"):
         client.chat(CHAT, SHORT, strength=3)  # type: ignore[call-arg]
-    with pytest.raises(ServerError, match="this server has 'tiny'"), Client(client.connection.url, model="x") as other:
+    with pytest.raises(ServerError, match="this server has 'tiny'"), Client(client.url, model="x") as other:
         other.chat(CHAT)
 
 

@@ -13,7 +13,7 @@ import httpx
 
 from steerscope.capture.handle import CaptureHandle
 from steerscope.client import AsyncClient, ServerError
-from steerscope.client.answers import capture_of
+from steerscope.client.answers import answer_of
 from steerscope.client.calls import Options, completion_body
 from steerscope.engines.api import Engine
 from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
@@ -139,7 +139,7 @@ class ServerTarget(Target):
     async def _whole(self, request: Request, body: dict[str, Any]) -> list[Outcome]:
         answer = await self.client.post("/v1/completions", body)
         found = []
-        for choice in answer["choices"]:
+        for choice, read in zip(answer["choices"], answer_of(answer).choices, strict=True):
             ours, told = choice["steerscope"], choice.get("logprobs") or {}
             ids = [token["id"] for token in ours["tokens"]]
             found.append(
@@ -155,8 +155,8 @@ class ServerTarget(Target):
                     firings=[(f["name"], f["action"], f["position"]) for f in ours.get("rules", ())],
                 )
             )
-            if (kept := capture_of(ours)) is not None:
-                await self._fetch(request, kept.id, found[-1])
+            if read.capture is not None:
+                await self._fetch(request, read.capture.id, found[-1])
         return found
 
     async def _fetch(self, request: Request, name: str, found: Outcome) -> None:

@@ -15,7 +15,7 @@
 Requests and method names are those of the engines. torch is imported only for rows and vectors.
 """
 
-from steerscope.client.answers import CaptureRef, ServerError, Token, Usage
+from steerscope.client.answers import CaptureRef, JobEvent, JobRef, ServerError, Token, Usage
 from steerscope.client.answers import ServerAnswer as Answer
 from steerscope.client.answers import ServerChoice as Choice
 from steerscope.client.answers import ServerConcept as Concept
@@ -23,7 +23,6 @@ from steerscope.client.answers import ServerFiring as Firing
 from steerscope.client.answers import ServerReading as Reading
 from steerscope.client.answers import StreamPiece as Piece
 from steerscope.client.clients import AsyncClient, Client
-from steerscope.client.jobs import JobEvent, JobRef
 
 __all__ = [
     "Answer",

@@ -1,4 +1,4 @@
-"""Answers of a server as values: choices, pieces of a stream, and errors.
+"""Answers of a server as values: whole answers, pieces of a stream, events of jobs, and errors.
 
 `steerscope.client` exports them without the prefix: `Answer`, `Choice`, `Concept`, `Firing`, `Reading` and `Piece`.
 """
@@ -6,13 +6,16 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
-from steerscope.client.events import DONE, ServerEvent
+from pydantic import AliasChoices, AliasPath, BeforeValidator, Field, StrictInt, StrictStr, TypeAdapter
+from pydantic.fields import FieldInfo
+
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 
 Json = dict[str, Any]  # an object as it came over the wire
+DONE = "[DONE]"
 
 
 class ServerError(SteerscopeError):
@@ -23,13 +26,18 @@ class ServerError(SteerscopeError):
         self.status, self.code, self.retry_after = status, code, retry_after
 
 
+def _named(*path: str) -> FieldInfo:
+    """Return a field whose name on the wire is another one, in an object or at the end of a path of them."""
+    return Field(validation_alias=AliasPath(*path))
+
+
 @dataclass(frozen=True, slots=True)
 class Token:
     """One generated token. The texts of a choice's tokens concatenate to its text."""
 
-    index: int
+    index: Annotated[int, _named("i")]
     id: int
-    text: str
+    text: Annotated[str, _named("t")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +54,14 @@ class ServerReading:
 
     position: int
     token_index: int | None
-    concepts: tuple[ServerConcept, ...]
+    concepts: Annotated[tuple[ServerConcept, ...], _named("top")]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFiring:
     """A rule that fired, or a switched steering that went off again."""
 
-    rule: str
+    rule: Annotated[str, _named("name")]
     action: str
     position: int
     score: float
@@ -88,16 +96,21 @@ class StreamPiece:
     firings: tuple[ServerFiring, ...] = ()
 
 
+_TEXT = AliasChoices("text", AliasPath("message", "content"), AliasPath("delta", "content"))
+
+
 @dataclass(frozen=True, slots=True)
 class ServerChoice:
-    index: int
-    text: str
-    finish_reason: str | None
-    tokens: tuple[Token, ...] = ()
-    readings: tuple[ServerReading, ...] = ()
-    firings: tuple[ServerFiring, ...] = ()
-    capture: CaptureRef | None = None
-    projections: Mapping[str, Mapping[int, list[float]]] = field(default_factory=dict)  # vector → layer → by token
+    index: StrictInt
+    text: Annotated[StrictStr, Field(validation_alias=_TEXT), BeforeValidator(lambda text: text or "")] = ""
+    finish_reason: str | None = None
+    tokens: Annotated[tuple[Token, ...], _named("steerscope", "tokens")] = ()
+    readings: Annotated[tuple[ServerReading, ...], _named("steerscope", "readings")] = ()
+    firings: Annotated[tuple[ServerFiring, ...], _named("steerscope", "rules")] = ()
+    capture: Annotated[CaptureRef | None, _named("steerscope", "captures")] = None
+    projections: Annotated[  # vector → layer → by token; the last token has no row
+        Mapping[str, Mapping[int, list[float | None]]], _named("steerscope", "projections")
+    ] = field(default_factory=dict)
 
     @property
     def token_ids(self) -> list[int]:
@@ -138,7 +151,27 @@ class ServerAnswer:
         return self.choices[0].capture
 
 
+@dataclass(frozen=True, slots=True)
+class JobRef:
+    """A request that runs to its end at the server. A client can read its events again from any of them."""
+
+    id: Annotated[str, _named("job_id")]
+    sse_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvent:
+    """`started`, `token`, `reading`, `rule`, `metrics`; the last is `end` or `error`. A stream resumes after `id`."""
+
+    name: str
+    data: Json
+    id: str | None
+
+
 # --- from the wire
+
+_ANSWER, _CHOICE, _USAGE = TypeAdapter(ServerAnswer), TypeAdapter(ServerChoice), TypeAdapter(Usage | None)
+job_of = TypeAdapter(JobRef).validate_python
 
 
 @contextmanager
@@ -160,58 +193,47 @@ def parsed(content: bytes, read: Callable[[Json], Any] | None) -> Any:
         return read(found) if read else found
 
 
-def tokens_of(given: Json) -> tuple[Token, ...]:
-    return tuple(Token(one["i"], one["id"], one["t"]) for one in given.get("tokens") or ())
-
-
-def reading_of(one: Json) -> ServerReading:
-    found = (ServerConcept(c["id"], c["name"], tuple(c["path"]), c["score"]) for c in one["top"])
-    return ServerReading(one["position"], one.get("token_index"), tuple(found))
-
-
-def firing_of(one: Json) -> ServerFiring:
-    return ServerFiring(one["name"], one["action"], one["position"], one["score"])
-
-
-def capture_of(given: Json) -> CaptureRef | None:
-    found = given.get("captures")
-    if not found:
-        return None
-    return CaptureRef(found["id"], found["rows"], found["bytes"], tuple(found["sites"]), tuple(found["layers"]))
-
-
-def projections_of(given: Json) -> dict[str, dict[int, list[float]]]:
-    found = given.get("projections") or {}
-    return {name: {int(layer): list(values) for layer, values in layers.items()} for name, layers in found.items()}
-
-
-def piece_of(choice: Json, given: Json) -> StreamPiece:
-    """Read one choice of one chunk, of a completion or a chat."""
-    text = choice["text"] if "text" in choice else (choice.get("delta") or {}).get("content")
-    readings = tuple(map(reading_of, given.get("readings") or ()))
-    firings = tuple(map(firing_of, given.get("rules") or ()))
-    index, text = choice["index"], text or ""
-    if type(index) is not int or not isinstance(text, str):
-        raise TypeError("a choice has a number and a text")
-    return StreamPiece(index, text, tokens_of(given), readings, firings)
-
-
-def usage_of(given: Json) -> Usage | None:
-    found = given.get("usage")
-    return Usage(found["prompt_tokens"], found["completion_tokens"]) if found else None
-
-
 def answer_of(given: Json) -> ServerAnswer:
     """Read an answer that was not streamed."""
-    choices = []
     with understood():
-        for one in given["choices"]:
-            ours = one.get("steerscope") or {}
-            text = one["text"] if "text" in one else one["message"]["content"]
-            piece = piece_of({"index": one["index"], "text": text}, ours)
-            kept = (piece.tokens, piece.readings, piece.firings, capture_of(ours), projections_of(ours))
-            choices.append(ServerChoice(one["index"], piece.text, one["finish_reason"], *kept))
-        return ServerAnswer(given["id"], given["model"], tuple(choices), usage_of(given))
+        return _ANSWER.validate_python(given)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEvent:
+    data: str
+    event: str | None = None
+    id: str | None = None
+
+
+class EventReader:
+    """Turns lines into server-sent events. Comments and events without data are skipped."""
+
+    def __init__(self) -> None:
+        self._data: list[str] = []
+        self._fields: dict[str, str] = {}
+
+    def feed(self, line: str) -> ServerEvent | None:
+        """Return the event that this line ends."""
+        if line:
+            name, _, value = line.partition(":")
+            value = value.removeprefix(" ")
+            if name == "data":
+                self._data.append(value)
+            elif name:
+                self._fields[name] = value
+            return None
+        data, fields = self._data, self._fields
+        self._data, self._fields = [], {}
+        return ServerEvent("\n".join(data), fields.get("event"), fields.get("id")) if data else None
+
+
+def job_event(event: ServerEvent) -> list[JobEvent]:
+    """Return the event of a job, or nothing at the end of the stream."""
+    if event.data == DONE:
+        return []
+    with understood():
+        return [JobEvent(event.event or "message", json.loads(event.data), event.id)]
 
 
 class Gathered:
@@ -220,8 +242,7 @@ class Gathered:
     def __init__(self) -> None:
         self._id = self._model = ""
         self._usage: Usage | None = None
-        self._pieces: dict[int, list[StreamPiece]] = {}
-        self._ends: dict[int, tuple[str | None, CaptureRef | None, dict[str, dict[int, list[float]]]]] = {}
+        self._parts: dict[int, list[ServerChoice]] = {}
 
     def read(self, event: ServerEvent) -> list[StreamPiece] | list[ServerAnswer]:
         """Return the pieces in one event, and at the end of the stream the answer."""
@@ -234,30 +255,30 @@ class Gathered:
         if "error" in chunk:
             raise error_of(int(chunk["error"].get("status") or 500), chunk)
         self._id, self._model = chunk.get("id", self._id), chunk.get("model", self._model)
-        self._usage = usage_of(chunk) or self._usage
+        self._usage = _USAGE.validate_python(chunk.get("usage")) or self._usage
         found = []
         for choice in chunk.get("choices") or ():
-            ours = choice.get("steerscope") or chunk.get("steerscope") or {}
-            piece = piece_of(choice, ours)
-            self._pieces.setdefault(piece.choice, []).append(piece)
-            ends = choice.get("finish_reason") is not None
-            if ends:
-                self._ends[piece.choice] = (choice["finish_reason"], capture_of(ours), projections_of(ours))
-            opens = "role" in (choice.get("delta") or {})
-            if piece.text or piece.tokens or piece.readings or piece.firings or not (opens or ends):
-                found.append(piece)
+            part = _CHOICE.validate_python({"steerscope": chunk.get("steerscope"), **choice})
+            self._parts.setdefault(part.index, []).append(part)
+            silent = part.finish_reason is not None or "role" in (choice.get("delta") or {})
+            if not silent or part.text or part.tokens or part.readings or part.firings:
+                found.append(StreamPiece(part.index, part.text, part.tokens, part.readings, part.firings))
         return found
 
     def answer(self) -> ServerAnswer:
-        choices = []
-        for index, pieces in sorted(self._pieces.items()):
-            reason, capture, projections = self._ends.get(index, (None, None, {}))
-            text = "".join(piece.text for piece in pieces)
-            tokens = tuple(one for piece in pieces for one in piece.tokens)
-            readings = tuple(one for piece in pieces for one in piece.readings)
-            firings = tuple(one for piece in pieces for one in piece.firings)
-            choices.append(ServerChoice(index, text, reason, tokens, readings, firings, capture, projections))
-        return ServerAnswer(self._id, self._model, tuple(choices), self._usage)
+        choices = tuple(_joined(parts) for _, parts in sorted(self._parts.items()))
+        return ServerAnswer(self._id, self._model, choices, self._usage)
+
+
+def _joined(parts: list[ServerChoice]) -> ServerChoice:
+    """Return the choice whose parts these are; the last one has what comes at the end."""
+    return replace(
+        parts[-1],
+        text="".join(part.text for part in parts),
+        tokens=tuple(one for part in parts for one in part.tokens),
+        readings=tuple(one for part in parts for one in part.readings),
+        firings=tuple(one for part in parts for one in part.firings),
+    )
 
 
 def error_of(status: int, body: object, retry_after: str | None = None) -> SteerscopeError:

@@ -1,20 +1,15 @@
-"""Addresses, headers, paths and bodies of requests, for both clients."""
+"""Paths and bodies of requests, for both clients."""
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypedDict
+from typing import TypedDict
 from urllib.parse import quote
 
-import httpx
-
-from steerscope.client.answers import CaptureRef, Json, ServerError, error_of
-from steerscope.client.jobs import JobRef
+from steerscope.client.answers import CaptureRef, JobRef, Json
 from steerscope.specs.capture import Capture
 from steerscope.specs.chat import Chat, Message
-from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
+from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Ablate, Add, Cap, Steering
 from steerscope.specs.watch import Watch
@@ -31,46 +26,6 @@ class Options(TypedDict, total=False):
     capture: Capture | None
     watch: Watch | None
     project: Sequence[str]  # names of vectors on which each token's rows are projected
-
-
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """The address of a server and the settings of connections to it."""
-
-    url: str
-    api_key: str | None
-    timeout_s: float
-
-    @classmethod
-    def to(cls, url: str, api_key: str | None, timeout_s: float) -> "Connection":
-        if not url.startswith(("http://", "https://")):
-            raise InvalidRequest([Problem("url", f"{url!r} is not an address", f"write it like {DEFAULT_URL}")])
-        bare = url.rstrip("/").removesuffix("/v1")  # OpenAI's clients need the /v1
-        return cls(bare, api_key or os.environ.get(API_KEY) or None, timeout_s)
-
-    def settings(self) -> dict[str, Any]:
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        # Prompts queue, so the first byte may take long. Only connecting must be quick.
-        timeout = httpx.Timeout(self.timeout_s, connect=min(10.0, self.timeout_s))
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
-        return {"base_url": self.url, "headers": headers, "timeout": timeout, "limits": limits}
-
-    def unreachable(self, error: httpx.HTTPError) -> ServerError:
-        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return ServerError(0, f"there is no server at {self.url}: start one with steerscope serve")
-        return ServerError(0, f"the connection to {self.url} failed: {error or type(error).__name__}")
-
-
-def refusal(response: httpx.Response) -> SteerscopeError:
-    """Return the error of a response whose body has been read."""
-    try:
-        body = response.json()
-    except ValueError:
-        body = response.text
-    return error_of(response.status_code, body, response.headers.get("retry-after"))
-
-
-# --- bodies
 
 
 def _body(sampling: Sampling | None, options: Options, stream: bool) -> Json:

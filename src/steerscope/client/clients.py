@@ -1,5 +1,6 @@
 """`Client` and `AsyncClient`: `_Requests` describes each request once; the two classes differ in how they send it."""
 
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -10,20 +11,27 @@ import httpx
 
 from steerscope.client import calls
 from steerscope.client.answers import (
+    DONE,
     CaptureRef,
+    EventReader,
     Gathered,
+    JobEvent,
+    JobRef,
     Json,
     ServerAnswer,
     ServerError,
+    ServerEvent,
     StreamPiece,
     answer_of,
+    error_of,
+    job_event,
+    job_of,
     parsed,
 )
-from steerscope.client.calls import Connection, Options, SteerLike, part
-from steerscope.client.events import BROKEN, DONE, EventReader, ServerEvent, events_of
-from steerscope.client.jobs import JobEvent, JobRef, job_event, resume
+from steerscope.client.calls import Options, SteerLike, part
 from steerscope.files import atomic_path
 from steerscope.specs.chat import Chat
+from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Steering
 
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Read = Callable[[Json], Any] | None
+BROKEN = "the stream ended before its end was told: the server went away"
 
 if TYPE_CHECKING:
     P = ParamSpec("P")
@@ -66,6 +75,15 @@ def _data(found: Json) -> list[Json]:
 def _nothing(_: Json) -> None: ...
 
 
+def _refusal(response: httpx.Response) -> SteerscopeError:
+    """Return the error of a response whose body has been read."""
+    try:
+        body = response.json()
+    except ValueError:
+        body = response.text
+    return error_of(response.status_code, body, response.headers.get("retry-after"))
+
+
 class _Requests:
     """The requests of both clients. Each client adds its `_send`, `_events` and transport."""
 
@@ -82,9 +100,23 @@ class _Requests:
         model: str | None = None,
         timeout_s: float = 600,
     ) -> None:
-        self.connection = Connection.to(url, api_key, timeout_s)
+        if not url.startswith(("http://", "https://")):
+            raise InvalidRequest([Problem("url", f"{url!r} is not an address", f"write it like {calls.DEFAULT_URL}")])
+        self.url = url.rstrip("/").removesuffix("/v1")  # OpenAI's clients need the /v1
         self.model = model
-        self._http = self._transport(**self.connection.settings())
+        key = api_key or os.environ.get(calls.API_KEY)
+        self._http = self._transport(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            # Prompts queue, so the first byte may take long. Only connecting must be quick.
+            timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
+        )
+
+    def _unreachable(self, error: httpx.HTTPError) -> ServerError:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return ServerError(0, f"there is no server at {self.url}: start one with steerscope serve")
+        return ServerError(0, f"the connection to {self.url} failed: {error or type(error).__name__}")
 
     def _named(self, body: Json) -> Json:
         return {"model": self.model, **body} if self.model else body
@@ -182,12 +214,14 @@ class _Requests:
     def start_job(self, messages: Chat, sampling: Sampling | None = None, **options: Unpack[Options]) -> JobRef:
         """Start a chat that runs to its end even when no client is connected."""
         body = self._named(calls.chat_body(messages, sampling, options))
-        return self._send("POST", "/v1/jobs", body, lambda found: JobRef(found["job_id"], found["sse_url"]))
+        return self._send("POST", "/v1/jobs", body, job_of)
 
     @_stream
     def job_events(self, job: JobRef | str, after: JobEvent | str | None = None) -> Generator[JobEvent]:
         """Yield the events of a job, from its beginning or those `after` an event."""
-        return self._events("GET", f"{calls.job_path(job)}/stream", job_event, headers=resume(after))
+        last = after.id if isinstance(after, JobEvent) else after
+        headers = {} if last is None else {"Last-Event-ID": last}
+        return self._events("GET", f"{calls.job_path(job)}/stream", job_event, headers=headers)
 
     @_request
     def cancel_job(self, job: JobRef | str) -> None:
@@ -248,11 +282,13 @@ class Client(_Requests):
             return parsed(response.read(), read)
 
     def _events(self, method: str, path: str, read: Callable[[ServerEvent], list[T]], **more: Any) -> Generator[T]:
+        events = EventReader()
         with self._open(method, path, **more) as response:
-            for event in events_of(response.iter_lines()):
-                yield from read(event)
-                if event.data == DONE:
-                    return
+            for line in response.iter_lines():
+                if (event := events.feed(line)) is not None:
+                    yield from read(event)
+                    if event.data == DONE:
+                        return
         raise ServerError(0, BROKEN)
 
     @contextmanager
@@ -261,10 +297,10 @@ class Client(_Requests):
             with self._http.stream(method, path, **more) as response:
                 if response.is_error:
                     response.read()
-                    raise calls.refusal(response)
+                    raise _refusal(response)
                 yield response
         except httpx.HTTPError as error:
-            raise self.connection.unreachable(error) from None
+            raise self._unreachable(error) from None
 
     def close(self) -> None:
         """Close the connection; a `with` block does the same."""
@@ -326,10 +362,10 @@ class AsyncClient(_Requests):
             async with self._http.stream(method, path, **more) as response:
                 if response.is_error:
                     await response.aread()
-                    raise calls.refusal(response)
+                    raise _refusal(response)
                 yield response
         except httpx.HTTPError as error:
-            raise self.connection.unreachable(error) from None
+            raise self._unreachable(error) from None
 
     async def close(self) -> None:
         """Close the connection; an `async with` block does the same."""
