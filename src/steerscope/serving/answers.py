@@ -1,23 +1,22 @@
-"""Answers of the OpenAI routes as JSON text: chunks of a stream and whole answers, with their `steerscope` objects.
+"""Answers of the OpenAI routes as JSON: chunks of a stream and whole answers, with their log probabilities.
 
-The text that all chunks of a request share is made once; a token then costs one escaped string and one join. Readings
-are written from the arrays they came in; what is fixed about a concept (id, name, path) is written once per pack. No
-object is built per token.
+The text that all chunks of a request share is made once: a token without more costs one escaped string and one join.
 """
 
-import json
 import random
 import time
-import weakref
 from collections.abc import Sequence
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
 
-from steerscope.engines.results import Choice, FinishReason, Generation, RuleEvent, TokenEvent
-from steerscope.lenses.pack import Pack
-from steerscope.lenses.readings import Firing, Reading, Readings
+from pydantic_core import to_json
 
+from steerscope.engines.api import Engine
+from steerscope.engines.detokenizer import Decoder
+from steerscope.engines.results import Choice, FinishReason, Generation, TokenLogprobs
+
+Json = dict[str, object]
 _REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "stop_string": "stop", "rule": "stop"}
-_concepts: "weakref.WeakKeyDictionary[Pack, dict[int, str]]" = weakref.WeakKeyDictionary()
 
 
 class Writer:
@@ -27,149 +26,115 @@ class Writer:
         self.chat = chat
         self.id = name or f"{'chatcmpl' if chat else 'cmpl'}-{random.getrandbits(96):024x}"
         kind = "chat.completion" if chat else "text_completion"
-        about = f'"created":{int(time.time())},"model":{quoted(model)}'
-        self._whole = f'{{"id":"{self.id}","object":"{kind}",{about},"choices":['
-        self._chunk = f'data: {{"id":"{self.id}","object":"{kind}{".chunk" if chat else ""}",{about},"choices":['
+        self._about = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
+        head = _text({**self._about, "object": kind + ".chunk" * chat})[:-1]
+        self._chunk = f'data: {head},"choices":['
         self._usage = ',"usage":null' if include_usage else ""
-        self._before = ',"delta":{"content":' if chat else ',"text":'
-        self._between = '},"logprobs":' if chat else ',"logprobs":'
 
     # --- chunks
 
     def opening(self, index: int) -> str:
         """Return a chat's first chunk, which names the role."""
-        start = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        return f'{self._chunk}{{"index":{index},{start}}}]{self._usage}}}\n\n'
+        delta = {"role": "assistant", "content": ""}
+        return self._of({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, None)
 
-    def token(self, index: int, text: str, logprobs: str = "null", extra: str = "") -> str:
-        return (
-            f'{self._chunk}{{"index":{index}{self._before}{quoted(text)}{self._between}{logprobs}'
-            f',"finish_reason":null}}]{self._usage}{_extra(extra)}}}\n\n'
-        )
+    def token(self, index: int, text: str, logprobs: Json | None = None, extra: object = None) -> str:
+        what = f'"delta":{{"content":{quoted(text)}}}' if self.chat else f'"text":{quoted(text)}'
+        more = "null" if logprobs is None else _text(logprobs)
+        choice = f'{{"index":{index},{what},"logprobs":{more},"finish_reason":null}}'
+        return f"{self._chunk}{choice}]{self._usage}{_extra(extra)}}}\n\n"
 
-    def last(self, index: int, choice: Choice, extra: str = "") -> str:
-        what = '"delta":{}' if self.chat else '"text":""'
-        return (
-            f'{self._chunk}{{"index":{index},{what},"logprobs":null,"finish_reason":"{_REASONS[choice.finish_reason]}"}}]'
-            f"{self._usage}{_extra(extra)}}}\n\n"
-        )
+    def last(self, index: int, choice: Choice, extra: object = None) -> str:
+        what = {"delta": {}} if self.chat else {"text": ""}
+        reason = _REASONS[choice.finish_reason]
+        return self._of({"index": index, **what, "logprobs": None, "finish_reason": reason}, extra)
 
     def usage_chunk(self, done: Sequence[Generation]) -> str:
-        return f'{self._chunk}],"usage":{_usage_json(done)}}}\n\n'
+        return f'{self._chunk}],"usage":{_text(_usage(done))}}}\n\n'
+
+    def _of(self, choice: Json, extra: object) -> str:
+        return f"{self._chunk}{_text(choice)}]{self._usage}{_extra(extra)}}}\n\n"
 
     # --- whole
 
-    def choice(self, index: int, choice: Choice, text: str, logprobs: str = "null", extra: str = "") -> str:
-        message = f'"message":{{"role":"assistant","content":{quoted(text)},"refusal":null}}'
-        what = message if self.chat else f'"text":{quoted(text)}'
-        reason = _REASONS[choice.finish_reason]
-        return f'{{"index":{index},{what},"logprobs":{logprobs},"finish_reason":"{reason}"{_extra(extra)}}}'
+    def choice(self, index: int, choice: Choice, text: str, logprobs: Json | None, extra: object = None) -> Json:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        found: Json = {"index": index, **({"message": message} if self.chat else {"text": text})}
+        found |= {"logprobs": logprobs, "finish_reason": _REASONS[choice.finish_reason]}
+        return found if extra is None else {**found, "steerscope": extra}
 
-    def whole(self, choices: Sequence[str], done: Sequence[Generation]) -> str:
-        return f'{self._whole}{",".join(choices)}],"usage":{_usage_json(done)}}}'
-
-
-def _extra(extra: str) -> str:
-    return f',"steerscope":{extra}' if extra else ""
+    def whole(self, choices: Sequence[Json], done: Sequence[Generation]) -> bytes:
+        return to_json({**self._about, "choices": choices, "usage": _usage(done)})
 
 
-def _usage_json(done: Sequence[Generation]) -> str:
+def _text(data: object) -> str:
+    return to_json(data).decode()
+
+
+def _extra(extra: object) -> str:
+    return "" if extra is None else f',"steerscope":{_text(extra)}'
+
+
+def _usage(done: Sequence[Generation]) -> Json:
     prompt = sum(len(one.prompt_token_ids) for one in done)
     generated = sum(len(choice.token_ids) for one in done for choice in one.choices)
-    return json.dumps({"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated})
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
-# --- the `steerscope` object
+class TokenTexts:
+    """Log probabilities in the formats of both routes, with the text and the bytes of single tokens. A part of a
+    character has bytes, but no text."""
+
+    def __init__(self, engine: Engine) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode  # byte-level tokenizers' character per byte
+
+        self._tokenizer = engine.tokenizer
+        self.decoder = Decoder(engine.tokenizer)  # type: ignore[arg-type]
+        self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
+        self.of = lru_cache(maxsize=65536)(self._of)
+
+    def _of(self, token: int) -> tuple[str, list[int] | None]:
+        name = self._tokenizer.convert_ids_to_tokens(token) or ""  # a model may have more ids than its tokenizer
+        assert isinstance(name, str)
+        if token in self.decoder.byte_ids:
+            byte = int(name[1:-1], 16)
+            return (chr(byte) if byte < 128 else "\ufffd"), [byte]
+        text = self.decoder.single(token)
+        if not text:  # a special token
+            return name, None
+        if "\ufffd" not in text:
+            return text, list(text.encode())
+        known = all(character in self._bytes for character in name)
+        return text, [self._bytes[character] for character in name] if known else None
+
+    def chat(self, found: Sequence[TokenLogprobs]) -> Json:
+        content = [
+            {**self._shown(one.token_id, one.logprob), "top_logprobs": [self._shown(*top) for top in one.top]}
+            for one in found
+        ]
+        return {"content": content, "refusal": None}
+
+    def _shown(self, token: int, value: float) -> Json:
+        text, data = self.of(token)
+        return {"token": text, "logprob": _finite(value), "bytes": data}
+
+    def completion(self, found: Sequence[TokenLogprobs], offset: int) -> Json:
+        """`offset` is where the first token's text begins."""
+        tokens = [self.of(one.token_id)[0] for one in found]
+        offsets = []
+        for text in tokens:
+            offsets.append(offset)
+            offset += len(text)
+        values = [_finite(one.logprob) for one in found]
+        tops = [
+            {self.of(token)[0]: _finite(value) for token, value in (*one.top, (one.token_id, one.logprob))}
+            if one.top
+            else None
+            for one in found
+        ]
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
-def readings_json(readings: Sequence[Reading], prompt_length: int) -> list[str]:
-    """Return one JSON object per row."""
-    if not isinstance(readings, Readings) or not len(readings):
-        return []
-    known = _concepts.setdefault(readings.pack, {})
-    found: list[str] = []
-    rows = zip(readings.positions.tolist(), readings.indices.tolist(), readings.values.tolist(), strict=True)
-    for position, lenses, scores in rows:
-        top = ",".join(
-            f"{known.get(lens) or _concept_json(readings.pack, lens, known)}{score:.5g}}}"
-            for lens, score in zip(lenses, scores, strict=True)
-            if lens >= 0
-        )
-        index = position - prompt_length
-        found.append(f'{{"position":{position},"token_index":{index if index >= 0 else "null"},"top":[{top}]}}')
-    return found
-
-
-def _concept_json(pack: Pack, lens: int, known: dict[int, str]) -> str:
-    """Return the JSON of a reading up to its score."""
-    concept = pack.concepts[lens]
-    about = json.dumps({"id": concept.id, "name": concept.name, "path": pack.path(lens)}, separators=(",", ":"))
-    known[lens] = f'{about[:-1]},"score":'
-    return known[lens]
-
-
-def firing_json(firing: Firing) -> str:
-    return json.dumps(
-        {
-            "name": firing.rule,
-            "action": firing.action,
-            "position": firing.position,
-            "token_index": firing.token,
-            "acts_from": firing.acts_from,
-            "score": firing.score,
-            "scores": dict(firing.scores),
-        }
-    )
-
-
-class ChoiceExtras:
-    """The `steerscope` objects of one choice: one per chunk, or a single one at the end."""
-
-    def __init__(self, prompt_length: int, whole: bool, prompt: str | None = None) -> None:
-        self._prompt_length = prompt_length
-        self._whole = whole
-        self._prompt = prompt  # JSON of the prompt's tokens, for the first object
-        self._tokens: list[str] = []
-        self._readings: list[str] = []
-        self._rules: list[str] = []
-        self._n_read = 0
-        self._n_fired = 0
-
-    def rule(self, event: RuleEvent) -> None:
-        self._rules.append(firing_json(event.firing))
-        self._n_fired += 1
-
-    def token(self, event: TokenEvent) -> str:
-        """Return the object of the token's chunk."""
-        self._tokens.append(f'{{"i":{event.index},"id":{event.token_id},"t":{quoted(event.text)}}}')
-        if len(event.readings):
-            self._readings += readings_json(event.readings, self._prompt_length)
-            self._n_read += len(event.readings)
-        return "" if self._whole else self._taken()
-
-    def last(self, choice: Choice, more: dict[str, object]) -> str:
-        """Return the object of the last chunk or of the whole answer: everything still to be sent, and the end."""
-        self._readings += readings_json(choice.readings[self._n_read :], self._prompt_length)
-        self._rules += [firing_json(firing) for firing in choice.firings[self._n_fired :]]
-        t = choice.timings
-        end = {
-            "finish": {"reason": choice.finish_reason, "stop_string": choice.stop_string, "rule": choice.rule},
-            "seed": choice.seed,
-            "timings": {"queued_s": t.queued, "first_token_s": t.first_token, "total_s": t.total},
-            **more,
-        }
-        return f"{self._taken()[:-1]},{json.dumps(end)[1:]}"
-
-    def _taken(self) -> str:
-        """Return what has come since the last object."""
-        rest = f',"readings":[{",".join(self._readings)}]' if self._readings else ""
-        if self._rules:
-            rest += f',"rules":[{",".join(self._rules)}]'
-        if self._prompt is not None:
-            rest += f',"prompt":[{self._prompt}]'
-            self._prompt = None
-        found = f'{{"tokens":[{",".join(self._tokens)}]{rest}}}'
-        self._tokens.clear()
-        self._readings.clear()
-        self._rules.clear()
-        return found
+def _finite(value: float) -> float:
+    """Limit to −9999, as OpenAI does: JSON has no infinity."""
+    return max(value, -9999.0)

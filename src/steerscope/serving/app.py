@@ -11,12 +11,14 @@ from starlette.middleware.cors import CORSMiddleware
 import steerscope
 from steerscope.engines.api import Engine
 from steerscope.serving import jobs, openai, page, routes
-from steerscope.serving.errors import answer_error
+from steerscope.serving.bodies import ChatBody, CompletionBody
+from steerscope.serving.errors import ErrorBody, answer_error
 from steerscope.serving.guard import Guard
-from steerscope.serving.schema import ERRORS, describe
+from steerscope.serving.json_body import describe
 from steerscope.serving.settings import ServerSettings
 from steerscope.serving.state import Serving
 from steerscope.specs.errors import SteerscopeError
+from steerscope.specs.steering import Steering
 
 
 def create_app(start: Callable[[], Engine] | Engine, settings: ServerSettings | None = None) -> FastAPI:
@@ -37,11 +39,11 @@ def create_app(start: Callable[[], Engine] | Engine, settings: ServerSettings | 
         version=steerscope.__version__,
         lifespan=life,
         redirect_slashes=False,
-        responses=ERRORS,
+        responses={"default": {"model": ErrorBody, "description": "an error, as OpenAI's clients know them"}},
         docs_url=None,  # FastAPI's own page runs a program of another site
         redoc_url=None,
     )
-    app.openapi = lambda: describe(app)
+    app.openapi = lambda: describe(app, ChatBody, CompletionBody, Steering)
     app.state.serving = serving
     app.state.jobs = jobs.Jobs(serving)
     for module in (openai, jobs, routes, page):

@@ -1,28 +1,26 @@
 """Bodies of the OpenAI routes, and the `steerscope` object in them.
 
-All fields of OpenAI's API are known here. One that the engines do not support is accepted at the value that changes
-nothing and refused at any other; an unknown field is refused.
+All fields of OpenAI's API are known here. One that the engines do not support is accepted at values that change
+nothing, and refused with a remedy at any other; an unknown field is refused. Where a field may have several shapes, a
+wrong one is one problem, not one per shape.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
-
-from steerscope.serving.fields import (
-    NOTHING,
-    Content,
-    NoChoice,
-    NoEffort,
-    NoTools,
-    OnlyText,
-    Plain,
-    Prompts,
-    SomeMessages,
-    StopTexts,
-    Unsupported,
-    only,
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    FiniteFloat,
+    StrictInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+    model_validator,
 )
-from steerscope.specs.base import Spec
+
+from steerscope.specs.base import Spec, one_or_many
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.sampling import Sampling
@@ -31,8 +29,88 @@ from steerscope.specs.tokens import Tokens
 from steerscope.specs.watch import MOST_RULES, Rule, Watch
 
 MAX_LOGPROBS = 20
+MAX_MESSAGES = 4096
 MAX_PROMPTS = 128
 MAX_CHOICES = 256  # of all prompts together
+_MAX_PARTS = 256  # of a message
+
+
+# --- kinds of fields
+
+
+def only(accepted: tuple[object, ...], remedy: str) -> AfterValidator:
+    """Accept only values that change nothing."""
+
+    def check(value: object) -> object:
+        if value in accepted:
+            return value
+        raise ValueError(f"{value!r:.60} is not supported; {remedy}")
+
+    return AfterValidator(check)
+
+
+_NOTHING: tuple[object, ...] = (None, [], {})
+_TEXT = (*_NOTHING, "text", ["text"], {"type": "text"})
+Unsupported = Annotated[Any, only(_NOTHING, "leave it out")]
+NotShown = Annotated[Any, only(_NOTHING, "leave it out, or put it into the content")]
+NoTools = Annotated[Any, only(_NOTHING, "leave it out: there are no tools")]
+NoChoice = Annotated[Any, only((None, "none", "auto"), "leave it out: there are no tools")]
+OnlyText = Annotated[Any, only(_TEXT, "leave it out: answers are plain text")]
+NoEffort = Annotated[Any, only((None,), "leave it out, or say it in a message or in chat_template_kwargs")]
+
+
+def shaped(wanted: str) -> WrapValidator:
+    """Report one problem where a union of types would report one per type."""
+
+    def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"{value!r:.60} is not {wanted}; give {wanted}") from None
+
+    return WrapValidator(check)
+
+
+# A long list of wrong items must not make as many errors.
+_Ids = Annotated[tuple[StrictInt, ...], Field(fail_fast=True)]
+_Texts = Annotated[tuple[str, ...], Field(fail_fast=True)]
+_IdLists = Annotated[tuple[_Ids, ...], Field(fail_fast=True)]
+Plain = Annotated[str | bool | StrictInt | FiniteFloat | None, shaped("a text, a finite number, true, false or null")]
+Prompts = Annotated[str | _Ids | _Texts | _IdLists, shaped("a text, a list of token ids, or a list of either")]
+
+
+def _count_messages(value: object) -> object:
+    if isinstance(value, list | tuple) and not 0 < len(value) <= MAX_MESSAGES:
+        what = f"there are {len(value)} messages" if value else "there are no messages"
+        raise ValueError(f"{what}; give 1 to {MAX_MESSAGES}")
+    return value
+
+
+class TextPart(Spec):
+    type: Literal["text"]
+    text: str
+
+
+def _joined(value: object) -> object:
+    """Join the parts of a content that is a list."""
+    if not isinstance(value, list | tuple):
+        return value
+    if len(value) > _MAX_PARTS:
+        raise ValueError(f"the content has {len(value)} parts; join them to at most {_MAX_PARTS}")
+    texts, problems = [], []
+    for i, part in enumerate(value):
+        try:
+            texts.append(TextPart.parse(part).text)
+        except InvalidRequest as error:
+            problems += [problem.under(f"[{i}]") for problem in error.problems]
+    if problems:
+        raise InvalidRequest(problems)
+    return "".join(texts)
+
+
+_PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
+_ANY_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+Content = Annotated[str, BeforeValidator(_joined), WithJsonSchema(_ANY_CONTENT)]
 
 
 def _vector_to_steering(value: object) -> object:
@@ -40,16 +118,15 @@ def _vector_to_steering(value: object) -> object:
     return Steering(ops=(Add(vector=value),)) if isinstance(value, str) else value
 
 
-def _one_name(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
 if TYPE_CHECKING:
     Steer = Steering
     Names = tuple[str, ...]
 else:
     Steer = Annotated[Steering, BeforeValidator(_vector_to_steering)]
-    Names = Annotated[tuple[str, ...], BeforeValidator(_one_name), Field(max_length=64)]
+    Names = Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(max_length=64)]
+
+
+# --- bodies
 
 
 class SteerscopeOptions(Spec):
@@ -83,46 +160,36 @@ class StreamOptions(Spec):
     include_obfuscation: bool | None = None  # accepted; chunks are never padded here
 
 
-class Body(Spec):
-    """What both routes have in common."""
+class Body(Sampling):
+    """What both routes have in common: the sampling, with OpenAI's defaults and vLLM's names, and the options."""
 
+    max_tokens: int | None = Field(default=None, ge=1)  # type: ignore[assignment] (the default depends on the prompt)
+    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    stop: StopTexts = None
-    seed: int | None = None
-    stream: bool | None = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     logit_bias: Unsupported = None
-    # extensions, with vLLM's names
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    repetition_window: int | None = None
-    ignore_eos: bool | None = None
     steerscope: SteerscopeOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _translate(cls, data: object) -> object:
+        """Drop fields that are null, which are as good as left out, and read values of OpenAI and vLLM."""
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None or name not in cls.model_fields}
+        if isinstance(seed := given.get("seed"), int):
+            given["seed"] = seed % (1 << 63)  # OpenAI's seeds may be negative
+        if given.get("top_k") == -1:  # vLLM's value for all
+            given["top_k"] = 0
+        return given
 
     @classmethod
     def read(cls, data: dict[str, object]) -> Self:
-        """Return the body, or raise every problem in it, the limits of sampling included."""
-        problems: list[Problem] = []
-        body: Self | None = None
-        try:
-            body = cls.parse(data)
-            problems += body.misfits()
-        except InvalidRequest as error:
-            problems += error.problems
-        wrong = {problem.field.partition("[")[0] for problem in problems}
-        try:
-            _sampling({name: data.get(name) for name in _SAMPLING if name not in wrong})
-        except InvalidRequest as error:
-            problems += error.problems
-        if problems or body is None:
+        """Return the body, or raise every problem in it."""
+        body = cls.parse(data)
+        if problems := body.misfits():
             raise InvalidRequest(problems)
         return body
 
@@ -136,68 +203,34 @@ class Body(Spec):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    @property
-    def n_logprobs(self) -> int | None:
-        """The number of alternative tokens with log probabilities; None: no log probabilities at all."""
-        raise NotImplementedError
-
     def sampling(self, max_tokens: int) -> Sampling:
-        """Return the sampling; `max_tokens` counts when the body has none. OpenAI's default temperature is 1."""
-        given = {name: getattr(self, name, None) for name in _SAMPLING}
-        return _sampling({**given, "logprobs": self.n_logprobs}, temperature=1.0, max_tokens=max(1, max_tokens))
-
-
-_SAMPLING = ("temperature", "top_p", "n", "stop", "seed", "top_k", "min_p", "repetition_penalty", "repetition_window")
-_SAMPLING += ("ignore_eos", "frequency_penalty", "presence_penalty", "max_tokens", "max_completion_tokens")
-
-
-def _sampling(given: dict[str, Any], **defaults: object) -> Sampling:
-    """Read OpenAI's and vLLM's fields of sampling; null is a field that is left out."""
-    given = {name: value for name, value in given.items() if value is not None}
-    if isinstance(given.get("seed"), int):
-        given["seed"] %= 1 << 63  # OpenAI's seeds may be negative
-    if given.get("top_k") == -1:  # vLLM's value for all
-        given["top_k"] = 0
-    if "max_completion_tokens" in given:
-        given.setdefault("max_tokens", given.pop("max_completion_tokens"))
-    return Sampling.parse(defaults | given)
+        """Return the sampling; `max_tokens` counts when the body has none."""
+        given = {name: getattr(self, name) for name in Sampling.model_fields}
+        return Sampling(**{**given, "max_tokens": self.max_tokens or max(1, max_tokens)})
 
 
 class ChatMessage(Spec):
     role: str = Field(min_length=1)
-    content: Content = None
+    content: Content
     # fields of OpenAI's messages; an answer that is sent back has them as null
-    name: str | None = None
-    refusal: str | None = None
-    tool_calls: Any = None
-    tool_call_id: str | None = None
-    function_call: Any = None
-    audio: Any = None
-    annotations: Any = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems = [
-            Problem(name, "cannot be shown to this model", "leave it out, or put it into the content")
-            for name, value in self
-            if name not in ("role", "content") and value not in NOTHING
-        ]
-        if self.content is None:
-            problems.append(Problem("content", "is missing", "give text"))
-        if problems:
-            raise InvalidRequest(problems)
-        return self
+    name: NotShown = None
+    refusal: NotShown = None
+    tool_calls: NotShown = None
+    tool_call_id: NotShown = None
+    function_call: NotShown = None
+    audio: NotShown = None
+    annotations: NotShown = None
 
     def plain(self) -> dict[str, str]:
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
 class ChatBody(Body):
-    messages: Annotated[tuple[ChatMessage, ...], SomeMessages]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = False
+    messages: Annotated[tuple[ChatMessage, ...], BeforeValidator(_count_messages)]
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False  # type: ignore[assignment] (top_logprobs is the number)
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    continue_final_message: bool | None = False
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Plain] = Field(default_factory=dict)
     # accepted without effect on the answer
     metadata: Any = None
@@ -230,28 +263,27 @@ class ChatBody(Body):
             problems.append(Problem("max_completion_tokens", "differs from max_tokens", "give one of them"))
         return problems
 
-    @property
-    def n_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+    def sampling(self, max_tokens: int) -> Sampling:
+        found = super().sampling(self.max_completion_tokens or max_tokens)
+        return found.model_copy(update={"logprobs": (self.top_logprobs or 0) if self.logprobs else None})
 
 
 class CompletionBody(Body):
     prompt: Prompts
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    echo: bool | None = False
+    echo: bool = False
     best_of: int | None = None
     suffix: Annotated[Any, only((None, ""), "leave it out: text is only written at the end")] = None
 
     def misfits(self) -> list[Problem]:
         problems = super().misfits()
-        if self.best_of not in (None, self.n or 1):
+        if self.best_of not in (None, self.n):
             problems.append(Problem("best_of", f"{self.best_of} is not supported", "leave it out, and use n"))
         if self.echo and self.logprobs is not None:
             problems.append(Problem("echo", "a prompt has no log probabilities here", "leave echo or logprobs out"))
         if not self.prompt or len(self.prompts) > MAX_PROMPTS:
             what = f"{len(self.prompts)} prompts" if self.prompt else "there is none"
             problems.append(Problem("prompt", what, f"give 1 to {MAX_PROMPTS}"))
-        elif (choices := len(self.prompts) * (self.n or 1)) > MAX_CHOICES:
+        elif (choices := len(self.prompts) * self.n) > MAX_CHOICES:
             what = f"{choices} choices of {len(self.prompts)} prompts"
             problems.append(Problem("n", what, f"ask for at most {MAX_CHOICES} in one request"))
         return problems
@@ -262,7 +294,3 @@ class CompletionBody(Body):
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             return [given]  # type: ignore[list-item]
         return list(given)  # type: ignore[arg-type]
-
-    @property
-    def n_logprobs(self) -> int | None:
-        return self.logprobs

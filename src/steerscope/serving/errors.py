@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -46,6 +47,24 @@ _ANSWERS: dict[type[Exception], tuple[int, str | None, float | None]] = {
     SteerscopeError: (400, None, None),
 }
 _SPECS = ("steer", "capture", "watch")
+
+
+class ErrorProblem(BaseModel):
+    param: str
+    message: str
+    remedy: str
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    problems: list[ErrorProblem] = []
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetails
 
 
 @dataclass

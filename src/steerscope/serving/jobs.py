@@ -10,23 +10,20 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from json.encoder import encode_basestring_ascii as quoted
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import JSONResponse, Response
 
 from steerscope.engines.results import Choice, EndEvent, FinishReason, RuleEvent, TokenEvent
-from steerscope.serving.answers import firing_json, readings_json
 from steerscope.serving.bodies import ChatBody, CompletionBody
 from steerscope.serving.errors import ApiError, api_error
-from steerscope.serving.json_body import json_body
-from steerscope.serving.openai import prepare
-from steerscope.serving.request import GenerationRequest
-from steerscope.serving.schema import body_of
+from steerscope.serving.extras import about_firing, about_reading
+from steerscope.serving.json_body import body_of, json_body
+from steerscope.serving.openai import GenerationRequest, prepare
 from steerscope.serving.sse import EventStream
-from steerscope.serving.state import Serving, serving_of
+from steerscope.serving.state import Serving, Shared
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 
 log = logging.getLogger("steerscope.serving")
@@ -43,30 +40,21 @@ MOST_BYTES = 64 << 20  # of one job's events
 MOST_HELD = 512 << 20  # of all jobs together, with the bodies of their requests
 PIECE_BYTES = 64 << 10  # of events in one write; the last event may exceed it
 _METRICS_S = 1.0
-LastEvent = Annotated[int | None, Header(alias="Last-Event-ID", ge=0, lt=10**9)]
 
 
 class ServerJob:
     """One request and all its events."""
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        grow: Callable[[int, bool], None],
-        stopped: Callable[["ServerJob"], None],
-    ) -> None:
+    def __init__(self, request: GenerationRequest, jobs: "Jobs") -> None:
         self.id = request.writer.id
         self.events: list[bytes] = []
         self.ended = False
         self.tokens = 0
+        self.size = 0  # bytes of the events, and of the request's body
         self._request = request
-        self._grow = grow
-        self._stopped = stopped
+        self._jobs = jobs
         self._prompt_length = len(request.prompts[0].token_ids)
-        request.on_start = self._start
-        body_bytes = request.note.get("body_bytes", 0)
-        self.size = body_bytes if isinstance(body_bytes, int) else 0
-        grow(self.size, False)
+        jobs.reserve(self, int(str(request.note.get("body_bytes", 0))))
         self._news = asyncio.Event()
         self._made = time.perf_counter()
         self._first = 0.0  # when the first token came
@@ -123,43 +111,44 @@ class ServerJob:
             self.ended = True
             del self._request  # its body and prompts are not needed to listen
             self._wake()
-            self._stopped(self)
+            self._jobs.expire(self)
 
     async def _follow(self) -> None:
         async with contextlib.aclosing(self._request.batches()) as batches:
             async for _, batch in batches:
-                self._request.times.batch(0, batch)
+                if not self.events:
+                    self._start()
                 for event in batch:
                     if isinstance(event, EndEvent):
                         choice = event.generation.choices[0]
                         self._end(choice, await self._request.rows_about(0, choice))
                     elif isinstance(event, RuleEvent):
-                        self._put("rule", firing_json(event.firing))
+                        self._put("rule", about_firing(event.firing))
                     else:
                         self._token(event)
                 self._wake()
 
-    def _token(self, event: TokenEvent) -> None:
-        if not self.tokens:
-            self._first = time.perf_counter()
-        self.tokens += 1
-        for text in readings_json(event.readings, self._prompt_length):
-            self._put("reading", text)
-        self._put("token", f'{{"t":{quoted(event.text)},"i":{event.index},"id":{event.token_id}}}')
-        if time.perf_counter() - self._measured > _METRICS_S:
-            self._metrics()
-
     def _start(self) -> None:
         self._measured = time.perf_counter()
-        prompt = self._request.prompt_json(0)
-        about = {
+        about: dict[str, object] = {
             "job_id": self.id,
             "model": self._request.serving.model_name,
             "prompt_tokens": self._prompt_length,
             "queued_ms": _ms(self._measured - self._made),
         }
-        self._put("started", about if prompt is None else {**about, "prompt": json.loads(f"[{prompt}]")})
-        self._wake()
+        if (prompt := self._request.selected(0)) is not None:
+            about["prompt"] = prompt
+        self._put("started", about)
+
+    def _token(self, event: TokenEvent) -> None:
+        if not self.tokens:
+            self._first = time.perf_counter()
+        self.tokens += 1
+        for reading in event.readings:
+            self._put("reading", about_reading(reading, self._prompt_length))
+        self._put("token", {"t": event.text, "i": event.index, "id": event.token_id})
+        if time.perf_counter() - self._measured > _METRICS_S:
+            self._metrics()
 
     def _end(self, choice: Choice | None, more: Mapping[str, object], must: bool = False) -> None:
         if self.tokens:
@@ -179,15 +168,9 @@ class ServerJob:
         about = {"tokens_out": self.tokens, "tokens_per_s": round(rate, 2), "ttft_ms": _ms(self._first - self._made)}
         self._put("metrics", about, must)
 
-    def _put(self, name: str, data: str | Mapping[str, object], must: bool = False) -> None:
-        """Keep an event. Raises ApiError where there is no room, unless it is a short one that `must` be kept."""
-        text = data if isinstance(data, str) else json.dumps(data)
-        event = f"id: {len(self.events)}\nevent: {name}\ndata: {text}\n\n".encode()
-        if self.size + len(event) > MOST_BYTES and not must:
-            what = f"the events of this job take more than {MOST_BYTES >> 20} MiB"
-            raise ApiError(413, f"{what}: ask for fewer tokens, concepts, projections or rules", "job_too_large")
-        self._grow(len(event), must)
-        self.size += len(event)
+    def _put(self, name: str, data: Mapping[str, object], must: bool = False) -> None:
+        event = f"id: {len(self.events)}\nevent: {name}\ndata: {json.dumps(data)}\n\n".encode()
+        self._jobs.reserve(self, len(event), must)
         self.events.append(event)
 
     def _wake(self) -> None:
@@ -211,7 +194,7 @@ class Jobs:
         self._serving.admission.check()
         if len(self._jobs) >= MOST_JOBS:
             self._forget_oldest(f"{MOST_JOBS} jobs are unfinished: try again later")
-        job = ServerJob(request, self._grow, self._expire_later)
+        job = ServerJob(request, self)
         self._jobs[job.id] = job
         return job
 
@@ -225,13 +208,17 @@ class Jobs:
         if job is not None:
             self.held -= job.size
 
-    def _grow(self, size: int, must: bool) -> None:
-        """Count `size` bytes more, forgetting ended jobs to make room. Raises ApiError where there is no room at all,
-        unless the bytes `must` be kept."""
+    def reserve(self, job: ServerJob, size: int, must: bool = False) -> None:
+        """Count `size` bytes more of a job, forgetting ended jobs to make room. Raises ApiError where there is no room,
+        unless the bytes are few and `must` be kept."""
+        if job.size + size > MOST_BYTES and not must:
+            what = f"the events of this job take more than {MOST_BYTES >> 20} MiB"
+            raise ApiError(413, f"{what}: ask for fewer tokens, concepts, projections or rules", "job_too_large")
         with contextlib.suppress(ApiError) if must else contextlib.nullcontext():
             while self.held + size > MOST_HELD:
                 self._forget_oldest(f"the events of unfinished jobs take {MOST_HELD >> 20} MiB: try again later")
         self.held += size
+        job.size += size
 
     def _forget_oldest(self, otherwise: str) -> None:
         oldest = next((job.id for job in self._jobs.values() if job.ended), None)
@@ -239,30 +226,34 @@ class Jobs:
             raise ApiError(429, otherwise, "queue_full", retry_after=10)
         self.forget(oldest)
 
-    def _expire_later(self, job: ServerJob) -> None:
+    def expire(self, job: ServerJob) -> None:
+        """Forget a job that has ended, in a while."""
         asyncio.get_running_loop().call_later(self._serving.settings.capture_ttl_s, self.forget, job.id)
 
     async def close(self) -> None:
         await asyncio.gather(*(job.close() for job in self._jobs.values()))
 
 
-def jobs_of(request: Request) -> Jobs:
+async def jobs_of(request: Request) -> Jobs:
     return request.app.state.jobs
 
 
+AllJobs = Annotated[Jobs, Depends(jobs_of)]
+
+
 @router.post("/v1/jobs", status_code=202, openapi_extra=body_of(ChatBody, CompletionBody))
-async def start(request: Request) -> Response:
+async def start(request: Request, jobs: AllJobs) -> Response:
     """The body of a chat (`messages`) or of a completion (`prompt`), for one answer."""
     body = await json_body(request, _read)
     prepared = await prepare(request, body.model_copy(update={"stream": True}), f"job-{secrets.token_hex(12)}")
-    job = jobs_of(request).start(prepared)
+    job = jobs.start(prepared)
     return JSONResponse({"job_id": job.id, "sse_url": f"/v1/jobs/{job.id}/stream"}, 202)
 
 
 def _read(given: dict[str, object]) -> ChatBody | CompletionBody:
     body = ChatBody.parse(given) if "messages" in given else CompletionBody.parse(given)
     problems = body.misfits()
-    if (body.n or 1) > 1:
+    if body.n > 1:
         problems.append(Problem("n", "a job has one answer", "start several jobs"))
     if isinstance(body, CompletionBody) and len(body.prompts) > 1:
         problems.append(Problem("prompt", "a job has one prompt", "start several jobs"))
@@ -274,27 +265,31 @@ def _read(given: dict[str, object]) -> ChatBody | CompletionBody:
 
 
 @router.get("/v1/jobs/{job_id}")
-async def job(request: Request, job_id: str) -> Response:
-    found = jobs_of(request).get(job_id)
+async def job(jobs: AllJobs, job_id: str) -> dict:
+    found = jobs.get(job_id)
     about = {"job_id": found.id, "object": "job", "ended": found.ended}
-    return JSONResponse({**about, "tokens_out": found.tokens, "events": len(found.events)})
+    return {**about, "tokens_out": found.tokens, "events": len(found.events)}
 
 
 @router.get("/v1/jobs/{job_id}/stream", response_class=Response)
-async def stream(request: Request, job_id: str, last: LastEvent = None) -> Response:
+async def stream(
+    serving: Shared,
+    jobs: AllJobs,
+    job_id: str,
+    last: Annotated[int | None, Header(alias="Last-Event-ID", ge=0, lt=10**9)] = None,
+) -> Response:
     """The events of a job, from the first or from after `Last-Event-ID`, until its end."""
-    job = jobs_of(request).get(job_id)
+    job = jobs.get(job_id)
     at = 0 if last is None else last + 1
-    return EventStream(lambda: job.listen(at), serving_of(request).settings.stall_s)
+    return EventStream(lambda: job.listen(at), serving.settings.stall_s)
 
 
 @router.delete("/v1/jobs/{job_id}")
-async def cancel(request: Request, job_id: str) -> Response:
+async def cancel(jobs: AllJobs, job_id: str) -> dict:
     """Cancel a running job, whose events stay for its listeners, or delete one that has ended."""
-    jobs = jobs_of(request)
     job = jobs.get(job_id)
     if job.ended:
         jobs.forget(job_id)
     else:
         job.cancel()
-    return JSONResponse({"job_id": job.id, "object": "job", "cancelled": not job.ended, "deleted": job.ended})
+    return {"job_id": job.id, "object": "job", "cancelled": not job.ended, "deleted": job.ended}

@@ -1,30 +1,31 @@
-"""Bodies of requests as plain data, and work in a thread that would hold up other requests."""
+"""JSON bodies of requests: routes read them themselves, and the OpenAPI description names their models.
+
+A body is JSON whatever its content type says, and a long one is read in a thread, where it holds up no other request.
+"""
 
 import asyncio
-import json
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from starlette.requests import Request
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from pydantic_core import from_json
 
 from steerscope.serving.errors import ApiError
 from steerscope.specs.errors import not_json
 
 T = TypeVar("T")
 _LONG = 20_000  # characters that take longer than a step of the engine
-
-
-def _constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+_REFERENCE = "#/components/schemas/{model}"
 
 
 def _json(data: bytes) -> object:
     try:
-        return json.loads(data, parse_constant=_constant)
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deep; make it flatter", "invalid_json") from None
-    except ValueError as error:  # of the decoder, of UTF-8, and of numbers with thousands of digits
-        raise ApiError(400, f"the body {not_json(error)}; correct it", "invalid_json") from None
+        return from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        what = "is nested too deep" if "recursion" in str(error) else not_json(error)
+        raise ApiError(400, f"the body {what}; correct it", "invalid_json") from None
 
 
 async def in_thread_if_long(work: Callable[[], T], n_characters: int) -> T:
@@ -46,3 +47,22 @@ async def json_body(request: Request, read: Callable[[dict[str, object]], T]) ->
         return read(found)
 
     return await any_json(request, checked)
+
+
+# --- the OpenAPI description
+
+
+def body_of(*kinds: type[BaseModel]) -> dict[str, Any]:
+    """Return the description of a JSON body that is one of these models, which `describe` defines."""
+    schema = {"anyOf": [{"$ref": _REFERENCE.format(model=kind.__name__)} for kind in kinds]}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def describe(app: FastAPI, *bodies: type[BaseModel]) -> dict[str, Any]:
+    """Return the description of an app and the models of its bodies, made at the first call."""
+    if app.openapi_schema is None:
+        found = FastAPI.openapi(app)
+        _, models = models_json_schema([(kind, "validation") for kind in bodies], ref_template=_REFERENCE)
+        found["components"]["schemas"] |= models["$defs"]
+    assert app.openapi_schema is not None
+    return app.openapi_schema

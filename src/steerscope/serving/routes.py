@@ -5,7 +5,9 @@ import contextlib
 import json
 import re
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -15,22 +17,24 @@ from starlette.responses import JSONResponse, Response
 import steerscope
 from steerscope.engines.api import Engine
 from steerscope.lenses.pack import Pack
-from steerscope.serving.bodies import MAX_CHOICES, MAX_LOGPROBS, MAX_PROMPTS, SteerscopeOptions
+from steerscope.serving.bodies import MAX_CHOICES, MAX_LOGPROBS, MAX_MESSAGES, MAX_PROMPTS, SteerscopeOptions
 from steerscope.serving.captures import RowsResponse
 from steerscope.serving.errors import ApiError
-from steerscope.serving.fields import MAX_MESSAGES
-from steerscope.serving.json_body import any_json
-from steerscope.serving.schema import UPLOAD, body_of
-from steerscope.serving.state import Serving, serving_of
+from steerscope.serving.json_body import any_json, body_of
+from steerscope.serving.state import Serving, Shared
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 from steerscope.specs.steering import MOST_OPS, SITES, Steering
 from steerscope.vectors.files import load_upload
 from steerscope.vectors.vector import SteeringVector
 
 router = APIRouter()
+T = TypeVar("T")
 _STATS_S = 2.0
 _NAME = re.compile(r"\w[\w .+-]{0,99}")
 _NAME_BYTES = 200  # of a file's name, which also has a suffix
+_FILE = {"type": "string", "format": "binary"}
+_FORM = {"type": "object", "required": ["file"], "properties": {"file": _FILE, "name": {"type": "string"}}}
+_UPLOADS = {"application/octet-stream": {"schema": _FILE}, "multipart/form-data": {"schema": _FORM}}
 _trees: "weakref.WeakKeyDictionary[Pack, str]" = weakref.WeakKeyDictionary()
 
 
@@ -38,26 +42,23 @@ _trees: "weakref.WeakKeyDictionary[Pack, str]" = weakref.WeakKeyDictionary()
 
 
 @router.get("/health")
-async def health(request: Request) -> Response:
+async def health(serving: Shared) -> Response:
     """Whether the process works."""
-    serving = serving_of(request)
     failed = serving.failure is not None
     return JSONResponse({"status": "failed" if failed else "ok", "stage": serving.public_stage}, 503 if failed else 200)
 
 
 @router.get("/ready")
-async def ready(request: Request) -> Response:
+async def ready(serving: Shared) -> Response:
     """Whether requests are taken, or how far loading is."""
-    serving = serving_of(request)
     stage = "stopping" if serving.draining else serving.public_stage
     about = {"ready": serving.ready and not serving.draining, "stage": stage, "model": serving.model_name}
     return JSONResponse(about) if about["ready"] else JSONResponse(about, 503, {"Retry-After": "2"})
 
 
 @router.get("/metrics")
-async def metrics(request: Request) -> Response:
+async def metrics(serving: Shared) -> Response:
     """Metrics for Prometheus. An engine that does not answer in time keeps its last statistics."""
-    serving = serving_of(request)
     with contextlib.suppress(Exception):  # loading, stopping, dead, or in a long step
         async with asyncio.timeout(_STATS_S):
             serving.metrics.engine.latest = await asyncio.to_thread(serving.engine.stats)
@@ -65,48 +66,40 @@ async def metrics(request: Request) -> Response:
 
 
 @router.get("/v1/capabilities")
-async def capabilities(request: Request) -> Response:
+async def capabilities(serving: Shared) -> dict:
     """What the server's model, engine and limits allow."""
-    serving = serving_of(request)
     engine = serving.engine
     facts = engine.facts
-    return JSONResponse(
-        {
-            "model": serving.model_name,
-            "version": steerscope.__version__,
-            "engine": "vllm" if type(engine).__name__ == "VLLMEngine" else "hf",
-            "layers": facts.layers,
-            "hidden": facts.hidden,
-            "vocab": facts.vocab,
-            "context": facts.context,
-            "chat": bool(getattr(engine.tokenizer, "chat_template", None)),
-            "messages": _knows_messages(engine),
-            "sites": [site for site in SITES if site not in facts.refused_sites],
-            "refused_sites": dict(facts.refused_sites),
-            "tapped": None if facts.tapped is None else [list(key) for key in sorted(facts.tapped)],
-            "ops": ["add", "cap", "ablate"],
-            "steer": facts.steers,
-            "capture": facts.captures,
-            "watch": facts.watches,
-            "rules": ["flag", "stop", *(["steer"] if facts.steers and facts.switches else [])],
-            "vectors": list(serving.vectors),
-            "lenses": sorted(engine.packs),
-            "limits": _limits(serving),
-        }
-    )
+    return {
+        "model": serving.model_name,
+        "version": steerscope.__version__,
+        "engine": "vllm" if type(engine).__name__ == "VLLMEngine" else "hf",
+        "layers": facts.layers,
+        "hidden": facts.hidden,
+        "vocab": facts.vocab,
+        "context": facts.context,
+        "chat": bool(getattr(engine.tokenizer, "chat_template", None)),
+        "messages": _knows_messages(engine),
+        "sites": [site for site in SITES if site not in facts.refused_sites],
+        "refused_sites": dict(facts.refused_sites),
+        "tapped": None if facts.tapped is None else [list(key) for key in sorted(facts.tapped)],
+        "ops": ["add", "cap", "ablate"],
+        "steer": facts.steers,
+        "capture": facts.captures,
+        "watch": facts.watches,
+        "rules": ["flag", "stop", *(["steer"] if facts.steers and facts.switches else [])],
+        "vectors": list(serving.vectors),
+        "lenses": sorted(engine.packs),
+        "limits": _limits(serving),
+    }
 
 
 def _limits(serving: Serving) -> dict[str, object]:
-    engine, settings = serving.engine, serving.settings
+    shown = {"max_running", "max_waiting", "max_body_bytes", "max_upload_bytes", "max_vectors", "capture_ttl_s"}
     return {
-        "max_columns": engine.facts.max_columns,
-        "max_running": settings.max_running,
-        "max_waiting": settings.max_waiting,
-        "max_body_bytes": settings.max_body_bytes,
-        "max_upload_bytes": settings.max_upload_bytes,
-        "max_vectors": settings.max_vectors,
-        "captures_bytes": engine.budget.total,
-        "capture_ttl_s": settings.capture_ttl_s,
+        **serving.settings.model_dump(include=shown),
+        "max_columns": serving.engine.facts.max_columns,
+        "captures_bytes": serving.engine.budget.total,
         "max_logprobs": MAX_LOGPROBS,
         "max_prompts": MAX_PROMPTS,
         "max_choices": MAX_CHOICES,
@@ -128,19 +121,15 @@ def _knows_messages(engine: Engine) -> bool:
 
 
 @router.get("/v1/lenses")
-async def lenses(request: Request) -> Response:
-    packs = serving_of(request).engine.packs
-    return JSONResponse({"object": "list", "data": [_about_pack(name, packs[name]) for name in sorted(packs)]})
+async def lenses(serving: Shared) -> dict:
+    packs = serving.engine.packs
+    return {"object": "list", "data": [_about_pack(name, packs[name]) for name in sorted(packs)]}
 
 
 @router.get("/v1/lenses/{name}")
-async def lens(request: Request, name: str) -> Response:
+async def lens(serving: Shared, name: str) -> Response:
     """All concepts, parents before children; `parents` are ids."""
-    packs = serving_of(request).engine.packs
-    if name not in packs:
-        known = ", ".join(sorted(packs)) or "none"
-        raise ApiError(404, f"there is no pack {name!r:.100}: known are {known}", "lens_not_found", "name")
-    pack = packs[name]
+    pack = _known("pack", name, serving.engine.packs, "lens_not_found")
     if pack not in _trees:
         _trees[pack] = json.dumps([{**one.model_dump(), "path": pack.path(i)} for i, one in enumerate(pack.concepts)])
     head = json.dumps(_about_pack(name, pack))
@@ -163,33 +152,35 @@ def _about_pack(name: str, pack: Pack) -> dict[str, object]:
     }
 
 
+def _known(kind: str, name: str, among: Mapping[str, T], code: str) -> T:
+    """Return the vector or pack of this name."""
+    if name not in among:
+        names = ", ".join(sorted(among)[:20]) or "none"
+        raise ApiError(404, f"there is no {kind} {name!r:.100}: known are {names}", code, "name")
+    return among[name]
+
+
 # --- the steering that every request gets before its own
 
 
 @router.get("/v1/steering")
-async def steering(request: Request) -> Response:
-    return _steering_json(serving_of(request).engine)
+async def steering(serving: Shared) -> Response:
+    return _set_steering(serving, serving.engine.default_steering)
 
 
 @router.put("/v1/steering", openapi_extra=body_of(Steering))
-async def put_steering(request: Request) -> Response:
+async def put_steering(request: Request, serving: Shared) -> Response:
     """`{"ops": […]}`, a list of ops, or the name of a vector; it acts on later requests."""
-    serving = serving_of(request)
-    engine = serving.engine
     try:
-        engine.default_steering = await any_json(request, _read_steering)
-    except InvalidRequest as error:
-        raise InvalidRequest([Problem(_own_field(p.field), p.what, p.remedy) for p in error.problems]) from None
-    serving.default_steering = engine.default_steering
-    return _steering_json(engine)
+        return _set_steering(serving, await any_json(request, _read_steering))
+    except InvalidRequest as error:  # `steer.ops[0]` → `ops[0]`: here the steering is the whole body
+        own = [(p.field.removeprefix("steer").removeprefix(".") or "steering", p) for p in error.problems]
+        raise InvalidRequest([Problem(field, p.what, p.remedy) for field, p in own]) from None
 
 
 @router.delete("/v1/steering")
-async def delete_steering(request: Request) -> Response:
-    serving = serving_of(request)
-    engine = serving.engine
-    engine.default_steering = serving.default_steering = Steering()
-    return _steering_json(engine)
+async def delete_steering(serving: Shared) -> Response:
+    return _set_steering(serving, Steering())
 
 
 def _read_steering(given: object) -> Steering:
@@ -199,34 +190,29 @@ def _read_steering(given: object) -> Steering:
     return found
 
 
-def _own_field(field: str) -> str:
-    """`steer.ops[0]` → `ops[0]`: here the steering is the whole body."""
-    return field.removeprefix("steer").removeprefix(".") or "steering"
-
-
-def _steering_json(engine: Engine) -> Response:
-    return Response(engine.default_steering.to_json(), media_type="application/json")
+def _set_steering(serving: Serving, steering: Steering) -> Response:
+    serving.engine.default_steering = steering
+    serving.default_steering = serving.engine.default_steering
+    return Response(serving.default_steering.to_json(), media_type="application/json")
 
 
 # --- vectors
 
 
 @router.get("/v1/vectors")
-async def vectors(request: Request) -> Response:
-    data = [_about_vector(name, vector) for name, vector in serving_of(request).vectors.items()]
-    return JSONResponse({"object": "list", "data": data})
+async def vectors(serving: Shared) -> dict:
+    return {"object": "list", "data": [_about_vector(name, vector) for name, vector in serving.vectors.items()]}
 
 
 @router.get("/v1/vectors/{name}")
-async def vector(request: Request, name: str) -> Response:
-    found = _known_vector(serving_of(request), name)
-    return JSONResponse({**_about_vector(name, found), "provenance": found.provenance})
+async def vector(serving: Shared, name: str) -> dict:
+    found = _known("vector", name, serving.vectors, "vector_not_found")
+    return {**_about_vector(name, found), "provenance": found.provenance}
 
 
-@router.post("/v1/vectors", openapi_extra=UPLOAD)
-async def upload_vector(request: Request, name: str | None = None) -> Response:
+@router.post("/v1/vectors", openapi_extra={"requestBody": {"required": True, "content": _UPLOADS}})
+async def upload_vector(request: Request, serving: Shared, name: str | None = None) -> Response:
     """A safetensors or GGUF file, as the body itself with `?name=`, or as a form's `file`."""
-    serving = serving_of(request)
     engine = serving.engine
     if request.headers.get("content-type", "").startswith("multipart/form-data"):
         async with request.form(max_files=1, max_fields=4) as form:
@@ -249,11 +235,10 @@ async def upload_vector(request: Request, name: str | None = None) -> Response:
 
 
 @router.delete("/v1/vectors/{name}")
-async def delete_vector(request: Request, name: str) -> Response:
-    serving = serving_of(request)
+async def delete_vector(serving: Shared, name: str) -> dict:
     engine = serving.engine
     async with serving.vectors.changing:
-        _known_vector(serving, name)
+        _known("vector", name, serving.vectors, "vector_not_found")
         if any(op.source == name for op in engine.default_steering.ops):
             what = f"the default steering uses {name!r}: clear it first with DELETE /v1/steering"
             raise ApiError(409, what, "vector_in_use", "name")
@@ -275,38 +260,30 @@ def _about_vector(name: str, vector: SteeringVector) -> dict[str, object]:
     }
 
 
-def _known_vector(serving: Serving, name: str) -> SteeringVector:
-    if name not in serving.vectors:
-        names = ", ".join(list(serving.vectors)[:20]) or "none"
-        raise ApiError(404, f"there is no vector {name!r:.100}: known are {names}", "vector_not_found", "name")
-    return serving.vectors[name]
-
-
 # --- captures
 
 
 @router.head("/v1/captures/{capture_id}", include_in_schema=False)
 @router.get("/v1/captures/{capture_id}")
-async def capture(request: Request, capture_id: str) -> Response:
+async def capture(request: Request, serving: Shared, capture_id: str) -> Response:
     """The rows as a safetensors file: `layer.{i}.{site}` and `label.*`. One range of bytes is served."""
-    serving = serving_of(request)
     found = serving.captures.get(capture_id)
     return RowsResponse(found, request.headers.get("range"), serving.settings.stall_s)
 
 
 @router.get("/v1/captures/{capture_id}/labels")
-async def capture_labels(request: Request, capture_id: str) -> Response:
+async def capture_labels(serving: Shared, capture_id: str) -> dict:
     """What each row is, as columns."""
-    found = serving_of(request).captures.get(capture_id)
+    found = serving.captures.get(capture_id)
     about = {**found.about(), "model": found.rows.model, "request": found.rows.labels.request}
-    return JSONResponse({**about, "labels": found.labels()})
+    return {**about, "labels": found.labels()}
 
 
 @router.delete("/v1/captures/{capture_id}")
-async def delete_capture(request: Request, capture_id: str) -> Response:
-    serving_of(request).captures.delete(capture_id)
+async def delete_capture(serving: Shared, capture_id: str) -> dict:
+    serving.captures.delete(capture_id)
     return deleted("capture", capture_id)
 
 
-def deleted(kind: str, name: str) -> Response:
-    return JSONResponse({"id": name, "object": kind, "deleted": True})
+def deleted(kind: str, name: str) -> dict[str, object]:
+    return {"id": name, "object": kind, "deleted": True}

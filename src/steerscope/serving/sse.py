@@ -7,7 +7,6 @@ cancelled, and with it the requests in the engine, which end between two steps.
 import asyncio
 import contextlib
 import logging
-import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
@@ -19,7 +18,6 @@ from steerscope.specs.errors import SteerscopeError
 
 log = logging.getLogger("steerscope.serving")
 DONE = b"data: [DONE]\n\n"
-_LOOK_S = 5.0
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -34,14 +32,13 @@ class WatchedResponse(Response):
         self.status_code = 200
         self.background = None
         self._stall_s = stall_s
-        self._sending = 0.0  # when the unread data was sent; 0: nothing is unread
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._work(scope, receive, send))
-        gone = asyncio.ensure_future(self._gone(receive))
+        gone = asyncio.ensure_future(_disconnect(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            if not work.done() or work.cancelled():
                 scope.setdefault("state", {})["left"] = True
         finally:
             work.cancel()
@@ -53,20 +50,18 @@ class WatchedResponse(Response):
     @abstractmethod
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
-    async def _gone(self, receive: Receive) -> None:
-        """Return when the client has disconnected or does not read."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(_LOOK_S, self._stall_s)):
-                    if (await receive())["type"] == "http.disconnect":
-                        return
-            if self._sending and time.monotonic() - self._sending > self._stall_s:
-                return
-
     async def _send(self, send: Send, message: Message) -> None:
-        self._sending = time.monotonic()
-        await send(message)
-        self._sending = 0.0
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await send(message)
+        except TimeoutError:
+            raise asyncio.CancelledError("the client does not read") from None
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class EventStream(WatchedResponse):
@@ -107,7 +102,7 @@ class EventStream(WatchedResponse):
                 await self._send(send, {"type": "http.response.body", "body": chunk, "more_body": True})
         except Exception as error:
             last = b"data: " + _noted(error, scope).json(with_status=True).encode() + b"\n\n" + DONE
-        await send({"type": "http.response.body", "body": last})
+        await self._send(send, {"type": "http.response.body", "body": last})
 
 
 class WholeResponse(WatchedResponse):

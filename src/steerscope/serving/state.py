@@ -11,15 +11,16 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Annotated
 
-from starlette.requests import Request
+from fastapi import Depends, Request
 
 from steerscope.engines.api import Engine
 from steerscope.engines.results import TokenPrompt
 from steerscope.serving.admission import Admission
+from steerscope.serving.answers import TokenTexts
 from steerscope.serving.captures import Captures
 from steerscope.serving.errors import ApiError
-from steerscope.serving.logprobs import TokenTexts
 from steerscope.serving.metrics import Metrics
 from steerscope.serving.settings import ServerSettings
 from steerscope.serving.vectors import Vectors
@@ -54,7 +55,7 @@ class Serving:
         self.began = time.time()
         self.failure: Exception | None = None  # why the server has to end
         self.on_failure: Callable[[], None] = lambda: None
-        self.texts: TokenTexts | None = None  # of single tokens, for log probabilities
+        self.texts: TokenTexts  # of single tokens, for log probabilities; set when an engine has started
         self._start = None if isinstance(start, Engine) else start
         self._engine = start if isinstance(start, Engine) else None
         self._furnished = False  # an engine has had its vectors and packs
@@ -199,8 +200,11 @@ class Serving:
         self.on_failure()
 
 
-def serving_of(request: Request) -> Serving:
+async def shared(request: Request) -> Serving:
     return request.app.state.serving
+
+
+Shared = Annotated[Serving, Depends(shared)]
 
 
 async def _uncancelled(work: Awaitable[Engine]) -> Engine:

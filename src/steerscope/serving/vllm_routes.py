@@ -126,7 +126,7 @@ async def vector(request: Request, name: str) -> Response:
 
 
 @router.delete("/v1/vectors/{name}")
-async def delete_vector(request: Request, name: str) -> Response:
+async def delete_vector(request: Request, name: str) -> dict:
     _vector_file(request, name).unlink()
     return deleted("vector", name)
 
@@ -175,7 +175,7 @@ async def capture(request: Request, name: str) -> Response:
 
 
 @router.delete("/v1/captures/{name}")
-async def delete_capture(request: Request, name: str) -> Response:
+async def delete_capture(request: Request, name: str) -> dict:
     _capture_file(request, name).unlink()
     return deleted("capture", name)
 

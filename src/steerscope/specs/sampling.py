@@ -5,13 +5,18 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from steerscope.specs.base import Spec, one_or_many
+from steerscope.specs.base import Spec
 from steerscope.specs.errors import InvalidRequest, Problem
+
+
+def _one_text(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
 
 if TYPE_CHECKING:
     Stop = str | Sequence[str]
 else:
-    Stop = Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(max_length=4)]
+    Stop = Annotated[tuple[str, ...], BeforeValidator(_one_text), Field(max_length=4)]
 
 
 class Sampling(Spec):
