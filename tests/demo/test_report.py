@@ -7,7 +7,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from steerscope.demo.report import html_report, telling_lines
-from steerscope.demo.results import Answer, Control, Dose, HeatMap, Lenses, LensMap, Plane, Point, Results
+from steerscope.demo.results import Answer, Control, Dose, Lenses, Plane, Point, Results, TokenMap
 
 EVIL = "<script>alert('x')</script>&\"quoted\""
 PLOTS = [
@@ -20,13 +20,10 @@ CONDITIONS = ["unsteered", "happy", "sad", "capped", "ablated"]
 def results(text: str = "I had a wonderful day.") -> Results:
     """Small made-up results in which `text` stands wherever a model or a user could have written it."""
     tokens = ["How", " was", f" {text}", "?", "\n", " I"]
-    heat = [
-        HeatMap(
-            name, text, tokens, 4, [[0.1 * (layer - token) for token in range(6)] for layer in range(6)], (text, 2, 7.0)
-        )
-        for name in CONDITIONS[:3]
-    ]
-    lenses = [LensMap(name, text, tokens, [text, text], [[0.1] * 6] * 2) for name in CONDITIONS[:3]]
+    layers = [f"layer {layer}" for layer in range(6)]
+    places = [[0.1 * (layer - token) for token in range(6)] for layer in range(6)]
+    heat = [TokenMap(name, text, tokens, layers, places, 4, (text, 2, 7.0)) for name in CONDITIONS[:3]]
+    lenses = [TokenMap(name, text, tokens, [text, text], [[0.1] * 6] * 2) for name in CONDITIONS[:3]]
     groups = ["happy sentence", "sad sentence", "happy held out", "sad held out", "unsteered answer", "happy answer"]
     return Results(
         model=text,

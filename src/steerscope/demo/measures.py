@@ -1,30 +1,42 @@
-"""Measurements of the demo: the vector with its units, and what steering does to answers and next words.
+"""Measurements of the demo: the vector with its units, what steering does to answers and next words, and lenses.
 
 The statistics come from `TEST_PROMPTS`, on which nothing was chosen.
 """
 
 import math
-from collections.abc import Sequence
+import statistics
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from steerscope.demo.results import Control
+from steerscope.demo.results import Control, Lenses, TokenMap
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.logits import logits
 from steerscope.engines.results import Generation
 from steerscope.engines.sync import SyncEngine
 from steerscope.evals.forced import forced
 from steerscope.extraction import ContrastSet, mean_difference, row_norms, sentence_rows, sentences
+from steerscope.lenses import Pack
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Add, Steering
+from steerscope.specs.watch import Watch
+from steerscope.training.concepts import load_concepts
+from steerscope.training.lenses import LensSettings, fit_pack
 from steerscope.vectors.vector import SteeringVector
 
+CONCEPTS = ("feelings", "weather", "food")  # of the lenses, with all below them
+LEADING = ("pleasant", "unpleasant")
+LENS_DEPTH = 8 / 15  # of the layer that is read, where concepts are told apart best
+MOST_CONCEPTS = 8  # of a map, besides the two that lead
 RANDOM_DIRECTIONS = 8
 TEST_PROMPTS = [
     "After the long walk home he felt",
@@ -74,6 +86,9 @@ class Subject:
             raise SteerscopeError("perplexity needs the weights in this process: load the model with the hf engine")
         return self.engine.aio
 
+    def texts(self, token_ids: Iterable[int]) -> list[str]:
+        return [str(self.hf.tokenizer.decode([token])) for token in token_ids]
+
     def place(self, rows: Tensor, layer: int) -> Tensor:
         """Return the place of rows between negative (below 0) and positive (above 0), in mean row norms."""
         return (self.unit.projection(rows, layer) - self.middle[layer]) / self.norms[layer]
@@ -100,20 +115,12 @@ def heldout_auroc(subject: Subject) -> list[float]:
 
 
 def answers(
-    subject: Subject,
-    prompts: Sequence[str],
-    steer: Sequence[Add | Steering | None],
-    tokens: int,
-    captures: Sequence[Capture | None],
+    subject: Subject, prompts: Sequence[str], steer: Sequence[Add | Steering | None], tokens: int, capture: Capture
 ) -> list[list[Generation]]:
-    """Return greedy answers [steering][prompt], generated in one batch; each steering has its own capture."""
+    """Return greedy answers [steering][prompt], generated in one batch."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    done = subject.engine.chat(
-        chats * len(steer),
-        Sampling(max_tokens=tokens),
-        steer=[spec for spec in steer for _ in prompts],
-        capture=[spec for spec in captures for _ in prompts],
-    )
+    each = [spec for spec in steer for _ in prompts]
+    done = subject.engine.chat(chats * len(steer), Sampling(max_tokens=tokens), steer=each, capture=capture)
     return [done[i : i + len(prompts)] for i in range(0, len(done), len(prompts))]
 
 
@@ -126,11 +133,6 @@ def surprises(subject: Subject, generations: Sequence[Generation]) -> list[Tenso
 def perplexity(nats: Sequence[Tensor]) -> float:
     """Return exp of the mean −log p per token."""
     return math.exp(torch.cat(list(nats)).mean())
-
-
-def log_odds(subject: Subject, steer: Sequence[Add | None]) -> list[float]:
-    """Return `word_odds` of happy against sad words on the test prompts."""
-    return word_odds(subject.hf, TEST_PROMPTS, POSITIVE_WORDS, NEGATIVE_WORDS, steer)
 
 
 def word_odds(
@@ -175,21 +177,52 @@ def _word_ids(engine: HFEngine, words: Sequence[str]) -> list[int]:
     return [found[0] for found in ids]
 
 
-def random_pushes(subject: Subject) -> list[SteeringVector]:
-    """Return the push under random rotations: equal lengths and angles between layers, other directions."""
+def control(subject: Subject, scales: Sequence[float], scale: float) -> tuple[list[float], Control]:
+    """Return the log-odds at each of `scales`, and their gap between ±`scale` beside that of random directions.
+
+    A random direction is the push under a random rotation: equal lengths and angles between layers, other directions.
+    """
     generator = torch.Generator().manual_seed(0)
     size = subject.push.hidden
     rotations = [torch.linalg.qr(torch.randn(size, size, generator=generator)).Q for _ in range(RANDOM_DIRECTIONS)]
-    return [SteeringVector({layer: q @ subject.push[layer] for layer in subject.steered}) for q in rotations]
-
-
-def control(subject: Subject, scales: Sequence[float], scale: float) -> tuple[list[float], Control]:
-    """Return the log-odds at each of `scales`, and their gap between ±`scale` beside that of random directions."""
-    signed = [push.add(sign * scale) for push in random_pushes(subject) for sign in (1, -1)]
-    odds = log_odds(subject, [subject.push.add(s) if s else None for s in scales] + signed)
+    pushes = [SteeringVector({layer: q @ subject.push[layer] for layer in subject.steered}) for q in rotations]
+    steer = [subject.push.add(s) if s else None for s in scales]
+    steer += [push.add(sign * scale) for push in pushes for sign in (1, -1)]
+    odds = word_odds(subject.hf, TEST_PROMPTS, POSITIVE_WORDS, NEGATIVE_WORDS, steer)
     sweep = odds[: len(scales)]
     rest = odds[len(scales) :]
     gap = sweep[scales.index(scale)] - sweep[scales.index(-scale)]
     gaps = [up - down for up, down in zip(rest[::2], rest[1::2], strict=True)]
     spread = math.sqrt(sum(g * g for g in gaps) / len(gaps))  # around 0: signs of random directions mean nothing
     return sweep, Control(gap, gaps, gap / spread, TEST_PROMPTS, POSITIVE_WORDS, NEGATIVE_WORDS)
+
+
+def fit_small_pack(subject: Subject, out: Path) -> Pack:
+    """Fit lenses for some of the shipped concepts, and write them to `out`."""
+    settings = LensSettings(layers=(int(LENS_DEPTH * subject.engine.facts.layers),), name="demo")
+    with tempfile.TemporaryDirectory() as work:
+        return fit_pack(subject.engine, load_concepts().under(CONCEPTS), out, settings, work=work).pack
+
+
+def watch(subject: Subject, pack: Pack, prompt: str, steered: Mapping[str, Steering], tokens: int) -> Lenses:
+    """Return what the lenses read in the answer under each steering, row by row."""
+    subject.engine.register_pack("demo", pack)
+    done = subject.engine.chat(
+        [[{"role": "user", "content": prompt}]] * len(steered),
+        Sampling(max_tokens=tokens),
+        steer=list(steered.values()),
+        watch=Watch(pack="demo", top_k=len(pack), tokens="generated"),
+    )
+    scores = [np.stack([one.readings.of(c.id) for c in pack.concepts]) for one in done]  # type: ignore[attr-defined]
+    ranked = np.argsort(-np.max([found.mean(1) for found in scores], axis=0), kind="stable").tolist()
+    leading = [pack.index(name) for name in LEADING]
+    shown = leading + [i for i in ranked if i not in leading][:MOST_CONCEPTS]
+    names = [pack.concepts[i].name for i in shown]
+    metrics = {name: [concept.metrics[name] for concept in pack.concepts] for name in ("text_auroc", "auroc")}
+    medians = [statistics.median(values) for values in metrics.values()]
+    texts = [subject.texts([reading.token_id for reading in one.readings]) for one in done]
+    maps = [
+        TokenMap(condition, prompt, text, names, found[shown].tolist())
+        for condition, text, found in zip(steered, texts, scores, strict=True)
+    ]
+    return Lenses(pack.info.layer, len(pack), *medians, maps)

@@ -1,13 +1,24 @@
-"""The demo's results as one self-contained HTML page. Everything that a model or a user wrote is escaped."""
+"""The demo's results as one self-contained HTML page. Everything that a model or a user wrote is escaped.
 
-from collections.abc import Sequence
+Colours mean the same everywhere: orange is positive, blue negative, grey unsteered.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
 from importlib import resources
+from itertools import product
 
-from steerscope.demo import plots
-from steerscope.demo.results import Answer, Results
-from steerscope.report.colours import DIVERGING
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from steerscope.demo.results import Answer, Results, TokenMap
+from steerscope.report.colours import AXIS, BAND, DIVERGING, INK, NEGATIVE, NEUTRAL, POSITIVE, Colours
 from steerscope.report.page import Html, div, document, fill
+from steerscope.report.plots import framed, lines_figure, token_figure, wrapped
 
+_SYMBOLS = {"sentence": "circle", "held out": "circle-open", "answer": "diamond"}
+_DOTTED = {"color": INK, "width": 1, "dash": "dot"}
 _CARD = """<article class="card" style="border-top-color:{colour}">
 <header><b style="color:{colour}">{name}</b><code>{op}</code></header><p>{text}</p>
 <footer><span>projection<b>{answer.projection:+.3f}</b></span><span>perplexity<b>{answer.perplexity:.1f}</b></span></footer>
@@ -18,7 +29,7 @@ def html_report(results: Results) -> str:
     """Return the whole page."""
     template = (resources.files("steerscope.demo") / "report.html").read_text(encoding="utf-8")
     title = f"steerscope demo: {results.positive} and {results.negative} in {results.model}"
-    return document(title, fill(template, **_values(results), **_plots(results)))
+    return document(title, fill(template, **_numbers(results), **_texts(results), **_plots(results)))
 
 
 def telling_lines(results: Results) -> list[str]:
@@ -36,113 +47,245 @@ def telling_lines(results: Results) -> list[str]:
     ]
 
 
-def _plots(results: Results) -> dict[str, Html]:
-    heats = [
-        _titled(results, heat.condition, div(plots.heat_figure(results, heat), f"plot-heat-{i}", _width(heat.tokens)))
-        for i, heat in enumerate(results.heat)
-    ]
-    lenses = [
-        _titled(results, one.condition, div(plots.lens_figure(one), f"plot-lens-{i}", 120 + _width(one.tokens)))
-        for i, one in enumerate(results.lenses.maps)
-    ]
-    return {
-        "heat_plots": Html("".join(heats)),
-        "lens_plots": Html("".join(lenses)),
-        "dose_plot": div(plots.dose_figure(results), "plot-dose"),
-        "control_plot": div(plots.control_figure(results), "plot-control"),
-        "layers_plot": div(plots.layers_figure(results), "plot-layers"),
-        "plane_plot": div(plots.plane_figure(results), "plot-pca"),
-    }
-
-
-def _titled(results: Results, condition: str, plot: Html) -> str:
-    colour = plots.colour(results, condition)
-    return fill('<h3 style="color:{}">{}</h3>{}', colour, _title(condition), plot)
-
-
-def _width(tokens: Sequence[str]) -> int:
-    return max(720, 19 * len(tokens))
-
-
-def _title(condition: str) -> str:
-    return condition if condition == "unsteered" else f"steered {condition}"
-
-
-def _ops(results: Results) -> dict[str, tuple[str, str]]:
-    """Return condition → its op, and what that means."""
-    scale = results.scale
-    layers = f"{results.steered_layers[0]}–{results.steered_layers[-1]}"
-    return {
-        "unsteered": ("no op", "The model as it is."),
-        results.positive: (f"Add(+{scale:g})", f"The vector is added at layers {layers}."),
-        results.negative: (f"Add(−{scale:g})", "The same vector, subtracted."),
-        "capped": (
-            f"Add(+{scale:g}), Cap(max)",
-            "The same push, but no row may lie further out than unsteered answers do on average "
-            f"({results.cap_at:+.3f}).",
-        ),
-        "ablated": ("Ablate()", f"No push; the component along the vector is set to zero at layers {layers}."),
-    }
-
-
-def _cards(results: Results) -> Html:
-    blocks = []
-    for prompt in dict.fromkeys(answer.prompt for answer in results.answers):
-        cards = "".join(_card(results, answer) for answer in results.answers if answer.prompt == prompt)
-        blocks.append(fill('<h3 class="prompt">“{}”</h3><div class="cards">{}</div>', prompt, Html(cards)))
-    return Html("".join(blocks))
-
-
-def _card(results: Results, answer: Answer) -> str:
-    op, _ = _ops(results).get(answer.condition, ("", ""))
-    colour = plots.colour(results, answer.condition)
-    text = answer.text.strip() + ("" if answer.finished else " …")
-    return fill(_CARD, name=_name(answer.condition), colour=colour, op=op, text=text, answer=answer)
-
-
-def _name(condition: str) -> str:
-    return condition[:1].upper() + condition[1:]
-
-
-def _values(results: Results) -> dict[str, object]:
-    """Return what the template names: parts of the results, and what follows from them."""
-    control = results.control
+def _numbers(results: Results) -> dict[str, object]:
+    """Return the numbers that the template names: parts of the results, and what follows from them."""
     layers = results.steered_layers
-    most = results.doses[-1]
-    least = results.doses[0]
+    least, most = results.doses[0], results.doses[-1]
     up, down, plain = (results.dose(sign * results.scale) for sign in (1, -1, 0))
-    conditions = {"last_plain": "unsteered", "last_up": results.positive, "last_down": results.negative}
-    ops = (
-        fill('<li><b style="color:{}">{}</b><span>{}</span></li>', plots.colour(results, name), _name(name), meaning)
-        for name, (_, meaning) in _ops(results).items()
-    )
+    last_plain, last_up, last_down = (heat.mean(-1) for heat in results.heat)
     return {
         **{"r": results, "up": up, "down": down, "plain": plain, "most": most, "least": least},
-        **{name: results.last_layer_mean(condition) for name, condition in conditions.items()},
+        **{"last_plain": last_plain, "last_up": last_up, "last_down": last_down},
         "first": layers[0],
         "last": layers[-1],
         "last_layer": results.layers - 1,
         "n_steered": len(layers),
         "share": results.scale / len(layers),
         "distances": results.scale / results.class_distance,
-        "n_random": len(control.random_gaps),
-        "random_largest": max(map(abs, control.random_gaps)),
-        "n_tests": len(control.prompts),
+        "n_random": len(results.control.random_gaps),
+        "random_largest": max(map(abs, results.control.random_gaps)),
+        "n_tests": len(results.control.prompts),
         "gap_far": most.log_odds - least.log_odds,
         "heat": results.heat[0],
-        "longest": results.heat[0].longest,
-        "longest_token": results.heat[0].longest[0].strip(),
         "lens": results.lenses.maps[0],
-        "lens_means": "; ".join(
-            f"{_title(one.condition)} {one.mean(0):.2f} and {one.mean(1):.2f}" for one in results.lenses.maps
-        ),
+        "heat_limit": heat_limit(results),
+    }
+
+
+def _texts(results: Results) -> dict[str, object]:
+    """Return the texts that the template names."""
+    control = results.control
+    maps = results.lenses.maps
+    ops = _ops(results)
+    item = '<li><b style="color:{}">{}</b><span>{}</span></li>'
+    return {
+        "longest_token": results.heat[0].longest[0].strip(),
+        "lens_means": "; ".join(f"{_title(one)} {one.mean(0):.2f} and {one.mean(1):.2f}" for one in maps),
         "plain_cosines": " and ".join(f"{cosine:.2f}" for cosine in results.plane.plain_cosines),
-        "heat_limit": plots.heat_limit(results),
         "gradient": ", ".join(f"{ink} {stop:.0%}" for stop, ink in DIVERGING),
         "test_prompts": " · ".join(f"{prompt} …" for prompt in control.prompts),
         "sweep_prompts": " · ".join(results.sweep_prompts),
         "positive_words": ", ".join(control.positive_words),
         "negative_words": ", ".join(control.negative_words),
-        "ops": Html("".join(ops)),
-        "cards": _cards(results),
+        "ops": _joined(fill(item, colour(results, name), _name(name), about) for name, (_, about) in ops.items()),
+        "cards": _joined(_cards(results, prompt) for prompt in dict.fromkeys(one.prompt for one in results.answers)),
     }
+
+
+def _joined(parts: Iterable[str]) -> Html:
+    return Html("".join(parts))
+
+
+def _ops(results: Results) -> dict[str, tuple[str, str]]:
+    """Return condition → its op, and what that means."""
+    scale = results.scale
+    layers = f"{results.steered_layers[0]}–{results.steered_layers[-1]}"
+    same = "The same push, but no row may lie further out than unsteered answers do on average"
+    return {
+        "unsteered": ("no op", "The model as it is."),
+        results.positive: (f"Add(+{scale:g})", f"The vector is added at layers {layers}."),
+        results.negative: (f"Add(−{scale:g})", "The same vector, subtracted."),
+        "capped": (f"Add(+{scale:g}), Cap(max)", f"{same} ({results.cap_at:+.3f})."),
+        "ablated": ("Ablate()", f"No push; the component along the vector is set to zero at layers {layers}."),
+    }
+
+
+def _cards(results: Results, prompt: str) -> Html:
+    """Return the answers to a prompt side by side."""
+    cards = _joined(_card(results, answer) for answer in results.answers if answer.prompt == prompt)
+    return fill('<h3 class="prompt">“{}”</h3><div class="cards">{}</div>', prompt, cards)
+
+
+def _card(results: Results, answer: Answer) -> str:
+    op, _ = _ops(results)[answer.condition]
+    ink = colour(results, answer.condition)
+    text = answer.text.strip() + ("" if answer.finished else " …")
+    return fill(_CARD, name=_name(answer.condition), colour=ink, op=op, text=text, answer=answer)
+
+
+def _name(condition: str) -> str:
+    return condition[:1].upper() + condition[1:]
+
+
+def _title(found: TokenMap) -> str:
+    return found.condition if found.condition == "unsteered" else f"steered {found.condition}"
+
+
+# --- plots
+
+
+def _plots(results: Results) -> dict[str, Html]:
+    return {
+        "heat_plots": _maps(results, results.heat, "plot-heat", heat_figure),
+        "lens_plots": _maps(results, results.lenses.maps, "plot-lens", lens_figure, room=120),
+        "dose_plot": div(dose_figure(results), "plot-dose"),
+        "control_plot": div(control_figure(results), "plot-control"),
+        "layers_plot": div(layers_figure(results), "plot-layers"),
+        "plane_plot": div(plane_figure(results), "plot-pca"),
+    }
+
+
+def _maps(
+    results: Results,
+    maps: Sequence[TokenMap],
+    name: str,
+    draw: Callable[[Results, TokenMap], go.Figure],
+    room: int = 0,
+) -> Html:
+    """Return heat maps below each other with their titles; `room` is for the names of rows, in pixels."""
+    title = '<h3 style="color:{}">{}</h3>{}'
+    plots = [
+        div(draw(results, one), f"{name}-{i}", room + max(720, 19 * len(one.tokens))) for i, one in enumerate(maps)
+    ]
+    inks = [colour(results, one.condition) for one in maps]
+    return _joined(fill(title, ink, _title(one), plot) for ink, one, plot in zip(inks, maps, plots, strict=True))
+
+
+def colour(results: Results, condition: str) -> str:
+    known = {results.positive: POSITIVE, results.negative: NEGATIVE, "capped": "#7c4d9e", "ablated": "#2f7d5b"}
+    return known.get(condition, NEUTRAL)
+
+
+def heat_limit(results: Results) -> float:
+    """Return one colour range for all heat maps: the 98th percentile, so that few outliers do not pale the others."""
+    sizes = np.concatenate([np.abs(heat.values).ravel() for heat in results.heat])
+    return float(np.quantile(sizes, 0.98, method="lower")) or 1.0
+
+
+def heat_figure(results: Results, heat: TokenMap) -> go.Figure:
+    """Tokens from left to right, layers from bottom to top."""
+    colours = Colours(heat_limit(results))
+    hover = "%{z:+.3f} mean row norms"
+    figure = token_figure(
+        heat.values, heat.rows, heat.tokens, colours=colours, hover=hover, answer_start=heat.answer_start
+    )
+    figure.update_layout(height=238 + figure.layout.margin.b, margin={"l": 46, "t": 8})  # type: ignore[union-attr]
+    ticks = _layer_ticks(results)
+    title = {"text": "layer", "standoff": 6, "font": {"size": 13}}
+    figure.update_yaxes(title=title, tickvals=ticks, ticktext=ticks, autorange=True)
+    if heat.condition != "unsteered":
+        first, last = _steered(results)
+        figure.add_hrect(y0=first, y1=last, line=_DOTTED, fillcolor="rgba(0,0,0,0)")
+    return figure
+
+
+def lens_figure(_: Results, found: TokenMap) -> go.Figure:
+    """Tokens from left to right, concepts from top to bottom."""
+    colours = Colours(1.0, signed=False)
+    return token_figure(found.values, found.rows, found.tokens, colours=colours, hover="%{z:.3f}")
+
+
+def _layer_ticks(results: Results) -> list[int]:
+    return sorted({0, *results.steered_layers[:: len(results.steered_layers) - 1 or 1], results.layers - 1})
+
+
+def _steered(results: Results) -> tuple[float, float]:
+    """Return the edges of the steered layers on an axis."""
+    return results.steered_layers[0] - 0.5, results.steered_layers[-1] + 0.5
+
+
+def dose_figure(results: Results) -> go.Figure:
+    """Effect, cost and collapse over the scale, one below the other."""
+    doses = results.doses
+    scales = [dose.scale for dose in doses]
+    rows = (
+        (f"Effect: log-odds of {results.positive} words (nats)", [dose.log_odds for dose in doses], "%{y:+.1f} nats"),
+        ("Cost: perplexity, unsteered model", [dose.perplexity for dose in doses], "%{y:.1f}"),
+        ("Collapse: distinct tokens (%)", [100 * dose.distinct for dose in doses], "%{y:.0f} %"),
+    )
+    titles = [title for title, _, _ in rows]
+    figure = make_subplots(rows=3, cols=1, shared_xaxes=True, vertical_spacing=0.1, subplot_titles=titles)
+    shade = {"color": scales, "colorscale": DIVERGING, "cmin": -0.6, "cmax": 0.6, "line": {"color": INK, "width": 1}}
+    look = {"mode": "lines+markers", "line": {"color": AXIS, "width": 2}, "marker": {"size": 9, **shade}}
+    for row, (_, values, form) in enumerate(rows, 1):
+        hover = f"scale %{{x:+.2f}}<br>{form}<extra></extra>"
+        figure.add_scatter(x=scales, y=values, hovertemplate=hover, row=row, col=1, **look)
+    for sign in (-1, 1):
+        figure.add_vline(x=sign * results.scale, line=_DOTTED)
+    figure.update_annotations(x=0, xanchor="left", font={"size": 13}, yshift=3)
+    framed(figure, "", "", 560, margin={"l": 50, "r": 16, "t": 32, "b": 48}, showlegend=False)
+    figure.update_xaxes(tickformat=".2~f", range=[min(scales) * 1.06, max(scales) * 1.06])
+    figure.update_yaxes(type="log", tickvals=[1, 2, 5, 10, 20, 50, 100, 200, 500], row=2, col=1)
+    figure.update_yaxes(range=[0, 105], row=3, col=1)
+    return figure.update_xaxes(title={"text": "scale (mean row norms, in all)"}, row=3, col=1)
+
+
+def control_figure(results: Results) -> go.Figure:
+    """The ± gap of the vector beside the ± gaps of random directions."""
+    control = results.control
+    spread = control.gap / control.z
+    figure = go.Figure().add_vrect(x0=-spread, x1=spread, fillcolor=BAND, line_width=0)
+    beside = "right" if control.gap > 0 else "left"
+    for values, name, ink, size, at, text, anchor in (
+        (control.random_gaps, "random direction", NEUTRAL, 11, 0.0, "{n} random directions", "center"),
+        ([control.gap], "this vector", POSITIVE, 16, control.gap, "this vector {gap:+.1f}", beside),
+    ):
+        marker = {"size": size, "color": ink, "opacity": 0.85, "line": {"color": "#ffffff", "width": 1}}
+        hover = f"{name}<br>%{{x:+.2f}} nats<extra></extra>"
+        figure.add_scatter(x=values, y=[0] * len(values), mode="markers", marker=marker, hovertemplate=hover)
+        words = {"text": text.format(n=len(values), gap=control.gap), "xanchor": anchor, "yshift": 26}
+        look = {"font": {"color": ink, "size": 13}, "bgcolor": "rgba(255,255,255,0.8)", "showarrow": False}
+        figure.add_annotation(x=at, y=0, **words, **look)
+    margin = {"l": 16, "r": 24, "t": 8, "b": 48}
+    framed(figure, "± gap of the log-odds (nats)", "", 170, margin=margin, showlegend=False)
+    figure.update_yaxes(visible=False, range=[-1, 1.4])
+    return figure.update_xaxes(zeroline=True, zerolinecolor=AXIS)
+
+
+def layers_figure(results: Results) -> go.Figure:
+    """Held-out AUROC at every layer."""
+    lines = {"": (range(results.layers), results.auroc)}
+    up = "held-out AUROC"
+    figure = lines_figure(lines, across="layer", up=up, marks={"": [results.read_layer]}, colours=[INK])
+    first, last = _steered(results)
+    figure.add_vrect(x0=first, x1=last, fillcolor=BAND, line_width=0)
+    figure.add_hline(y=0.5, line={**_DOTTED, "color": AXIS})
+    figure.update_layout(height=470, showlegend=False, margin_t=12)
+    figure.update_xaxes(tickvals=_layer_ticks(results))
+    return figure.update_yaxes(range=[min(0.45, *results.auroc), 1.03])
+
+
+def plane_figure(results: Results) -> go.Figure:
+    """Sentences and answers on the first two principal components."""
+    figure = go.Figure()
+    plane = results.plane
+    for (part, symbol), side in product(_SYMBOLS.items(), (results.positive, results.negative, "unsteered")):
+        points = [point for point in plane.points if point.group == f"{side} {part}"]
+        if not points:
+            continue
+        ink = colour(results, side)
+        size, edge, width = (12, INK, 1.2) if part == "answer" else (9, ink, 1.6)
+        figure.add_scatter(
+            x=[point.x for point in points],
+            y=[point.y for point in points],
+            mode="markers",
+            name=f"{side} {part}",
+            marker={"symbol": symbol, "color": ink, "size": size, "line": {"color": edge, "width": width}},
+            customdata=[wrapped(point.text) for point in points],
+            hovertemplate=f"<b>{escape(side)} {part}</b><br>%{{customdata}}<extra></extra>",
+        )
+    first, second = (
+        f"component {i} (mean row norms; {part:.0%} of variance)" for i, part in enumerate(plane.explained, 1)
+    )
+    framed(figure, first, second, 520, margin={"l": 72, "r": 16, "t": 84, "b": 52})
+    return figure.update_xaxes(zeroline=True, zerolinecolor=AXIS)

@@ -16,15 +16,21 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class HeatMap:
-    """Projection of every token (columns) on the vector at every layer (rows), in mean row norms."""
+class TokenMap:
+    """Numbers of every token (columns): projections at layers, in mean row norms, or the scores of lenses (rows)."""
 
     condition: str
     prompt: str
     tokens: list[str]
-    answer_start: int
+    rows: list[str]  # layers, or concepts: the positive one first, then the negative one
     values: list[list[float]]
-    longest: tuple[str, int, float]  # token, layer and length (in mean row norms) of the longest row shown
+    answer_start: int = 0
+    longest: tuple[str, int, float] = ("", 0, 0.0)  # token, layer and length (in mean row norms) of the longest row
+
+    def mean(self, row: int) -> float:
+        """Return the mean over the answer's tokens."""
+        answer = self.values[row][self.answer_start :]
+        return sum(answer) / max(1, len(answer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +77,6 @@ class Plane:
 
 
 @dataclass(frozen=True, slots=True)
-class LensMap:
-    """Scores of concepts (rows) in the rows of an answer's tokens (columns)."""
-
-    condition: str
-    prompt: str
-    tokens: list[str]
-    concepts: list[str]  # the positive one first, then the negative one
-    values: list[list[float]]
-
-    def mean(self, concept: int) -> float:
-        return sum(self.values[concept]) / max(1, len(self.values[concept]))
-
-
-@dataclass(frozen=True, slots=True)
 class Lenses:
     """A small pack fitted on the model, and what it read."""
 
@@ -92,7 +84,7 @@ class Lenses:
     count: int
     text_auroc: float  # held-out forms of text, medians over the lenses
     token_auroc: float
-    maps: list[LensMap]
+    maps: list[TokenMap]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +108,7 @@ class Results:
     sweep_prompts: list[str]
     control: Control
     answers: list[Answer]
-    heat: list[HeatMap]
+    heat: list[TokenMap]
     lenses: Lenses
     seconds: float
     version: str
@@ -124,12 +116,6 @@ class Results:
     @property
     def heldout_auroc(self) -> float:
         return self.auroc[self.read_layer]
-
-    def last_layer_mean(self, condition: str) -> float:
-        """Mean projection of the answer's tokens at the last layer, from the heat map."""
-        heat = next(heat for heat in self.heat if heat.condition == condition)
-        answer = heat.values[-1][heat.answer_start :]
-        return sum(answer) / len(answer)
 
     def dose(self, scale: float) -> Dose:
         return min(self.doses, key=lambda dose: abs(dose.scale - scale))

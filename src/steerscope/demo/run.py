@@ -6,6 +6,7 @@ the statistics come from the test prompts in `measures`.
 
 import itertools
 import re
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,23 +14,26 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from sklearn.decomposition import PCA
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 import steerscope
 from steerscope.demo.measures import (
+    CONCEPTS,
     RANDOM_DIRECTIONS,
     Subject,
     answers,
     control,
+    fit_small_pack,
     heldout_auroc,
     perplexity,
     set_up,
     surprises,
+    watch,
 )
 from steerscope.demo.report import html_report, telling_lines
-from steerscope.demo.results import Answer, Dose, HeatMap, Plane, Point, Results
-from steerscope.demo.watching import CONCEPTS, fit_small_pack, watch
+from steerscope.demo.results import Answer, Dose, Plane, Point, Results, TokenMap
 from steerscope.engines.load import load
 from steerscope.engines.results import Generation
 from steerscope.extraction import load_contrast_set, sentence_rows, sentences
@@ -49,13 +53,17 @@ SHOWN_PROMPTS = [
 STEPS = 8
 
 
-def doses(subject: Subject, swept: Sequence[Sequence[Generation]], odds: Sequence[float]) -> list[Dose]:
-    nats = surprises(subject, [g for group in swept for g in group])
-    made = []
-    for i, (scale, group, odd) in enumerate(zip(SCALES, swept, odds, strict=True)):
-        distinct = sum(len(set(g.token_ids)) / len(g.token_ids) for g in group) / len(group)
-        made.append(Dose(scale, perplexity(nats[i * len(group) : (i + 1) * len(group)]), distinct, odd))
-    return made
+def sweep(subject: Subject, odds: Sequence[float], tokens: int) -> tuple[dict[float, list[Generation]], list[Dose]]:
+    """Return answers to the sweep prompts at every scale, and what they measure."""
+    pushes = [subject.push.add(scale) if scale else None for scale in SCALES]
+    capture = Capture(layers=subject.steered, tokens="generated")
+    swept = dict(zip(SCALES, answers(subject, SWEEP_PROMPTS, pushes, tokens, capture), strict=True))
+    nats = iter(surprises(subject, [g for group in swept.values() for g in group]))
+    doses = []
+    for (scale, group), odd in zip(swept.items(), odds, strict=True):
+        distinct = statistics.mean(len(set(g.token_ids)) / len(g.token_ids) for g in group)
+        doses.append(Dose(scale, perplexity([next(nats) for _ in group]), distinct, odd))
+    return swept, doses
 
 
 def steerings(subject: Subject, plain: Sequence[Generation]) -> tuple[dict[str, Steering], dict[int, float]]:
@@ -76,20 +84,30 @@ def steerings(subject: Subject, plain: Sequence[Generation]) -> tuple[dict[str, 
     return made, caps
 
 
-def look(subject: Subject, condition: str, prompt: str, generation: Generation, nats: Tensor) -> tuple[Answer, HeatMap]:
+def look(subject: Subject, condition: str, prompt: str, done: Generation, nats: Tensor) -> tuple[Answer, TokenMap]:
     """Measure one answer, token by token; the chat template's own tokens are left out."""
-    rows = generation.rows
+    rows = done.rows
     chosen = rows.labels.message >= 0
-    generated = rows.labels.generated[chosen]
-    tokens = [str(subject.hf.tokenizer.decode([token])) for token in rows.labels.token_id[chosen]]
+    start = int((~rows.labels.generated[chosen]).sum())
+    tokens = subject.texts(rows.labels.token_id[chosen])
     kept = {layer: rows[layer][torch.from_numpy(chosen)] for layer in rows.layers}
-    places = torch.stack([subject.place(row, layer) for layer, row in kept.items()])
+    places = torch.stack([subject.place(row, layer) for layer, row in kept.items()]).tolist()
     lengths = torch.stack([row.float().norm(dim=-1) / subject.norms[layer] for layer, row in kept.items()])
     layer, column = divmod(int(lengths.argmax()), len(tokens))
     longest = (tokens[column], layer, float(lengths[layer, column]))
-    mean = float(places[subject.read_layer][torch.from_numpy(generated)].mean())
-    answer = Answer(condition, prompt, generation.text, generation.finish_reason == "stop", mean, perplexity([nats]))
-    return answer, HeatMap(condition, prompt, tokens, int((~generated).sum()), places.tolist(), longest)
+    found = TokenMap(condition, prompt, tokens, [f"layer {layer}" for layer in kept], places, start, longest)
+    finished = done.finish_reason == "stop"
+    answer = Answer(condition, prompt, done.text, finished, found.mean(subject.read_layer), perplexity([nats]))
+    return answer, found
+
+
+def looks(
+    subject: Subject, conditions: Sequence[str], shown: Sequence[Sequence[Generation]]
+) -> list[tuple[Answer, TokenMap]]:
+    """Measure the answers to all shown prompts under all conditions."""
+    asked = itertools.product(conditions, SHOWN_PROMPTS)
+    flat = [generation for group in shown for generation in group]
+    return [look(subject, *names, g, n) for names, g, n in zip(asked, flat, surprises(subject, flat), strict=True)]
 
 
 def plane(subject: Subject, texts: Mapping[str, Sequence[str]]) -> Plane:
@@ -101,30 +119,21 @@ def plane(subject: Subject, texts: Mapping[str, Sequence[str]]) -> Plane:
     """
     layer = subject.read_layer
     data = subject.data
+    direction = subject.unit[layer]
     read_texts = [_finished(text) for group in texts.values() for text in group]
     read = sentence_rows(subject.engine, read_texts, layers=layer)[:, 0]
-    extraction = subject.extraction[:, layer]
-    heldout = subject.heldout[:, layer]
-    direction = subject.unit[layer]
-    components, explained = _principal(_centred(extraction, 2), direction)
-    plain, _ = _principal(extraction, direction)
-    centred = torch.cat([_centred(extraction, 2), _centred(heldout, 2), _centred(read, len(texts))])
-    groups = [f"{side} {part}" for part in ("sentence", "held out") for side in (data.positive, data.negative)]
-    sizes = [len(data.extraction)] * 2 + [len(data.heldout)] * 2
-    labels = [group for group, size in zip(groups, sizes, strict=True) for _ in range(size)]
-    labels += [f"{group} answer" for group, found in texts.items() for _ in found]
-    points = [
-        Point(label, text, x, y)
-        for label, text, (x, y) in zip(
-            labels,
-            sentences(data.extraction) + sentences(data.heldout) + read_texts,
-            (centred @ components.T / subject.norms[layer]).tolist(),
-            strict=True,
-        )
-    ]
+    extraction = _centred(subject.extraction[:, layer], 2)
+    components, explained = _principal(extraction, direction)
+    plain, _ = _principal(subject.extraction[:, layer], direction)
+    centred = torch.cat([extraction, _centred(subject.heldout[:, layer], 2), _centred(read, len(texts))])
+    groups = [f"{side} sentence" for side in (data.positive, data.negative) for _ in data.extraction]
+    groups += [f"{side} held out" for side in (data.positive, data.negative) for _ in data.heldout]
+    groups += [f"{side} answer" for side, found in texts.items() for _ in found]
+    shown = sentences(data.extraction) + sentences(data.heldout) + read_texts
+    places = (centred @ components.T / subject.norms[layer]).tolist()
     _, positive, negative = subject.place(read, layer).view(len(texts), -1).tolist()
     return Plane(
-        points=points,
+        points=[Point(group, text, x, y) for group, text, (x, y) in zip(groups, shown, places, strict=True)],
         explained=explained,
         cosine=float(components[0] @ direction),
         plain_cosines=tuple((plain @ direction).tolist()),
@@ -143,9 +152,9 @@ def _principal(rows: Tensor, direction: Tensor) -> tuple[Tensor, tuple[float, ..
 
     The sign of a component is arbitrary: here it is that of its cosine with the direction.
     """
-    _, strengths, components = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
-    shares = strengths.square() / strengths.square().sum()
-    return components[:2] * (components[:2] @ direction).sign()[:, None], tuple(shares[:2].tolist())
+    found = PCA(2, svd_solver="full").fit(rows.numpy())
+    components = torch.from_numpy(found.components_)
+    return components * (components @ direction).sign()[:, None], tuple(found.explained_variance_ratio_.tolist())
 
 
 def _finished(text: str) -> str:
@@ -171,50 +180,31 @@ def measure(model: str, bars: ProgressBars, packs: Path, *, sweep_tokens: int = 
         step(f"against {RANDOM_DIRECTIONS} random directions")
         odds, tested = control(subject, SCALES, SCALE)
         step(f"sweeping {len(SCALES)} scales")
-        swept = sweep(subject, sweep_tokens)
-        curve = doses(subject, swept, odds)
+        swept, doses = sweep(subject, odds, sweep_tokens)
         step("unsteered, steered, capped, ablated")
-        steered, caps = steerings(subject, swept[SCALES.index(0.0)])
-        shown = answers(subject, SHOWN_PROMPTS, list(steered.values()), answer_tokens, [Capture()] * len(steered))
+        steered, caps = steerings(subject, swept[0.0])
+        shown = answers(subject, SHOWN_PROMPTS, list(steered.values()), answer_tokens, Capture())
         step("projecting every token at every layer")
-        looks = looks_at(subject, list(steered), shown)
+        looked = looks(subject, list(steered), shown)
         step(f"lenses for {', '.join(CONCEPTS)}")
+        three = dict(zip(steered, (0.0, SCALE, -SCALE), strict=False))  # without capped and ablated
         pack = fit_small_pack(subject, packs)
-        lenses = watch(subject, pack, SHOWN_PROMPTS[0], dict(list(steered.items())[:3]), answer_tokens)
+        lenses = watch(subject, pack, SHOWN_PROMPTS[0], {name: steered[name] for name in three}, answer_tokens)
         step("principal components")
-        three = zip(list(steered)[:3], shown, (0.0, SCALE, -SCALE), strict=False)
-        texts = {name: [g.text for g in [*group, *swept[SCALES.index(at)]]] for name, group, at in three}
-        layer = subject.read_layer
+        both = {name: group + swept[three[name]] for name, group in zip(three, shown, strict=False)}
+        texts = {name: [generation.text for generation in group] for name, group in both.items()}
         return Results(
             **facts(subject, model),
-            cap_at=(caps[layer] - subject.middle[layer]) / subject.norms[layer],
+            cap_at=(caps[subject.read_layer] - subject.middle[subject.read_layer]) / subject.norms[subject.read_layer],
             auroc=auroc,
             plane=plane(subject, texts),
-            doses=curve,
+            doses=doses,
             control=tested,
-            answers=[answer for answer, _ in looks],
-            heat=[heat for _, heat in looks if heat.prompt == SHOWN_PROMPTS[-1]][:3],
+            answers=[answer for answer, _ in looked],
+            heat=[heat for _, heat in looked if heat.prompt == SHOWN_PROMPTS[-1]][: len(three)],
             lenses=lenses,
             seconds=time.perf_counter() - began,
         )
-
-
-def sweep(subject: Subject, tokens: int) -> list[list[Generation]]:
-    """Return answers to the sweep prompts at every scale; rows are captured of unsteered answers only."""
-    pushes = [subject.push.add(scale) if scale else None for scale in SCALES]
-    generated = Capture(layers=subject.steered, tokens="generated")
-    captures = [None if scale else generated for scale in SCALES]
-    return answers(subject, SWEEP_PROMPTS, pushes, tokens, captures)
-
-
-def looks_at(
-    subject: Subject, conditions: Sequence[str], shown: Sequence[Sequence[Generation]]
-) -> list[tuple[Answer, HeatMap]]:
-    """Measure the answers to all shown prompts under all conditions."""
-    asked = [(name, prompt) for name in conditions for prompt in SHOWN_PROMPTS]
-    flat = [generation for group in shown for generation in group]
-    nats = surprises(subject, flat)
-    return [look(subject, *names, g, n) for names, g, n in zip(asked, flat, nats, strict=True)]
 
 
 def facts(subject: Subject, model: str) -> dict[str, Any]:
