@@ -19,19 +19,8 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 import steerscope
-from steerscope.demo.measures import (
-    CONCEPTS,
-    RANDOM_DIRECTIONS,
-    Subject,
-    answers,
-    control,
-    fit_small_pack,
-    heldout_auroc,
-    perplexity,
-    set_up,
-    surprises,
-    watch,
-)
+from steerscope.demo import measures
+from steerscope.demo.measures import Subject
 from steerscope.demo.report import html_report, telling_lines
 from steerscope.demo.results import Answer, Dose, Plane, Point, Results, TokenMap
 from steerscope.engines.load import load
@@ -57,12 +46,12 @@ def sweep(subject: Subject, odds: Sequence[float], tokens: int) -> tuple[dict[fl
     """Return answers to the sweep prompts at every scale, and what they measure."""
     pushes = [subject.push.add(scale) if scale else None for scale in SCALES]
     capture = Capture(layers=subject.steered, tokens="generated")
-    swept = dict(zip(SCALES, answers(subject, SWEEP_PROMPTS, pushes, tokens, capture), strict=True))
-    nats = iter(surprises(subject, [g for group in swept.values() for g in group]))
+    swept = dict(zip(SCALES, measures.answers(subject, SWEEP_PROMPTS, pushes, tokens, capture), strict=True))
+    nats = iter(measures.surprises(subject, [g for group in swept.values() for g in group]))
     doses = []
     for (scale, group), odd in zip(swept.items(), odds, strict=True):
         distinct = statistics.mean(len(set(g.token_ids)) / len(g.token_ids) for g in group)
-        doses.append(Dose(scale, perplexity([next(nats) for _ in group]), distinct, odd))
+        doses.append(Dose(scale, measures.perplexity([next(nats) for _ in group]), distinct, odd))
     return swept, doses
 
 
@@ -97,7 +86,7 @@ def look(subject: Subject, condition: str, prompt: str, done: Generation, nats: 
     longest = (tokens[column], layer, float(lengths[layer, column]))
     found = TokenMap(condition, prompt, tokens, [f"layer {layer}" for layer in kept], places, start, longest)
     finished = done.finish_reason == "stop"
-    answer = Answer(condition, prompt, done.text, finished, found.mean(subject.read_layer), perplexity([nats]))
+    answer = Answer(condition, prompt, done.text, finished, found.mean(subject.read_layer), measures.perplexity([nats]))
     return answer, found
 
 
@@ -107,7 +96,8 @@ def looks(
     """Measure the answers to all shown prompts under all conditions."""
     asked = itertools.product(conditions, SHOWN_PROMPTS)
     flat = [generation for group in shown for generation in group]
-    return [look(subject, *names, g, n) for names, g, n in zip(asked, flat, surprises(subject, flat), strict=True)]
+    nats = measures.surprises(subject, flat)
+    return [look(subject, *names, g, n) for names, g, n in zip(asked, flat, nats, strict=True)]
 
 
 def plane(subject: Subject, texts: Mapping[str, Sequence[str]]) -> Plane:
@@ -175,21 +165,21 @@ def measure(model: str, bars: ProgressBars, packs: Path, *, sweep_tokens: int = 
     with load(model, max_batch=64, progress=bars.say) as engine:
         data = load_contrast_set("happy_sad")
         step(f"vector from {len(data.extraction)} sentence pairs")
-        subject = set_up(engine, data)
-        auroc = heldout_auroc(subject)
-        step(f"against {RANDOM_DIRECTIONS} random directions")
-        odds, tested = control(subject, SCALES, SCALE)
+        subject = measures.set_up(engine, data)
+        auroc = measures.heldout_auroc(subject)
+        step(f"against {measures.RANDOM_DIRECTIONS} random directions")
+        odds, tested = measures.control(subject, SCALES, SCALE)
         step(f"sweeping {len(SCALES)} scales")
         swept, doses = sweep(subject, odds, sweep_tokens)
         step("unsteered, steered, capped, ablated")
         steered, caps = steerings(subject, swept[0.0])
-        shown = answers(subject, SHOWN_PROMPTS, list(steered.values()), answer_tokens, Capture())
+        shown = measures.answers(subject, SHOWN_PROMPTS, list(steered.values()), answer_tokens, Capture())
         step("projecting every token at every layer")
         looked = looks(subject, list(steered), shown)
-        step(f"lenses for {', '.join(CONCEPTS)}")
+        step(f"lenses for {', '.join(measures.CONCEPTS)}")
         three = dict(zip(steered, (0.0, SCALE, -SCALE), strict=False))  # without capped and ablated
-        pack = fit_small_pack(subject, packs)
-        lenses = watch(subject, pack, SHOWN_PROMPTS[0], {name: steered[name] for name in three}, answer_tokens)
+        pack = measures.fit_small_pack(subject, packs)
+        lenses = measures.watch(subject, pack, SHOWN_PROMPTS[0], {name: steered[name] for name in three}, answer_tokens)
         step("principal components")
         both = {name: group + swept[three[name]] for name, group in zip(three, shown, strict=False)}
         texts = {name: [generation.text for generation in group] for name, group in both.items()}

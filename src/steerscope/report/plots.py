@@ -12,7 +12,6 @@ from numpy.typing import ArrayLike
 from steerscope.report.colours import AXIS, GRID, INK, PALETTE, Colours
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-LEGEND_ABOVE: dict[str, object] = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
 _NOTE_HEIGHT = 34  # pixels above a heat map
 _LETTER = 7  # pixels
 _MOST_TICKS = 12
@@ -21,12 +20,6 @@ _MOST_TICKS = 12
 def label(text: object) -> str:
     """Return a text for plotly, which reads a little HTML but no quotes."""
     return escape(str(text), quote=False)
-
-
-def token_label(token: str) -> str:
-    """Return a token as an axis label."""
-    text = token.strip(" ").replace("\n", "⏎") or "␣"
-    return label(text if len(text) <= 14 else text[:13] + "…")
 
 
 def wrapped(text: str, width: int = 46) -> str:
@@ -45,7 +38,8 @@ def styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
 def framed(figure: go.Figure, across: str, up: str, height: int = 420, **layout: object) -> go.Figure:
     """Style a figure with two axes and name them; the legend stands above."""
     margin = {"l": 64, "r": 16, "t": 44, "b": 52}
-    styled(figure, height, **{"margin": margin, "showlegend": True, "legend": LEGEND_ABOVE, **layout})
+    legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
+    styled(figure, height, **{"margin": margin, "showlegend": True, "legend": legend, **layout})
     figure.update_xaxes(title=_title(across), gridcolor=GRID, zeroline=False, dtick=1 if _few_numbers(figure) else None)
     return figure.update_yaxes(title=_title(up), gridcolor=GRID, zeroline=True, zerolinecolor=AXIS)
 
@@ -120,7 +114,7 @@ def token_figure(
     """Return a heat map over tokens. A line stands before token `answer_start`; `details` are what hovering shows of
     each row, by default its name."""
     at = list(range(len(tokens)))
-    names = [token_label(token) for token in tokens]
+    names = [_shortened(token.strip(" ").replace("\n", "⏎") or "␣") for token in tokens]
     figure = heat_figure({"": np.asarray(values)}, rows, at, across="", hover="", colours=colours)
     shown = [[[name, escape(row)] for name in names] for row in details or rows]
     template = f"token <b>%{{customdata[0]}}</b><br>%{{customdata[1]}}<br>{hover}<extra></extra>"
@@ -133,6 +127,10 @@ def token_figure(
     if 0 < answer_start < len(names):
         figure.add_vline(x=answer_start - 0.5, line={"color": INK, "width": 1.5})
     return figure
+
+
+def _shortened(text: str) -> str:
+    return label(text if len(text) <= 14 else text[:13] + "…")
 
 
 def _room(labels: Sequence[str]) -> int:

@@ -1,13 +1,14 @@
 """Small plots as SVG text, for files that must stay small and for pages that show pictures."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
 from steerscope.report.colours import GRID, INK
 
 WIDTH, HEIGHT = 320, 250  # of one panel
-_LEFT, _TOP = 46, 34  # room for its words
+_LEFT, _TOP, _BOTTOM = 46, 34, HEIGHT - 42  # of the plot in it, beside room for words
 
 
 def drawing(content: str, width: int, height: int) -> str:
@@ -19,65 +20,43 @@ def drawing(content: str, width: int, height: int) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class Axes:
     """Map numbers to places in a panel, where wanted by their logarithms."""
 
-    def __init__(
-        self,
-        x: tuple[float, float],
-        y: tuple[float, float],
-        right: float = WIDTH - 14,
-        log_x: bool = False,
-        log_y: bool = False,
-    ) -> None:
-        self.x = x
-        self.y = y
-        self.log_x = log_x
-        self.log_y = log_y
-        self.right = right
-        self.bottom = HEIGHT - 42
+    x: tuple[float, float]
+    y: tuple[float, float]
+    right: float = WIDTH - 14
+    log_x: bool = False
+    log_y: bool = False
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         across = _part(x, self.x, self.log_x)
         up = _part(y, self.y, self.log_y)
-        return _LEFT + across * (self.right - _LEFT), self.bottom - up * (self.bottom - _TOP)
+        return _LEFT + across * (self.right - _LEFT), _BOTTOM - up * (_BOTTOM - _TOP)
 
-    def frame(
-        self,
-        title: str,
-        below: str,
-        xs: Sequence[float] | Mapping[float, str],
-        ys: Sequence[float] | Mapping[float, str],
-    ) -> str:
-        """Draw title, grid and ticks; ticks are numbers, or numbers with their labels."""
-        parts = [text(_LEFT, _TOP - 14, title, "start"), text((_LEFT + self.right) / 2, self.bottom + 34, below)]
-        for y, label in _ticks(ys):
+    def frame(self, title: str, below: str, xs: Sequence[float], ys: Sequence[float]) -> str:
+        """Draw title, grid and ticks."""
+        parts = [text(_LEFT, _TOP - 14, title, "start"), text((_LEFT + self.right) / 2, _BOTTOM + 34, below)]
+        for y in ys:
             _, place = self.at(self.x[0], y)
-            parts += [line(_LEFT, place, self.right, place, GRID), text(_LEFT - 6, place + 4, label, "end")]
-        parts += [text(self.at(x, self.y[0])[0], self.bottom + 16, label) for x, label in _ticks(xs)]
+            parts += [line(_LEFT, place, self.right, place, GRID), text(_LEFT - 6, place + 4, f"{y:g}", "end")]
+        parts += [text(self.at(x, self.y[0])[0], _BOTTOM + 16, f"{x:g}") for x in xs]
         return "".join(parts)
 
     def curve(self, points: Sequence[tuple[float, float]], colour: str, dashes: str = "none") -> str:
         places = " ".join("{:.1f},{:.1f}".format(*self.at(x, y)) for x, y in points)
-        return (
-            f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"/>'
-        )
+        look = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"'
+        return f'<polyline points="{places}" {look}/>'
 
     def dots(self, points: Sequence[tuple[float, float]], colour: str, radius: float, opacity: float = 1) -> str:
-        places = [self.at(x, y) for x, y in points]
-        return "".join(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}" fill-opacity="{opacity}"/>'
-            for x, y in places
-        )
+        look = f'r="{radius}" fill="{colour}" fill-opacity="{opacity}"'
+        return "".join('<circle cx="{:.1f}" cy="{:.1f}" {}/>'.format(*self.at(x, y), look) for x, y in points)
 
 
 def _part(value: float, ends: tuple[float, float], log: bool) -> float:
     low, high, value = (math.log10(number) if log else number for number in (*ends, value))
     return (value - low) / (high - low)
-
-
-def _ticks(ticks: Sequence[float] | Mapping[float, str]) -> Iterable[tuple[float, str]]:
-    return ticks.items() if isinstance(ticks, Mapping) else [(tick, f"{tick:g}") for tick in ticks]
 
 
 def text(x: float, y: float, words: str, anchor: str = "middle", colour: str = INK) -> str:

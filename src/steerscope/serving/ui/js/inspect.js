@@ -114,19 +114,13 @@ function key(event) {
 
 /** The token nearest above (step −1) or below (step 1) in the text. */
 function above(run, i, step) {
-  const from = spanOf(run, i).getBoundingClientRect();
-  let best = i;
-  let distance = Infinity;
-  let lineTop = null;
-  for (let j = i + step; j >= 0 && j < run.tokens.length; j += step) {
-    const box = spanOf(run, j).getBoundingClientRect();
-    if ((box.top - from.top) * step < 6) continue;
-    lineTop ??= box.top;
-    if (Math.abs(box.top - lineTop) > 6) break;
-    const away = Math.abs(box.left - from.left);
-    if (away < distance) [best, distance] = [j, away];
-  }
-  return best;
+  const boxes = view(run).spans.map((span) => span.getBoundingClientRect());
+  const down = ({ top }) => (top - boxes[i].top) * step;
+  const beyond = boxes.filter((box) => down(box) >= 6);
+  const next = Math.min(...beyond.map(down));
+  const away = ({ left }) => Math.abs(left - boxes[i].left);
+  const [best] = beyond.filter((box) => down(box) <= next + 6).sort((a, b) => away(a) - away(b));
+  return best ? boxes.indexOf(best) : i;
 }
 
 // --- the card
