@@ -115,12 +115,16 @@ def heldout_auroc(subject: Subject) -> list[float]:
 
 
 def answers(
-    subject: Subject, prompts: Sequence[str], steer: Sequence[Add | Steering | None], tokens: int, capture: Capture
+    subject: Subject,
+    prompts: Sequence[str],
+    asked: Sequence[tuple[Add | Steering | None, Capture | None]],
+    tokens: int,
 ) -> list[list[Generation]]:
-    """Return greedy answers [steering][prompt], generated in one batch."""
+    """Return greedy answers [steering and its capture][prompt], generated in one batch."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    each = [spec for spec in steer for _ in prompts]
-    done = subject.engine.chat(chats * len(steer), Sampling(max_tokens=tokens), steer=each, capture=capture)
+    steer = [spec for spec, _ in asked for _ in prompts]
+    capture = [spec for _, spec in asked for _ in prompts]
+    done = subject.engine.chat(chats * len(asked), Sampling(max_tokens=tokens), steer=steer, capture=capture)
     return [done[i : i + len(prompts)] for i in range(0, len(done), len(prompts))]
 
 

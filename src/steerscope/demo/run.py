@@ -43,10 +43,10 @@ STEPS = 8
 
 
 def sweep(subject: Subject, odds: Sequence[float], tokens: int) -> tuple[dict[float, list[Generation]], list[Dose]]:
-    """Return answers to the sweep prompts at every scale, and what they measure."""
-    pushes = [subject.push.add(scale) if scale else None for scale in SCALES]
-    capture = Capture(layers=subject.steered, tokens="generated")
-    swept = dict(zip(SCALES, measures.answers(subject, SWEEP_PROMPTS, pushes, tokens, capture), strict=True))
+    """Return answers to the sweep prompts at every scale, with rows of the unsteered ones, and what they measure."""
+    plain = (None, Capture(layers=subject.steered, tokens="generated"))
+    asked = [(subject.push.add(scale), None) if scale else plain for scale in SCALES]
+    swept = dict(zip(SCALES, measures.answers(subject, SWEEP_PROMPTS, asked, tokens), strict=True))
     nats = iter(measures.surprises(subject, [g for group in swept.values() for g in group]))
     doses = []
     for (scale, group), odd in zip(swept.items(), odds, strict=True):
@@ -173,7 +173,8 @@ def measure(model: str, bars: ProgressBars, packs: Path, *, sweep_tokens: int = 
         swept, doses = sweep(subject, odds, sweep_tokens)
         step("unsteered, steered, capped, ablated")
         steered, caps = steerings(subject, swept[0.0])
-        shown = measures.answers(subject, SHOWN_PROMPTS, list(steered.values()), answer_tokens, Capture())
+        asked = [(spec, Capture()) for spec in steered.values()]
+        shown = measures.answers(subject, SHOWN_PROMPTS, asked, answer_tokens)
         step("projecting every token at every layer")
         looked = looks(subject, list(steered), shown)
         step(f"lenses for {', '.join(measures.CONCEPTS)}")
