@@ -77,15 +77,16 @@ class Expansion:
         return [(self.pack.concepts[lens], value) for lens, value in found if lens >= 0]
 
 
-def check(top_k: int, depth: int) -> None:
+def expand_rows(
+    groups: Groups, rows: Tensor, top_k: int, depth: int, keep_scores: bool, run: Callable[[Tensor, int, int], Expanded]
+) -> Expansion:
+    """Expand rows [n, hidden] in parts: `run(rows, top_k, depth)` expands one part."""
     if top_k < 1 or depth < 0:
         raise InvalidRequest([Problem("top_k, depth", f"are {top_k} and {depth}", "give at least 1 and 0")])
-
-
-def joined(groups: Groups, parts: Sequence[Expanded], keep_scores: bool) -> Expansion:
-    """Join the results of parts of the rows."""
-    values, lenses = (torch.cat([getattr(part, name) for part in parts]) for name in ("values", "lenses"))
+    with torch.no_grad():
+        parts = [run(part, top_k, depth) for part in rows.split(MOST_ROWS)]
     scores = torch.cat([part.scores for part in parts]) if keep_scores else None
+    values, lenses = (torch.cat([getattr(part, name) for part in parts]) for name in ("values", "lenses"))
     return Expansion(groups.pack, values, lenses, scores)
 
 
@@ -145,8 +146,10 @@ class BankExpander:
             raise InvalidRequest([Problem("bank", "holds a part of its pack", "make it of the whole pack")])
         self.bank, self.groups = bank, Groups(bank.pack, base_levels, bank.device)
 
-    @torch.no_grad()
     def expand(self, rows: Tensor, top_k: int = 10, depth: int = 5, keep_scores: bool = False) -> Expansion:
-        check(top_k, depth)
-        parts = [expand(self.groups, self.bank.scores(part), top_k, depth) for part in rows.split(MOST_ROWS)]
-        return joined(self.groups, parts, keep_scores)
+        """Return the top concepts of rows [n, hidden]."""
+
+        def run(part: Tensor, top_k: int, depth: int) -> Expanded:
+            return expand(self.groups, self.bank.scores(part), top_k, depth)
+
+        return expand_rows(self.groups, rows, top_k, depth, keep_scores, run)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from steerscope.lenses.expand import MOST_ROWS, Expanded, Expansion, Groups, check, expand, joined
+from steerscope.lenses.expand import Expanded, Expansion, Groups, expand, expand_rows
 from steerscope.lenses.graph_pool import GraphPool
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.stack import WORKSPACE, Stack, Weights, gather, slot_ranges
@@ -151,17 +151,17 @@ class Tiers:
 
     def expand(self, rows: Tensor, top_k: int = 10, depth: int = 5, keep_scores: bool = False) -> Expansion:
         """Return the top concepts of rows [n, hidden]."""
-        check(top_k, depth)
-        with self._lock, torch.no_grad():
-            all_hot = self._all_hot(rows, top_k, depth)
-            parts = [all_hot] if all_hot else [self._expand(part, top_k, depth) for part in rows.split(MOST_ROWS)]
-            return joined(self.groups, parts, keep_scores)
+        with self._lock:
+            return expand_rows(self.groups, rows, top_k, depth, keep_scores, self._run)
 
     def pinned_scores(self, rows: Tensor) -> Tensor:
         """Return scores [n, pinned] of the pinned concepts, in the given order, without loading anything."""
         with torch.no_grad():
             slots = torch.tensor([self.slots.of[lens] for lens in self.pinned], device=self.device)
             return self._stack.scores(rows, [self._always])[:, slots]
+
+    def _run(self, rows: Tensor, top_k: int, depth: int) -> Expanded:
+        return self._all_hot(rows, top_k, depth) or self._expand(rows, top_k, depth)
 
     def _all_hot(self, rows: Tensor, top_k: int, depth: int) -> Expanded | None:
         """Expand in one pass over the hot lenses; return None if it lacks a group that the expansion needed."""

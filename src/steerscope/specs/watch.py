@@ -4,7 +4,7 @@ A pack is a name registered with the engine, or a Pack object. A condition holds
 number of consecutive selected rows on which it must hold. No torch is imported here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self, runtime_checkable
 
 from pydantic import BeforeValidator, Field, ValidatorFunctionWrapHandler, WrapValidator, model_validator
@@ -45,10 +45,10 @@ def _one_of(kinds: "Callable[[], dict[str, type[Spec]]]", what: str) -> Callable
 
     def parse(value: object) -> object:
         known = kinds()
-        if isinstance(value, Spec) and not isinstance(value, tuple(known.values())):
-            raise ValueError(f"{type(value).__name__} is not {what}; give {', '.join(known)}")
-        if isinstance(value, Spec):
+        if isinstance(value, tuple(known.values())):
             return value
+        if isinstance(value, Spec):
+            raise ValueError(f"{type(value).__name__} is not {what}; give {', '.join(known)}")
         kind = value.get("kind") if isinstance(value, dict) else None
         if not isinstance(kind, str) or kind not in known:
             raise ValueError(f"{value!r:.60} is not {what}; give one whose kind is {', '.join(known)}")
@@ -80,9 +80,21 @@ class _Condition(Spec):
     def __invert__(self) -> "Not":
         return Not(of=self)  # type: ignore[arg-type]
 
+    def parts(self) -> "Iterable[tuple[str, _Condition]]":
+        """Return the conditions that this one combines, each with its field."""
+        return ()
+
     def leaves(self) -> Iterator[tuple[str, "When"]]:
         """Yield the single conditions, each with the path of its field inside this one."""
-        raise NotImplementedError
+        if isinstance(self, When):
+            yield "", self
+        for field, part in self.parts():
+            for path, leaf in part.leaves():
+                yield f"{field}.{path}" if path else field, leaf
+
+    def negates(self) -> bool:
+        """Return whether it, or a part of it, is a `Not`."""
+        return isinstance(self, Not) or any(part.negates() for _, part in self.parts())
 
 
 class When(_Condition):
@@ -101,9 +113,6 @@ class When(_Condition):
         if self.above is not None and self.below is not None and self.above >= self.below:
             raise ValueError(f"no score is above {self.above:g} and below {self.below:g}; swap them")
         return self
-
-    def leaves(self) -> Iterator[tuple[str, "When"]]:
-        yield "", self
 
 
 if TYPE_CHECKING:
@@ -124,10 +133,8 @@ class _Several(_Condition):
             raise ValueError("there is nothing to combine; give at least one condition")
         return self
 
-    def leaves(self) -> Iterator[tuple[str, When]]:
-        for i, part in enumerate(self.of):
-            for path, leaf in part.leaves():
-                yield f"of[{i}]{'.' if path else ''}{path}", leaf
+    def parts(self) -> Iterable[tuple[str, _Condition]]:
+        return [(f"of[{i}]", part) for i, part in enumerate(self.of)]
 
 
 class AllOf(_Several):
@@ -142,9 +149,8 @@ class Not(_Condition):
     kind: Literal["not"] = "not"
     of: ConditionField
 
-    def leaves(self) -> Iterator[tuple[str, When]]:
-        for path, leaf in self.of.leaves():
-            yield f"of{'.' if path else ''}{path}", leaf
+    def parts(self) -> Iterable[tuple[str, _Condition]]:
+        return [("of", self.of)]
 
 
 Condition = When | AllOf | AnyOf | Not
@@ -215,18 +221,12 @@ class Rule(Spec):
         if not isinstance(self.then, Steer) or self.then.off_below is None:
             return self
         leaves = [leaf for _, leaf in self.when.leaves()]
-        if any(leaf.above is None or leaf.below is not None for leaf in leaves) or _negates(self.when):
+        if any(leaf.above is None or leaf.below is not None for leaf in leaves) or self.when.negates():
             raise ValueError("off_below needs a condition made of scores above something; use off_for alone")
         highest = min(leaf.above for leaf in leaves if leaf.above is not None)
         if self.then.off_below > highest:
             raise ValueError(f"off_below {self.then.off_below:g} is over above {highest:g}; choose a smaller one")
         return self
-
-
-def _negates(condition: _Condition) -> bool:
-    if isinstance(condition, Not):
-        return True
-    return isinstance(condition, _Several) and any(_negates(part) for part in condition.of)
 
 
 # --- the watch

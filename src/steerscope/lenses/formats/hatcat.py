@@ -109,16 +109,13 @@ def load_hatcat(
 
 
 def _about(path: Path, problems: list[Problem]) -> dict[str, object]:
-    for name in ("pack_info.json", "pack.json"):
-        if (path / name).is_file():
-            try:
-                return dict(json.loads((path / name).read_bytes()))
-            except (ValueError, TypeError, OSError, RecursionError):
-                problems.append(Problem(name, "is not a JSON object", "mend it"))
-                return {}
     if not path.is_dir():
         problems.append(Problem("", "it is no directory", "give the directory with pack_info.json"))
-    return {}
+    try:
+        return dict(_read([path], "pack_info.json", "pack.json") or {})
+    except (BadFile, ValueError, TypeError):
+        problems.append(Problem("pack_info.json", "is not a JSON object", "mend it"))
+        return {}
 
 
 def _model(about: Mapping[str, object]) -> str | None:
