@@ -5,7 +5,7 @@ nothing, and refused with a remedy at any other; an unknown field is refused. Wh
 wrong one is one problem, not one per shape.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -118,12 +118,8 @@ def _vector_to_steering(value: object) -> object:
     return Steering(ops=(Add(vector=value),)) if isinstance(value, str) else value
 
 
-if TYPE_CHECKING:
-    Steer = Steering
-    Names = tuple[str, ...]
-else:
-    Steer = Annotated[Steering, BeforeValidator(_vector_to_steering)]
-    Names = Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(max_length=64)]
+Steer = Annotated[Steering, BeforeValidator(_vector_to_steering)]
+Names = Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(max_length=64)]
 
 
 # --- bodies
@@ -186,7 +182,7 @@ class Body(Sampling):
         return given
 
     @classmethod
-    def read(cls, data: dict[str, object]) -> Self:
+    def read(cls, data: object) -> Self:
         """Return the body, or raise every problem in it."""
         body = cls.parse(data)
         if problems := body.misfits():

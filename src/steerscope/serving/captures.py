@@ -32,16 +32,12 @@ class StoredCapture:
     readers: int = 0
     dropped: bool = False
 
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.rows.tensors.values())
-
     def about(self) -> dict[str, object]:
         rows = self.rows
         return {
             "id": self.id,
             "rows": rows.n,
-            "bytes": self.bytes,
+            "bytes": sum(tensor.nbytes for tensor in rows.tensors.values()),
             "layers": list(rows.layers),
             "sites": list(rows.sites),
             "reduce": rows.reduce,
@@ -121,23 +117,24 @@ class RowsResponse(WatchedResponse):
         self._capture = capture
         size = capture.file.size
         found = _range(asked_range, size)
-        self.status_code = 200 if found is None else 206
         self._start, self._stop = found or (0, size)
-        self._headers = [
-            (b"content-type", b"application/octet-stream"),
-            (b"content-disposition", f'attachment; filename="{capture.id}.safetensors"'.encode()),
-            (b"content-length", str(self._stop - self._start).encode()),
-            (b"accept-ranges", b"bytes"),
-        ]
+        headers = {
+            "content-disposition": f'attachment; filename="{capture.id}.safetensors"',
+            "content-length": str(self._stop - self._start),
+            "accept-ranges": "bytes",
+        }
         if found is not None:
-            self._headers.append((b"content-range", f"bytes {self._start}-{self._stop - 1}/{size}".encode()))
+            self.status_code = 206
+            headers["content-range"] = f"bytes {self._start}-{self._stop - 1}/{size}"
+        self.media_type = "application/octet-stream"
+        self.init_headers(headers)
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         del receive
         capture = self._capture
         capture.readers += 1
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self._headers})
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             if scope["method"] != "HEAD":
                 for piece in capture.file.pieces(self._start, self._stop):
                     await self._send(send, {"type": "http.response.body", "body": piece, "more_body": True})
@@ -152,14 +149,15 @@ class RowsResponse(WatchedResponse):
 def _range(asked: str | None, size: int) -> tuple[int, int] | None:
     """Return the one range of bytes that was asked for, or None, which is all of them, for anything else."""
     found = _RANGE.fullmatch(asked or "")
-    if found is None or not (found[1] or found[2]):
+    if found is None or found[0] == "bytes=-":
         return None
-    if found[1]:
-        start, stop = int(found[1]), min(size, int(found[2]) + 1 if found[2] else size)
-        if found[2] and int(found[2]) < start:
-            return None
+    first, last = (int(part) if part else None for part in found.groups())
+    if first is None:  # the last bytes
+        start, stop = max(0, size - (last or 0)), size
     else:
-        start, stop = max(0, size - int(found[2])), size
+        start, stop = first, size if last is None else min(size, last + 1)
+    if last is not None and first is not None and last < first:
+        return None
     if start >= size:
         what = f"the file has {size} bytes: ask for a range within them"
         raise ApiError(416, what, "range_not_satisfiable", headers={"Content-Range": f"bytes */{size}"})

@@ -61,6 +61,7 @@ class ErrorDetails(BaseModel):
     param: str | None
     code: str | None
     problems: list[ErrorProblem] = []
+    status: int | None = None  # in an event of a stream, whose headers cannot carry it
 
 
 class ErrorBody(BaseModel):
@@ -88,15 +89,16 @@ class ApiError(SteerscopeError):
         return self.code or str(self.status)
 
     def json(self, with_status: bool = False) -> str:
-        """Return the body; an event of a stream also has the status, which its headers cannot carry."""
-        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        code = self.code or _CODES.get(self.status)
-        error: dict[str, object] = {"message": self.message, "type": kind, "param": self.param, "code": code}
-        if self.problems:
-            error["problems"] = [{"param": p.field, "message": p.what, "remedy": p.remedy} for p in self.problems]
-        if with_status:
-            error["status"] = self.status
-        return json.dumps({"error": error})
+        """Return the body; an event of a stream also has the status."""
+        details = ErrorDetails(
+            message=self.message,
+            type=_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error"),
+            param=self.param,
+            code=self.code or _CODES.get(self.status),
+            problems=[ErrorProblem(param=p.field, message=p.what, remedy=p.remedy) for p in self.problems],
+            status=self.status if with_status else None,
+        )
+        return json.dumps({"error": details.model_dump(exclude_defaults=True)})
 
     def response(self) -> Response:
         headers = dict(self.headers)

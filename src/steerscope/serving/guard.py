@@ -1,21 +1,24 @@
 """Before every route: a request id, authentication, limits on bodies, and one line in the log.
 
-It is plain ASGI, and chunks of a stream bypass it.
+It is plain ASGI, and chunks of a stream bypass it. A connection is only used again when the whole body was read. A
+route may answer without having read it: then a small rest is read and dropped, and for a large one the answer says
+`Connection: close`.
 """
 
-import functools
+import asyncio
+import contextlib
 import hmac
 import logging
 import random
 import re
 import time
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from steerscope.serving.errors import ApiError, api_error
-from steerscope.serving.request_body import RequestBody
 from steerscope.serving.settings import is_loopback
 from steerscope.serving.state import Serving
 from steerscope.specs.errors import SteerscopeError
@@ -25,6 +28,8 @@ _OPEN = ("/health", "/ready", "/")  # need no key: they show nothing of requests
 _ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(?::[0-9]*)?")
 _BODIES = 4  # limit on all bodies of unanswered requests, in bodies of the largest allowed size
+_SMALL_BYTES, _SMALL_S = 64 << 10, 1.0  # a rest up to this is dropped, if it arrives in this time
+_LINGER_BYTES, _LINGER_S = 16 << 20, 1.0  # dropped of a larger one while the client reads the answer
 _UPLOAD_TIMES = 10  # an upload may take this many times as long as another body
 # The page needs no more than this; plotly writes style elements of its own. No other page may frame it.
 _POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-uri 'none'; "
@@ -34,6 +39,64 @@ _HEADERS = [
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"referrer-policy", b"no-referrer"),
 ]
+
+
+class RequestBody:
+    """The body of one request as it arrives, limited in size and time."""
+
+    def __init__(self, receive: Receive, headers: Mapping[bytes, str], max_bytes: int, seconds: float) -> None:
+        self._receive = receive
+        length = headers.get(b"content-length", "0")
+        self._length = int(length) if length.isdecimal() else 0
+        self._waits_for_continue = headers.get(b"expect", "").lower() == "100-continue"
+        self._complete = not self._length and b"transfer-encoding" not in headers
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+        self._deadline = asyncio.get_running_loop().time() + seconds
+        self._read = 0
+
+    def check(self, size: int | None = None) -> None:
+        """Refuse a body of this size, or of the size that its head tells."""
+        if (self._length if size is None else size) > self._max_bytes:
+            raise ApiError(413, f"the body is larger than {self._max_bytes} bytes", "body_too_large")
+
+    async def receive(self) -> Message:
+        """Return the next message for the app. Raises ApiError beyond a limit."""
+        if self._complete:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._next()
+        except TimeoutError:
+            what = f"the body did not arrive within {self._seconds:g} s"
+            raise ApiError(408, what, "body_timeout", headers={"Connection": "close"}) from None
+        self.check(self._read)
+        return message
+
+    async def dropped(self) -> bool:
+        """Read and drop the rest if it is small. Returns whether nothing is left."""
+        if self._length - self._read > _SMALL_BYTES or (self._waits_for_continue and not self._read):
+            return self._complete
+        await self._drop(_SMALL_BYTES, _SMALL_S)
+        return self._complete
+
+    async def linger(self) -> None:
+        """Read and drop for a moment: a client may read its answer only when it has sent everything, and one whose
+        connection is closed on unread bytes may lose the answer."""
+        await self._drop(_LINGER_BYTES, _LINGER_S)
+
+    async def _drop(self, max_bytes: int, seconds: float) -> None:
+        until = self._read + max_bytes
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._complete and self._read <= until:
+                    await self._next()
+
+    async def _next(self) -> Message:
+        message = await self._receive()
+        self._complete = message["type"] != "http.request" or not message.get("more_body", False)
+        self._read += len(message.get("body", b""))
+        return message
 
 
 class GuardedSend:
@@ -83,13 +146,19 @@ class Guard:
         state["request_id"] = _request_id(headers)
         state["body_bytes"] = 0
         state["send"] = send  # for chunks of a stream, which need no middleware
-        body = RequestBody(receive, headers, functools.partial(self._hold, state))
+        body = self._body(scope, receive, headers)
         answer = GuardedSend(send, body, state["request_id"])
         began = time.perf_counter()
+
+        async def receive_held() -> Message:
+            message = await body.receive()
+            self._hold(state, len(message.get("body", b"")))
+            return message
+
         try:
             self._authenticate(scope, headers)
-            self._limit(scope, body)
-            await self.app(scope, body.receive, answer)
+            body.check()
+            await self.app(scope, receive_held, answer)
         except Exception as error:
             if not isinstance(error, SteerscopeError):
                 log.error("unexpected", exc_info=error, extra={"request_id": state["request_id"]})
@@ -122,12 +191,11 @@ class Guard:
         if origin and origin not in self.serving.settings.cors_origins and urlsplit(origin).netloc != host:
             raise ApiError(403, "this origin may not use the server: start it with --cors-origin or an API key")
 
-    def _limit(self, scope: Scope, body: RequestBody) -> None:
+    def _body(self, scope: Scope, receive: Receive, headers: dict[bytes, str]) -> RequestBody:
         settings = self.serving.settings
         if scope["path"] == "/v1/vectors":
-            body.limit(settings.max_upload_bytes, settings.body_timeout_s * _UPLOAD_TIMES)
-        else:
-            body.limit(settings.max_body_bytes, settings.body_timeout_s)
+            return RequestBody(receive, headers, settings.max_upload_bytes, settings.body_timeout_s * _UPLOAD_TIMES)
+        return RequestBody(receive, headers, settings.max_body_bytes, settings.body_timeout_s)
 
     def _hold(self, state: dict[str, Any], size: int) -> None:
         """Count bytes of a body until its request is answered."""

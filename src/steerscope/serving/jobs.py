@@ -250,8 +250,8 @@ async def start(request: Request, jobs: AllJobs) -> Response:
     return JSONResponse({"job_id": job.id, "sse_url": f"/v1/jobs/{job.id}/stream"}, 202)
 
 
-def _read(given: dict[str, object]) -> ChatBody | CompletionBody:
-    body = ChatBody.parse(given) if "messages" in given else CompletionBody.parse(given)
+def _read(given: object) -> ChatBody | CompletionBody:
+    body = (ChatBody if isinstance(given, dict) and "messages" in given else CompletionBody).parse(given)
     problems = body.misfits()
     if body.n > 1:
         problems.append(Problem("n", "a job has one answer", "start several jobs"))

@@ -32,21 +32,10 @@ async def in_thread_if_long(work: Callable[[], T], n_characters: int) -> T:
     return await asyncio.to_thread(work) if n_characters > _LONG else work()
 
 
-async def any_json(request: Request, read: Callable[[object], T]) -> T:
+async def json_body(request: Request, read: Callable[[object], T]) -> T:
     """Return what `read` makes of the body's JSON."""
     data = await request.body()
     return await in_thread_if_long(lambda: read(_json(data)), len(data))
-
-
-async def json_body(request: Request, read: Callable[[dict[str, object]], T]) -> T:
-    """Return what `read` makes of the body's JSON object."""
-
-    def checked(found: object) -> T:
-        if not isinstance(found, dict):
-            raise ApiError(400, f"the body is {type(found).__name__}, not an object; send {{…}}", "invalid_json")
-        return read(found)
-
-    return await any_json(request, checked)
 
 
 # --- the OpenAPI description

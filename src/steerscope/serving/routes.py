@@ -20,7 +20,7 @@ from steerscope.lenses.pack import Pack
 from steerscope.serving.bodies import MAX_CHOICES, MAX_LOGPROBS, MAX_MESSAGES, MAX_PROMPTS, SteerscopeOptions
 from steerscope.serving.captures import RowsResponse
 from steerscope.serving.errors import ApiError
-from steerscope.serving.json_body import any_json, body_of
+from steerscope.serving.json_body import body_of, json_body
 from steerscope.serving.state import Serving, Shared
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 from steerscope.specs.steering import MOST_OPS, SITES, Steering
@@ -172,7 +172,7 @@ async def steering(serving: Shared) -> Response:
 async def put_steering(request: Request, serving: Shared) -> Response:
     """`{"ops": […]}`, a list of ops, or the name of a vector; it acts on later requests."""
     try:
-        return _set_steering(serving, await any_json(request, _read_steering))
+        return _set_steering(serving, await json_body(request, _read_steering))
     except InvalidRequest as error:  # `steer.ops[0]` → `ops[0]`: here the steering is the whole body
         own = [(p.field.removeprefix("steer").removeprefix(".") or "steering", p) for p in error.problems]
         raise InvalidRequest([Problem(field, p.what, p.remedy) for field, p in own]) from None

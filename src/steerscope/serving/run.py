@@ -1,18 +1,82 @@
-"""Serve an app with uvicorn: SIGTERM and Ctrl-C drain and stop it, a second Ctrl-C ends it at once."""
+"""Serve an app with uvicorn: SIGTERM and Ctrl-C drain and stop it, a second Ctrl-C ends it at once.
+
+uvicorn itself waits forever for a client that opens a connection and sends nothing, or half a request. It also reads
+and drops the whole body of a request that was answered before its end. Answers that pass the guard say whether the
+connection stays open; after any other one the connection of a client that still sends is closed, after a moment for
+reading the answer.
+"""
 
 import asyncio
 import contextlib
-import importlib.util
 import math
 import socket
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from steerscope.serving.state import Serving
 
+HEADER_BYTES = 64 << 10
+_MOMENT_S = 1.0
 _GOODBYE_S = 5  # for errors to clients whose requests were cut off
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits on the size of headers and on the time they may take to arrive."""
+
+    head_s = 20.0
+    _deadline: asyncio.TimerHandle | None = None
+    _size = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrived()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._size = 0
+        self._expect()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        self._arrived()
+        if not self.transport.is_closing():
+            super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        cycle = self.cycle
+        super().on_response_complete()
+        if cycle is not None and cycle is self.cycle and cycle.response_complete and cycle.more_body:
+            self._unset_keepalive_if_required()
+            self.flow.pause_reading()
+            self.loop.call_later(_MOMENT_S, self.transport.close)
+
+    def _expect(self) -> None:
+        self._arrived()
+        self._deadline = self.loop.call_later(self.head_s, self.transport.close)
+
+    def _arrived(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _count(self, size: int) -> None:
+        self._size += size
+        if self._size > HEADER_BYTES and not self.transport.is_closing():
+            self.send_400_response("The headers are too large.")
 
 
 class Server(uvicorn.Server):
@@ -26,7 +90,7 @@ class Server(uvicorn.Server):
                 app,
                 host=settings.host,
                 port=settings.port,
-                http=_protocol(settings.head_timeout_s),  # type: ignore[arg-type]
+                http=type("Protocol", (Protocol,), {"head_s": settings.head_timeout_s}),
                 log_config=None,
                 access_log=False,
                 ws="none",
@@ -71,15 +135,6 @@ def serve_app(app: FastAPI) -> None:
         server.run()
     if server.serving.failure is not None:
         raise server.serving.failure
-
-
-def _protocol(head_s: float) -> object:
-    """Return ours, or where httptools is missing uvicorn's own, which has no limit on headers."""
-    if importlib.util.find_spec("httptools") is None:
-        return "auto"
-    from steerscope.serving.protocol import with_timeout
-
-    return with_timeout(head_s)
 
 
 def _raise_file_limit() -> None:

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from steerscope.serving.errors import ApiError, api_error
+from steerscope.serving.errors import api_error
 from steerscope.specs.errors import SteerscopeError
 
 log = logging.getLogger("steerscope.serving")
@@ -39,7 +39,7 @@ class WatchedResponse(Response):
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() or work.cancelled():
-                scope.setdefault("state", {})["left"] = True
+                scope["state"]["left"] = True
         finally:
             work.cancel()
             gone.cancel()
@@ -71,23 +71,20 @@ class EventStream(WatchedResponse):
     Any later one is the last event but `[DONE]`, with its status in the event.
     """
 
-    def __init__(self, chunks: Callable[[], AsyncGenerator[bytes]], stall_s: float = 60.0) -> None:
+    def __init__(self, chunks: Callable[[], AsyncGenerator[bytes]], stall_s: float) -> None:
         super().__init__(stall_s)
         self._chunks = chunks
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del receive
         async with contextlib.aclosing(self._chunks()) as chunks:
             first = asyncio.ensure_future(anext(chunks))
             try:
                 await asyncio.sleep(0)  # the generator runs until it waits for something
                 if first.done():
                     first.result()
-            except Exception as error:
-                await _refuse(error, scope, receive, send)
-            else:
                 await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                send = scope.get("state", {}).get("send", send)
-                await self._pass_on(first, chunks, scope, send)
+                await self._pass_on(first, chunks, scope, scope["state"].get("send", send))
             finally:
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
@@ -101,37 +98,24 @@ class EventStream(WatchedResponse):
             async for chunk in chunks:
                 await self._send(send, {"type": "http.response.body", "body": chunk, "more_body": True})
         except Exception as error:
-            last = b"data: " + _noted(error, scope).json(with_status=True).encode() + b"\n\n" + DONE
+            shown = api_error(error)
+            scope["state"]["error"] = shown.name
+            if not isinstance(error, SteerscopeError):
+                log.error("unexpected", exc_info=error, extra={"request_id": scope["state"].get("request_id")})
+            last = b"data: " + shown.json(with_status=True).encode() + b"\n\n" + DONE
         await self._send(send, {"type": "http.response.body", "body": last})
 
 
 class WholeResponse(WatchedResponse):
     """One JSON body, made while the connection is watched."""
 
-    def __init__(self, make: Callable[[], Awaitable[bytes]], stall_s: float = 60.0) -> None:
+    def __init__(self, make: Callable[[], Awaitable[bytes]], stall_s: float) -> None:
         super().__init__(stall_s)
         self._make = make
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            body = await self._make()
-        except Exception as error:
-            await _refuse(error, scope, receive, send)
-            return
+        del scope, receive
+        body = await self._make()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": headers})
         await self._send(send, {"type": "http.response.body", "body": body})
-
-
-async def _refuse(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
-    await _noted(error, scope).response()(scope, receive, send)
-
-
-def _noted(error: Exception, scope: Scope) -> ApiError:
-    """Return the error as the client sees it, and note it for the log and the metrics."""
-    found = api_error(error)
-    state = scope.setdefault("state", {})
-    state["error"] = found.name
-    if not isinstance(error, SteerscopeError):
-        log.error("unexpected", exc_info=error, extra={"request_id": state.get("request_id")})
-    return found

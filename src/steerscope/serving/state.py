@@ -51,14 +51,13 @@ class Serving:
         )
         self.default_steering = Steering()  # set by clients, for every request
         self.draining = False
-        self.stage = "starting"
+        self._stage = "starting"
         self.began = time.time()
         self.failure: Exception | None = None  # why the server has to end
         self.on_failure: Callable[[], None] = lambda: None
         self.texts: TokenTexts  # of single tokens, for log probabilities; set when an engine has started
         self._start = None if isinstance(start, Engine) else start
         self._engine = start if isinstance(start, Engine) else None
-        self._furnished = False  # an engine has had its vectors and packs
         self._warm = False  # this engine has generated a first text
         self._served = False  # this engine or an earlier one has generated a first text
         self._ends: deque[float] = deque()  # times at which engines ended
@@ -74,19 +73,15 @@ class Serving:
     def public_stage(self) -> str:
         """The stage, without details if a key is required: they may name folders of this machine."""
         if self.settings.api_key is None or self.ready:
-            return self._shown_stage
+            return self.stage
         return "failed" if self.failure is not None else "loading"
-
-    @property
-    def _shown_stage(self) -> str:
-        return "the engine has failed" if self._warm and not self.ready else self.stage
 
     @property
     def engine(self) -> Engine:
         if self.draining:
             raise ApiError(503, "the server is stopping", "stopping", retry_after=10)
         if not self.ready or self._engine is None:
-            raise ApiError(503, f"the model is not ready: {self._shown_stage}", "not_ready", retry_after=2)
+            raise ApiError(503, f"the model is not ready: {self.stage}", "not_ready", retry_after=2)
         return self._engine
 
     def pause(self) -> float:
@@ -109,9 +104,13 @@ class Serving:
 
     # --- life
 
+    @property
+    def stage(self) -> str:
+        return "the engine has failed" if self._warm and not self.ready else self._stage
+
     def tell(self, stage: str) -> None:
         """Set and log the stage of loading; from any thread."""
-        self.stage = stage
+        self._stage = stage
         log.info("loading: %s", stage)
 
     async def open(self) -> None:
@@ -140,14 +139,14 @@ class Serving:
                     self._fail(error)
                     return
                 log.error("the engine did not start: %s", error)
-            self.stage = "the engine has failed"
+            self._stage = "the engine has failed"
             self._warm = False
             if self._start is None or not self._may_restart():
                 self._fail(EngineClosed("the engine has ended and cannot be started again"))
                 return
             await self.cut_off()  # the next engine needs its memory
             self._engine = None
-            self.stage = "starting again"
+            self._stage = "starting again"
 
     def _may_restart(self) -> bool:
         now = time.monotonic()
@@ -158,7 +157,7 @@ class Serving:
 
     async def _run(self) -> None:
         """Return when the engine has ended."""
-        self.stage = "ready"
+        self._stage = "ready"
         self._warm = self._served = True
         log.info("ready", extra={"model": self.model_name})
         while self._engine is not None and not self._engine.closed:
@@ -168,34 +167,33 @@ class Serving:
 
     async def _begin(self) -> None:
         if self._engine is None and self._start is not None:
-            self.stage = "loading the model"
+            self._stage = "loading the model"
             self._engine = await _uncancelled(asyncio.to_thread(self._start))
         assert self._engine is not None
         engine = self._engine
         engine.budget.total = min(engine.budget.total, self.settings.captures_bytes)
         engine.capture_ttl = self.settings.capture_ttl_s
-        self.stage = "loading vectors and lenses"
+        self._stage = "loading vectors and lenses"
         await asyncio.to_thread(self._furnish, engine)
         self.texts = TokenTexts(engine)
-        self.stage = "warming up"
+        self._stage = "warming up"
         await engine.generate(TokenPrompt([0] * 8), Sampling(max_tokens=4, ignore_eos=True))
         async for _ in engine.stream(TokenPrompt([0]), Sampling(max_tokens=2, ignore_eos=True)):
             pass
 
     def _furnish(self, engine: Engine) -> None:
         """Register vectors, packs and the default steering: those of the settings, later those of the last engine."""
-        if self._furnished:
+        if self._served:
             self.vectors.register_all(engine)
         else:
             self.vectors.read_folder(engine)
         for folder in self.settings.lenses:
             engine.register_pack(Path(folder).resolve().name, folder, any_model=self.settings.any_model)
         engine.default_steering = self.default_steering
-        self._furnished = True
 
     def _fail(self, error: Exception) -> None:
         self.failure = error
-        self.stage = f"failed: {error}"
+        self._stage = f"failed: {error}"
         log.error("the server ends: %s", error)
         self.on_failure()
 

@@ -42,9 +42,8 @@ class Vectors(Mapping[str, SteeringVector]):
     def put(self, engine: Engine, name: str, vector: SteeringVector) -> None:
         check_count(name, self._known, self.max_vectors)
         n_layers = engine.facts.layers
-        beyond = [layer for layer in vector.layers or () if layer >= n_layers]
-        if beyond:
-            what = f"the vector has layer {max(beyond)}"
+        if max(vector.layers or (), default=0) >= n_layers:
+            what = f"the vector has layer {max(vector.layers or ())}"
             raise InvalidRequest([Problem(name, what, f"{engine.facts.name} has layers 0–{n_layers - 1}")])
         engine.register(name, vector)
         self._known[name] = vector
