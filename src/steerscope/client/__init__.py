@@ -1,17 +1,5 @@
 """A typed client of `steerscope serve`, synchronous and asynchronous.
 
-    import steerscope as ss
-
-    with ss.Client("http://127.0.0.1:8000") as client:
-        client.upload_vector("happy", "happy.safetensors")
-        answer = client.chat(
-            [{"role": "user", "content": "How was your week?"}],
-            ss.Sampling(max_tokens=40),
-            steer=ss.Add(vector="happy", scale=6, layers="10-14"),
-            capture=ss.Capture(layers=12),
-        )
-        print(answer.text, client.rows(answer.capture))
-
 Requests and method names are those of the engines. torch is imported only for rows and vectors.
 """
 

@@ -35,9 +35,9 @@ from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Steering
 from steerscope.specs.watch import Watch
 
-_SAME = {"max_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed"}
-_SAMPLING = {**_SAME, "stop_seqs": "stop", "num_choices": "n"}
-_REFUSED = (
+_SAMPLING = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
+_SAMPLING |= {"stop_seqs": "stop", "num_choices": "n"}
+_REFUSED = [
     "frequency_penalty",
     "presence_penalty",
     "logit_bias",
@@ -45,7 +45,8 @@ _REFUSED = (
     "response_schema",
     "logprobs",
     "extra_body",
-)
+]
+_ARGUMENTS = {"steer": Steering.parse, "capture": Capture.parse, "watch": Watch.parse}
 _STOPS: dict[str, StopReason] = {"stop": "stop", "length": "max_tokens"}
 MOST_TOKENS = 1024  # when a task sets no limit
 
@@ -60,23 +61,17 @@ class SteerscopeAPI(ModelAPI):
         base_url: str | None = None,
         api_key: str | None = None,
         config: GenerateConfig = GenerateConfig(),  # noqa: B008 (Inspect's own signature)
-        steer: object = None,
-        capture: object = None,
-        watch: object = None,
-        **unknown: object,
+        **arguments: object,
     ) -> None:
         super().__init__(model_name, base_url, api_key, [calls.API_KEY], config)
-        if unknown:
-            raise InvalidRequest(
-                [Problem(name, "is no model argument", "give steer, capture or watch") for name in unknown]
-            )
-        self._options = calls.Options()
-        if (steering := _plain(steer)) is not None:
-            self._options["steer"] = steering if isinstance(steering, str) else Steering.parse(steering)
-        if (wanted := _plain(capture)) is not None:
-            self._options["capture"] = Capture.parse(wanted)
-        if (watched := _plain(watch)) is not None:
-            self._options["watch"] = Watch.parse(watched)
+        if unknown := arguments.keys() - _ARGUMENTS:
+            remedy = "give steer, capture or watch"
+            raise InvalidRequest([Problem(name, "is no model argument", remedy) for name in sorted(unknown)])
+        given = {name: _plain(value) for name, value in arguments.items() if value is not None}
+        self._options: Any = {
+            name: value if name == "steer" and isinstance(value, str) else _ARGUMENTS[name](value)
+            for name, value in given.items()
+        }
         self._client = AsyncClient(base_url or calls.DEFAULT_URL, api_key=self.api_key, model=model_name)
 
     async def generate(
@@ -87,15 +82,14 @@ class SteerscopeAPI(ModelAPI):
         body = {"model": self.model_name, **calls.chat_body(messages, _sampling(config), self._options)}
         answered = await self._client.post("/v1/chat/completions", body)
         answer = answer_of(answered)
-        used = answer.usage
+        used = answered.get("usage") or {}
         output = ModelOutput(
             model=answer.model,
             choices=[self._choice(choice) for choice in answer.choices],
-            usage=used
-            and ModelUsage(
-                input_tokens=used.prompt_tokens,
-                output_tokens=used.completion_tokens,
-                total_tokens=used.prompt_tokens + used.completion_tokens,
+            usage=ModelUsage(
+                input_tokens=used.get("prompt_tokens", 0),
+                output_tokens=used.get("completion_tokens", 0),
+                total_tokens=used.get("total_tokens", 0),
             ),
             metadata={"steerscope": _found(answer.choices[0])},
         )
@@ -132,15 +126,12 @@ def _plain(given: object) -> object:
 def _messages(given: list[ChatMessage], tools: list[ToolInfo]) -> list[dict[str, str]]:
     problems = [Problem("tools", "the server supports none", "use a solver without tools")] if tools else []
     for i, message in enumerate(given):
-        if message.role == "tool" or not (isinstance(message.content, str) or _only_text(message.content)):
+        only_text = isinstance(message.content, str) or all(part.type == "text" for part in message.content)
+        if message.role == "tool" or not only_text:
             problems.append(Problem(f"messages[{i}]", "is not text", "send only text"))
     if problems:
         raise InvalidRequest(problems)
     return [{"role": message.role, "content": message.text} for message in given]
-
-
-def _only_text(content: list[Any]) -> bool:
-    return all(part.type == "text" for part in content)
 
 
 def _sampling(config: GenerateConfig) -> Sampling:
@@ -152,8 +143,5 @@ def _sampling(config: GenerateConfig) -> Sampling:
 
 
 def _found(choice: ServerChoice) -> dict[str, Any]:
-    return {
-        "readings": [asdict(one) for one in choice.readings],
-        "firings": [asdict(one) for one in choice.firings],
-        "capture": asdict(choice.capture) if choice.capture else None,
-    }
+    found = asdict(choice)
+    return {name: found[name] for name in ("readings", "firings", "capture")}

@@ -17,10 +17,9 @@ from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import JSONResponse, Response
 
 from steerscope.engines.results import Choice, EndEvent, FinishReason, RuleEvent, TokenEvent
-from steerscope.serving.bodies import ChatBody, CompletionBody
+from steerscope.serving.bodies import ChatBody, CompletionBody, body_of, json_body
 from steerscope.serving.errors import ApiError, api_error
 from steerscope.serving.extras import about_firing, about_reading
-from steerscope.serving.json_body import body_of, json_body
 from steerscope.serving.openai import GenerationRequest, prepare
 from steerscope.serving.sse import EventStream
 from steerscope.serving.state import Serving, Shared

@@ -13,20 +13,18 @@ from steerscope.engines.results import Event, Generation, TokenEvent
 
 _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
-# The engine's own statistics: key → (metric, help).
-_ENGINE_GAUGES = {
-    "running": ("engine_running", "choices in the engine's batch"),
-    "waiting": ("engine_waiting", "choices that wait in the engine"),
-    "capture_bytes": ("capture_bytes", "bytes of captured rows"),
-}
-_ENGINE_COUNTERS = {
-    "rows": ("rows", "captured rows"),
-    "readings": ("readings", "rows that lenses have read"),
-    "steps": ("engine_steps", "steps of the engine"),
-    "failed": ("engine_failed", "choices that failed in the engine"),
-    "capture_reserved": ("capture_reserved_bytes", "bytes reserved for captured rows"),
-    "capture_released": ("capture_released_bytes", "bytes of those that were given back"),
-    "lens_seconds": ("lens_seconds", "seconds spent on lenses"),
+# The engine's own statistics: key → (kind, metric, help).
+_ENGINE = {
+    "running": (GaugeMetricFamily, "engine_running", "choices in the engine's batch"),
+    "waiting": (GaugeMetricFamily, "engine_waiting", "choices that wait in the engine"),
+    "capture_bytes": (GaugeMetricFamily, "capture_bytes", "bytes of captured rows"),
+    "rows": (CounterMetricFamily, "rows", "captured rows"),
+    "readings": (CounterMetricFamily, "readings", "rows that lenses have read"),
+    "steps": (CounterMetricFamily, "engine_steps", "steps of the engine"),
+    "failed": (CounterMetricFamily, "engine_failed", "choices that failed in the engine"),
+    "capture_reserved": (CounterMetricFamily, "capture_reserved_bytes", "bytes reserved for captured rows"),
+    "capture_released": (CounterMetricFamily, "capture_released_bytes", "bytes of those that were given back"),
+    "lens_seconds": (CounterMetricFamily, "lens_seconds", "seconds spent on lenses"),
 }
 
 
@@ -66,11 +64,9 @@ class EngineStats:
         self.latest: Mapping[str, float] = {}
 
     def collect(self) -> Iterator[Metric]:
-        for key, (name, about) in _ENGINE_GAUGES.items():
-            yield GaugeMetricFamily(f"steerscope_{name}", about, value=self.latest.get(key, 0.0))
-        for key, (name, about) in _ENGINE_COUNTERS.items():
-            if key in self.latest:
-                yield CounterMetricFamily(f"steerscope_{name}", about, value=self.latest[key])
+        for key, (kind, name, about) in _ENGINE.items():
+            if key in self.latest or kind is GaugeMetricFamily:
+                yield kind(f"steerscope_{name}", about, value=self.latest.get(key, 0.0))
 
 
 class Rate:

@@ -15,10 +15,9 @@ from steerscope.capture.rows import Rows
 from steerscope.engines.plan import Prompt
 from steerscope.engines.results import Choice, EndEvent, Event, Generation, TokenEvent, TokenLogprobs, TokenPrompt
 from steerscope.serving.answers import Json, Writer
-from steerscope.serving.bodies import ChatBody, CompletionBody, SteerscopeOptions
+from steerscope.serving.bodies import ChatBody, CompletionBody, SteerscopeOptions, body_of, in_thread_if_long, json_body
 from steerscope.serving.errors import ApiError
 from steerscope.serving.extras import Extras, Projections, Projector, about_tokens, select
-from steerscope.serving.json_body import body_of, in_thread_if_long, json_body
 from steerscope.serving.metrics import RequestTimes
 from steerscope.serving.sse import EventStream, WholeResponse
 from steerscope.serving.state import Serving, Shared, shared

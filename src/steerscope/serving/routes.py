@@ -17,10 +17,17 @@ from starlette.responses import JSONResponse, Response
 import steerscope
 from steerscope.engines.api import Engine
 from steerscope.lenses.pack import Pack
-from steerscope.serving.bodies import MAX_CHOICES, MAX_LOGPROBS, MAX_MESSAGES, MAX_PROMPTS, SteerscopeOptions
+from steerscope.serving.bodies import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    SteerscopeOptions,
+    body_of,
+    json_body,
+)
 from steerscope.serving.captures import RowsResponse
 from steerscope.serving.errors import ApiError
-from steerscope.serving.json_body import body_of, json_body
 from steerscope.serving.state import Serving, Shared
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 from steerscope.specs.steering import MOST_OPS, SITES, Steering

@@ -9,11 +9,11 @@ import asyncio
 import re
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.datastructures import State
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 
 from steerscope.engines.plan import Facts
 from steerscope.engines.vllm.guards import facts_of
@@ -50,15 +50,18 @@ class Plugin:
         state.steerscope = None if settings is None else (settings, facts_of(config, settings))
 
 
-def _engine_of(request: Request) -> tuple[VLLMSettings, Facts]:
+async def _taps(request: Request) -> tuple[VLLMSettings, Facts]:
     found = getattr(request.app.state, "steerscope", None)
     if found is None:
         raise ApiError(404, "this engine was started without taps: set STEERSCOPE=1 in its environment", "no_taps")
     return found
 
 
-def _folder(request: Request, kind: str) -> Path:
-    given = getattr(_engine_of(request)[0], kind)
+Taps = Annotated[tuple[VLLMSettings, Facts], Depends(_taps)]
+
+
+def _folder(taps: Taps, kind: str) -> Path:
+    given = getattr(taps[0], kind)
     if given is None:
         what = f'the server has no folder for {kind}: start it with STEERSCOPE=\'{{"{kind}": "DIR"}}\''
         raise ApiError(404, what, f"no_{kind}")
@@ -72,62 +75,58 @@ def _check_name(name: str) -> None:
 
 
 @router.get("/v1/capabilities")
-async def capabilities(request: Request) -> Response:
-    settings, facts = _engine_of(request)
+async def capabilities(taps: Taps) -> dict:
+    settings, facts = taps
     tapped = sorted(facts.tapped or ())
-    return JSONResponse(
-        {
-            "model": facts.name,
-            "engine": "vllm",
-            "layers": facts.layers,
-            "hidden": facts.hidden,
-            "context": facts.context,
-            "sites": sorted({site for _, site in tapped}),
-            "tapped_layers": sorted({layer for layer, _ in tapped}),
-            "ops": ["add", "cap", "ablate"] if facts.steers else [],
-            "capture": facts.captures,
-            "watch": False,
-            "limits": {
-                "ops_per_token": facts.max_columns,
-                "vectors_in_use": settings.slots - 1,
-                "max_vectors": settings.max_vectors,
-            },
-            "requests": 'vllm_xargs={"steerscope": "<JSON of steer, capture, save_as>"}',
-        }
-    )
+    return {
+        "model": facts.name,
+        "engine": "vllm",
+        "layers": facts.layers,
+        "hidden": facts.hidden,
+        "context": facts.context,
+        "sites": sorted({site for _, site in tapped}),
+        "tapped_layers": sorted({layer for layer, _ in tapped}),
+        "ops": ["add", "cap", "ablate"] if facts.steers else [],
+        "capture": facts.captures,
+        "watch": False,
+        "limits": {
+            "ops_per_token": facts.max_columns,
+            "vectors_in_use": settings.slots - 1,
+            "max_vectors": settings.max_vectors,
+        },
+        "requests": 'vllm_xargs={"steerscope": "<JSON of steer, capture, save_as>"}',
+    }
 
 
 # --- vectors
 
 
 @router.get("/v1/vectors")
-async def vectors(request: Request) -> Response:
-    names = _names(_folder(request, "vectors"))
-    return JSONResponse({"object": "list", "data": [{"id": name, "object": "vector"} for name in names]})
+async def vectors(taps: Taps) -> dict:
+    names = _names(_folder(taps, "vectors"))
+    return {"object": "list", "data": [{"id": name, "object": "vector"} for name in names]}
 
 
 @router.post("/v1/vectors", status_code=201)
-async def upload(request: Request, name: str = "") -> Response:
+async def upload(request: Request, taps: Taps, name: str = "") -> dict:
     """A safetensors or GGUF file as the raw body. It replaces a vector of the same name for later requests."""
-    folder, data = _folder(request, "vectors"), bytearray()
+    folder, data = _folder(taps, "vectors"), bytearray()
     _check_name(name)
     async for block in request.stream():
         data += block
         if len(data) > MOST_BYTES:
             raise ApiError(413, f"the body is larger than {MOST_BYTES} bytes", "body_too_large")
-    vector = await asyncio.to_thread(_keep, bytes(data), folder, name, *_engine_of(request))
-    return JSONResponse(_about(name, vector), 201)
+    return _about(name, await asyncio.to_thread(_keep, bytes(data), folder, name, *taps))
 
 
 @router.get("/v1/vectors/{name}")
-async def vector(request: Request, name: str) -> Response:
-    path = _vector_file(request, name)
-    return JSONResponse(_about(name, await asyncio.to_thread(load, path)))
+async def vector(taps: Taps, name: str) -> dict:
+    return _about(name, await asyncio.to_thread(load, _vector_file(taps, name)))
 
 
 @router.delete("/v1/vectors/{name}")
-async def delete_vector(request: Request, name: str) -> dict:
-    _vector_file(request, name).unlink()
+async def delete_vector(taps: Taps, name: str) -> dict:
+    _vector_file(taps, name).unlink()
     return deleted("vector", name)
 
 
@@ -140,8 +139,8 @@ def _names(folder: Path) -> list[str]:
     return sorted({path.stem for path in vector_files(folder)}) if folder.is_dir() else []
 
 
-def _vector_file(request: Request, name: str) -> Path:
-    folder = _folder(request, "vectors")
+def _vector_file(taps: Taps, name: str) -> Path:
+    folder = _folder(taps, "vectors")
     _check_name(name)
     found = vector_files(folder, name) if folder.is_dir() else []
     if not found:
@@ -168,20 +167,20 @@ def _keep(data: bytes, folder: Path, name: str, settings: VLLMSettings, facts: F
 
 
 @router.get("/v1/captures/{name}")
-async def capture(request: Request, name: str) -> Response:
+async def capture(taps: Taps, name: str) -> Response:
     """The rows that a request saved under this name; ranges are served."""
-    path = _capture_file(request, name)
+    path = _capture_file(taps, name)
     return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
 
 @router.delete("/v1/captures/{name}")
-async def delete_capture(request: Request, name: str) -> dict:
-    _capture_file(request, name).unlink()
+async def delete_capture(taps: Taps, name: str) -> dict:
+    _capture_file(taps, name).unlink()
     return deleted("capture", name)
 
 
-def _capture_file(request: Request, name: str) -> Path:
-    folder = _folder(request, "captures")
+def _capture_file(taps: Taps, name: str) -> Path:
+    folder = _folder(taps, "captures")
     _check_name(name)  # it has no separator, so it stays in the folder
     path = folder / f"{name}.safetensors"
     if not path.is_file():
