@@ -44,18 +44,6 @@ class StoredCapture:
             "expires": int(time.time() + self.until - time.monotonic()),
         }
 
-    def labels(self) -> dict[str, object]:
-        """Return what each row is, as columns."""
-        labels = self.rows.labels
-        messages = labels.message.tolist()
-        return {
-            "position": labels.position.tolist(),
-            "token_id": labels.token_id.tolist(),
-            "phase": ["generated" if generated else "prompt" for generated in labels.generated.tolist()],
-            "message": [None if message < 0 else message for message in messages],
-            "role": [None if message < 0 else labels.roles[message] for message in messages],
-        }
-
     @cached_property
     def file(self) -> RowFile:
         return self.rows.file()

@@ -282,8 +282,9 @@ async def capture(request: Request, serving: Shared, capture_id: str) -> Respons
 async def capture_labels(serving: Shared, capture_id: str) -> dict:
     """What each row is, as columns."""
     found = serving.captures.get(capture_id)
-    about = {**found.about(), "model": found.rows.model, "request": found.rows.labels.request}
-    return {**about, "labels": found.labels()}
+    labels = await asyncio.to_thread(found.rows.labels.table)
+    del labels["request"]  # the same for all rows
+    return {**found.about(), "model": found.rows.model, "request": found.rows.labels.request, "labels": labels}
 
 
 @router.delete("/v1/captures/{capture_id}")

@@ -30,7 +30,7 @@ class SaveReports:
         saves = Saves()
         token = SAVES.set(saves)
         try:
-            await self.app(scope, receive, ReportingSend(saves, scope, receive, send))
+            await self.app(scope, receive, ReportingSend(saves, send))
         finally:
             SAVES.reset(token)
 
@@ -38,9 +38,8 @@ class SaveReports:
 class ReportingSend:
     """The `send` of one request, which adds the report to its answer."""
 
-    def __init__(self, saves: Saves, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, saves: Saves, send: Send) -> None:
         self._saves = saves
-        self._call = (scope, receive, send)
         self._send = send
         self._start: Message | None = None  # of a JSON answer, held until its body is whole
         self._body = b""
@@ -62,11 +61,11 @@ class ReportingSend:
             await self._send(message)
 
     async def _send_json(self, start: Message) -> None:
-        if self._saves.refused and start["status"] == 400:
-            await api_error(self._saves.refused).response()(*self._call)
-            return
         body = self._body.rstrip()
-        if start["status"] == 200 and body.endswith(b"}"):
+        if self._saves.refused and start["status"] == 400:
+            refusal = api_error(self._saves.refused)
+            start, body = {**start, "status": refusal.status}, refusal.json().encode()
+        elif start["status"] == 200 and body.endswith(b"}"):
             body = body[:-1] + b',"steerscope":' + json.dumps(await self._report()).encode() + b"}"
         headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
