@@ -33,8 +33,6 @@ def _body(sampling: Sampling | None, options: Options, stream: bool) -> Json:
     if unknown:
         raise InvalidRequest([Problem(name, "is no option", "remove it or correct its name") for name in unknown])
     fields = (sampling or Sampling()).model_dump(mode="json", exclude_none=True)
-    if not fields.get("stop"):
-        fields.pop("stop", None)
     ours: Json = {}
     if (steer := options.get("steer")) is not None:
         ours["steer"] = steer_json(steer)

@@ -2,15 +2,14 @@
 
 import asyncio
 import contextlib
-import json
 import re
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic_core import to_json
 from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse, Response
 
@@ -42,7 +41,6 @@ _NAME_BYTES = 200  # of a file's name, which also has a suffix
 _FILE = {"type": "string", "format": "binary"}
 _FORM = {"type": "object", "required": ["file"], "properties": {"file": _FILE, "name": {"type": "string"}}}
 _UPLOADS = {"application/octet-stream": {"schema": _FILE}, "multipart/form-data": {"schema": _FORM}}
-_trees: "weakref.WeakKeyDictionary[Pack, str]" = weakref.WeakKeyDictionary()
 
 
 # --- the server
@@ -137,10 +135,12 @@ async def lenses(serving: Shared) -> dict:
 async def lens(serving: Shared, name: str) -> Response:
     """All concepts, parents before children; `parents` are ids."""
     pack = _known("pack", name, serving.engine.packs, "lens_not_found")
-    if pack not in _trees:
-        _trees[pack] = json.dumps([{**one.model_dump(), "path": pack.path(i)} for i, one in enumerate(pack.concepts)])
-    head = json.dumps(_about_pack(name, pack))
-    return Response(f'{head[:-1]},"concepts":{_trees[pack]}}}', media_type="application/json")
+
+    def tree() -> bytes:
+        concepts = [{**one.model_dump(), "path": pack.path(i)} for i, one in enumerate(pack.concepts)]
+        return to_json({**_about_pack(name, pack), "concepts": concepts})
+
+    return Response(await asyncio.to_thread(tree), media_type="application/json")
 
 
 def _about_pack(name: str, pack: Pack) -> dict[str, object]:
