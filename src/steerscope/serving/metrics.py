@@ -29,26 +29,29 @@ _ENGINE = {
 
 
 class Metrics:
+    """All metrics of a server. It is itself the collector of those that prometheus_client does not keep."""
+
     def __init__(self, gauges: Mapping[str, tuple[str, Callable[[], float]]]) -> None:
         """`gauges` maps names to help and current value."""
         self.registry = CollectorRegistry()
         self.first = self._histogram("ttft_seconds", "time to the first token")
         self.total = self._histogram("request_seconds", "time of a whole request")
-        self.between = TokenGaps()
         self.tokens = self._counter("generated_tokens", "generated tokens")
         self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts")
         self.requests = self._counter("requests", "HTTP requests", "route", "status")
         self.rejected = self._counter("rejected", "requests that were refused", "reason")
         self.cancelled = self._counter("cancelled", "requests whose client left")
         self.fired = self._counter("rule_firings", "firings of rules", "action")
-        rate = Rate()
-        self.generated = rate.add
-        gauges = {**gauges, "tokens_per_second": ("generated tokens per second since the last scrape", rate.read)}
+        gauges = {**gauges, "tokens_per_second": ("generated tokens per second since the last scrape", self._rate)}
         for name, (about, value) in gauges.items():
             Gauge(f"steerscope_{name}", about, registry=self.registry).set_function(value)
-        self.engine = EngineStats()
-        self.registry.register(self.engine)  # type: ignore[arg-type]
-        self.registry.register(self.between)  # type: ignore[arg-type]
+        self.engine: Mapping[str, float] = {}  # the engine's statistics, as of the last scrape that it answered
+        self._gaps = [0] * (len(_BETWEEN) + 1)
+        self._gap_seconds = 0.0
+        self._recent = 0  # tokens since the last scrape
+        self._tokens_per_s = 0.0
+        self._scraped = time.monotonic()
+        self.registry.register(self)  # type: ignore[arg-type]
 
     def _histogram(self, name: str, about: str) -> Histogram:
         return Histogram(f"steerscope_{name}", about, buckets=_FIRST, registry=self.registry)
@@ -56,61 +59,43 @@ class Metrics:
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(f"steerscope_{name}", about, labels, registry=self.registry)
 
-
-class EngineStats:
-    """The statistics that the engine counted, as of the last scrape that it answered."""
-
-    def __init__(self) -> None:
-        self.latest: Mapping[str, float] = {}
+    def gap(self, seconds: float, count: int) -> None:
+        """Count times between tokens; a histogram of prometheus_client would take two locks for each token."""
+        self._gaps[bisect_left(_BETWEEN, seconds)] += count
+        self._gap_seconds += seconds * count
 
     def collect(self) -> Iterator[Metric]:
         for key, (kind, name, about) in _ENGINE.items():
-            if key in self.latest or kind is GaugeMetricFamily:
-                yield kind(f"steerscope_{name}", about, value=self.latest.get(key, 0.0))
-
-
-class Rate:
-    """Tokens per second between two scrapes that are at least a second apart."""
-
-    def __init__(self) -> None:
-        self._rate = 0.0
-        self._count = 0
-        self._since = time.monotonic()
-
-    def add(self, count: int) -> None:
-        self._count += count
-
-    def read(self) -> float:
-        now = time.monotonic()
-        if now - self._since >= 1.0:
-            self._rate = self._count / (now - self._since)
-            self._count = 0
-            self._since = now
-        return self._rate
-
-
-class TokenGaps:
-    """A histogram of times between tokens, with one writer: prometheus_client's takes two locks for each token."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(_BETWEEN) + 1)
-        self._sum = 0.0
-
-    def add(self, seconds: float, count: int) -> None:
-        self._counts[bisect_left(_BETWEEN, seconds)] += count
-        self._sum += seconds * count
-
-    def collect(self) -> Iterator[Metric]:
+            if key in self.engine or kind is GaugeMetricFamily:
+                yield kind(f"steerscope_{name}", about, value=self.engine.get(key, 0.0))
         bounds = map(floatToGoString, (*_BETWEEN, float("inf")))
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        buckets = list(zip(bounds, accumulate(self._gaps), strict=True))
         what = "time between tokens of a choice"
-        yield HistogramMetricFamily("steerscope_inter_token_seconds", what, buckets, self._sum)
+        yield HistogramMetricFamily("steerscope_inter_token_seconds", what, buckets, self._gap_seconds)
+
+    def done(self, generation: Generation, seconds: float) -> None:
+        """Count a whole request."""
+        n_tokens = sum(len(choice.token_ids) for choice in generation.choices)
+        self._recent += n_tokens
+        self.tokens.inc(n_tokens)
+        self.prompt_tokens.inc(len(generation.prompt_token_ids))
+        self.total.observe(seconds)
+        for choice in generation.choices:
+            for firing in choice.firings:
+                self.fired.labels(firing.action).inc()
+
+    def _rate(self) -> float:
+        """Return the tokens per second between two scrapes that are at least a second apart."""
+        now = time.monotonic()
+        if now - self._scraped >= 1.0:
+            self._tokens_per_s = self._recent / (now - self._scraped)
+            self._recent = 0
+            self._scraped = now
+        return self._tokens_per_s
 
 
 class RequestTimes:
     """The times of one request. Tokens that came together share the time since the ones before."""
-
-    __slots__ = ("_last", "_metrics", "_started")
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -130,7 +115,7 @@ class RequestTimes:
                 self._metrics.first.observe(now - self._started)
                 before, count = now, count - 1
             if count:
-                self._metrics.between.add((now - before) / count, count)
+                self._metrics.gap((now - before) / count, count)
 
     def whole(self, generation: Generation) -> None:
         """Count the mean times of a request whose tokens were not streamed."""
@@ -139,14 +124,7 @@ class RequestTimes:
             gaps = len(choice.token_ids) - 1
             self._metrics.first.observe(t.first_token)
             if gaps > 0:
-                self._metrics.between.add((t.total - t.first_token) / gaps, 1)
+                self._metrics.gap((t.total - t.first_token) / gaps, 1)
 
     def done(self, generation: Generation) -> None:
-        n_tokens = sum(len(choice.token_ids) for choice in generation.choices)
-        self._metrics.generated(n_tokens)
-        self._metrics.tokens.inc(n_tokens)
-        self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
-        self._metrics.total.observe(time.perf_counter() - self._started)
-        for choice in generation.choices:
-            for firing in choice.firings:
-                self._metrics.fired.labels(firing.action).inc()
+        self._metrics.done(generation, time.perf_counter() - self._started)

@@ -66,7 +66,7 @@ async def metrics(serving: Shared) -> Response:
     """Metrics for Prometheus. An engine that does not answer in time keeps its last statistics."""
     with contextlib.suppress(Exception):  # loading, stopping, dead, or in a long step
         async with asyncio.timeout(_STATS_S):
-            serving.metrics.engine.latest = await asyncio.to_thread(serving.engine.stats)
+            serving.metrics.engine = await asyncio.to_thread(serving.engine.stats)
     return Response(generate_latest(serving.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
