@@ -41,11 +41,20 @@ _HEADERS = [
 ]
 
 
-class RequestBody:
-    """The body of one request as it arrives, limited in size and time."""
+class Exchange:
+    """One request and its answer: its body is limited in size and time, and every answer gets the same headers."""
 
-    def __init__(self, receive: Receive, headers: Mapping[bytes, str], max_bytes: int, seconds: float) -> None:
+    def __init__(
+        self, receive: Receive, send: Send, headers: Mapping[bytes, str], max_bytes: int, seconds: float
+    ) -> None:
+        self.request_id = headers.get(b"x-request-id", "")
+        if not _ID.fullmatch(self.request_id):
+            self.request_id = f"{random.getrandbits(64):016x}"  # a name, not a secret
+        self._read_bytes = 0  # of the body
+        self.status = 0
+        self.ended: float | None = None  # when all of the answer was sent
         self._receive = receive
+        self._send = send
         length = headers.get(b"content-length", "0")
         self._length = int(length) if length.isdecimal() else 0
         self._waits_for_continue = headers.get(b"expect", "").lower() == "100-continue"
@@ -53,7 +62,7 @@ class RequestBody:
         self._max_bytes = max_bytes
         self._seconds = seconds
         self._deadline = asyncio.get_running_loop().time() + seconds
-        self._read = 0
+        self._closes = False
 
     def check(self, size: int | None = None) -> None:
         """Refuse a body of this size, or of the size that its head tells."""
@@ -70,52 +79,16 @@ class RequestBody:
         except TimeoutError:
             what = f"the body did not arrive within {self._seconds:g} s"
             raise ApiError(408, what, "body_timeout", headers={"Connection": "close"}) from None
-        self.check(self._read)
+        self.check(self._read_bytes)
         return message
 
-    async def dropped(self) -> bool:
-        """Read and drop the rest if it is small. Returns whether nothing is left."""
-        if self._length - self._read > _SMALL_BYTES or (self._waits_for_continue and not self._read):
-            return self._complete
-        await self._drop(_SMALL_BYTES, _SMALL_S)
-        return self._complete
-
-    async def linger(self) -> None:
-        """Read and drop for a moment: a client may read its answer only when it has sent everything, and one whose
-        connection is closed on unread bytes may lose the answer."""
-        await self._drop(_LINGER_BYTES, _LINGER_S)
-
-    async def _drop(self, max_bytes: int, seconds: float) -> None:
-        until = self._read + max_bytes
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while not self._complete and self._read <= until:
-                    await self._next()
-
-    async def _next(self) -> Message:
-        message = await self._receive()
-        self._complete = message["type"] != "http.request" or not message.get("more_body", False)
-        self._read += len(message.get("body", b""))
-        return message
-
-
-class GuardedSend:
-    """Sends an answer with the headers of every answer, one of which says whether the connection can be used again."""
-
-    def __init__(self, send: Send, body: RequestBody, request_id: str) -> None:
-        self._send = send
-        self._body = body
-        self._headers = [(b"x-request-id", request_id.encode()), *_HEADERS]
-        self._closes = False
-        self.status = 0
-        self.ended: float | None = None  # when all of it was sent
-
-    async def __call__(self, message: Message) -> None:
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer, whose headers say whether the connection can be used again."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = [*message.get("headers", ()), *self._headers]
+            headers = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode()), *_HEADERS]
             self._closes = any(name.lower() == b"connection" and value == b"close" for name, value in headers)
-            if not self._closes and not await self._body.dropped():
+            if not self._closes and not await self._drop_small_rest():
                 self._closes = True
                 headers.append((b"connection", b"close"))
             message["headers"] = headers
@@ -123,9 +96,31 @@ class GuardedSend:
             self.ended = time.perf_counter()
             if self._closes:
                 await self._send({**message, "more_body": True})
-                await self._body.linger()
+                # A client may read its answer only when it has sent everything, and one whose connection is closed on
+                # unread bytes may lose the answer.
+                await self._drop(_LINGER_BYTES, _LINGER_S)
                 message = {"type": "http.response.body", "body": b""}
         await self._send(message)
+
+    async def _drop_small_rest(self) -> bool:
+        """Read and drop the rest of the body if it is small. Returns whether nothing is left."""
+        large = self._length - self._read_bytes > _SMALL_BYTES
+        if not large and (self._read_bytes or not self._waits_for_continue):
+            await self._drop(_SMALL_BYTES, _SMALL_S)
+        return self._complete
+
+    async def _drop(self, max_bytes: int, seconds: float) -> None:
+        until = self._read_bytes + max_bytes
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._complete and self._read_bytes <= until:
+                    await self._next()
+
+    async def _next(self) -> Message:
+        message = await self._receive()
+        self._complete = message["type"] != "http.request" or not message.get("more_body", False)
+        self._read_bytes += len(message.get("body", b""))
+        return message
 
 
 class Guard:
@@ -142,34 +137,40 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        exchange = self._exchange(scope, receive, send, headers)
         state = scope.setdefault("state", {})
-        state["request_id"] = _request_id(headers)
+        state["request_id"] = exchange.request_id
         state["body_bytes"] = 0
         state["send"] = send  # for chunks of a stream, which need no middleware
-        body = self._body(scope, receive, headers)
-        answer = GuardedSend(send, body, state["request_id"])
         began = time.perf_counter()
 
         async def receive_held() -> Message:
-            message = await body.receive()
+            message = await exchange.receive()
             self._hold(state, len(message.get("body", b"")))
             return message
 
         try:
             self._authenticate(scope, headers)
-            body.check()
-            await self.app(scope, receive_held, answer)
+            exchange.check()
+            await self.app(scope, receive_held, exchange.send)
         except Exception as error:
             if not isinstance(error, SteerscopeError):
-                log.error("unexpected", exc_info=error, extra={"request_id": state["request_id"]})
-            if answer.status:
+                log.error("unexpected", exc_info=error, extra={"request_id": exchange.request_id})
+            if exchange.status:
                 raise
             found = api_error(error)
             state["error"] = found.name
-            await found.response()(scope, receive, answer)
+            await found.response()(scope, receive, exchange.send)
         finally:
             self._held -= state["body_bytes"]
-            self._record(scope, answer.status, (answer.ended or time.perf_counter()) - began)
+            self._record(scope, exchange.status, (exchange.ended or time.perf_counter()) - began)
+
+    def _exchange(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, str]) -> Exchange:
+        settings = self.serving.settings
+        if scope["path"] == "/v1/vectors":
+            seconds = settings.body_timeout_s * _UPLOAD_TIMES
+            return Exchange(receive, send, headers, settings.max_upload_bytes, seconds)
+        return Exchange(receive, send, headers, settings.max_body_bytes, settings.body_timeout_s)
 
     def _authenticate(self, scope: Scope, headers: dict[bytes, str]) -> None:
         path = scope["path"]
@@ -190,12 +191,6 @@ class Guard:
         origin = headers.get(b"origin")
         if origin and origin not in self.serving.settings.cors_origins and urlsplit(origin).netloc != host:
             raise ApiError(403, "this origin may not use the server: start it with --cors-origin or an API key")
-
-    def _body(self, scope: Scope, receive: Receive, headers: dict[bytes, str]) -> RequestBody:
-        settings = self.serving.settings
-        if scope["path"] == "/v1/vectors":
-            return RequestBody(receive, headers, settings.max_upload_bytes, settings.body_timeout_s * _UPLOAD_TIMES)
-        return RequestBody(receive, headers, settings.max_body_bytes, settings.body_timeout_s)
 
     def _hold(self, state: dict[str, Any], size: int) -> None:
         """Count bytes of a body until its request is answered."""
@@ -218,11 +213,6 @@ class Guard:
         about |= {"method": scope["method"], "path": path, "status": status, "ms": round(seconds * 1e3, 1)}
         quiet = path in ("/health", "/ready", "/metrics") or path.startswith("/ui/")
         log.log(logging.DEBUG if quiet else logging.INFO, "request", extra=about)
-
-
-def _request_id(headers: dict[bytes, str]) -> str:
-    given = headers.get(b"x-request-id", "")
-    return given if _ID.fullmatch(given) else f"{random.getrandbits(64):016x}"  # a name, not a secret
 
 
 def _hostname(host: str) -> str:
