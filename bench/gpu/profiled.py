@@ -23,9 +23,9 @@ class HookTimer:
         self._plain: list[tuple[type, str, FunctionType]] = []
 
     def __enter__(self) -> "HookTimer":
-        from steerscope.engines.vllm.worker import delivery, pool, step_index, worker
+        from steerscope.engines.vllm.worker import delivery, device, step_index, worker
 
-        classes: list[type] = [worker.WorkerTaps, step_index.StepIndex, delivery.Delivery, pool.HostPool]
+        classes: list[type] = [worker.WorkerTaps, step_index.StepIndex, delivery.Delivery, device.RowPool]
         if torch.cuda.is_available():
             from steerscope.engines.vllm.cuda import pool
 

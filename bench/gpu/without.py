@@ -48,7 +48,7 @@ def returning(value: Any) -> Callable[..., Any]:
 
 
 def precomputed_ops(parts: Parts) -> Sequence[AbstractContextManager[Any]]:
-    return (patch.object(parts.pool._upload._precomputed, "rows", 0),)
+    return (patch.object(parts.pool._precomputed, "rows", 0),)
 
 
 def decode_fast_path(parts: Parts) -> Sequence[AbstractContextManager[Any]]:
@@ -106,23 +106,23 @@ def deferred_admission(parts: Parts) -> Sequence[AbstractContextManager[Any]]:
 
 
 def prompt_wait(parts: Parts) -> Sequence[AbstractContextManager[Any]]:
-    return (patch.object(type(parts.pool._copies), "_must_wait", returning(False)),)
+    return (patch.object(type(parts.pool), "_must_wait", returning(False)),)
 
 
 def behind_tokens(parts: Parts) -> Sequence[AbstractContextManager[Any]]:
-    return (patch.object(type(parts.pool._copies), "_record_tokens_copied", returning(False)),)
+    return (patch.object(type(parts.pool), "_record_tokens_copied", returning(False)),)
 
 
 def pacing(parts: Parts) -> Sequence[AbstractContextManager[Any]]:
-    return (patch.object(type(parts.pool._copies.pace), "beside", returning(HUGE)),)
+    return (patch.object(type(parts.pool.pace), "beside", returning(HUGE)),)
 
 
 def seldom_timed(parts: Parts) -> Sequence[AbstractContextManager[Any]]:
-    return (patch.object(type(parts.pool._copies.pace), "timed", returning(True)),)
+    return (patch.object(type(parts.pool.pace), "timed", returning(True)),)
 
 
 def runtime_copies(parts: Parts) -> Sequence[AbstractContextManager[Any]]:
-    copies = parts.pool._copies
+    copies = parts.pool
     return (patch.object(copies, "_copy_bytes", copies._copy_by_torch),)
 
 

@@ -8,6 +8,7 @@ import types
 from collections import deque
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,13 +17,13 @@ from msgspec import structs
 
 from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, TAKEN, Arena, Region, Regions
 from steerscope.engines.vllm.cuda import pacing, row_copies
-from steerscope.engines.vllm.cuda.index_upload import IndexUpload
 from steerscope.engines.vllm.cuda.pacing import Pace
 from steerscope.engines.vllm.cuda.row_copies import RowCopies
 from steerscope.engines.vllm.wire import Wire, WireCapture
+from steerscope.engines.vllm.worker.admission import clear_overflow_flags
 from steerscope.engines.vllm.worker.delivery import Delivery
+from steerscope.engines.vllm.worker.device import Cells, Reductions, RowPool
 from steerscope.engines.vllm.worker.index_layout import FLAG, PRECOMPUTED
-from steerscope.engines.vllm.worker.pool import Cells, HostPool, clear_overflow_flags
 from steerscope.engines.vllm.worker.requests import Page, RowSlice, TrackedRequest, make_slice
 from steerscope.engines.vllm.worker.step_index import StepIndex
 from steerscope.engines.vllm.worker.worker import WorkerTaps
@@ -37,15 +38,16 @@ def regions(tmp_path: Path) -> Regions:
 
 
 def deliver(regions: Regions, pool, writes: bool = True) -> Delivery:
-    made = Delivery(pool, HIDDEN, torch.float32, 0, writes)
+    made = Delivery(pool, Reductions(pool.cells), 0, writes)
     made.arena = regions.arena
     return made
 
 
-def host_pool() -> HostPool:
-    import numpy as np
+SIZES = torch.device("cpu"), 64, 4, HIDDEN, torch.float32, np.zeros((4, 16), np.int32)
 
-    return HostPool(64, 4, HIDDEN, torch.float32, np.zeros((4, 16), np.int32))
+
+def host_pool() -> RowPool:
+    return RowPool(*SIZES)
 
 
 def asking(region: Region, name: str = "a", rows: int = 4, more: int = 1) -> TrackedRequest:
@@ -303,25 +305,17 @@ class SideStream:
     def wait_event(self, event: object) -> None: ...
 
 
-class QueuedPool(RowCopies):
-    """Cells on the host whose rows leave through the queue of a GPU."""
-
-    def __init__(self) -> None:
-        free = Cells(64)
-        super().__init__(torch.zeros(64, HIDDEN), free, types.SimpleNamespace(), lambda: None)  # type: ignore[arg-type,return-value]
-        self.take, self.give = free.take, free.give
-
-
 @pytest.fixture
 def cuda_pool(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
     monkeypatch.setattr(torch.cuda, "Stream", SideStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
     monkeypatch.setattr(row_copies, "runtime_copy", lambda: None)
+    monkeypatch.setattr(row_copies, "CurrentStream", lambda _device: lambda: None)
     monkeypatch.setattr(PlayedEvent, "happened", True)
     monkeypatch.setattr(pacing, "_FIRST_BYTES", 2 * HIDDEN * 4)  # two rows per step
     monkeypatch.setattr(row_copies, "_MIN_COPY_BYTES", 0)
-    return QueuedPool()
+    return RowCopies(*SIZES, types.SimpleNamespace())
 
 
 def test_rows_leave_at_the_pace_and_count_when_they_are_there(cuda_pool, regions):
@@ -675,7 +669,7 @@ def test_no_row_leaves_before_the_forward_that_writes_it(cuda_pool, regions, mon
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     cuda_pool._forward_done, cuda_pool._side.wait_event, cuda_pool._copy_bytes = Event(), wait, copy
-    free, cuda_pool.take, cuda_pool._free.take, total = cuda_pool.take, take, take, 0
+    free, cuda_pool.free.take, total = cuda_pool.free.take, take, 0
     for _ in range(60):
         rows = chance.randint(1, 24)
         first = cuda_pool.take(rows) if chance.random() < 0.7 else cuda_pool.take_late(rows)
@@ -724,17 +718,20 @@ def test_whatever_was_timed_rows_go_on_leaving():
 
 def test_precomputed_ops_are_flagged_in_the_index_of_steps_that_have_room_for_them():
     calls: list[tuple[str, int]] = []
-    upload = IndexUpload.__new__(IndexUpload)  # its pinned memory would need a GPU
-    upload._host = index = torch.zeros(5, 16, dtype=torch.int32)
-    upload._copy = lambda tokens: calls.append(("index", tokens))
-    upload._precomputed = types.SimpleNamespace(rows=3, compute=lambda tokens: calls.append(("ops", tokens)))
+    pytest.importorskip("triton")
+    from steerscope.engines.vllm.cuda.pool import CudaPool
+
+    pool = CudaPool.__new__(CudaPool)  # its pinned memory would need a GPU
+    pool._host_index = index = torch.zeros(5, 16, dtype=torch.int32)
+    pool._copy_index = lambda tokens: calls.append(("index", tokens))
+    pool._precomputed = types.SimpleNamespace(rows=3, compute=lambda tokens: calls.append(("ops", tokens)))
     index[:, FLAG] = torch.tensor([7, 0, 9, 4, 0])
     for _ in range(2):  # the second time as after a page was opened
-        upload.upload(3, precompute=True)
+        pool.upload_index(3, precompute=True)
         assert index[:, FLAG].tolist() == [7 + PRECOMPUTED, PRECOMPUTED, 9 + PRECOMPUTED, 4, 0]
     index[:, FLAG] = torch.tensor([7, 0, 9, 4, 0])
-    upload.upload(5, precompute=True)  # too many tokens
-    upload.upload(3, precompute=False)
+    pool.upload_index(5, precompute=True)  # too many tokens
+    pool.upload_index(3, precompute=False)
     assert index[:, FLAG].tolist() == [7, 0, 9, 4, 0]
     assert calls == [("index", 3), ("ops", 3)] * 2 + [("index", 5), ("ops", 0), ("index", 3), ("ops", 0)]
 

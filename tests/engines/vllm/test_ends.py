@@ -13,7 +13,7 @@ from engines.conftest import HAS_VLLM, reused_vllm
 from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
 from steerscope.engines.sync import SyncEngine
 from steerscope.engines.vllm.client.requests import VLLMText
-from steerscope.engines.vllm.worker.pool import HostPool
+from steerscope.engines.vllm.worker.device import RowPool
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.errors import RequestFailed
 from support.waiting import HUNG_S
@@ -95,8 +95,8 @@ def test_an_overflow_in_the_last_steps_is_told_though_nobody_foresaw_the_end(
     engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU checks the overflow flags every few steps; here the text ends between two checks, and asks for one."""
-    take_overflows = HostPool.take_overflows
-    monkeypatch.setattr(HostPool, "take_overflows", lambda pool, wait=False: take_overflows(pool, wait) if wait else [])
+    take_overflows = RowPool.take_overflows
+    monkeypatch.setattr(RowPool, "take_overflows", lambda pool, wait=False: take_overflows(pool, wait) if wait else [])
     huge = Add(vector=np.full(engine.facts.hidden, 3e38, np.float32), scale=1.0, layers="all", tokens="positions=[50:]")
 
     async def both() -> tuple[Any, ...]:

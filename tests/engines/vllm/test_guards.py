@@ -172,13 +172,13 @@ def test_options_of_the_wrong_engine_are_refused(options: dict[str, Any], named:
 
 
 def test_a_pool_that_cannot_hold_a_step_is_refused_with_what_would_fit() -> None:
-    from steerscope.engines.vllm.worker.pool import make_pool
+    from steerscope.engines.vllm.worker.device import RowPool, pool_cells
 
     index = np.zeros((64, 14), np.int32)
     with pytest.raises(CapacityExceeded, match="lower max_num_batched_tokens, or raise pool_bytes"):
-        make_pool(torch.device("cpu"), 64 * 36, 8, 2048, torch.float32, index, 1 << 20, None)
+        pool_cells(64 * 36, 2048 * 4, 64, 1 << 20, 0)
     for limit, cells in ((None, 10), (74 * 64, 10), (100 * 64 + 63, 36)):  # behind them, a row for every token
-        pool = make_pool(torch.device("cpu"), 10, 8, 16, torch.float32, index, limit, None)
+        pool = RowPool(torch.device("cpu"), pool_cells(10, 64, 64, limit, 0), 8, 16, torch.float32, index)
         assert len(pool.cells) == cells + 64
         assert pool.take(cells) == 0
         assert pool.take(1) is None
@@ -186,7 +186,7 @@ def test_a_pool_that_cannot_hold_a_step_is_refused_with_what_would_fit() -> None
 
 @pytest.mark.parametrize(("memory", "cells"), [(0, 100), (20 * 8 * 120, 120), (20 * 8 * 1000, 200)])
 def test_a_gpu_has_room_for_two_steps_within_a_twentieth_of_its_memory(memory: int, cells: int) -> None:
-    from steerscope.engines.vllm.worker.pool import pool_cells
+    from steerscope.engines.vllm.worker.device import pool_cells
 
     assert pool_cells(100, 8, 10, None, memory) == cells
     assert pool_cells(100, 8, 10, 8 * 160, memory) == 150  # who says how much is heard

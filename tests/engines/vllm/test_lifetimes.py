@@ -126,16 +126,16 @@ def test_what_is_left_of_requests_goes_when_nothing_runs_and_before_others_come(
 def test_a_result_that_is_on_its_way_is_waited_for_and_asked_for_if_it_takes_too_long(
     engine: SyncEngine, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
-    from steerscope.engines.vllm.worker.reductions import HostReductions
+    from steerscope.engines.vllm.worker.device import Reductions
 
-    write_early, rpc, asked, late = HostReductions.write_early, engine.aio._rpc, [], []  # type: ignore[attr-defined]
+    write_early, rpc, asked, late = Reductions.write_early, engine.aio._rpc, [], []  # type: ignore[attr-defined]
 
     def later(*args: Any) -> None:
         late.append(threading.Timer(0.05, write_early, args))
         late[-1].start()
 
     monkeypatch.setattr("steerscope.engines.vllm.client.engine._SOON_S", patience)
-    monkeypatch.setattr(HostReductions, "write_early", lambda self, ends: later(self, ends) if ends else None)
+    monkeypatch.setattr(Reductions, "write_early", lambda self, ends: later(self, ends) if ends else None)
     monkeypatch.setattr(engine.aio, "_rpc", lambda name, *args: (asked.append(name), rpc(name, *args))[1])
     done = engine.generate(LONG, SAMPLING, capture=Capture(layers=0, reduce="mean"))
     for timer in late:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm.wire import Wire, WireCapture
-from steerscope.engines.vllm.worker.reductions import HostReductions
+from steerscope.engines.vllm.worker.device import Reductions
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest
 from steerscope.specs.errors import RequestFailed
 from steerscope.specs.tokens import EVERYWHERE
@@ -52,11 +52,11 @@ def test_any_chunks_of_many_requests_give_what_each_gives_alone(
 ) -> None:
     """Steps begin at or before what was taken in, as after a preemption; the text ends some rows before the last, also
     where it was taken for certain that it would not."""
-    from steerscope.engines.vllm.cuda.reductions import DeviceReductions
+    from steerscope.engines.vllm.cuda.reductions import CudaReductions
 
     cells = torch.randn(LENGTH * 8, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
     requests = [request(*kind) for kind in kinds]
-    roads = [HostReductions(cells), DeviceReductions(cells)]
+    roads = [Reductions(cells), CudaReductions(cells)]
     held = [[road.start(one.wire.capture, one.width) for one in requests] for road in roads]
     reached = 0
     for back, size in steps:
@@ -94,11 +94,11 @@ def test_any_chunks_of_many_requests_give_what_each_gives_alone(
 
 @interpreted
 def test_results_of_requests_that_end_together_go_to_their_own_places(arena) -> None:
-    from steerscope.engines.vllm.cuda.reductions import DeviceReductions
+    from steerscope.engines.vllm.cuda.reductions import CudaReductions
 
     cells = torch.arange(60.0).view(12, 5)
     one, other = request("mean", 2, 1), request("last", 1, 4)
-    road = DeviceReductions(cells)
+    road = CudaReductions(cells)
     held = [road.start(a.wire.capture, a.width) for a in (one, other)]
     road.push([(held[0], part(one, 0, 3, 0)), (held[1], part(other, 0, 4, 6))])
     road.push([])
@@ -117,10 +117,10 @@ def test_results_of_requests_that_end_together_go_to_their_own_places(arena) -> 
 
 @interpreted
 def test_memory_that_is_used_again_starts_from_nothing(arena) -> None:
-    from steerscope.engines.vllm.cuda.reductions import DeviceReductions
+    from steerscope.engines.vllm.cuda.reductions import CudaReductions
 
     cells = torch.arange(60.0).view(12, 5)
-    road, memory, places = DeviceReductions(cells), arena.view(64, (1, HIDDEN), torch.float32), []
+    road, memory, places = CudaReductions(cells), arena.view(64, (1, HIDDEN), torch.float32), []
     for cell in (0, 6, 9):
         one = request("mean", 1, 1)
         held = road.start(one.wire.capture, 1)
@@ -135,10 +135,10 @@ def test_memory_that_is_used_again_starts_from_nothing(arena) -> None:
 
 @interpreted
 def test_nothing_is_written_outside_the_arena(arena) -> None:
-    from steerscope.engines.vllm.cuda.reductions import DeviceReductions
+    from steerscope.engines.vllm.cuda.reductions import CudaReductions
 
     cells = torch.arange(60.0).view(12, 5)
-    for road in (HostReductions(cells), DeviceReductions(cells)):
+    for road in (Reductions(cells), CudaReductions(cells)):
         one = request("mean", 1, 1)
         held = road.start(one.wire.capture, 1)
         road.push([(held, part(one, 0, 3, 0))])
@@ -179,7 +179,7 @@ def test_rows_are_taken_in_behind_their_forward_and_before_the_next(arena, monke
         current[0] = here.name
 
     cells, one = torch.arange(60.0).view(12, 5), request("mean", 1, 1)
-    road = reductions.DeviceReductions(cells)
+    road = reductions.CudaReductions(cells)
     monkeypatch.setattr(reductions, "on_stream", on_stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     road._current, road._side = lambda: Stream("main"), Stream("side")  # type: ignore[assignment]

@@ -18,7 +18,7 @@ from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatc
 from steerscope.engines.vllm.worker import tap
 from steerscope.engines.vllm.worker.decode_fast_path import StepPlan
 from steerscope.engines.vllm.worker.index_layout import CELL, FEW, GROUP, ROWS, RUN_NUMBERS
-from steerscope.engines.vllm.worker.reductions import HostReductions
+from steerscope.engines.vllm.worker.device import Reductions
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest, WatchState
 from steerscope.engines.vllm.worker.step_index import StepIndex
 from steerscope.lenses.rules import Compiled
@@ -170,7 +170,7 @@ def test_from_the_books_to_the_result(tmp_path: Path, kinds: list[Kind], dtype: 
     """Every tap of two steps through the kernel, and what it leaves into the reductions of a GPU; beside it the rows
     themselves into those of a CPU. The norm and the stream are those of a step that sums nothing, to the bit."""
     from steerscope.engines.vllm.cuda import fused_norm
-    from steerscope.engines.vllm.cuda.reductions import DeviceReductions
+    from steerscope.engines.vllm.cuda.reductions import CudaReductions
 
     hidden, taps, rng = 6, 3, torch.Generator().manual_seed(len(kinds))
     steps = Steps(kinds, 4 // dtype.itemsize)
@@ -179,12 +179,12 @@ def test_from_the_books_to_the_result(tmp_path: Path, kinds: list[Kind], dtype: 
     for group in range(1, 4):  # of as many taps; 4: watched at the first; 5: that and captured there
         order[group, :group] = torch.arange(group)
     order[4, 0], order[5, 0] = tap.WATCHED - 1, tap.WATCHED
-    device, plain = DeviceReductions(cells), {}
+    device, plain = CudaReductions(cells), {}
     requests = {
         name: one for name, one in steps.step_index.requests.items() if one.wire.capture and one.wire.capture.reduce
     }
     held = {name: device.start(one.wire.capture, one.width) for name, one in requests.items()}
-    host = {name: HostReductions(cells).start(one.wire.capture, one.width) for name, one in requests.items()}
+    host = {name: Reductions(cells).start(one.wire.capture, one.width) for name, one in requests.items()}
     bare, none = torch.zeros(0, dtype=dtype), torch.zeros(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_norm, "FEW", 1)

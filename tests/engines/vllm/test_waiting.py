@@ -10,7 +10,7 @@ import pytest
 from engines.conftest import HAS_VLLM, saved, start_vllm
 from steerscope.engines.results import EndEvent, Generation, TokenPrompt
 from steerscope.engines.sync import SyncEngine
-from steerscope.engines.vllm.worker.pool import HostPool
+from steerscope.engines.vllm.worker.device import RowPool
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.errors import EngineClosed, RequestFailed
 from support.waiting import HUNG_S
@@ -45,14 +45,14 @@ def _nothing_is_left(engine: SyncEngine) -> Iterator[None]:
 
 def broken_steps(monkeypatch: pytest.MonkeyPatch, *which: int) -> None:
     """These of the steps that follow fail before their forward."""
-    count, copy_some = iter(range(1 << 30)), HostPool.copy_some
+    count, copy_some = iter(range(1 << 30)), RowPool.copy_some
 
-    def pumped(self: HostPool, tokens: int) -> None:
+    def pumped(self: RowPool, tokens: int) -> None:
         if next(count) in which:
             raise MemoryError("no room for a step")
         copy_some(self, tokens)
 
-    monkeypatch.setattr(HostPool, "copy_some", pumped)
+    monkeypatch.setattr(RowPool, "copy_some", pumped)
 
 
 async def begun(engine: SyncEngine, steer: Add | None = None) -> "asyncio.Task[Generation]":

@@ -7,98 +7,105 @@ import torch
 from torch import Tensor
 
 from steerscope.capture.transport import Arena
-from steerscope.engines.vllm.cuda import kernel
-from steerscope.engines.vllm.cuda.index_upload import IndexUpload
+from steerscope.engines.vllm.cuda.kernel import register
+from steerscope.engines.vllm.cuda.precomputed_ops import PrecomputedOps
 from steerscope.engines.vllm.cuda.row_copies import RowCopies
 from steerscope.engines.vllm.cuda.row_store import make_stage
-from steerscope.engines.vllm.cuda.streams import CurrentStream
-from steerscope.engines.vllm.worker.pool import Cells, watched_rows
+from steerscope.engines.vllm.worker.index_layout import FLAG, PRECOMPUTED
 from steerscope.specs.errors import CapacityExceeded
 
+_STAGES = 8  # steps that may be prepared while earlier ones run
 _FLAG_STEPS = 4  # between two copies of the overflow flags
 _MAPPED = 2  # cudaHostRegisterMapped
 
 
-class CudaPool:
+class CudaPool(RowCopies):
     def __init__(
-        self,
-        device: torch.device,
-        cells: int,
-        max_flags: int,
-        hidden: int,
-        dtype: torch.dtype,
-        index: np.ndarray,
+        self, device: torch.device, cells: int, max_flags: int, hidden: int, dtype: torch.dtype, index: np.ndarray,
         runner: Any,
-    ) -> None:
-        kernel.register()
-        self._current = CurrentStream(device)
-        try:
-            self.cells = torch.zeros(cells + watched_rows(cells, index), hidden, dtype=dtype, device=device)
-        except torch.OutOfMemoryError as error:
-            raise CapacityExceeded(
-                f"no device memory for {cells * hidden * dtype.itemsize >> 20} MiB of rows: tap fewer layers, or "
-                "lower max_num_batched_tokens"
-            ) from error
-        free = Cells(cells)
-        self.take, self.give = free.take, free.give
-        self._upload = IndexUpload(index, device, self._current)
-        self.index, self.make_precomputed = self._upload.index, self._upload.make_precomputed
-        self._copies = copies = RowCopies(self.cells, free, runner, self._current)
-        self.copy_rows, self.take_late = copies.copy_rows, copies.take_late
-        self.copy_some, self.copy_waiting_now = copies.copy_some, copies.copy_waiting_now
-        self.after_copies, self.wait_for_copies = copies.after_copies, copies.wait_for_copies
-        self.overflow_flags = torch.zeros(max_flags, dtype=torch.int32, device=device)
+    ) -> None:  # fmt: skip
+        register()
+        super().__init__(device, cells, max_flags, hidden, dtype, index, runner)
+        self.index, self._host_index = torch.zeros(index.shape, dtype=torch.int32, device=device), index
+        self._stages = [torch.zeros(index.shape, dtype=torch.int32, pin_memory=True) for _ in range(_STAGES)]
+        self._copied = [torch.cuda.Event() for _ in range(_STAGES)]
+        self._turn, self._last_tokens = 0, 0
+        self._precomputed: PrecomputedOps | None = None
         self._host_flags = torch.zeros(max_flags, dtype=torch.int32, pin_memory=True)
         self._flags_copied = torch.cuda.Event()
         self._copying_flags, self._steps = False, 0
+
+    # --- what the taps read
+
+    def make_precomputed(
+        self, vectors: Tensor, coefficients: Tensor, orders: Tensor, before: Tensor, max_requests: int
+    ) -> Tensor:
+        self._precomputed = PrecomputedOps(vectors, coefficients, orders, before, self.index, max_requests)
+        return self._precomputed.table
 
     def make_stage(self, n_taps: int, max_requests: int) -> Tensor:
         return make_stage(n_taps, max_requests, self.cells)
 
     def upload_index(self, tokens: int, precompute: bool = False) -> None:
-        self._upload.upload(tokens, precompute)
+        ops = self._precomputed
+        precompute = precompute and ops is not None and tokens <= ops.rows
+        if precompute:
+            self._host_index[:tokens, FLAG] |= PRECOMPUTED
+        self._copy_index(tokens)
+        if ops is not None:
+            ops.compute(tokens if precompute else 0)
+
+    def _copy_index(self, tokens: int) -> None:
+        """Copy index rows [0, tokens) to the device, and zeros over the rest of the last upload."""
+        count, self._last_tokens = max(tokens, self._last_tokens), tokens
+        if not count:
+            return
+        turn, self._turn = self._turn, (self._turn + 1) % _STAGES
+        self._copied[turn].synchronize()  # waits only if _STAGES steps were prepared ahead
+        stage = self._stages[turn][:count]
+        stage.numpy()[:] = self._host_index[:count]
+        self.index[:count].copy_(stage, non_blocking=True)
+        self._copied[turn].record(self._current())
 
     def advance(self, tokens: int) -> None:
         del tokens  # the last tap of the step before has done it
 
-    def rows(self, cell: int, count: int, width: int) -> Tensor:
-        return self.cells[cell : cell + count * width].view(count, width, -1)
+    # --- overflow flags
 
     def take_overflows(self, wait: bool = False) -> list[int]:
         """Return flags of a copy that has arrived, and start the next copy every few steps."""
         found: list[int] = []
         if self._copying_flags and (wait or self._flags_copied.query()):
-            self._flags_copied.synchronize()
-            found, self._copying_flags = self._clear_found(), False
+            found = self._flags_that_arrived()
         self._steps += 1
         if not self._copying_flags and (wait or self._steps % _FLAG_STEPS == 0):
             self._host_flags.copy_(self.overflow_flags, non_blocking=True)
             self._flags_copied.record(self._current())
             self._copying_flags = True
             if wait:
-                self._flags_copied.synchronize()
-                found, self._copying_flags = found + self._clear_found(), False
+                found += self._flags_that_arrived()
         return found
 
-    def _clear_found(self) -> list[int]:
+    def _flags_that_arrived(self) -> list[int]:
+        self._flags_copied.synchronize()
+        self._copying_flags = False
         found = self._host_flags.nonzero().flatten().tolist() if self._host_flags.any() else []
         for number in found:
             self.overflow_flags[number] = 0
         return found
 
+    # --- shared memory
+
     def pin(self, arena: Arena) -> None:
         """Let the GPU write to the shared memory itself."""
-        runtime = torch.cuda.cudart()
-        assert runtime is not None
-        code = runtime.cudaHostRegister(arena.address, arena.size, _MAPPED)
-        if int(code) != 0:
+        runtime: Any = torch.cuda.cudart()
+        if code := int(runtime.cudaHostRegister(arena.address, arena.size, _MAPPED)):
             raise CapacityExceeded(f"the driver cannot pin {arena.size >> 20} MiB for captured rows (code {code})")
 
     def unpin(self, arena: Arena) -> None:
         """Unpin memory before it is unmapped, or the driver would treat its address as pinned."""
-        runtime = torch.cuda.cudart()
-        assert runtime is not None
+        runtime: Any = torch.cuda.cudart()
         runtime.cudaHostUnregister(arena.address)
 
     def stats(self) -> dict[str, float]:
-        return {"backlog_bytes": float(self._copies.backlog), "bus_gb_per_s": self._copies.pace.rate / 1e6}
+        return {"backlog_bytes": float(self.backlog), "bus_gb_per_s": self.pace.rate / 1e6}

@@ -17,6 +17,7 @@ import triton.language as tl
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm.cuda.streams import CurrentStream, on_stream
 from steerscope.engines.vllm.wire import WireCapture
+from steerscope.engines.vllm.worker.device import Reductions
 from steerscope.engines.vllm.worker.index_layout import ROWS
 from steerscope.engines.vllm.worker.requests import RowSlice
 from steerscope.specs.errors import RequestFailed
@@ -125,9 +126,9 @@ class PartialResult:
         return self.total.nbytes + self.ring.nbytes
 
 
-class DeviceReductions:
+class CudaReductions(Reductions):
     def __init__(self, cells: torch.Tensor) -> None:
-        self._cells = cells
+        super().__init__(cells)
         self._ending: list[list[int]] = []
         self._finished: list[PartialResult] = []  # until the device has written them
         self._fence: torch.cuda.Event | None = None  # after results that were written early

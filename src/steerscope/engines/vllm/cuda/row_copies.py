@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from steerscope.engines.vllm.cuda.pacing import Pace
+from steerscope.engines.vllm.cuda.streams import CurrentStream
+from steerscope.engines.vllm.worker.device import RowPool
 from steerscope.engines.vllm.worker.index_layout import FEW
-from steerscope.engines.vllm.worker.pool import Cells
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest
 
 _MAX_COPY_BYTES = 64 << 20  # of one batch that is not paced
@@ -56,15 +57,19 @@ class CopyBatch(NamedTuple):
 CopyBytes = Callable[[int, int, int, int], None]  # target, source, bytes, stream
 
 
-class RowCopies:
-    def __init__(self, cells: Tensor, free: Cells, runner: Any, current: Callable[[], torch.cuda.Stream]) -> None:
-        """Copy rows of `cells` and give the cells back to `free`. `current` returns the stream that runs forwards,
-        `runner` is vLLM's model runner."""
-        self.cells, self._free = cells, free
-        self._address, self._cell_bytes = cells.data_ptr(), cells.shape[1] * cells.dtype.itemsize
-        self._runner, self._current = runner, current
+class RowCopies(RowPool):
+    """The part of a pool on a GPU that brings rows to the clients."""
+
+    def __init__(
+        self, device: torch.device, cells: int, max_flags: int, hidden: int, dtype: torch.dtype, index: np.ndarray,
+        runner: Any,
+    ) -> None:  # fmt: skip
+        """`runner` is vLLM's model runner."""
+        super().__init__(device, cells, max_flags, hidden, dtype, index)
+        self._address, self._cell_bytes = self.cells.data_ptr(), hidden * dtype.itemsize
+        self._runner, self._current = runner, CurrentStream(device)
         self._copy_bytes = runtime_copy() or self._copy_by_torch
-        self._side = torch.cuda.Stream(cells.device)
+        self._side = torch.cuda.Stream(device)
         self._forward_done, self._tokens_copied = torch.cuda.Event(), torch.cuda.Event()
         self._token_stream: torch.cuda.Stream | None = None  # on which vLLM copies the sampled tokens
         self._spare_events: list[torch.cuda.Event] = []
@@ -80,7 +85,6 @@ class RowCopies:
     # --- the queue
 
     def copy_rows(self, part: RowSlice, n_cells: int, offset: int, publish: Callable[[], None]) -> None:
-        """Queue a copy of cells of a slice to its request's arena; see `worker.pool.Pool`."""
         assert part.request.arena is not None
         source, target = self._address + part.cell * self._cell_bytes, part.request.arena.address + offset
         copy = RowCopy(part.request, publish, part.freed, source, target, n_cells * self._cell_bytes)
@@ -91,7 +95,6 @@ class RowCopies:
     def after_copies(
         self, request: TrackedRequest, call: Callable[[], None], event: torch.cuda.Event | None = None
     ) -> None:
-        """Call a function when everything queued so far has arrived and the event is reached."""
         self._copies.append(RowCopy(request, call, done=event))
         self._finish()
 
@@ -99,7 +102,7 @@ class RowCopies:
         """Return the first of `count` adjacent cells once enough copies have arrived; None if no copy is left whose
         forward has ended."""
         while self._wait_for_first():
-            if (first := self._free.take(count)) is not None:
+            if (first := self.take(count)) is not None:
                 return first
         return None
 
@@ -274,8 +277,7 @@ class RowCopies:
                 reached = copy.done
             wait -= 1
             self._copies.popleft()
-            if copy.freed[1]:
-                self._free.give(*copy.freed)
+            self.give(*copy.freed)
             copy.call()
 
 

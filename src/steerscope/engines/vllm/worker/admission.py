@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from steerscope.core.slot_table import Key
 from steerscope.engines.vllm.settings import NAME
@@ -12,7 +14,6 @@ from steerscope.engines.vllm.wire import OVERFLOW, Wire, waits
 from steerscope.engines.vllm.worker.delivery import Delivery
 from steerscope.engines.vllm.worker.lenses import Group, WorkerLenses, groups_of
 from steerscope.engines.vllm.worker.overflow import OverflowWatch
-from steerscope.engines.vllm.worker.pool import clear_overflow_flags
 from steerscope.engines.vllm.worker.requests import TrackedRequest
 from steerscope.engines.vllm.worker.step_index import StepIndex
 from steerscope.engines.vllm.worker.tap_set import TapSet
@@ -109,3 +110,10 @@ class RequestAdmission:
         request.group = 0
         self._lenses.release(request)
         self._overflow.release(request)
+
+
+def clear_overflow_flags(overflow_flags: Tensor, numbers: list[int]) -> None:
+    """Clear the flags of new requests, which earlier owners may have left set."""
+    if numbers:
+        on_host = torch.tensor(numbers, pin_memory=overflow_flags.is_cuda)
+        overflow_flags.index_fill_(0, on_host.to(overflow_flags.device, non_blocking=True), 0)

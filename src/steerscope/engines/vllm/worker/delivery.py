@@ -16,8 +16,7 @@ import torch
 
 from steerscope.capture.transport import ALIGN, HEADER, LEFT, MET, OWNER, READ, ROWS, TAKEN, Arena
 from steerscope.engines.vllm.wire import Wire, WireCapture
-from steerscope.engines.vllm.worker.pool import Pool
-from steerscope.engines.vllm.worker.reductions import make_reductions
+from steerscope.engines.vllm.worker.device import Reductions, RowPool
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest
 from steerscope.lenses.reader import HostStepReadings
 
@@ -25,13 +24,14 @@ log = logging.getLogger("steerscope")
 
 
 class Delivery:
-    def __init__(self, pool: Pool, hidden: int, dtype: torch.dtype, stage: int, writes: bool) -> None:
+    def __init__(self, pool: RowPool, reductions: Reductions, stage: int, writes: bool) -> None:
         """`stage` is the pipeline stage; `writes` says whether this rank writes to shared memory."""
-        self.pool, self.hidden, self._row_bytes = pool, hidden, hidden * dtype.itemsize
+        self.pool, self.reductions = pool, reductions
+        self._hidden = pool.cells.shape[1]
+        self._row_bytes = self._hidden * pool.cells.itemsize
         self.stage, self.writes = stage, writes
         self.arena: Arena | None = None  # of the client that attached one
         self.arenas: dict[str, Arena] = {}  # named by requests
-        self.reductions = make_reductions(pool.cells)
         self.reducing: dict[str, tuple[TrackedRequest, Any]] = {}  # with their partial results
         self._untaken: list[TrackedRequest] = []  # left before their clients took a result that was written early
         self.counts = {"rows": 0, "row_bytes": 0}
@@ -232,7 +232,7 @@ class Delivery:
 
     def _result_place(self, request: TrackedRequest) -> tuple[Arena, int]:
         assert request.arena is not None
-        return request.arena, request.wire.offset + HEADER + request.taps_before * self.hidden * 4
+        return request.arena, request.wire.offset + HEADER + request.taps_before * self._hidden * 4
 
     def _write_result(self, request: TrackedRequest, partial: Any, rows: int) -> int | None:
         """Queue a result to be written by the next `flush` of the reductions; return its number of rows."""

@@ -4,7 +4,7 @@ from collections import deque
 
 from steerscope.engines.vllm.wire import OVERFLOW, Recent
 from steerscope.engines.vllm.worker.delivery import Delivery
-from steerscope.engines.vllm.worker.pool import Pool
+from steerscope.engines.vllm.worker.device import RowPool
 from steerscope.engines.vllm.worker.requests import TrackedRequest
 from steerscope.engines.vllm.worker.step_index import StepIndex
 
@@ -14,7 +14,7 @@ _STEPS = 16  # after a steered step in which its overflow may still be found
 class OverflowWatch:
     """Flags on the device, one for each request that steers."""
 
-    def __init__(self, max_requests: int, pool: Pool, step_index: StepIndex, delivery: Delivery) -> None:
+    def __init__(self, max_requests: int, pool: RowPool, step_index: StepIndex, delivery: Delivery) -> None:
         self._pool, self._step_index, self._delivery = pool, step_index, delivery
         self._owners: dict[int, TrackedRequest] = {}  # also of flags that were released
         self._free = deque(range(1, 2 * max_requests + 2))  # flags released last are used last

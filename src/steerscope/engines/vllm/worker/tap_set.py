@@ -10,7 +10,7 @@ from steerscope.core.slot_table import Key, SlotPool, SlotTable
 from steerscope.engines.vllm.settings import VLLMSettings
 from steerscope.engines.vllm.worker.lenses import Group, places_of
 from steerscope.engines.vllm.worker.model_layout import Layers, attach, in_norms
-from steerscope.engines.vllm.worker.pool import Pool
+from steerscope.engines.vllm.worker.device import RowPool
 from steerscope.engines.vllm.worker.tap import Tap, TapTables
 
 
@@ -20,7 +20,7 @@ class TapSet:
         layers: Layers,
         keys: Sequence[Key],
         settings: VLLMSettings,
-        pool: Pool,
+        pool: RowPool,
         gates: Tensor,
         max_requests: int,
         norms: bool,

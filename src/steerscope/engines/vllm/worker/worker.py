@@ -22,13 +22,13 @@ from steerscope.engines.vllm.settings import VLLMSettings, smallest_pool
 from steerscope.engines.vllm.worker.admission import RequestAdmission
 from steerscope.engines.vllm.worker.decode_fast_path import StepPlan
 from steerscope.engines.vllm.worker.delivery import Delivery
+from steerscope.engines.vllm.worker.device import Reductions, RowPool, pool_cells
 from steerscope.engines.vllm.worker.graph_sets import GraphSets, wrap_method
 from steerscope.engines.vllm.worker.index_layout import FEW
 from steerscope.engines.vllm.worker.layer_proof import prove_layers
 from steerscope.engines.vllm.worker.lenses import WorkerLenses
 from steerscope.engines.vllm.worker.model_layout import Layers, find_layers, returned
 from steerscope.engines.vllm.worker.overflow import OverflowWatch
-from steerscope.engines.vllm.worker.pool import make_pool
 from steerscope.engines.vllm.worker.seeds import repair_generators
 from steerscope.engines.vllm.worker.step_index import StepIndex
 from steerscope.engines.vllm.worker.tap import TapMode, at_first_tap, end_forward
@@ -64,12 +64,8 @@ class WorkerTaps:
         max_requests = config.scheduler_config.max_num_seqs
         page_rows, n_rows = smallest_pool(tokens, max_requests)
         self.step_index = StepIndex(tokens, settings.max_columns, page_rows, shared_rows=tokens // 4)
-        n_cells = n_rows * len(keys) if settings.capture else 0
-        index, max_flags = self.step_index.index, 2 * max_requests + 2
-        self.pool = make_pool(
-            self.device, n_cells, max_flags, self.hidden, self.dtype, index, settings.pool_bytes, runner
-        )
-        self.delivery = Delivery(self.pool, self.hidden, self.dtype, self.stage, self.writes)
+        self.pool, reductions = self._make_device(n_rows * len(keys) if settings.capture else 0, 2 * max_requests + 2)
+        self.delivery = Delivery(self.pool, reductions, self.stage, self.writes)
         self.overflow = OverflowWatch(max_requests, self.pool, self.step_index, self.delivery)
         # Watched requests that run, and as many that were preempted.
         self.lenses = WorkerLenses(self.device, 2 * max_requests + 1, self.pool.cells, tokens, self.delivery)
@@ -85,6 +81,21 @@ class WorkerTaps:
         self._largest_replayed = tokens  # steps of at most so many tokens may be CUDA graphs, which run no host code
         self._wrap(worker, runner)
         LOCAL_WORKERS.add(self)
+
+    def _make_device(self, least_cells: int, max_flags: int) -> tuple[RowPool, Reductions]:
+        device, index, row_bytes = self.device, self.step_index.index, self.hidden * self.dtype.itemsize
+        on_gpu = device.type == "cuda"
+        memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
+        cells = pool_cells(least_cells, row_bytes, len(index), self.settings.pool_bytes, memory)
+        arguments = device, cells, max_flags, self.hidden, self.dtype, index
+        if not on_gpu:
+            pool = RowPool(*arguments)
+            return pool, Reductions(pool.cells)
+        from steerscope.engines.vllm.cuda.pool import CudaPool  # needs Triton
+        from steerscope.engines.vllm.cuda.reductions import CudaReductions
+
+        pool = CudaPool(*arguments, self.runner)
+        return pool, CudaReductions(pool.cells)
 
     def _proven_layers(self, count: int) -> Layers:
         if self.stage >= STAGES:
