@@ -17,8 +17,8 @@ from steerscope.core.slot_table import Lease
 from steerscope.engines.vllm.settings import NAME, PAGE, smallest_pool
 from steerscope.engines.vllm.wire import Envelope, Wire, WireBody, WireCapture, WireColumn, WireWatch, waits
 from steerscope.engines.vllm.worker.decode_fast_path import StepPlan
-from steerscope.engines.vllm.worker.index_layout import CELL, ENTRIES, FLAG, GROUP, STRIDE
 from steerscope.engines.vllm.worker.device import Cells
+from steerscope.engines.vllm.worker.index_layout import CELL, ENTRIES, FLAG, GROUP, STRIDE
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest, WatchState
 from steerscope.engines.vllm.worker.step_index import StepIndex
 from steerscope.lenses.rules import Compiled, CompiledRule, Term

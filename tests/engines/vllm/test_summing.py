@@ -17,8 +17,8 @@ from steerscope.core.slot_table import Lease
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn, WireWatch
 from steerscope.engines.vllm.worker import tap
 from steerscope.engines.vllm.worker.decode_fast_path import StepPlan
-from steerscope.engines.vllm.worker.index_layout import CELL, FEW, GROUP, ROWS, RUN_NUMBERS
 from steerscope.engines.vllm.worker.device import Reductions
+from steerscope.engines.vllm.worker.index_layout import CELL, FEW, GROUP, ROWS, RUN_NUMBERS
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest, WatchState
 from steerscope.engines.vllm.worker.step_index import StepIndex
 from steerscope.lenses.rules import Compiled

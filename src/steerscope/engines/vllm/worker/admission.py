@@ -12,11 +12,11 @@ from steerscope.core.slot_table import Key
 from steerscope.engines.vllm.settings import NAME
 from steerscope.engines.vllm.wire import OVERFLOW, Wire, waits
 from steerscope.engines.vllm.worker.delivery import Delivery
-from steerscope.engines.vllm.worker.lenses import Group, WorkerLenses, groups_of
+from steerscope.engines.vllm.worker.lenses import WorkerLenses
 from steerscope.engines.vllm.worker.overflow import OverflowWatch
 from steerscope.engines.vllm.worker.requests import TrackedRequest
 from steerscope.engines.vllm.worker.step_index import StepIndex
-from steerscope.engines.vllm.worker.tap_set import TapSet
+from steerscope.engines.vllm.worker.tap_set import TapSet, groups_of
 
 log = logging.getLogger("steerscope")
 
@@ -47,7 +47,7 @@ class RequestAdmission:
                 deferred.append(new)
             elif extra is not None and (flag := self._admit(new, extra.get(NAME))):
                 flags.append(flag)
-        clear_overflow_flags(self._taps.tables.overflow_flags, flags)
+        clear_overflow_flags(self._delivery.pool.overflow_flags, flags)
         return deferred
 
     def _admit(self, new: Any, packed: bytes | None) -> int:
@@ -88,18 +88,15 @@ class RequestAdmission:
         capture, watch = request.wire.capture, request.wire.watch
         keys, taps_before = self._taps.share_of(capture.keys) if capture else ((), 0)
         watched = watch.key if watch and watch.key in self._taps.taps else None
-        numbers: dict[Group, int] = {}
-        for group in groups_of(keys or None, bool(capture and capture.before_steering), watched):
-            numbers[group], fresh = self._taps.groups.acquire(group)
+        numbers: list[int] = []
+        for group in groups_of(keys, bool(capture and capture.before_steering), watched):
+            numbers.append(self._taps.join_group(group))
             request.groups.append(group)
-            if fresh:
-                self._taps.set_group(numbers[group], group)
-        found = list(numbers.values())
         if capture and keys:
-            request.group, request.width, request.taps_before = found[0], len(keys), taps_before
+            request.group, request.width, request.taps_before = numbers[0], len(keys), taps_before
             self._delivery.reserve_rows(request)
         if watch and watched:
-            self._lenses.admit(request, watch, read_group=found[1 if keys else 0], both_group=found[-1])
+            self._lenses.admit(request, watch, read_group=numbers[1 if keys else 0], both_group=numbers[-1])
 
     def release(self, request: TrackedRequest) -> None:
         """Give back all that an ended request holds."""

@@ -103,15 +103,17 @@ class RowPool:
 
     def make_precomputed(
         self, vectors: Tensor, coefficients: Tensor, orders: Tensor, before: Tensor, max_requests: int
-    ) -> Tensor | None:
-        """Return the memory for precomputed ops [taps, …]; None on a CPU, where looking ops up costs little. Called
-        before the first step."""
-        del vectors, coefficients, orders, before, max_requests
+    ) -> Tensor:
+        """Return the memory for precomputed ops [taps, rows, …], without rows on a CPU, where looking ops up costs
+        little. Called before the first step."""
+        del coefficients, orders, before, max_requests
+        return torch.zeros(len(vectors), 0)
 
-    def make_stage(self, n_taps: int, max_requests: int) -> Tensor | None:
-        """Return the memory where taps leave rows until the step ends [taps, rows, hidden], if they do. Called before
-        the first step."""
-        del n_taps, max_requests
+    def make_stage(self, n_taps: int, max_requests: int) -> Tensor:
+        """Return the memory where taps leave rows until the step ends [taps, rows, …], without rows on a CPU. Called
+        before the first step."""
+        del max_requests
+        return torch.zeros(n_taps, 0)
 
     def upload_index(self, tokens: int, precompute: bool = False) -> None:
         """Give the taps index rows [0, tokens), and zeros beyond. `precompute`: the same ops will run in many steps."""

@@ -10,17 +10,14 @@ steered as they were.
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from steerscope.core.slot_table import Key
 from steerscope.engines.vllm.wire import WireWatch
 from steerscope.engines.vllm.worker.delivery import Delivery
-from steerscope.engines.vllm.worker.index_layout import WATCHED
 from steerscope.engines.vllm.worker.packs import WorkerPacks
 from steerscope.engines.vllm.worker.requests import TrackedRequest, WatchedRows, WatchState
 from steerscope.lenses.monitor import Monitor, WatchPlan
@@ -31,26 +28,7 @@ from steerscope.specs.watch import Watch
 if TYPE_CHECKING:
     from steerscope.engines.vllm.cuda.lens_readout import DeviceRead, LensReadout
 
-Group = tuple[tuple[Key, ...], bool, Key | None]  # captured taps, whether before steering, and the watched tap
 RowsOfRequest = tuple[TrackedRequest, int, int, int]  # request, first token in the batch, positions [start, stop)
-
-
-def groups_of(keys: tuple[Key, ...] | None, before: bool, watched: Key | None) -> list[Group]:
-    """Return the groups that tokens of one request can belong to: captured, watched, both."""
-    found: list[Group] = [] if keys is None else [(keys, before, None)]
-    if watched is not None:
-        found.append(((), False, watched))
-    if keys is not None and watched is not None:
-        found.append((keys, before, watched))
-    return found
-
-
-def places_of(group: Group, taps: Sequence[Key]) -> list[int]:
-    """Return for each tap the place of its row among those captured (−1: not captured), plus `WATCHED` if lenses read
-    it."""
-    keys, _, watched = group
-    place = {key: i for i, key in enumerate(keys)}
-    return [place.get(key, -1) + (WATCHED if key == watched else 0) for key in taps]
 
 
 @functools.lru_cache(maxsize=64)  # many requests have equal watches

@@ -9,8 +9,8 @@ costs more than the arithmetic, so where an RMS norm of the model follows on the
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,8 @@ library.define(
 
 
 @torch.library.register_fake("steerscope::tap", lib=library)
-def _fake(*_: object) -> None:
-    return None
-
-
 @torch.library.register_fake("steerscope::end", lib=library)
-def _fake_end(*_: object) -> None:
+def _fake(*_: object) -> None:
     return None
 
 
@@ -127,10 +123,11 @@ def _torch_tap(
     place = torch.where(watched, place - WATCHED, place)
     captured = place >= 0 if capture else torch.zeros_like(group, dtype=torch.bool)
     early = captured & before.index_select(0, group)
-    _store_rows(early, delta, residual, pool, index, place)
+    cells = (index[:, CELL] + place).long()
+    _store_rows(early, delta, residual, pool, cells)
     if steer:
         _steer(delta, residual, index, vectors, coefficients, gates, overflow_flags)
-    _store_rows(captured & ~early, delta, residual, pool, index, place)
+    _store_rows(captured & ~early, delta, residual, pool, cells)
     if capture:
         _store_watched_rows(watched, delta, residual, pool, first_watched)
 
@@ -174,39 +171,38 @@ def _clear_overflow(
 
 def _store_watched_rows(which: Tensor, delta: Tensor, residual: Tensor | None, pool: Tensor, first: int) -> None:
     """Store the rows of watched tokens behind the cells."""
+    _store_rows(which, delta, residual, pool, torch.arange(first, first + len(which)))
+
+
+def _store_rows(which: Tensor, delta: Tensor, residual: Tensor | None, pool: Tensor, cells: Tensor) -> None:
     tokens = which.nonzero().squeeze(1)
     if len(tokens):
-        pool.index_copy_(0, tokens + first, _stream_rows(tokens, delta, residual).to(pool.dtype))
-
-
-def _store_rows(
-    which: Tensor, delta: Tensor, residual: Tensor | None, pool: Tensor, index: Tensor, place: Tensor
-) -> None:
-    tokens = which.nonzero().squeeze(1)
-    if len(tokens):
-        cells = (index[tokens, CELL] + place[tokens]).long()
-        pool.index_copy_(0, cells, _stream_rows(tokens, delta, residual).to(pool.dtype))
-
-
-def _stream_rows(tokens: Tensor, delta: Tensor, residual: Tensor | None) -> Tensor:
-    rows = delta.index_select(0, tokens)
-    return rows if residual is None else rows + residual.index_select(0, tokens)
+        rows = delta.index_select(0, tokens)
+        if residual is not None:
+            rows = rows + residual.index_select(0, tokens)
+        pool.index_copy_(0, cells[tokens], rows.to(pool.dtype))
 
 
 library.impl("tap", _torch_tap, "CPU")
 
 
 @dataclass(frozen=True, slots=True)
-class TapTables:
-    """Tensors that all taps of a worker read."""
+class TapTensors:
+    """The tensors that a tap reads."""
 
     pool: Tensor  # [cells + tokens, hidden]
     index: Tensor  # [tokens, columns of the step index]
+    vectors: Tensor
+    coefficients: Tensor
     gates: Tensor
+    order: Tensor  # [groups]: place of this tap's row among the captured ones; −1: not captured
     before: Tensor  # [groups]: whether the group captures before steering
     overflow_flags: Tensor  # [requests]: 1 after a steered row was not finite; on a CPU, [0]: the index has rows
-    stage: Tensor | None = None  # [taps, rows, hidden]: on CUDA, where rows may be left until the step ends
-    orders: Tensor | None = None  # [taps, groups]: `order` of all taps
+    # On CUDA, otherwise without rows:
+    precomputed: Tensor  # ops of tokens, computed before the step
+    staged: Tensor  # this tap's part of the stage
+    stage: Tensor  # [taps, rows, hidden]: where rows may be left until the step ends
+    orders: Tensor  # [taps, groups]: `order` of all taps
 
 
 class Tap(nn.Module):
@@ -214,62 +210,21 @@ class Tap(nn.Module):
 
     pool: Tensor
     index: Tensor
-    gates: Tensor
-    before: Tensor
-    overflow_flags: Tensor
-    vectors: Tensor
-    coefficients: Tensor
     order: Tensor
-    precomputed: Tensor
-    staged: Tensor
-    stage: Tensor
-    orders: Tensor
 
     def __init__(
-        self,
-        tables: TapTables,
-        vectors: Tensor,
-        coefficients: Tensor,
-        steer: bool = True,
-        capture: bool = True,
-        noop: bool = False,
-        last: bool = False,
-        precomputed: Tensor | None = None,  # ops of tokens, computed before the step, on CUDA
-        order: Tensor | None = None,  # [groups]: place of this tap's row among the captured ones; −1: not captured
-        staged: Tensor | None = None,  # its part of the stage
+        self, tensors: TapTensors, steer: bool = True, capture: bool = True, noop: bool = False, last: bool = False
     ) -> None:
+        """`last` of a step, on CUDA."""
         super().__init__()
-        self.steer, self.capture, self.noop = steer, capture, noop
-        self.last = last  # of a step, on CUDA
-        if order is None:
-            order = torch.full_like(tables.before, -1, dtype=torch.int32)
-        optional = {"precomputed": precomputed, "staged": staged, "stage": tables.stage, "orders": tables.orders}
-        tensors = {
-            "pool": tables.pool,
-            "index": tables.index,
-            "gates": tables.gates,
-            "before": tables.before,
-            "overflow_flags": tables.overflow_flags,
-            "vectors": vectors,
-            "coefficients": coefficients,
-            "order": order,
-            **{name: torch.zeros(0, device=vectors.device) if t is None else t for name, t in optional.items()},
-        }
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor, persistent=False)
+        self.steer, self.capture, self.noop, self.last = steer, capture, noop, last
+        for field in fields(tensors):
+            self.register_buffer(field.name, getattr(tensors, field.name), persistent=False)
 
-    def _tables(self) -> tuple[Tensor, ...]:
+    def _tables(self) -> tuple[Any, ...]:
         """Return the tensors in the order of both operators."""
-        return (
-            self.pool,
-            self.index,
-            self.vectors,
-            self.coefficients,
-            self.gates,
-            self.order,
-            self.before,
-            self.overflow_flags,
-        )
+        steering = self.vectors, self.coefficients, self.gates
+        return self.pool, self.index, *steering, self.order, self.before, self.overflow_flags
 
     def forward(self, delta: Tensor, residual: Tensor | None) -> None:
         """Steer `delta` in place and store captured rows of delta + residual."""
@@ -279,37 +234,14 @@ class Tap(nn.Module):
         if self.last and self.capture:
             torch.ops.steerscope.end(delta, self.index, self.overflow_flags)
 
-    def normed(self, delta: Tensor, residual: Tensor, norm: "RMSNorm") -> tuple[Tensor, Tensor]:
-        """Run this tap and the norm behind it in one CUDA kernel; return the normed stream and the stream."""
-        return torch.ops.steerscope.tap_norm(
-            delta,
-            residual,
-            norm.weight.data,
-            norm.variance_epsilon,
-            adds_one(norm),
-            self.precomputed,
-            self.staged,
-            self.stage,
-            self.orders,
-            *self._tables(),
-            self.steer,
-            self.capture,
-            self.last,
-        )
-
-
-class RMSNorm(Protocol):
-    """The parts of vLLM's RMSNorm and GemmaRMSNorm that the kernel needs."""
-
-    weight: Tensor
-    variance_epsilon: float
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Any: ...
-
-
-def adds_one(norm: RMSNorm) -> bool:
-    """Return whether the norm multiplies by 1 + weight, as Gemma's does."""
-    return type(norm).__name__ == "GemmaRMSNorm"
+    def normed(self, delta: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """Run this tap and the norm behind it, an RMSNorm of vLLM, in one CUDA kernel; return the normed stream and the
+        stream."""
+        adds_one = type(norm).__name__ == "GemmaRMSNorm"  # it multiplies by 1 + weight
+        scale = norm.weight.data, norm.variance_epsilon, adds_one
+        on_cuda = self.precomputed, self.staged, self.stage, self.orders
+        does = self.steer, self.capture, self.last
+        return torch.ops.steerscope.tap_norm(delta, residual, *scale, *on_cuda, *self._tables(), *does)
 
 
 class TappedNorm(nn.Module):
@@ -322,6 +254,6 @@ class TappedNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         if self.fused:
-            return self.tap.normed(x, residual, self.norm)  # type: ignore[arg-type]
+            return self.tap.normed(x, residual, self.norm)
         self.tap(x, residual)
         return self.norm(x, residual)

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from steerscope.core.slot_table import Key, SlotPool, SlotTable
 from steerscope.engines.vllm.settings import VLLMSettings
-from steerscope.engines.vllm.worker.lenses import Group, places_of
-from steerscope.engines.vllm.worker.model_layout import Layers, attach, in_norms
 from steerscope.engines.vllm.worker.device import RowPool
-from steerscope.engines.vllm.worker.tap import Tap, TapTables
+from steerscope.engines.vllm.worker.index_layout import WATCHED
+from steerscope.engines.vllm.worker.model_layout import Layers, attach, in_norms
+from steerscope.engines.vllm.worker.tap import Tap, TapTensors
+
+Group = tuple[tuple[Key, ...], bool, Key | None]  # captured taps, whether before steering, and the watched tap
 
 
 class TapSet:
@@ -27,51 +29,62 @@ class TapSet:
     ) -> None:
         """Make taps for the (layer, site) pairs of `keys` and put them into the model. With `norms`, taps may be parts
         of the norms that follow them."""
-        self.keys, self.settings = tuple(keys), settings
+        self.keys = tuple(keys)
         self.hidden, self.device = pool.cells.shape[1], pool.cells.device
+        on_gpu, n_taps = self.device.type == "cuda", len(self.keys)
         self._first_layer = min(layers.found)
         self.table = SlotTable(self.hidden, settings.slots, self.device)
         vectors, coefficients = self.table.reserve(self.keys)
         self.groups = SlotPool(settings.groups, "capture group")
-        self.orders = torch.full((len(self.keys), settings.groups), -1, dtype=torch.int32, device=self.device)
+        self._orders = torch.full((n_taps, settings.groups), -1, dtype=torch.int32, device=self.device)
         self._before = torch.zeros(settings.groups, dtype=torch.bool, device=self.device)
-        self._precomputed = None
+        precomputed = stage = torch.zeros(n_taps, 0, device=self.device)
         if settings.steer:
-            self._precomputed = pool.make_precomputed(vectors, coefficients, self.orders, self._before, max_requests)
-        self._staged = None
-        if norms and in_norms(layers, self.keys):
-            self._staged = pool.make_stage(len(self.keys), max_requests)
-        # Cells of one row of partial sums; 0: taps do not sum rows.
-        self.span = 0 if self._staged is None else 4 // pool.cells.dtype.itemsize
-        self.tables = TapTables(
-            pool.cells, pool.index, gates, self._before, pool.overflow_flags, self._staged, self.orders
-        )
-        self.memory = pool.cells, vectors, coefficients, self._precomputed, self._staged
-        self.taps = {key: self._make(number, key) for number, key in enumerate(self.keys)}
+            precomputed = pool.make_precomputed(vectors, coefficients, self._orders, self._before, max_requests)
+        fused = norms and in_norms(layers, self.keys)
+        if fused:
+            stage = pool.make_stage(n_taps, max_requests)
+        # Cells of a row of partial sums; 0: taps sum no rows.
+        self.span = 4 // pool.cells.itemsize if fused and on_gpu else 0
+        self.memory = pool.cells, vectors, coefficients, precomputed, stage
+        self.taps: dict[Key, Tap] = {}
+        for i, key in enumerate(self.keys):
+            tensors = TapTensors(
+                pool.cells, pool.index, *self.table.tensors(key), gates, self._orders[i], self._before,
+                pool.overflow_flags, precomputed[i], stage[i], stage, self._orders,
+            )  # fmt: skip
+            last = on_gpu and i == n_taps - 1
+            self.taps[key] = Tap(tensors, settings.steer, settings.capture, settings.noop, last)
         self.share_of = functools.lru_cache(maxsize=256)(self._share_of)  # many requests capture the same taps
         attach(layers, self.taps, norms)
-
-    def _make(self, number: int, key: Key) -> Tap:
-        vectors, coefficients = self.table.tensors(key)
-        return Tap(
-            self.tables,
-            vectors,
-            coefficients,
-            steer=self.settings.steer,
-            capture=self.settings.capture,
-            noop=self.settings.noop,
-            last=self.device.type == "cuda" and number == len(self.keys) - 1,
-            precomputed=None if self._precomputed is None else self._precomputed[number],
-            order=self.orders[number],
-            staged=None if self._staged is None else self._staged[number],
-        )
 
     def _share_of(self, keys: tuple[Key, ...]) -> tuple[tuple[Key, ...], int]:
         """Return the keys that this worker has, and the number of those on earlier pipeline stages."""
         return tuple(key for key in keys if key in self.taps), sum(layer < self._first_layer for layer, _ in keys)
 
-    def set_group(self, number: int, group: Group) -> None:
-        """Let the taps capture and leave for lenses what a group says, for tokens with its number."""
-        self._before[number] = group[1]
-        places = torch.tensor(places_of(group, self.keys), dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        self.orders[:, number].copy_(places, non_blocking=True)
+    def join_group(self, group: Group) -> int:
+        """Return the number of a group, whose tokens the taps capture and leave for lenses as it says."""
+        number, fresh = self.groups.acquire(group)
+        if fresh:
+            self._before[number] = group[1]
+            places = torch.tensor(places_of(group, self.keys), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+            self._orders[:, number].copy_(places, non_blocking=True)
+        return number
+
+
+def groups_of(keys: tuple[Key, ...], before: bool, watched: Key | None) -> list[Group]:
+    """Return the groups that tokens of one request can belong to: captured, watched, both."""
+    found: list[Group] = [(keys, before, None)] if keys else []
+    if watched is not None:
+        found.append(((), False, watched))
+    if keys and watched is not None:
+        found.append((keys, before, watched))
+    return found
+
+
+def places_of(group: Group, taps: Sequence[Key]) -> list[int]:
+    """Return for each tap the place of its row among those captured (−1: not captured), plus `WATCHED` if lenses read
+    it."""
+    keys, _, watched = group
+    place = {key: i for i, key in enumerate(keys)}
+    return [place.get(key, -1) + (WATCHED if key == watched else 0) for key in taps]

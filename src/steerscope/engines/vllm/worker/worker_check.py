@@ -134,9 +134,7 @@ def _run(
     wire = Wire("check", None, 0, 0, columns, capture)
     leases = [] if column is None else [taps.table.acquire(column)]
     group = (taps.keys, False, None)
-    number, _ = taps.groups.acquire(group)
-    taps.set_group(number, group)
-    request = TrackedRequest(wire, leases, number, len(taps.keys), flag=1)
+    request = TrackedRequest(wire, leases, taps.join_group(group), len(taps.keys), flag=1)
     index.requests["check"] = request
     plan = index.plan(["check"], np.array([0, tokens]), np.array([0]), worker.reserve, lambda _: None)
     worker.graphs.use(plan.steers, plan.busy)
