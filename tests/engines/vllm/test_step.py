@@ -567,7 +567,7 @@ def watched(positions: Positions, captured: Positions | None, columns: tuple[Pos
     watch = WireWatch("p", (0, "resid_post"), positions, 5, None, RULES, 5, 200, 0)
     gated = tuple(structs.replace(column, gate=1) for column in found.wire.columns)
     found.wire = structs.replace(found.wire, watch=watch, columns=gated)
-    found.watched = WatchState(None, [40] * len(columns), 7, 8, positions.count(200))  # type: ignore[arg-type]
+    found.watched = WatchState(watch, None, [40] * len(columns), 7, 8, positions.count(200))  # type: ignore[arg-type]
     return found
 
 

@@ -64,7 +64,7 @@ def request(i: int, kind: Kind) -> TrackedRequest:
     wire = Wire(str(i), None, 0, 1, columns, capture, watch if kind.watched else None)
     width = 1 if kind.watched else kind.width  # of which there is a group for each
     one = TrackedRequest(wire, leases, width, width)
-    one.watched = WatchState(None, [], 4, 5, 1000) if kind.watched else None  # type: ignore[arg-type]
+    one.watched = WatchState(watch, None, [], 4, 5, 1000) if kind.watched else None  # type: ignore[arg-type]
     return one
 
 

@@ -174,9 +174,9 @@ class LensReadout:
 
     def _fill_targets(self, request: TrackedRequest, mine: np.ndarray, first: int, stop: int) -> None:
         """Fill in the places of readings. Readings of recomputed rows are with the client already."""
-        watch, watched = request.wire.watch, request.watched
-        assert watch is not None
+        watched = request.watched
         assert watched is not None
+        watch = watched.asked
         number = watched.published if first >= watched.until else watch.positions.count(first)
         until = number + stop - first
         mine[:, NUMBER] = number + np.arange(stop - first)

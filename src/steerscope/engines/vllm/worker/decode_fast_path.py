@@ -26,12 +26,18 @@ class StepPlan:
     recomputed: int = 0  # requests that were preempted and begin again
     summed: int = 0  # rows that taps sum
     columns: int = 0  # largest number of op columns of a token
-    steers: bool = False
     keeps: bool = False  # rows are captured or read
-    busy: bool = False  # steers or keeps
     same: bool = False  # the index equals that of the last step
     runs: np.ndarray | None = None  # runs of tokens that taps sum (`prefill_sums`)
     advance: bool = False  # the index is right once the cell of every token has moved by its stride
+
+    @property
+    def steers(self) -> bool:
+        return self.columns > 0
+
+    @property
+    def busy(self) -> bool:
+        return self.steers or self.keeps
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from steerscope.capture.transport import ALIGN, HEADER, LEFT, MET, OWNER, READ, ROWS, TAKEN, Arena
-from steerscope.engines.vllm.wire import Wire, WireCapture
+from steerscope.engines.vllm.wire import Wire
 from steerscope.engines.vllm.worker.device import Reductions, RowPool
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest
 from steerscope.lenses.reader import HostStepReadings
@@ -65,8 +65,7 @@ class Delivery:
 
     def reserve_rows(self, request: TrackedRequest) -> None:
         """Find the place of a capture's rows of this stage, behind those of earlier stages; start its reduction."""
-        capture = request.wire.capture
-        assert capture is not None
+        capture = request.capture
         request.max_rows = capture.positions.count(capture.most)
         before = 0 if capture.reduce else request.max_rows * request.taps_before
         request.offset = request.wire.offset + HEADER + before * self._row_bytes
@@ -90,13 +89,18 @@ class Delivery:
 
     def _counter(self, request: TrackedRequest, counter: int) -> int:
         assert request.arena is not None
-        return request.arena.ints[(request.wire.offset + ALIGN * counter) // 8]
+        return request.arena.ints[_word(request.wire.offset, counter)]
 
     def _set(self, request: TrackedRequest, counter: int, value: int) -> None:
         """Publish a counter, unless the region was left."""
-        if self.writes and request.arena is not None and not request.left:
+        if self._reachable(request):
+            assert request.arena is not None
             request.left = counter == LEFT + self.stage
-            request.arena.ints[(request.wire.offset + ALIGN * counter) // 8] = value
+            request.arena.ints[_word(request.wire.offset, counter)] = value
+
+    def _reachable(self, request: TrackedRequest) -> bool:
+        """Return whether this rank may write to the request's region."""
+        return self.writes and request.arena is not None and not request.left
 
     # --- rows
 
@@ -105,16 +109,16 @@ class Delivery:
         reduced: list[tuple[Any, RowSlice]] = []
         ends = False
         for part in slices:
-            capture, entry = part.request.wire.capture, self.reducing.get(part.request.wire.name)
-            result_written = capture is not None and capture.reduce and entry is None
-            ends |= capture is not None and part.stop == capture.most
-            if part.request.failed is not None or part.start == part.stop or capture is None or result_written:
+            capture, entry = part.request.capture, self.reducing.get(part.request.wire.name)
+            result_written = capture.reduce and entry is None
+            ends |= part.stop == capture.most
+            if part.request.failed is not None or part.start == part.stop or result_written:
                 self.drop(part)
             elif entry is not None:
                 reduced.append((entry[1], part))
             else:
                 try:
-                    self._copy(part, capture)
+                    self._copy(part)
                 except Exception as error:  # only this request's rows are void
                     self.drop(part)
                     self.fail(part.request, f"{type(error).__name__}: {error}")
@@ -131,13 +135,13 @@ class Delivery:
             else:
                 self.pool.give(*part.freed)
 
-    def _copy(self, part: RowSlice, capture: WireCapture) -> None:
+    def _copy(self, part: RowSlice) -> None:
         request, count = part.request, part.stop - part.start
-        if not self.writes or request.arena is None or request.left:
+        if not self._reachable(request):
             self.drop(part)
             return
         n_cells = count * request.width
-        offset = request.offset + capture.positions.count(part.start) * request.width * self._row_bytes
+        offset = request.offset + request.capture.positions.count(part.start) * request.width * self._row_bytes
         publish = functools.partial(self._set, request, ROWS + self.stage, part.n_rows)
         self.counts["rows"] += count
         self.counts["row_bytes"] += n_cells * self._row_bytes
@@ -181,7 +185,7 @@ class Delivery:
             entry = self.reducing.get(request.wire.name)
             if entry is None or entry[0] is not request:
                 continue
-            if request.arena is None or self._counter(request, TAKEN) or not self._owned(request):
+            if self._counter(request, TAKEN) or not self._owned(request):
                 self.reductions.release(self.reducing.pop(request.wire.name)[1])
             else:
                 self._untaken.append(request)
@@ -202,10 +206,10 @@ class Delivery:
         self.reductions.flush()
         for request, count in counted:
             assert request.arena is not None
-            request.arena.ints[(request.wire.offset + ALIGN * (ROWS + self.stage)) // 8] = count
+            request.arena.ints[_word(request.wire.offset, ROWS + self.stage)] = count
         if self.writes and self.arena is not None:
             for _, _, offset, *_ in ended:  # also of requests that never ran here
-                self.arena.ints[(offset + ALIGN * (LEFT + self.stage)) // 8] = 1
+                self.arena.ints[_word(offset, LEFT + self.stage)] = 1
         for request in requests:
             request.left = True
         self._finishing = set()
@@ -236,11 +240,10 @@ class Delivery:
 
     def _write_result(self, request: TrackedRequest, partial: Any, rows: int) -> int | None:
         """Queue a result to be written by the next `flush` of the reductions; return its number of rows."""
-        capture = request.wire.capture
-        if capture is None or not self._writes_result(request):
+        if not self._writes_result(request):
             return None
         try:
-            counted = capture.positions.count(rows)
+            counted = request.capture.positions.count(rows)
             return self.reductions.finish(partial, rows, counted, *self._result_place(request))
         except Exception as error:
             self.fail(request, f"{type(error).__name__}: {error}")
@@ -253,17 +256,18 @@ class Delivery:
     ) -> None:
         """Publish `count` readings of a request from position `first` on; they begin at row `start` of the step's.
         Readings of recomputed rows are there already, and rows beyond the longest text have none."""
-        watch, watched = request.wire.watch, request.watched
-        assert watch is not None
+        watched = request.watched
         assert watched is not None
+        watch = watched.asked
         number = watched.published if first >= watched.until else watch.positions.count(first)
         skip, stop = max(0, watched.published - number), min(number + count, watched.max_readings)
         if number + skip >= stop:
             return
         rows = slice(start + skip, start + stop - number)
         watched.published, watched.until = stop, first + count
-        if not self.writes or request.arena is None or request.left:
+        if not self._reachable(request):
             return
+        assert request.arena is not None
         size = 4 * watch.words
         at = request.wire.offset + HEADER + watch.place + (number + skip) * size
         out = request.arena.bytes[at : at + (stop - number - skip) * size].view(np.int32).reshape(-1, watch.words)
@@ -285,6 +289,11 @@ def _write_rules(out: np.ndarray, readings: HostStepReadings, rows: slice, n_ter
     bits = 1 << np.arange(readings.on.shape[1])
     out[:, 0], out[:, 1] = readings.on[rows] @ bits, readings.off[rows] @ bits
     out[:, 2:].view(np.float32)[:] = readings.scores[rows, :n_terms]
+
+
+def _word(offset: int, counter: int) -> int:
+    """Return the place of a region's counter among the integers of its arena."""
+    return (offset + ALIGN * counter) // 8
 
 
 def _do_nothing() -> None: ...

@@ -77,7 +77,7 @@ class WorkerLenses:
         spec = _spec(watch.pack, watch.top_k, watch.levels)
         seat = self.monitor.admit(WatchPlan(pack, watch.key, watch.positions, watch.compiled, spec))
         gates = [self.monitor.gate(seat, column.gate) for column in request.wire.columns]
-        request.watched = WatchState(seat, gates, read_group, both_group, watch.positions.count(watch.most))
+        request.watched = WatchState(watch, seat, gates, read_group, both_group, watch.positions.count(watch.most))
 
     def release(self, request: TrackedRequest) -> None:
         if request.watched is not None:
@@ -126,8 +126,7 @@ class WorkerLenses:
     def _needs_host(self, request: TrackedRequest) -> bool:
         """Return whether the host has to know this request's readings before the next step."""
         assert request.watched is not None
-        assert request.wire.watch is not None
-        switches = any(rule.kind == "steer" for rule in request.wire.watch.compiled.rules)
+        switches = any(rule.kind == "steer" for rule in request.watched.asked.compiled.rules)
         return self._readout is None or request.watched.seat.reader.tiers is not None or switches
 
     def _device_read(self, parts: list[RowsOfRequest]) -> "DeviceRead":
@@ -162,20 +161,17 @@ class WorkerLenses:
         for request, first, count in read.parts:
             if request.watched is not None and request.failed is None:
                 if switched:
-                    _record_gates(request.watched, request.wire.watch, readings, start, first + offset, count)
+                    _record_gates(request.watched, readings, start, first + offset, count)
                 self.delivery.publish_readings(request, readings, start, first + offset, count)
                 self.counts["readings"] += count
             start += count
 
 
-def _record_gates(
-    watched: WatchState, watch: WireWatch | None, readings: HostStepReadings, start: int, first: int, count: int
-) -> None:
+def _record_gates(watched: WatchState, readings: HostStepReadings, start: int, first: int, count: int) -> None:
     """Record on which rows gates were switched: recomputed rows must be steered as they were."""
-    assert watch is not None
-    if readings.on is None or readings.off is None:
-        return
-    for r, rule in enumerate(watch.compiled.rules):
+    assert readings.on is not None
+    assert readings.off is not None
+    for r, rule in enumerate(watched.asked.compiled.rules):
         if rule.kind == "steer":
             on, off = readings.on[start : start + count, r], readings.off[start : start + count, r]
             for i in (on | off).nonzero()[0].tolist():

@@ -95,8 +95,7 @@ class PrefillRows:
 
 
 def _rows_to_sum(prompt: PromptSlice) -> int:
-    capture, count = prompt.request.wire.capture, prompt.stop - prompt.start
-    assert capture is not None
+    capture, count = prompt.request.capture, prompt.stop - prompt.start
     if prompt.recomputed or prompt.request.watched is not None or capture.reduce != "mean":
         return 0
     return count - capture.hold if count >= capture.hold + _MIN_SUMMED else 0

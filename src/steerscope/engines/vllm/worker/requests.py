@@ -1,12 +1,12 @@
 """Requests that a worker tracks, and slices of their captured rows."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from steerscope.capture.transport import Arena
 from steerscope.core.slot_table import Lease
-from steerscope.engines.vllm.wire import Wire
+from steerscope.engines.vllm.wire import Wire, WireCapture, WireWatch
 from steerscope.specs.tokens import END, Interval, Positions
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Page:
 class WatchState:
     """State of a watched request in the worker that holds its tap."""
 
+    asked: WireWatch
     seat: "Seat"
     gates: list[int]  # the gate of each of its columns
     read_group: int  # of tokens that lenses read and that are not captured
@@ -38,9 +39,9 @@ class WatchState:
     until: int = 0  # all published readings belong to positions below this one
     open: dict[int, list[Interval]] = field(default_factory=dict)  # rows on which a column's gate is open, by gate
 
-    def advance(self, count: int, position: int) -> None:
-        """Record that `count` rows below a position were watched; repeated steps do not count them one by one."""
-        self.seen = max(self.seen, count)
+    def advance(self, position: int) -> None:
+        """Record that all watched rows below a position were computed; repeated steps do not count them one by one."""
+        self.seen = max(self.seen, self.asked.positions.count(position))
         self.published = max(self.published, min(self.seen, self.max_readings))
         self.until = max(self.until, position)
 
@@ -97,37 +98,35 @@ class TrackedRequest:
     # --- what it asks for, by position
 
     @property
-    def capture_stop(self) -> int:
-        """Return the position below which its captured rows lie."""
+    def capture(self) -> WireCapture:
+        """Return what it captures; only of requests that capture."""
         assert self.wire.capture is not None
-        return self.wire.capture.most
+        return self.wire.capture
 
     def captures(self, position: int) -> bool:
-        capture = self.wire.capture
-        return bool(self.group) and capture is not None and position < capture.most and position in capture.positions
+        return bool(self.group) and position < self.capture.most and position in self.capture.positions
 
-    def rows_to_capture(self, start: int, stop: int) -> Iterator[Interval]:
-        """Yield the intervals of [start, stop) whose rows are captured. Missing rows before them fail the request."""
-        capture = self.wire.capture
-        assert capture is not None
-        for a, b in capture.positions.within(start, min(stop, capture.most)):  # an extra step has no rows
-            if capture.positions.count(a) > self.seen:
-                self.failed = f"rows before position {a} were never computed"
-                return
-            self.seen = max(self.seen, capture.positions.count(b))
-            yield a, b
+    def rows_to_capture(self, start: int, stop: int) -> list[Interval]:
+        """Return the intervals of [start, stop) whose rows are captured. Missing rows before them fail the request."""
+        return self._new_rows(self.capture, self, "rows", start, stop)
 
-    def rows_to_read(self, start: int, stop: int) -> Iterator[Interval]:
-        """Yield the intervals of [start, stop) that lenses read. Missing rows before them fail the request."""
-        watch, watched = self.wire.watch, self.watched
-        assert watch is not None
-        assert watched is not None
-        for a, b in watch.positions.within(start, min(stop, watch.most)):
-            if watch.positions.count(a) > watched.seen:
-                self.failed = f"watched rows before position {a} were never computed"
-                return
-            watched.seen = max(watched.seen, watch.positions.count(b))
-            yield a, b
+    def rows_to_read(self, start: int, stop: int) -> list[Interval]:
+        """Return the intervals of [start, stop) that lenses read. Missing rows before them fail the request."""
+        assert self.watched is not None
+        return self._new_rows(self.watched.asked, self.watched, "watched rows", start, stop)
+
+    def _new_rows(
+        self, asked: WireCapture | WireWatch, state: "TrackedRequest | WatchState", what: str, start: int, stop: int
+    ) -> list[Interval]:
+        found = list(asked.positions.within(start, min(stop, asked.most)))  # an extra step has no rows
+        if not found:
+            return []
+        first, last = found[0][0], found[-1][1]
+        if asked.positions.count(first) > state.seen:
+            self.failed = f"{what} before position {first} were never computed"
+            return []
+        state.seen = max(state.seen, asked.positions.count(last))
+        return found
 
     def gated(self, k: int, recomputed: bool) -> tuple[int, Positions]:
         """Return the gate of column k, and the positions that have it. Gates hold their state after the newest row; for
@@ -143,19 +142,14 @@ class TrackedRequest:
 
     def stays_equal(self, position: int) -> bool:
         """Return whether it does the same at all later positions as at this one."""
-        capture, stop = self.wire.capture, position + (1 << 30)
-        if capture and position < capture.most:
-            if not _is_constant(capture.positions, position, capture.most):
+        stop = self.capture.most if self.captures(position) else position + (1 << 30)  # of the fast path
+        for asked in (self.wire.capture, self.watched and self.watched.asked):
+            if asked and position < asked.most and not _is_constant(asked.positions, position, asked.most):
                 return False
-            if self.group and position in capture.positions:
-                stop = capture.most  # the fast path ends with the last captured row
-        watch = self.wire.watch
-        if self.watched and watch and position < watch.most and not _is_constant(watch.positions, position, watch.most):
-            return False
         return all(_is_constant(column.positions, position, stop) for column in self.wire.columns)
 
 
-@dataclass(slots=True)  # not frozen: creating a frozen one takes three times as long
+@dataclass(slots=True)
 class RowSlice:
     """Rows of one request: positions [start, stop) are cells [cell, cell + (stop − start) · width)."""
 
@@ -178,8 +172,7 @@ def make_slice(
     request: TrackedRequest, start: int, stop: int, cell: int, n_freed: int, before: int = 0, summed: int = 0
 ) -> RowSlice:
     """Return a slice and count its rows as flushed."""
-    assert request.wire.capture is not None
-    request.flushed = max(request.flushed, request.wire.capture.positions.count(stop))
+    request.flushed = max(request.flushed, request.capture.positions.count(stop))
     return RowSlice(request, start, stop, cell, request.flushed, n_freed, before, summed)
 
 

@@ -107,9 +107,7 @@ class StepIndex:
                 self._dirty = plan.tokens = stop
                 self._plan_request(part, plan, rows, flush)
         self._place_rows(rows, plan, reserve, span)
-        plan.steers = plan.columns > 0
         plan.keeps = bool(rows.prompts or rows.decoded or rows.watched)
-        plan.busy = plan.steers or plan.keeps
         self._fast = self._fast_path_after(list(names), parts, starts, computed, plan)
         self.resting = len(parts) == len(self.requests) and self._fast is not None and not self._fast.has_work()
         return plan
@@ -162,7 +160,7 @@ class StepIndex:
         # A failed request is steered too: its keys and values are cached under the salt of its steering.
         if request.steers and self._write_ops(part, recomputed):
             plan.columns = max(plan.columns, len(request.wire.columns))
-        if request.group and request.wire.capture and not request.failed:
+        if request.group and not request.failed:
             for start, end in request.rows_to_capture(part.position, stop):
                 if part.count == 1:
                     rows.decoded.append((request, part.first, start))
@@ -220,8 +218,7 @@ class StepIndex:
         for _ in range(_MAX_TRIES):
             for request, _, position in decoded:
                 if request.page is None:
-                    assert request.wire.capture is not None
-                    size = min(self.page, request.wire.capture.most - position)
+                    size = min(self.page, request.capture.most - position)
                     request.page = Page(reserve(size * request.width), position, size)
             if cell is None and n_cells:
                 cell = reserve(n_cells)
@@ -231,11 +228,10 @@ class StepIndex:
 
     def _add_to_page(self, request: TrackedRequest, turn: int, period: int, plan: StepPlan) -> int:
         """Return the cell of one more row; flush the page when it is full, or when its turn has come."""
-        page, capture = request.page, request.wire.capture
+        page = request.page
         assert page is not None
-        assert capture is not None
         page.count += 1
-        rows_left = capture.most - page.start - page.count - 1
+        rows_left = request.capture.most - page.start - page.count - 1
         if page.count == page.size:
             plan.slices += self.close_page(request)
         elif rows_left == 0 or (rows_left - turn) % period == 0:
@@ -250,9 +246,9 @@ class StepIndex:
 
     def _unflushed(self, request: TrackedRequest, count: int) -> list[RowSlice]:
         """Return the rows of an open page with `count` rows that were not flushed. Reductions take whole pages."""
-        page, capture = request.page, request.wire.capture
+        page = request.page
         assert page is not None
-        if capture is None or capture.reduce is not None or page.flushed == count:
+        if request.capture.reduce is not None or page.flushed == count:
             return []
         first, page.flushed = page.flushed, count
         cell = page.cell + first * request.width
@@ -275,6 +271,10 @@ class StepIndex:
         width = [part.request.width if part.request.captures(part.position) else 0 for part in parts]
         pages = [request.page for request in requests]
         capturing = any(width)
+        repeated = StepPlan(
+            plan.tokens, watched_rows=plan.watched_rows, columns=plan.columns, keeps=plan.keeps, same=not capturing,
+            advance=capturing,
+        )  # fmt: skip
         fast = DecodeFastPath(
             names=names,
             requests=requests,
@@ -284,8 +284,8 @@ class StepIndex:
             width=np.array(width),
             cell=np.array([page.cell + page.count * w if page else 0 for page, w in zip(pages, width, strict=True)]),
             room=np.array([0 if page is None else page.size - page.count for page in pages]),
-            most=np.array([part.request.capture_stop if w else NEVER for part, w in zip(parts, width, strict=True)]),
-            plan=_repeated_plan(plan, capturing),
+            most=np.array([part.request.capture.most if w else NEVER for part, w in zip(parts, width, strict=True)]),
+            plan=repeated,
             all_tracked=len(parts) == len(names),
             only_decodes=int(starts[len(names)]) == len(names),
             turn=np.arange(len(requests)) % _TURNS,
@@ -360,25 +360,10 @@ class StepIndex:
         fast.catch_up()
         arrays = fast.position.tolist(), fast.width.tolist(), fast.room.tolist()
         for request, position, width, room in zip(fast.requests, *arrays, strict=True):
-            capture, watch = request.wire.capture, request.wire.watch
             request.next_position = max(request.next_position, position)
-            if request.watched is not None and watch is not None:
-                request.watched.advance(watch.positions.count(position), position)
-            if not width or capture is None:
-                continue
-            request.seen = max(request.seen, capture.positions.count(position))
-            if request.page is not None:
-                request.page.count = request.page.size - room
-
-
-def _repeated_plan(plan: StepPlan, capturing: bool) -> StepPlan:
-    return StepPlan(
-        plan.tokens,
-        watched_rows=plan.watched_rows,
-        columns=plan.columns,
-        steers=plan.steers,
-        keeps=plan.keeps,
-        busy=plan.busy,
-        same=not capturing,
-        advance=capturing,
-    )
+            if request.watched is not None:
+                request.watched.advance(position)
+            if width:
+                request.seen = max(request.seen, request.capture.positions.count(position))
+                if request.page is not None:
+                    request.page.count = request.page.size - room
