@@ -167,7 +167,7 @@ class WholePrompts:
         step_index = np.zeros(self.index.shape, dtype=np.int32)
         taken = [PromptSlice(one, i * self.length, 0, self.length, False) for i, one in enumerate(self.requests)]
         self.prompts = PrefillRows(taken if "kept" in case or case == "summed" else [], span)
-        self.prompts.place(0, step_index, CELL, GROUP)
+        self.prompts.place(0, step_index)
         runs = self.prompts.runs(len(step_index))
         self.index.copy_(torch.from_numpy(step_index))
         listed = None if runs is None else torch.from_numpy(runs).to(self.index.device)

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, TAKEN, Arena, Region, Regions
-from steerscope.engines.vllm.cuda import pacing, row_copies
-from steerscope.engines.vllm.cuda.pacing import Pace
-from steerscope.engines.vllm.cuda.row_copies import RowCopies
+from steerscope.engines.vllm.cuda import row_copies
+from steerscope.engines.vllm.cuda.row_copies import Pace, RowCopies
 from steerscope.engines.vllm.wire import Wire, WireCapture
 from steerscope.engines.vllm.worker.admission import clear_overflow_flags
 from steerscope.engines.vllm.worker.delivery import Delivery
@@ -313,7 +312,7 @@ def cuda_pool(monkeypatch):
     monkeypatch.setattr(row_copies, "runtime_copy", lambda: None)
     monkeypatch.setattr(row_copies, "CurrentStream", lambda _device: lambda: None)
     monkeypatch.setattr(PlayedEvent, "happened", True)
-    monkeypatch.setattr(pacing, "_FIRST_BYTES", 2 * HIDDEN * 4)  # two rows per step
+    monkeypatch.setattr(row_copies, "_FIRST_BYTES", 2 * HIDDEN * 4)  # two rows per step
     monkeypatch.setattr(row_copies, "_MIN_COPY_BYTES", 0)
     return RowCopies(*SIZES, types.SimpleNamespace())
 
@@ -348,7 +347,7 @@ def test_rows_are_cut_where_the_pace_ends_and_no_crumbs_are_left(cuda_pool, regi
     delivery.reserve_rows(request)
     cell = cuda_pool.take(5)
     cuda_pool.cells[cell : cell + 5] = torch.arange(5.0 * HIDDEN).view(5, HIDDEN)
-    monkeypatch.setattr(pacing, "_FIRST_BYTES", 48)  # bytes
+    monkeypatch.setattr(row_copies, "_FIRST_BYTES", 48)  # bytes
     monkeypatch.setattr(row_copies, "_MIN_COPY_BYTES", 16)
     delivery.flush([RowSlice(request, 0, 3, cell, 3, 3), RowSlice(request, 3, 5, cell + 3, 5, 2)])
     waiting, there = [], []
@@ -406,7 +405,7 @@ def test_who_is_asked_for_waits_for_no_forward_behind_its_own(cuda_pool, regions
             assert self.behind <= over[0]
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(pacing, "_FIRST_BYTES", sent * HIDDEN * 4)
+    monkeypatch.setattr(row_copies, "_FIRST_BYTES", sent * HIDDEN * 4)
     cuda_pool._forward_done = Event()
     cuda_pool._side.wait_event = lambda event: awaited.append(max(awaited.pop(), event.behind))
     mine, row = sending(regions, cuda_pool, 4), HIDDEN * 4
@@ -573,7 +572,7 @@ class Bus:
             self.side += row_ms * size / (HIDDEN * 4)
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(pacing, "_MIN_BYTES", 1)
+        monkeypatch.setattr(row_copies, "_MIN_TIMED_BYTES", 1)
         pool._side.wait_event, pool._copy_bytes, pool._forward_done = wait, copy, Event()
 
     def step(self, tokens: int, ms: float) -> tuple[float, float]:
@@ -592,13 +591,13 @@ def test_on_a_slow_bus_steps_are_not_held_up_by_rows(cuda_pool, regions, monkeyp
     assert found[0] == (4.0, 2), "nobody knows yet"
     assert all(took == 3.0 for took, _ in found[6:]), found
     left = sum(rows for _, rows in found[6:])
-    most = pacing._SHARE * 34 * 3.0
+    most = row_copies._SHARE * 34 * 3.0
     assert 0.75 * most <= 2.0 * left <= most + 2.0, "all that the bus may carry meanwhile, and no more"
 
 
 def test_beside_a_step_that_reads_prompts_more_leaves(cuda_pool, regions, monkeypatch):
     sending(regions, cuda_pool, 60)
-    monkeypatch.setattr(pacing, "_SHARE", 0.4)
+    monkeypatch.setattr(row_copies, "_SHARE", 0.4)
     bus = Bus(cuda_pool, monkeypatch, row_ms=0.5)
     found: dict[int, list[tuple[float, float]]] = {16: [], 4096: []}
     for turn in range(9):

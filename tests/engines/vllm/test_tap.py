@@ -1,8 +1,6 @@
 """Where taps are put in a model, and what the norm behind one gives. (What a tap does is tested against the float64
 oracle by the contract suite, and the CUDA kernels against the tap in test_kernel.py.)"""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +8,7 @@ from torch import Tensor, nn
 from steerscope.engines.vllm.worker.index_layout import CELL, ENTRIES, GROUP
 from steerscope.engines.vllm.worker.layer_proof import prove_layers
 from steerscope.engines.vllm.worker.model_layout import Layers, attach, find_layers
-from steerscope.engines.vllm.worker.tap import Tap, TappedNorm, TapTensors
+from steerscope.engines.vllm.worker.tap import Tap, TappedNorm, TapTables
 
 TOKENS, HIDDEN, LAYERS = 3, 16, 3
 
@@ -75,20 +73,15 @@ def proven(model: Model) -> Layers:
 
 def taps() -> dict:
     """Each adds 3 to the first number of the first token, and captures the rows of the second."""
-    none = torch.zeros(0)
-    shared = TapTensors(
+    shared = TapTables(
         pool=torch.zeros(LAYERS, HIDDEN),
         index=torch.zeros(TOKENS, ENTRIES + 3, dtype=torch.int32),
         vectors=torch.zeros(2, HIDDEN),
         coefficients=torch.zeros(2, 5),
         gates=torch.ones(1),
-        order=none,
+        order=torch.full((2,), -1, dtype=torch.int32),
         before=torch.zeros(2, dtype=torch.bool),
         overflow_flags=torch.zeros(2, dtype=torch.int32),
-        precomputed=none,
-        staged=none,
-        stage=none,
-        orders=none,
     )
     shared.overflow_flags[0] = 1
     shared.index[0, ENTRIES : ENTRIES + 2] = 1
@@ -97,7 +90,7 @@ def taps() -> dict:
     shared.coefficients[:, 3:] = torch.tensor([-torch.inf, torch.inf])
     found = {}
     for layer in range(LAYERS):
-        found[layer, "resid_post"] = Tap(replace(shared, order=torch.tensor([-1, layer], dtype=torch.int32)))
+        found[layer, "resid_post"] = Tap(shared._replace(order=torch.tensor([-1, layer], dtype=torch.int32)))
     return found
 
 

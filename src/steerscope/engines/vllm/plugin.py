@@ -83,7 +83,7 @@ def _load_model(inner: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
     settings = asked_for(self.vllm_config)
     if settings is not None:
-        from steerscope.engines.vllm.worker.packs import PACK_RPC
+        from steerscope.engines.vllm.worker.lenses import PACK_RPC
         from steerscope.engines.vllm.worker.worker import WorkerTaps
 
         taps = WorkerTaps(self, settings)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-def wrap(owner: type, name: str, wrapper: Callable) -> None:
-    """Replace a method by `wrapper(method, self, …)`, once."""
+def wrap(owner: Any, name: str, wrapper: Callable) -> None:
+    """Replace a method of a class by `wrapper(method, self, …)`, or of an object by `wrapper(method, …)`, once."""
     inner = getattr(owner, name)
     if getattr(inner, "steerscope", False):
         return

@@ -7,6 +7,8 @@ are stored last, so that the norm does not wait for them. Ops of decoding tokens
 summed in registers (`prefill_sums`): storing them would cost a quarter of the norm.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -253,27 +255,13 @@ def sum_kernel(
 
 
 def cuda_tap_norm(
-    delta: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    adds_one: bool,
-    precomputed: Tensor,
-    staged: Tensor,
-    stage: Tensor,
-    orders: Tensor,
-    pool: Tensor,
-    index: Tensor,
-    vectors: Tensor,
-    coefficients: Tensor,
-    gates: Tensor,
-    order: Tensor,
-    before: Tensor,
-    overflow_flags: Tensor,
-    steer: bool,
-    capture: bool,
-    last: bool,
+    delta: Tensor, residual: Tensor, weight: Tensor, epsilon: float, adds_one: bool, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
+    """Run a tap and the norm. The further arguments are `CudaTables`, `TapTables`, and whether to steer, to capture,
+    and to end the step."""
+    precomputed, staged, stage, orders = arguments[:4]
+    tables, (steer, capture, last) = tap.TapTables(*arguments[4:-3]), arguments[-3:]
+    pool, index = tables.pool, tables.index
     mode = tap.mode_of(index)
     steer, capture = steer and mode.steer, capture and mode.capture
     tokens, hidden = check_shapes(delta, residual, index)
@@ -282,7 +270,6 @@ def cuda_tap_norm(
         raise ValueError(f"a tap was to sum rows of {tokens} tokens, which it does not where it steers, or has few")
     normed, stream = (torch.empty(tokens, hidden, dtype=delta.dtype, device=delta.device) for _ in range(2))
     block = triton.next_power_of_2(hidden)
-    tables = pool, index, vectors, coefficients, gates, order, before, overflow_flags
     sizes = delta.stride(0), residual.stride(0), index.shape[1], hidden, pool.shape[0] - index.shape[0], epsilon
     known = {
         "COLUMNS": (index.shape[1] - ENTRIES) // 3, "BLOCK": block, "ADDS_ONE": adds_one, "STEER": steer,
@@ -311,8 +298,8 @@ def cuda_tap_norm(
     programs = len(runs) + max(0, triton.cdiv(tokens - mode.covered, ROWS))
     some = {name: known[name] for name in ("BLOCK", "ADDS_ONE", "LAST", "CELL", "GROUP", "STRIDE", "WATCHED")}
     sum_kernel[(programs,)](  # type: ignore[index]
-        delta, residual, weight, normed, stream, runs, pool, index, order, tokens, len(runs), mode.covered, *sizes,
-        **some, RUN_NUMBERS=RUN_NUMBERS, ROWS=ROWS, SPAN=4 // delta.element_size(), TILE=_TILE,
+        delta, residual, weight, normed, stream, runs, pool, index, tables.order, tokens, len(runs), mode.covered,
+        *sizes, **some, RUN_NUMBERS=RUN_NUMBERS, ROWS=ROWS, SPAN=4 // delta.element_size(), TILE=_TILE,
         num_warps=n_warps(block // 2),
     )  # fmt: skip
     return normed, stream

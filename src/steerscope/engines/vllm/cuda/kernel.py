@@ -4,6 +4,8 @@ in registers, and written once. Its arithmetic is `core.equation.change`.
 This is the kernel of a tap alone; `fused_norm` has those that also compute the model's next norm.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -98,55 +100,23 @@ def _kernel(
             store_row(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
 
 
-def _cuda_tap(
-    delta: Tensor,
-    residual: Tensor | None,
-    pool: Tensor,
-    index: Tensor,
-    vectors: Tensor,
-    coefficients: Tensor,
-    gates: Tensor,
-    order: Tensor,
-    before: Tensor,
-    overflow_flags: Tensor,
-    steer: bool,
-    capture: bool,
-) -> None:
+def _cuda_tap(delta: Tensor, residual: Tensor | None, *arguments: Any) -> None:
+    tables, (steer, capture) = tap.TapTables(*arguments[:-2]), arguments[-2:]
+    pool, index = tables.pool, tables.index
     mode = tap.mode_of(index)
     steer, capture = steer and mode.steer, capture and mode.capture
     if not (steer or capture):
         return
     tokens, hidden = check_shapes(delta, residual, index)
     block = triton.next_power_of_2(hidden)
+    residual_stride = residual.stride(0) if residual is not None else 0
+    sizes = delta.stride(0), residual_stride, index.shape[1], hidden, pool.shape[0] - index.shape[0]
     _kernel[(tokens,)](  # type: ignore[index]
-        delta,
-        residual if residual is not None else delta,
-        pool,
-        index,
-        vectors,
-        coefficients,
-        gates,
-        order,
-        before,
-        overflow_flags,
-        delta.stride(0),
-        residual.stride(0) if residual is not None else 0,
-        index.shape[1],
-        hidden,
-        pool.shape[0] - index.shape[0],
-        COLUMNS=(index.shape[1] - ENTRIES) // 3,
-        BLOCK=block,
-        RESIDUAL=residual is not None,
-        STEER=steer,
-        CAPTURE=capture,
-        FLAG=FLAG,
-        CELL=CELL,
-        GROUP=GROUP,
-        ENTRIES=ENTRIES,
-        WATCHED=WATCHED,
-        PRECOMPUTED=PRECOMPUTED,
+        delta, residual if residual is not None else delta, *tables, *sizes,
+        COLUMNS=(index.shape[1] - ENTRIES) // 3, BLOCK=block, RESIDUAL=residual is not None, STEER=steer,
+        CAPTURE=capture, FLAG=FLAG, CELL=CELL, GROUP=GROUP, ENTRIES=ENTRIES, WATCHED=WATCHED, PRECOMPUTED=PRECOMPUTED,
         num_warps=n_warps(block),
-    )
+    )  # fmt: skip
 
 
 def check_shapes(delta: Tensor, residual: Tensor | None, index: Tensor) -> tuple[int, int]:

@@ -91,26 +91,9 @@ class PrecomputedOps:
             return
         taps, slots, hidden = self._vectors.shape
         block = triton.next_power_of_2(hidden)
+        sizes = self._index.shape[1], hidden, slots, self._coefficients.shape[1], self._orders.shape[1]
         _precompute_kernel[(count, taps)](  # type: ignore[index]
-            self.table,
-            self._index,
-            self._vectors,
-            self._coefficients,
-            self._orders,
-            self._before,
-            tokens,
-            self.rows,
-            self._index.shape[1],
-            hidden,
-            slots,
-            self._coefficients.shape[1],
-            self._orders.shape[1],
-            COLUMNS=(self._index.shape[1] - ENTRIES) // 3,
-            BLOCK=block,
-            GROUP=GROUP,
-            ENTRIES=ENTRIES,
-            TAIL=TAIL,
-            PLACE=PLACE,
-            BEFORE=BEFORE,
-            num_warps=max(1, min(16, block // 256)),
-        )
+            self.table, self._index, self._vectors, self._coefficients, self._orders, self._before, tokens, self.rows,
+            *sizes, COLUMNS=(self._index.shape[1] - ENTRIES) // 3, BLOCK=block, GROUP=GROUP, ENTRIES=ENTRIES, TAIL=TAIL,
+            PLACE=PLACE, BEFORE=BEFORE, num_warps=max(1, min(16, block // 256)),
+        )  # fmt: skip

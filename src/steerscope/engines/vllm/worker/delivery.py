@@ -164,7 +164,7 @@ class Delivery:
             request.left = True
             return
         if (fence := self.reductions.fence()) is not None:
-            self.pool.after_copies(request, _do_nothing, fence)
+            self.pool.after_copies(request, lambda: None, fence)
         event = self.when_read() if self.when_read is not None and request.wire.watch else None
         self.pool.after_copies(request, functools.partial(self._left, request), event)
 
@@ -294,6 +294,3 @@ def _write_rules(out: np.ndarray, readings: HostStepReadings, rows: slice, n_ter
 def _word(offset: int, counter: int) -> int:
     """Return the place of a region's counter among the integers of its arena."""
     return (offset + ALIGN * counter) // 8
-
-
-def _do_nothing() -> None: ...

@@ -2,24 +2,12 @@
 capture, so that the model's norms wait for nothing, and without taps. A step without work for the taps replays the last
 set, which is what vLLM would replay without steerscope."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from steerscope.engines.vllm.worker.tap import launch_mode
 
 _LESS = ((False, True), (False, False))  # what taps do in the further sets: steer, capture
-
-
-def wrap_method(target: Any, name: str, wrapper: Callable) -> None:
-    """Replace a method of this object by `wrapper(method, …)`."""
-    inner = getattr(target, name)
-
-    @functools.wraps(inner)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(inner, *args, **kwargs)
-
-    setattr(target, name, call)
 
 
 class GraphSets:

@@ -8,32 +8,32 @@ steered as they were.
 """
 
 import functools
+import threading
 import time
 from collections import defaultdict
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from steerscope.engines.packs import not_loaded
 from steerscope.engines.vllm.wire import WireWatch
 from steerscope.engines.vllm.worker.delivery import Delivery
-from steerscope.engines.vllm.worker.packs import WorkerPacks
 from steerscope.engines.vllm.worker.requests import TrackedRequest, WatchedRows, WatchState
 from steerscope.lenses.monitor import Monitor, WatchPlan
-from steerscope.lenses.reader import HostStepReadings, Reader
-from steerscope.specs.errors import RequestFailed
+from steerscope.lenses.pack import Pack
+from steerscope.lenses.reader import HostStepReadings, PackOptions, Reader, Registered, load_reader
+from steerscope.specs.errors import BadFile, InvalidRequest, RequestFailed, SteerscopeError
 from steerscope.specs.watch import Watch
 
 if TYPE_CHECKING:
     from steerscope.engines.vllm.cuda.lens_readout import DeviceRead, LensReadout
 
+PACK_RPC = ("load_pack", "load_state", "drop_load", "keep_pack", "drop_pack")
+_JOIN_S = 60.0  # for the threads that load packs
 RowsOfRequest = tuple[TrackedRequest, int, int, int]  # request, first token in the batch, positions [start, stop)
-
-
-@functools.lru_cache(maxsize=64)  # many requests have equal watches
-def _spec(pack: str, top_k: int, levels: tuple[int, ...] | None) -> Watch:
-    return Watch(pack=pack, top_k=top_k, levels=None if levels is None else list(levels))
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class WorkerLenses:
         pack = self.packs.installed.get(watch.pack)
         if pack is None:
             raise RequestFailed("its lens pack is not on this worker")
-        spec = _spec(watch.pack, watch.top_k, watch.levels)
+        spec = Watch(pack=watch.pack, top_k=watch.top_k, levels=None if watch.levels is None else list(watch.levels))
         seat = self.monitor.admit(WatchPlan(pack, watch.key, watch.positions, watch.compiled, spec))
         gates = [self.monitor.gate(seat, column.gate) for column in request.wire.columns]
         request.watched = WatchState(watch, seat, gates, read_group, both_group, watch.positions.count(watch.most))
@@ -114,24 +114,23 @@ class WorkerLenses:
             self._readout.drop(reader)
 
     def _reads_of(self, watched_rows: WatchedRows) -> "list[HostRead | DeviceRead]":
-        groups: dict[object, list[RowsOfRequest]] = defaultdict(list)
+        groups: dict[tuple[object, bool], list[RowsOfRequest]] = defaultdict(list)
         for part in watched_rows.parts:
             assert part[0].watched is not None
             groups[part[0].watched.seat.group, self._needs_host(part[0])].append(part)
-        return [
-            self._host_read(parts) if self._needs_host(parts[0][0]) else self._device_read(parts)
-            for parts in groups.values()
-        ]
+        reads: list[HostRead | DeviceRead] = []
+        for (_, on_host), parts in groups.items():
+            if on_host or self._readout is None:
+                reads.append(self._host_read(parts))
+            else:
+                reads.append(self._readout.prepare(parts))
+        return reads
 
     def _needs_host(self, request: TrackedRequest) -> bool:
         """Return whether the host has to know this request's readings before the next step."""
         assert request.watched is not None
         switches = any(rule.kind == "steer" for rule in request.watched.asked.compiled.rules)
         return self._readout is None or request.watched.seat.reader.tiers is not None or switches
-
-    def _device_read(self, parts: list[RowsOfRequest]) -> "DeviceRead":
-        assert self._readout is not None
-        return self._readout.prepare(parts)
 
     def _host_read(self, parts: list[RowsOfRequest]) -> HostRead:
         seats = [request.watched.seat for request, *_ in parts if request.watched is not None]
@@ -176,3 +175,78 @@ def _record_gates(watched: WatchState, readings: HostStepReadings, start: int, f
             on, off = readings.on[start : start + count, r], readings.off[start : start + count, r]
             for i in (on | off).nonzero()[0].tolist():
                 watched.switch(r + 1, first + i, bool(on[i]))
+
+
+class WorkerPacks:
+    """Lens packs: read and prepared in threads beside the steps, then installed under `Registered.digest`."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.installed: dict[str, Registered] = {}
+        self._monitor = monitor
+        self._loads: dict[int, Future[Reader]] = {}
+        self._threads: list[threading.Thread] = []
+
+    # --- RPCs: none waits for a load
+
+    def load_pack(self, load_id: int, folder: str, digest: str, options: dict[str, Any]) -> None:
+        """Start to load the pack of this digest (of the pack alone) from a folder."""
+        load: Future[Reader] = Future()
+        work = functools.partial(_load, load, folder, digest, options, self._monitor.device)
+        thread = threading.Thread(target=work, name="steerscope-pack", daemon=True)
+        self._loads[load_id] = load
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+        thread.start()
+
+    def load_state(self, load_id: int) -> dict[str, Any]:
+        """Return whether a load is ready, and what its pack's options or its files are refused for."""
+        load, problems, reason = self._loads[load_id], list[list[str]](), ""
+        error = load.exception() if load.done() else None
+        if isinstance(error, InvalidRequest):
+            problems = [[problem.field, problem.what, problem.remedy] for problem in error.problems]
+        elif error is not None:
+            reason = str(error)
+        return {"ready": load.done() and error is None, "problems": problems, "error": reason}
+
+    def drop_load(self, load_id: int) -> None:
+        """Give up a load. If it still runs, what it makes is freed when it ends."""
+        self._loads.pop(load_id, None)
+
+    @torch.inference_mode()
+    def keep_pack(self, load_id: int, digest: str) -> None:
+        """Install what a load that is ready has made."""
+        reader = self._loads.pop(load_id).result(timeout=0)
+        self._monitor.keep(reader)
+        self.installed[digest] = reader.registered
+
+    @torch.inference_mode()
+    def drop_pack(self, digest: str) -> None:
+        if (registered := self.installed.pop(digest, None)) is not None:
+            self._monitor.drop(registered)
+
+    def close(self) -> None:
+        """End all threads: one inside torch when the interpreter ends would abort it."""
+        self.installed.clear()
+        self._monitor.close()
+        self._loads.clear()
+        until = time.monotonic() + _JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+def _load(load: Future[Reader], folder: str, digest: str, options: dict[str, Any], device: torch.device) -> None:
+    """The load's thread."""
+    name = "in " + folder  # until the pack's own is known
+    try:
+        pack = Pack.load(folder, verify=False)
+        name = pack.info.name
+        if pack.digest != digest:
+            raise BadFile(f"{folder} was changed while its pack was being registered: register it again")
+        kept = PackOptions(**{**options, "pinned": tuple(options["pinned"])})
+        reader = load_reader(Registered(pack, kept), device)
+        if reader.tiers is None:  # tiers read more of the file later
+            pack.release_tensors()
+        load.set_result(reader)
+    except SteerscopeError as error:
+        load.set_exception(error)
+    except BaseException as error:
+        load.set_exception(not_loaded(name, error))

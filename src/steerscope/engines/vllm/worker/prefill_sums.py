@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from steerscope.engines.vllm.worker.index_layout import ROWS, RUN_NUMBERS
+from steerscope.engines.vllm.worker.index_layout import CELL, GROUP, ROWS, RUN_NUMBERS
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest, make_slice
 
 _MIN_SUMMED = 4 * ROWS  # fewer rows are not worth summing
@@ -49,10 +49,8 @@ class PrefillRows:
         self.n_cells = sum(prompt.n_cells for prompt in prompts)
         self.summed = sum(prompt.summed for prompt in prompts)
 
-    def place(self, cell: int, index: np.ndarray, cell_column: int, group_column: int) -> list[RowSlice]:
-        """Give the rows cells from `cell` on, and write their cells and groups to the index. Neighbours in both the
-        batch and the pool are written together."""
-        blocks: list[tuple[TrackedRequest, int, int, int]] = []  # of one group: first token, tokens, first cell
+    def place(self, cell: int, index: np.ndarray) -> list[RowSlice]:
+        """Give the rows cells from `cell` on, and write their cells and groups to the index."""
         slices = []
         for prompt in self.prompts:
             request, prompt.cell = prompt.request, cell
@@ -60,17 +58,10 @@ class PrefillRows:
             slices.append(
                 make_slice(request, prompt.start, prompt.stop, first, prompt.n_cells, prompt.sum_cells, prompt.summed)
             )
-            token, count = prompt.token + prompt.summed, prompt.stop - prompt.start - prompt.summed
             cell += prompt.n_cells
-            if blocks and blocks[-1][0].group == request.group:
-                _, last_token, last_count, last_cell = blocks[-1]
-                if (last_token + last_count, last_cell + last_count * request.width) == (token, first):
-                    token, count, first = last_token, last_count + count, last_cell
-                    blocks.pop()
-            blocks.append((request, token, count, first))
-        for request, token, count, first in blocks:
-            index[token : token + count, cell_column] = np.arange(first, first + count * request.width, request.width)
-            index[token : token + count, group_column] = request.group
+            kept = slice(prompt.token + prompt.summed, prompt.token + prompt.stop - prompt.start)
+            index[kept, CELL] = np.arange(first, cell, request.width)
+            index[kept, GROUP] = request.group
         return slices
 
     def runs(self, tokens: int) -> np.ndarray | None:

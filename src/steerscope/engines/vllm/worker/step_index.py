@@ -192,7 +192,7 @@ class StepIndex:
     def _place_rows(self, rows: _StepRows, plan: StepPlan, reserve: ReserveCells, span: int) -> None:
         prompts = PrefillRows(rows.prompts, 0 if plan.columns else span)
         first = self._reserve_all(rows.decoded, prompts.n_cells, reserve)
-        plan.slices += prompts.place(first, self.index, CELL, GROUP)
+        plan.slices += prompts.place(first, self.index)
         plan.runs, plan.summed = prompts.runs(plan.tokens), prompts.summed
         period = self._period
         for i, (request, token, _) in enumerate(rows.decoded):

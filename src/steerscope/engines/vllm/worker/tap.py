@@ -9,7 +9,6 @@ costs more than the arithmetic, so where an RMS norm of the model follows on the
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -96,65 +95,69 @@ def mode_of(index: Tensor) -> TapMode:
     return known
 
 
-def _torch_tap(
-    delta: Tensor,
-    residual: Tensor | None,
-    pool: Tensor,
-    index: Tensor,
-    vectors: Tensor,
-    coefficients: Tensor,
-    gates: Tensor,
-    order: Tensor,
-    before: Tensor,
-    overflow_flags: Tensor,
-    steer: bool,
-    capture: bool,
-) -> None:
+class TapTables(NamedTuple):
+    """The tensors that all operators of a tap read, in their order."""
+
+    pool: Tensor  # [cells + tokens, hidden]
+    index: Tensor  # [tokens, columns of the step index]
+    vectors: Tensor
+    coefficients: Tensor
+    gates: Tensor
+    order: Tensor  # [groups]: place of this tap's row among the captured ones; −1: not captured
+    before: Tensor  # [groups]: whether the group captures before steering
+    overflow_flags: Tensor  # [requests]: 1 after a steered row was not finite; on a CPU, [0]: the index has rows
+
+
+class CudaTables(NamedTuple):
+    """What the fused operator reads besides; tables without rows are not used."""
+
+    precomputed: Tensor  # ops of tokens, computed before the step
+    staged: Tensor  # this tap's part of the stage
+    stage: Tensor  # [taps, rows, hidden]: where rows may be left until the step ends
+    orders: Tensor  # [taps, groups]: `order` of all taps
+
+
+def _torch_tap(delta: Tensor, residual: Tensor | None, *arguments: Any) -> None:
+    """Do what a tap does; the arguments are `TapTables`, and whether to steer and to capture."""
+    tables, (steer, capture) = TapTables(*arguments[:-2]), arguments[-2:]
+    pool, index = tables.pool, tables.index
     if delta.ndim != 2 or delta.shape[0] > index.shape[0]:
         raise ValueError(f"the layer's output has shape {tuple(delta.shape)}, not [up to {len(index)} tokens, hidden]")
     mode_of(index)
-    if not overflow_flags[0]:  # the index has no row
+    if not tables.overflow_flags[0]:  # the index has no row
         return
     first_watched = pool.shape[0] - index.shape[0]
     index = index[: delta.shape[0]]
     group = index[:, GROUP]
-    place = order.index_select(0, group)
+    place = tables.order.index_select(0, group)
     watched = place >= WATCHED - 1
     place = torch.where(watched, place - WATCHED, place)
     captured = place >= 0 if capture else torch.zeros_like(group, dtype=torch.bool)
-    early = captured & before.index_select(0, group)
+    early = captured & tables.before.index_select(0, group)
     cells = (index[:, CELL] + place).long()
     _store_rows(early, delta, residual, pool, cells)
     if steer:
-        _steer(delta, residual, index, vectors, coefficients, gates, overflow_flags)
+        _steer(delta, residual, index, tables)
     _store_rows(captured & ~early, delta, residual, pool, cells)
     if capture:
         _store_watched_rows(watched, delta, residual, pool, first_watched)
 
 
-def _steer(
-    delta: Tensor,
-    residual: Tensor | None,
-    index: Tensor,
-    vectors: Tensor,
-    coefficients: Tensor,
-    gates: Tensor,
-    overflow_flags: Tensor,
-) -> None:
+def _steer(delta: Tensor, residual: Tensor | None, index: Tensor, tables: TapTables) -> None:
     columns = (index.shape[1] - ENTRIES) // 3
     entries = index[:, ENTRIES : ENTRIES + 3 * columns].reshape(len(index), columns, 3)
     used = entries[:, :, 1].ne(0)
     steered = used.any(1).nonzero().squeeze(1)
     if not len(steered):
         return
-    entries = entries[:, : int(used.any(0).nonzero().max()) + 1]
+    entries = entries[:, : int(used.any(0).nonzero().max()) + 1].index_select(0, steered)
     rows = delta.index_select(0, steered)
     stream = rows if residual is None else rows + residual.index_select(0, steered)
-    added = change(stream, vectors, coefficients, entries.index_select(0, steered), gates)
+    added = change(stream, tables.vectors, tables.coefficients, entries, tables.gates)
     changed = (rows.float() + added).to(delta.dtype)
     delta.index_copy_(0, steered, changed)
     stream = changed if residual is None else changed + residual.index_select(0, steered)
-    _clear_overflow(steered[~torch.isfinite(stream).all(1)], delta, residual, index, overflow_flags)
+    _clear_overflow(steered[~torch.isfinite(stream).all(1)], delta, residual, index, tables.overflow_flags)
 
 
 def _clear_overflow(
@@ -186,25 +189,6 @@ def _store_rows(which: Tensor, delta: Tensor, residual: Tensor | None, pool: Ten
 library.impl("tap", _torch_tap, "CPU")
 
 
-@dataclass(frozen=True, slots=True)
-class TapTensors:
-    """The tensors that a tap reads."""
-
-    pool: Tensor  # [cells + tokens, hidden]
-    index: Tensor  # [tokens, columns of the step index]
-    vectors: Tensor
-    coefficients: Tensor
-    gates: Tensor
-    order: Tensor  # [groups]: place of this tap's row among the captured ones; −1: not captured
-    before: Tensor  # [groups]: whether the group captures before steering
-    overflow_flags: Tensor  # [requests]: 1 after a steered row was not finite; on a CPU, [0]: the index has rows
-    # On CUDA, otherwise without rows:
-    precomputed: Tensor  # ops of tokens, computed before the step
-    staged: Tensor  # this tap's part of the stage
-    stage: Tensor  # [taps, rows, hidden]: where rows may be left until the step ends
-    orders: Tensor  # [taps, groups]: `order` of all taps
-
-
 class Tap(nn.Module):
     """The tap of one (layer, site)."""
 
@@ -213,16 +197,21 @@ class Tap(nn.Module):
     order: Tensor
 
     def __init__(
-        self, tensors: TapTensors, steer: bool = True, capture: bool = True, noop: bool = False, last: bool = False
+        self,
+        tables: TapTables,
+        on_cuda: CudaTables | None = None,
+        steer: bool = True,
+        capture: bool = True,
+        noop: bool = False,
+        last: bool = False,  # of a step, on CUDA
     ) -> None:
-        """`last` of a step, on CUDA."""
         super().__init__()
         self.steer, self.capture, self.noop, self.last = steer, capture, noop, last
-        for field in fields(tensors):
-            self.register_buffer(field.name, getattr(tensors, field.name), persistent=False)
+        for name, tensor in (tables._asdict() | (on_cuda._asdict() if on_cuda else {})).items():
+            self.register_buffer(name, tensor, persistent=False)
 
     def _tables(self) -> tuple[Any, ...]:
-        """Return the tensors in the order of both operators."""
+        """Return `TapTables`."""
         steering = self.vectors, self.coefficients, self.gates
         return self.pool, self.index, *steering, self.order, self.before, self.overflow_flags
 

@@ -11,7 +11,7 @@ from steerscope.engines.vllm.settings import VLLMSettings
 from steerscope.engines.vllm.worker.device import RowPool
 from steerscope.engines.vllm.worker.index_layout import WATCHED
 from steerscope.engines.vllm.worker.model_layout import Layers, attach, in_norms
-from steerscope.engines.vllm.worker.tap import Tap, TapTensors
+from steerscope.engines.vllm.worker.tap import CudaTables, Tap, TapTables
 
 Group = tuple[tuple[Key, ...], bool, Key | None]  # captured taps, whether before steering, and the watched tap
 
@@ -49,12 +49,11 @@ class TapSet:
         self.memory = pool.cells, vectors, coefficients, precomputed, stage
         self.taps: dict[Key, Tap] = {}
         for i, key in enumerate(self.keys):
-            tensors = TapTensors(
-                pool.cells, pool.index, *self.table.tensors(key), gates, self._orders[i], self._before,
-                pool.overflow_flags, precomputed[i], stage[i], stage, self._orders,
-            )  # fmt: skip
+            steering = *self.table.tensors(key), gates
+            tables = TapTables(pool.cells, pool.index, *steering, self._orders[i], self._before, pool.overflow_flags)
+            on_cuda = CudaTables(precomputed[i], stage[i], stage, self._orders) if on_gpu else None
             last = on_gpu and i == n_taps - 1
-            self.taps[key] = Tap(tensors, settings.steer, settings.capture, settings.noop, last)
+            self.taps[key] = Tap(tables, on_cuda, settings.steer, settings.capture, settings.noop, last)
         self.share_of = functools.lru_cache(maxsize=256)(self._share_of)  # many requests capture the same taps
         attach(layers, self.taps, norms)
 

@@ -23,7 +23,7 @@ from steerscope.engines.vllm.worker.admission import RequestAdmission
 from steerscope.engines.vllm.worker.decode_fast_path import StepPlan
 from steerscope.engines.vllm.worker.delivery import Delivery
 from steerscope.engines.vllm.worker.device import Reductions, RowPool, pool_cells
-from steerscope.engines.vllm.worker.graph_sets import GraphSets, wrap_method
+from steerscope.engines.vllm.worker.graph_sets import GraphSets
 from steerscope.engines.vllm.worker.index_layout import FEW
 from steerscope.engines.vllm.worker.layer_proof import prove_layers
 from steerscope.engines.vllm.worker.lenses import WorkerLenses
@@ -34,6 +34,7 @@ from steerscope.engines.vllm.worker.step_index import StepIndex
 from steerscope.engines.vllm.worker.tap import TapMode, at_first_tap, end_forward
 from steerscope.engines.vllm.worker.tap_set import TapSet
 from steerscope.engines.vllm.worker.worker_check import check_taps, dry_run, largest_replayed
+from steerscope.engines.vllm.wrap import wrap
 from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
 from steerscope.specs.steering import SITES, Site
 
@@ -108,15 +109,15 @@ class WorkerTaps:
         """Wrap the methods that run a step. V2 runners build an input batch for real steps only; V1 runners call
         `_model_forward` for real steps only."""
         self._dummy_run = runner._dummy_run
-        wrap_method(runner, "execute_model", self._around_step)
+        wrap(runner, "execute_model", self._around_step)
         if hasattr(runner, "_model_forward"):
-            wrap_method(runner, "_model_forward", self._before_forward)
-            wrap_method(runner, "_dummy_run", self._before_dummy)
+            wrap(runner, "_model_forward", self._before_forward)
+            wrap(runner, "_dummy_run", self._before_dummy)
         else:
-            wrap_method(runner, "prepare_inputs", self._after_inputs)
-            wrap_method(runner, "capture_model", self.graphs.capture)
-            wrap_method(runner, "profile_cudagraph_memory", self.graphs.profile)
-        wrap_method(worker, "compile_or_warm_up_model", self._after_warm_up)
+            wrap(runner, "prepare_inputs", self._after_inputs)
+            wrap(runner, "capture_model", self.graphs.capture)
+            wrap(runner, "profile_cudagraph_memory", self.graphs.profile)
+        wrap(worker, "compile_or_warm_up_model", self._after_warm_up)
 
     # --- the step
 

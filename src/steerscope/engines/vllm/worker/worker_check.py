@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from steerscope.core.slot_table import Column, Key
+from steerscope.core.slot_table import Column
 from steerscope.engines.vllm.guards import graph_sizes
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn
 from steerscope.engines.vllm.worker.index_layout import FEW, RUN_NUMBERS
@@ -103,24 +103,24 @@ def _compile_kernels(worker: "WorkerTaps", run: Callable[[int, TapMode], None], 
 
 def _check_batch(worker: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bool]) -> bool:
     """Check the taps in one dummy batch; return False if its numbers are not finite and show nothing."""
-    rng, keys = np.random.default_rng(0), worker.taps.keys
-    directions = {key: _unit(rng.standard_normal(worker.hidden)) for key in keys}
+    keys, rng = worker.taps.keys, np.random.default_rng(0)
+    directions = torch.from_numpy(rng.standard_normal((len(keys), worker.hidden)))
+    directions = (directions / directions.norm(dim=1, keepdim=True)).float()
     untouched = _run(worker, dummy_run, batch, None)
     norms = untouched.norm(dim=-1).amax(dim=0).clamp(min=1e-3)
     if not norms.isfinite().all():
         return False
-    values = {key: _FACTOR * float(norm) for key, norm in zip(keys, norms, strict=True)}
-    coefficients = {key: Ablate(vector=[1.0], to=value).coefficients() for key, value in values.items()}
-    rows = _run(worker, dummy_run, batch, Column(EVERYWHERE, 0, directions, coefficients))
+    values = _FACTOR * norms
+    vectors = dict(zip(keys, directions.numpy(), strict=True))
+    coefficients = {
+        key: Ablate(vector=[1.0], to=value).coefficients() for key, value in zip(keys, values.tolist(), strict=True)
+    }
+    rows = _run(worker, dummy_run, batch, Column(EVERYWHERE, 0, vectors, coefficients))
     if not rows.isfinite().all():
         return False
-    _check_projections(worker, rows, directions, values)
-    _check_later_layers(worker, rows - untouched, norms, directions)
+    _check_projections(worker, rows, directions.double(), values)
+    _check_later_layers(worker, rows - untouched, directions.double(), norms)
     return True
-
-
-def _unit(direction: np.ndarray) -> np.ndarray:
-    return (direction / np.linalg.norm(direction)).astype(np.float32)
 
 
 def _run(
@@ -161,23 +161,6 @@ def _run(
             taps.table.release(lease)
 
 
-def _check_later_layers(
-    worker: "WorkerTaps", moved: torch.Tensor, norms: torch.Tensor, directions: dict[Key, np.ndarray]
-) -> None:
-    """Check that steering reaches the taps of later layers: rows there move in directions other than their own."""
-    keys = worker.taps.keys
-    first = min(layer for layer, _ in keys)
-    for i, (layer, site) in enumerate(keys):
-        own = torch.from_numpy(directions[layer, site].astype(np.float64))
-        beside = moved[:, i] - (moved[:, i] @ own)[:, None] * own
-        in_stream = site.startswith("resid")  # in a dummy batch attention may return the same for any input
-        if in_stream and layer > first and not bool((beside.norm(dim=-1) > _REACHED * norms[i]).all()):
-            raise UnsupportedModel(
-                f"self-test failed: what is steered before layer {layer} does not reach {site} of that layer in the "
-                "mode that will run"
-            )
-
-
 def _check_captured(worker: "WorkerTaps", rows: torch.Tensor) -> None:
     if len(blank := (rows == _BLANK).all(dim=-1).any(dim=0).nonzero().flatten()):
         layer, site = worker.taps.keys[int(blank[0])]
@@ -187,17 +170,33 @@ def _check_captured(worker: "WorkerTaps", rows: torch.Tensor) -> None:
 
 
 def _check_projections(
-    worker: "WorkerTaps", rows: torch.Tensor, directions: dict[Key, np.ndarray], values: dict[Key, float]
+    worker: "WorkerTaps", rows: torch.Tensor, directions: torch.Tensor, values: torch.Tensor
 ) -> None:
     """Check that every row has the projection it was steered to. A row that was not steered has a projection of about
     norm / √hidden, far more than rounding makes."""
     eps = torch.finfo(worker.dtype).eps
-    for i, key in enumerate(worker.taps.keys):
-        got = rows[:, i] @ torch.from_numpy(directions[key].astype(np.float64))
-        allowed = max(1e-3, 8 * eps) * values[key] + 8 * eps * rows[:, i].norm(dim=-1) / worker.hidden**0.5
-        error = (got - values[key]).abs()
-        if bool((error > allowed).any()):
+    allowed = max(1e-3, 8 * eps) * values + 8 * eps * rows.norm(dim=-1) / worker.hidden**0.5
+    errors = ((rows * directions).sum(dim=-1) - values).abs()
+    for i, (layer, site) in enumerate(worker.taps.keys):
+        if bool((errors[:, i] > allowed[:, i]).any()):
             raise UnsupportedModel(
-                f"self-test failed: steering at {key[1]} of layer {key[0]} did not arrive in the mode that will run "
-                f"(off by {float(error.max()):.2g} of {values[key]:.2g}, allowed {float(allowed.max()):.2g})"
+                f"self-test failed: steering at {site} of layer {layer} did not arrive in the mode that will run "
+                f"(off by {errors[:, i].max():.2g} of {values[i]:.2g}, allowed {allowed[:, i].max():.2g})"
+            )
+
+
+def _check_later_layers(
+    worker: "WorkerTaps", moved: torch.Tensor, directions: torch.Tensor, norms: torch.Tensor
+) -> None:
+    """Check that steering reaches the taps of later layers: rows there move in directions other than their own."""
+    keys = worker.taps.keys
+    first = min(layer for layer, _ in keys)
+    beside = moved - (moved * directions).sum(dim=-1, keepdim=True) * directions
+    reached = (beside.norm(dim=-1) > _REACHED * norms).all(dim=0).tolist()
+    for (layer, site), found in zip(keys, reached, strict=True):
+        in_stream = site.startswith("resid")  # in a dummy batch attention may return the same for any input
+        if in_stream and layer > first and not found:
+            raise UnsupportedModel(
+                f"self-test failed: what is steered before layer {layer} does not reach {site} of that layer in the "
+                "mode that will run"
             )
