@@ -20,8 +20,8 @@ from torch import Tensor
 from steerscope.bench.one import write
 from steerscope.core.equation import NOTHING
 from steerscope.engines.vllm.cuda.fused_norm import cuda_tap_norm
+from steerscope.engines.vllm.cuda.kernel import make_stage
 from steerscope.engines.vllm.cuda.precomputed_ops import PrecomputedOps
-from steerscope.engines.vllm.cuda.row_store import make_stage
 from steerscope.engines.vllm.wire import Wire, WireCapture
 from steerscope.engines.vllm.worker.index_layout import CELL, ENTRIES, FLAG, GROUP, PRECOMPUTED, STRIDE
 from steerscope.engines.vllm.worker.prefill_sums import PrefillRows, PromptSlice

@@ -183,9 +183,9 @@ def lens_graphs(parts: Parts) -> Sequence[AbstractContextManager[Any]]:
 
 def stage(parts: Parts | None) -> Sequence[AbstractContextManager[Any]]:
     del parts
-    from steerscope.engines.vllm.cuda import row_store
+    from steerscope.engines.vllm.cuda import kernel
 
-    return (patch.object(row_store, "_MAX_STAGE_BYTES", 0),)
+    return (patch.object(kernel, "_MAX_STAGE_BYTES", 0),)
 
 
 def fused_norms(parts: Parts | None) -> Sequence[AbstractContextManager[Any]]:

@@ -73,10 +73,10 @@ def made(function: Any, **fixed: Any) -> Any:
 
 @compiles
 def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
-    from steerscope.engines.vllm.cuda import fused_norm, kernel, precomputed_ops, row_store
+    from steerscope.engines.vllm.cuda import fused_norm, kernel, precomputed_ops
 
     for function in (
-        kernel._kernel, row_store.end_kernel, row_store.gather_kernel, precomputed_ops._precompute_kernel,
+        kernel._kernel, kernel.end_kernel, kernel.gather_kernel, precomputed_ops._precompute_kernel,
         fused_norm.few_kernel, fused_norm.many_kernel, fused_norm.sum_kernel,
     ):  # fmt: skip
         assert ".entry" in made(function).asm["ptx"]
@@ -298,7 +298,7 @@ def both_normed(
     """What the kernel that is a norm too leaves behind, and what the tap and vLLM's norm do one after the other, in
     (normed, stream, pool, overflow_flags)."""
     from steerscope.engines.vllm.cuda.fused_norm import cuda_tap_norm
-    from steerscope.engines.vllm.cuda.row_store import make_stage
+    from steerscope.engines.vllm.cuda.kernel import make_stage
     from steerscope.engines.vllm.worker.tap import _torch_tap
 
     rest = [tensor.clone() for tensor in given]
@@ -375,7 +375,7 @@ def test_any_tokens_through_the_norm(
 def test_rows_left_on_a_stage_are_where_each_tap_would_have_kept_them() -> None:
     """Three taps of a step, of which the last brings the rows of all to their cells."""
     from steerscope.engines.vllm.cuda.fused_norm import cuda_tap_norm
-    from steerscope.engines.vllm.cuda.row_store import make_stage
+    from steerscope.engines.vllm.cuda.kernel import make_stage
     from steerscope.engines.vllm.worker.tap import _torch_tap
 
     for tokens, rows in ((5, 8), (5, 5), (5, 4)):

@@ -83,12 +83,14 @@ def _load_model(inner: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
     settings = asked_for(self.vllm_config)
     if settings is not None:
+        import torch
+
         from steerscope.engines.vllm.worker.lenses import PACK_RPC
         from steerscope.engines.vllm.worker.worker import WorkerTaps
 
         taps = WorkerTaps(self, settings)
         for owner, names in ((taps, RPC), (taps.lenses.packs, PACK_RPC)):
             for name in names:
-                setattr(self, f"steerscope_{name}", getattr(owner, name))
+                setattr(self, f"steerscope_{name}", torch.inference_mode()(getattr(owner, name)))
         self.steerscope = taps
     return result

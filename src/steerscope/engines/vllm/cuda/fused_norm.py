@@ -14,9 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from steerscope.engines.vllm.cuda.kernel import check_shapes, group_and_ops, n_warps, overflows, steer_row
+from steerscope.engines.vllm.cuda.kernel import (
+    advance,
+    cell_of,
+    check_shapes,
+    gather,
+    group_and_ops,
+    n_warps,
+    overflows,
+    steer_row,
+    store_row,
+)
 from steerscope.engines.vllm.cuda.precomputed_ops import BEFORE, PLACE, TAIL
-from steerscope.engines.vllm.cuda.row_store import advance, cell_of, gather, store_row
 from steerscope.engines.vllm.worker import tap
 from steerscope.engines.vllm.worker.index_layout import (
     CELL,

@@ -177,7 +177,7 @@ class LensReadout:
         watched = request.watched
         assert watched is not None
         watch = watched.asked
-        number = watched.published if first >= watched.until else watch.positions.count(first)
+        number = watched.number_of(first)
         until = number + stop - first
         mine[:, NUMBER] = number + np.arange(stop - first)
         mine[:, MOST], mine[:, KEPT] = watched.max_readings, watch.kept
@@ -234,9 +234,8 @@ class LensReadout:
         if buffer.graph is not None:
             buffer.graph.replay()
             return
-        write_readings(
-            buffer.lines, self._look(kind, buffer.rows, buffer.lines)
-        )  # this step; libraries also need it before a capture
+        # Of this step; libraries also need it before a capture.
+        write_readings(buffer.lines, self._look(kind, buffer.rows, buffer.lines))
         here, graph = torch.cuda.current_stream(self._cells.device), torch.cuda.CUDAGraph()
         self._capturing.wait_stream(here)
         pool = self._pools[kind.ruled]

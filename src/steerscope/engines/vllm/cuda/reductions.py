@@ -145,9 +145,8 @@ class CudaReductions(Reductions):
             self._spare_bytes -= used.nbytes
             return PartialResult(used.total, used.ring, capture.hold, last)
         with self._on_side_stream():  # which owns the memory
-            total = torch.empty(
-                width, hidden, dtype=torch.float32, device=device
-            )  # the kernel ignores what is there before the first rows
+            # The kernel ignores what is there before the first rows.
+            total = torch.empty(width, hidden, dtype=torch.float32, device=device)
             ring = torch.empty(max(1, capture.hold), width, hidden, dtype=self._cells.dtype, device=device)
         return PartialResult(total, ring, capture.hold, last)
 

@@ -259,7 +259,7 @@ class Delivery:
         watched = request.watched
         assert watched is not None
         watch = watched.asked
-        number = watched.published if first >= watched.until else watch.positions.count(first)
+        number = watched.number_of(first)
         skip, stop = max(0, watched.published - number), min(number + count, watched.max_readings)
         if number + skip >= stop:
             return

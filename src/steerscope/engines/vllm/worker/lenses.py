@@ -211,14 +211,12 @@ class WorkerPacks:
         """Give up a load. If it still runs, what it makes is freed when it ends."""
         self._loads.pop(load_id, None)
 
-    @torch.inference_mode()
     def keep_pack(self, load_id: int, digest: str) -> None:
         """Install what a load that is ready has made."""
         reader = self._loads.pop(load_id).result(timeout=0)
         self._monitor.keep(reader)
         self.installed[digest] = reader.registered
 
-    @torch.inference_mode()
     def drop_pack(self, digest: str) -> None:
         if (registered := self.installed.pop(digest, None)) is not None:
             self._monitor.drop(registered)

@@ -45,6 +45,10 @@ class WatchState:
         self.published = max(self.published, min(self.seen, self.max_readings))
         self.until = max(self.until, position)
 
+    def number_of(self, position: int) -> int:
+        """Return the number of the reading of a watched position, which may be computed again."""
+        return self.published if position >= self.until else self.asked.positions.count(position)
+
     def switch(self, gate: int, row: int, on: bool) -> None:
         """Record that a rule opened or closed a gate with this row."""
         spans = self.open.setdefault(gate, [])

@@ -254,27 +254,23 @@ class WorkerTaps:
             self.admission.release(request)
             self.delivery.leave(request)
 
-    # --- RPCs of the client, answered by every rank. Tensors of a step may only be changed in inference mode.
+    # --- RPCs of the client, answered by every rank in inference mode: tensors of a step may only be changed there.
 
-    @torch.inference_mode()
     def attach_arena(self, path: str, size: int) -> None:
         self.delivery.attach(path, size)
 
-    @torch.inference_mode()
     def detach_arena(self) -> None:
         """Stop writing to the arena of a client that closes."""
         self.settle()
         self.lenses.packs.close()
         self.delivery.detach()
 
-    @torch.inference_mode()
     def register(self, name: bytes, keys: list, data: bytes) -> None:
         self.admission.register(name, keys, data)
 
     def unregister(self, name: bytes) -> None:
         self.admission.unregister(name)
 
-    @torch.inference_mode()
     def finish(self, ended: list) -> None:
         """Complete requests whose end is known, [name, rows, offset, whether it steers] each: copy their rows, write
         their results, leave their regions."""
@@ -288,14 +284,12 @@ class WorkerTaps:
                 self._forget(key)
         self.delivery.complete(ended, [request for _, request in known])
 
-    @torch.inference_mode()
     def forget(self, names: list[str]) -> None:
         """Stop tracking requests that have ended, before the next step says so."""
         for key, _ in self.step_index.by_client_name(names):
             self._forget(key)
         self.pool.wait_for_copies(set(names))
 
-    @torch.inference_mode()
     def settle(self) -> None:
         """Stop tracking all requests. The engine is idle."""
         for key in list(self.step_index.requests):
