@@ -75,7 +75,7 @@ def taps() -> dict:
     """Each adds 3 to the first number of the first token, and captures the rows of the second."""
     shared = TapTables(
         pool=torch.zeros(LAYERS, HIDDEN),
-        index=torch.zeros(TOKENS, ENTRIES + 3, dtype=torch.int32),
+        step_index=torch.zeros(TOKENS, ENTRIES + 3, dtype=torch.int32),
         vectors=torch.zeros(2, HIDDEN),
         coefficients=torch.zeros(2, 5),
         gates=torch.ones(1),
@@ -84,8 +84,8 @@ def taps() -> dict:
         overflow_flags=torch.zeros(2, dtype=torch.int32),
     )
     shared.overflow_flags[0] = 1
-    shared.index[0, ENTRIES : ENTRIES + 2] = 1
-    shared.index[1, [CELL, GROUP]] = torch.tensor([0, 1], dtype=torch.int32)
+    shared.step_index[0, ENTRIES : ENTRIES + 2] = 1
+    shared.step_index[1, [CELL, GROUP]] = torch.tensor([0, 1], dtype=torch.int32)
     shared.vectors[1, 0], shared.coefficients[1, 0] = 1.0, 3.0
     shared.coefficients[:, 3:] = torch.tensor([-torch.inf, torch.inf])
     found = {}
@@ -140,6 +140,6 @@ def test_when_nobody_asks_a_tap_reads_nothing() -> None:
     shared.overflow_flags[0] = 0
     hidden = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0))
     for layer in range(LAYERS):
-        made[layer, "resid_post"].index = torch.empty(TOKENS, 0)  # reading it would fail
+        made[layer, "resid_post"].step_index = torch.empty(TOKENS, 0)  # reading it would fail
     model(hidden)
     assert not shared.pool.any()

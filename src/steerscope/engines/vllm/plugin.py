@@ -15,7 +15,6 @@ from typing import Any
 
 from steerscope.engines.vllm.wrap import wrap
 
-RPC = ("attach_arena", "detach_arena", "register", "unregister", "finish", "forget", "settle", "describe", "stats")
 _CLIENT = "STEERSCOPE_CLIENT"  # environment variable of the processes that an engine of ours starts
 
 
@@ -83,14 +82,10 @@ def _load_model(inner: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
     settings = asked_for(self.vllm_config)
     if settings is not None:
-        import torch
-
-        from steerscope.engines.vllm.worker.lenses import PACK_RPC
         from steerscope.engines.vllm.worker.worker import WorkerTaps
 
         taps = WorkerTaps(self, settings)
-        for owner, names in ((taps, RPC), (taps.lenses.packs, PACK_RPC)):
-            for name in names:
-                setattr(self, f"steerscope_{name}", torch.inference_mode()(getattr(owner, name)))
+        for name, function in taps.rpc().items():
+            setattr(self, f"steerscope_{name}", function)
         self.steerscope = taps
     return result

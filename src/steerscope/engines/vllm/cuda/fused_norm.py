@@ -270,7 +270,7 @@ def cuda_tap_norm(
     and to end the step."""
     precomputed, staged, stage, orders = arguments[:4]
     tables, (steer, capture, last) = tap.TapTables(*arguments[4:-3]), arguments[-3:]
-    pool, index = tables.pool, tables.index
+    pool, index = tables.pool, tables.step_index
     mode = tap.mode_of(index)
     steer, capture = steer and mode.steer, capture and mode.capture
     tokens, hidden = check_shapes(delta, residual, index)

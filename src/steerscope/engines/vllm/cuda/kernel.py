@@ -152,7 +152,7 @@ def _kernel(
 
 def _cuda_tap(delta: Tensor, residual: Tensor | None, *arguments: Any) -> None:
     tables, (steer, capture) = tap.TapTables(*arguments[:-2]), arguments[-2:]
-    pool, index = tables.pool, tables.index
+    pool, index = tables.pool, tables.step_index
     mode = tap.mode_of(index)
     steer, capture = steer and mode.steer, capture and mode.capture
     if not (steer or capture):

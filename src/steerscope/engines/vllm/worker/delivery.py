@@ -40,11 +40,11 @@ class Delivery:
 
     # --- regions
 
-    def attach(self, path: str, size: int) -> None:
+    def attach_arena(self, path: str, size: int) -> None:
         self.arena = Arena(Path(path), size, create=False)
         self.pool.pin(self.arena)
 
-    def detach(self) -> None:
+    def detach_arena(self) -> None:
         if self.arena is not None:
             self.pool.unpin(self.arena)
             self.arena = None

@@ -31,7 +31,6 @@ from steerscope.specs.watch import Watch
 if TYPE_CHECKING:
     from steerscope.engines.vllm.cuda.lens_readout import DeviceRead, LensReadout
 
-PACK_RPC = ("load_pack", "load_state", "drop_load", "keep_pack", "drop_pack")
 _JOIN_S = 60.0  # for the threads that load packs
 RowsOfRequest = tuple[TrackedRequest, int, int, int]  # request, first token in the batch, positions [start, stop)
 

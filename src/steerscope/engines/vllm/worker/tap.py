@@ -99,7 +99,7 @@ class TapTables(NamedTuple):
     """The tensors that all operators of a tap read, in their order."""
 
     pool: Tensor  # [cells + tokens, hidden]
-    index: Tensor  # [tokens, columns of the step index]
+    step_index: Tensor  # [tokens, columns]
     vectors: Tensor
     coefficients: Tensor
     gates: Tensor
@@ -120,7 +120,7 @@ class CudaTables(NamedTuple):
 def _torch_tap(delta: Tensor, residual: Tensor | None, *arguments: Any) -> None:
     """Do what a tap does; the arguments are `TapTables`, and whether to steer and to capture."""
     tables, (steer, capture) = TapTables(*arguments[:-2]), arguments[-2:]
-    pool, index = tables.pool, tables.index
+    pool, index = tables.pool, tables.step_index
     if delta.ndim != 2 or delta.shape[0] > index.shape[0]:
         raise ValueError(f"the layer's output has shape {tuple(delta.shape)}, not [up to {len(index)} tokens, hidden]")
     mode_of(index)
@@ -193,8 +193,7 @@ class Tap(nn.Module):
     """The tap of one (layer, site)."""
 
     pool: Tensor
-    index: Tensor
-    order: Tensor
+    step_index: Tensor
 
     def __init__(
         self,
@@ -213,7 +212,7 @@ class Tap(nn.Module):
     def _tables(self) -> tuple[Any, ...]:
         """Return `TapTables`."""
         steering = self.vectors, self.coefficients, self.gates
-        return self.pool, self.index, *steering, self.order, self.before, self.overflow_flags
+        return self.pool, self.step_index, *steering, self.order, self.before, self.overflow_flags
 
     def forward(self, delta: Tensor, residual: Tensor | None) -> None:
         """Steer `delta` in place and store captured rows of delta + residual."""
@@ -221,7 +220,7 @@ class Tap(nn.Module):
             return
         torch.ops.steerscope.tap(delta, residual, *self._tables(), self.steer, self.capture)
         if self.last and self.capture:
-            torch.ops.steerscope.end(delta, self.index, self.overflow_flags)
+            torch.ops.steerscope.end(delta, self.step_index, self.overflow_flags)
 
     def normed(self, delta: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         """Run this tap and the norm behind it, an RMSNorm of vLLM, in one CUDA kernel; return the normed stream and the

@@ -1,6 +1,5 @@
 """The taps of one worker, with the tensors that they read."""
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -54,10 +53,9 @@ class TapSet:
             on_cuda = CudaTables(precomputed[i], stage[i], stage, self._orders) if on_gpu else None
             last = on_gpu and i == n_taps - 1
             self.taps[key] = Tap(tables, on_cuda, settings.steer, settings.capture, settings.noop, last)
-        self.share_of = functools.lru_cache(maxsize=256)(self._share_of)  # many requests capture the same taps
         attach(layers, self.taps, norms)
 
-    def _share_of(self, keys: tuple[Key, ...]) -> tuple[tuple[Key, ...], int]:
+    def share_of(self, keys: tuple[Key, ...]) -> tuple[tuple[Key, ...], int]:
         """Return the keys that this worker has, and the number of those on earlier pipeline stages."""
         return tuple(key for key in keys if key in self.taps), sum(layer < self._first_layer for layer, _ in keys)
 

@@ -254,22 +254,21 @@ class WorkerTaps:
             self.admission.release(request)
             self.delivery.leave(request)
 
-    # --- RPCs of the client, answered by every rank in inference mode: tensors of a step may only be changed there.
+    # --- RPCs of the client, answered by every rank
 
-    def attach_arena(self, path: str, size: int) -> None:
-        self.delivery.attach(path, size)
+    def rpc(self) -> dict[str, Callable[..., Any]]:
+        """Return what clients call, by name, in inference mode: tensors of a step may only be changed there."""
+        own = self.detach_arena, self.finish, self.forget, self.settle, self.describe, self.stats
+        packs = self.lenses.packs
+        of_packs = packs.load_pack, packs.load_state, packs.drop_load, packs.keep_pack, packs.drop_pack
+        others = self.delivery.attach_arena, self.admission.register, self.admission.unregister
+        return {function.__name__: torch.inference_mode()(function) for function in (*own, *others, *of_packs)}
 
     def detach_arena(self) -> None:
         """Stop writing to the arena of a client that closes."""
         self.settle()
         self.lenses.packs.close()
-        self.delivery.detach()
-
-    def register(self, name: bytes, keys: list, data: bytes) -> None:
-        self.admission.register(name, keys, data)
-
-    def unregister(self, name: bytes) -> None:
-        self.admission.unregister(name)
+        self.delivery.detach_arena()
 
     def finish(self, ended: list) -> None:
         """Complete requests whose end is known, [name, rows, offset, whether it steers] each: copy their rows, write
