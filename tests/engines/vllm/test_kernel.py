@@ -156,17 +156,17 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def both(delta: torch.Tensor, residual: torch.Tensor | None, given: list, steer: bool, capture: bool) -> list[list]:
     """What the two taps leave behind, in (delta, pool, overflow_flags, residual)."""
-    from steerscope.engines.vllm.cuda.kernel import _cuda_end, _cuda_tap
+    from steerscope.engines.vllm.cuda.kernel import cuda_end, cuda_tap
     from steerscope.engines.vllm.worker.tap import _torch_tap
 
     found = []
-    for tap in (_cuda_tap, _torch_tap):
+    for tap in (cuda_tap, _torch_tap):
         mine, rest = copied(delta), [tensor.clone() for tensor in given]
         other = None if residual is None else copied(residual)
         tap(mine, other, *rest, steer, capture)
-        if tap is _cuda_tap:  # on CUDA that is a kernel of its own
+        if tap is cuda_tap:  # on CUDA that is a kernel of its own
             if capture:
-                _cuda_end(mine, rest[1], rest[-1])
+                cuda_end(mine, rest[1], rest[-1])
             moved = given[1][: len(delta), CELL] + (given[1][: len(delta), STRIDE] if capture else 0)
             assert torch.equal(rest[1][: len(delta), CELL], moved)
         found.append([mine, rest[0], rest[-1], other])
@@ -441,9 +441,9 @@ def test_without_the_kernels_the_norm_is_the_models_own() -> None:
 @interpreted
 def test_a_state_that_the_kernel_cannot_read_is_refused() -> None:
     given_tables = tables(4, 16, 1, torch.float32, 0)
-    from steerscope.engines.vllm.cuda.kernel import _cuda_tap
+    from steerscope.engines.vllm.cuda.kernel import cuda_tap
 
     with pytest.raises(ValueError, match="made for 6"):
-        _cuda_tap(torch.ones(7, 16), None, *given_tables, True, True)
+        cuda_tap(torch.ones(7, 16), None, *given_tables, True, True)
     with pytest.raises(ValueError, match="not contiguous"):
-        _cuda_tap(torch.ones(16, 4).T, None, *given_tables, True, True)
+        cuda_tap(torch.ones(16, 4).T, None, *given_tables, True, True)

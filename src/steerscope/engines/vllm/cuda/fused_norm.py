@@ -18,6 +18,8 @@ from steerscope.engines.vllm.cuda.kernel import (
     advance,
     cell_of,
     check_shapes,
+    cuda_end,
+    cuda_tap,
     gather,
     group_and_ops,
     n_warps,
@@ -312,3 +314,11 @@ def cuda_tap_norm(
         num_warps=n_warps(block // 2),
     )  # fmt: skip
     return normed, stream
+
+
+def register() -> None:
+    """Register the kernels as the CUDA implementations of the operators, once."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("steerscope::tap", "CUDA"):
+        tap.library.impl("tap", cuda_tap, "CUDA")
+        tap.library.impl("end", cuda_end, "CUDA")
+        tap.library.impl("tap_norm", cuda_tap_norm, "CUDA")

@@ -150,7 +150,7 @@ def _kernel(
             store_row(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
 
 
-def _cuda_tap(delta: Tensor, residual: Tensor | None, *arguments: Any) -> None:
+def cuda_tap(delta: Tensor, residual: Tensor | None, *arguments: Any) -> None:
     tables, (steer, capture) = tap.TapTables(*arguments[:-2]), arguments[-2:]
     pool, index = tables.pool, tables.step_index
     mode = tap.mode_of(index)
@@ -200,17 +200,7 @@ def gather(stage: Tensor, pool: Tensor, index: Tensor, orders: Tensor, tokens: i
     )  # fmt: skip
 
 
-def _cuda_end(delta: Tensor, index: Tensor, overflow_flags: Tensor) -> None:
+def cuda_end(delta: Tensor, index: Tensor, overflow_flags: Tensor) -> None:
     del overflow_flags
     if tap.mode_of(index).capture:
         end_kernel[(delta.shape[0],)](index, index.shape[1], CELL=CELL, STRIDE=STRIDE, num_warps=1)  # type: ignore[index]
-
-
-def register() -> None:
-    """Register the kernels as the CUDA implementations of the operators, once."""
-    from steerscope.engines.vllm.cuda.fused_norm import cuda_tap_norm  # imports this module
-
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("steerscope::tap", "CUDA"):
-        tap.library.impl("tap", _cuda_tap, "CUDA")
-        tap.library.impl("end", _cuda_end, "CUDA")
-        tap.library.impl("tap_norm", cuda_tap_norm, "CUDA")

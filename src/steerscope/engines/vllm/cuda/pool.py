@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from steerscope.capture.transport import Arena
-from steerscope.engines.vllm.cuda.kernel import make_stage, register
+from steerscope.engines.vllm.cuda.fused_norm import register
+from steerscope.engines.vllm.cuda.kernel import make_stage
 from steerscope.engines.vllm.cuda.precomputed_ops import PrecomputedOps
 from steerscope.engines.vllm.cuda.row_copies import RowCopies
 from steerscope.engines.vllm.worker.index_layout import FLAG, PRECOMPUTED

@@ -9,7 +9,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from steerscope.engines.vllm.worker.tap import TapMode, at_first_tap, end_forwar
 from steerscope.specs.errors import UnsupportedModel
 from steerscope.specs.steering import Ablate
 from steerscope.specs.tokens import EVERYWHERE
-
-if TYPE_CHECKING:
-    from steerscope.engines.vllm.worker.worker import WorkerTaps
 
 log = logging.getLogger("steerscope")
 _BATCHES = ((2, False), (1, True))  # tokens, and whether as decoding requests; one token must not be traced first
@@ -52,7 +49,7 @@ def dry_run(runner: Any) -> None:
 
 
 @torch.inference_mode()
-def check_taps(worker: "WorkerTaps", dummy_run: Callable[..., Any]) -> None:
+def check_taps(worker: Any, dummy_run: Callable[..., Any]) -> None:
     """Raise UnsupportedModel if a tap does not steer or capture."""
     settings = worker.settings
     if not (settings.steer and settings.capture and worker.taps.keys) or settings.noop:
@@ -65,7 +62,7 @@ def check_taps(worker: "WorkerTaps", dummy_run: Callable[..., Any]) -> None:
 
 
 @torch.inference_mode()
-def largest_replayed(worker: "WorkerTaps", dummy_run: Callable[..., Any], most: int) -> int:
+def largest_replayed(worker: Any, dummy_run: Callable[..., Any], most: int) -> int:
     """Return the largest number of tokens of a forward that may be replayed without host code; `most` if taps never run
     on the host. On CUDA, also compile the kernels that forwards with more tokens need."""
     largest, ran = max(graph_sizes(worker.runner.vllm_config), default=0), list[bool]()
@@ -91,7 +88,7 @@ def largest_replayed(worker: "WorkerTaps", dummy_run: Callable[..., Any], most: 
     return largest
 
 
-def _compile_kernels(worker: "WorkerTaps", run: Callable[[int, TapMode], None], sizes: list[int]) -> None:
+def _compile_kernels(worker: Any, run: Callable[[int, TapMode], None], sizes: list[int]) -> None:
     """Run every mode of the taps once, because kernels are compiled when they are first launched."""
     modes = TapMode(False, False), TapMode(False, True), TapMode(True, False)
     with_one_column = tuple(TapMode(True, keeps, columns=1) for keeps in (False, True))
@@ -101,7 +98,7 @@ def _compile_kernels(worker: "WorkerTaps", run: Callable[[int, TapMode], None], 
                 run(tokens, mode)
 
 
-def _check_batch(worker: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bool]) -> bool:
+def _check_batch(worker: Any, dummy_run: Callable[..., Any], batch: tuple[int, bool]) -> bool:
     """Check the taps in one dummy batch; return False if its numbers are not finite and show nothing."""
     keys, rng = worker.taps.keys, np.random.default_rng(0)
     directions = torch.from_numpy(rng.standard_normal((len(keys), worker.hidden)))
@@ -123,9 +120,7 @@ def _check_batch(worker: "WorkerTaps", dummy_run: Callable[..., Any], batch: tup
     return True
 
 
-def _run(
-    worker: "WorkerTaps", dummy_run: Callable[..., Any], batch: tuple[int, bool], column: Column | None
-) -> torch.Tensor:
+def _run(worker: Any, dummy_run: Callable[..., Any], batch: tuple[int, bool], column: Column | None) -> torch.Tensor:
     """Run a dummy batch as one request that captures every tap, steered by `column`; return the rows as float64
     [tokens, taps, hidden], NaN if a tap has found them not finite."""
     (tokens, uniform), taps, index, pool = batch, worker.taps, worker.step_index, worker.pool
@@ -161,7 +156,7 @@ def _run(
             taps.table.release(lease)
 
 
-def _check_captured(worker: "WorkerTaps", rows: torch.Tensor) -> None:
+def _check_captured(worker: Any, rows: torch.Tensor) -> None:
     if len(blank := (rows == _BLANK).all(dim=-1).any(dim=0).nonzero().flatten()):
         layer, site = worker.taps.keys[int(blank[0])]
         raise UnsupportedModel(
@@ -169,9 +164,7 @@ def _check_captured(worker: "WorkerTaps", rows: torch.Tensor) -> None:
         )
 
 
-def _check_projections(
-    worker: "WorkerTaps", rows: torch.Tensor, directions: torch.Tensor, values: torch.Tensor
-) -> None:
+def _check_projections(worker: Any, rows: torch.Tensor, directions: torch.Tensor, values: torch.Tensor) -> None:
     """Check that every row has the projection it was steered to. A row that was not steered has a projection of about
     norm / √hidden, far more than rounding makes."""
     eps = torch.finfo(worker.dtype).eps
@@ -185,9 +178,7 @@ def _check_projections(
             )
 
 
-def _check_later_layers(
-    worker: "WorkerTaps", moved: torch.Tensor, directions: torch.Tensor, norms: torch.Tensor
-) -> None:
+def _check_later_layers(worker: Any, moved: torch.Tensor, directions: torch.Tensor, norms: torch.Tensor) -> None:
     """Check that steering reaches the taps of later layers: rows there move in directions other than their own."""
     keys = worker.taps.keys
     first = min(layer for layer, _ in keys)
