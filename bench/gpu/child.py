@@ -6,7 +6,7 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def serve(
             what, cell, seed, *how = order
             try:
                 if what == "load":
-                    driver.setup = setup = replace(setup, **seed)
+                    driver.setup = setup = setup.model_copy(update=seed)
                     pipe.send({})
                 elif what == "cores":
                     confine(seed)
@@ -55,7 +55,6 @@ def serve(
                     names = how.pop() if len(how) == 3 else ()
                     with taken_out(names, Parts.of(driver) if names else None):
                         run = driver.run(setup.prompts(seed), cell, *how)
-                    run.extra.pop("last", None)
                     pipe.send(asdict(run))
             except Exception as error:  # this cell has no figures; the next may
                 traceback.print_exc()

@@ -3,19 +3,18 @@ vLLM's own extraction of hidden states.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.gpu.steps import StepTimes
 from bench.random_packs import make_pack
-from steerscope.bench.drivers import BareVLLM, Driver, Ours, TimedRound, vllm_environment
-from steerscope.bench.drivers import make_driver as basic_driver
-from steerscope.bench.shapes import model_config
-from steerscope.bench.steps import clocked
+from steerscope.bench.drivers import BareVLLM, Ours, Prompts, TimedRound, check_copies, clocked, vllm_environment
 from steerscope.bench.workload import NotMeasured, Setup
+from steerscope.capture.handle import CaptureHandle
+from steerscope.capture.private import private
 from steerscope.capture.transport import shared_folder
 from steerscope.engines.results import Generation
 from steerscope.lenses.stack import Weights
@@ -38,28 +37,62 @@ def load_of(setup: Setup, text: str) -> Setup:
         raise InvalidRequest([Problem("loads", f"{text!r} is not a load", remedy)])
     batch, prefill, decode = sizes
     shortest = int(found.group(3) or decode)
-    return replace(setup, batch=batch, prefill=prefill, decode=decode, stagger=decode - shortest)
+    sizes = {"batch": batch, "prefill": prefill, "decode": decode, "stagger": decode - shortest}
+    return setup.model_copy(update=sizes)
 
 
 def widest(loads: Sequence[Setup]) -> Setup:
     """Return the setup of engines that can run all of these loads."""
     sizes = {name: max(getattr(one, name) for one in loads) for name in ("batch", "prefill", "decode")}
-    return replace(loads[0], **sizes, stagger=0)
+    return loads[0].model_copy(update=sizes | {"stagger": 0})
 
 
 class Watching(Ours):
-    """steerscope, also with watched requests: 267 lenses read every generated token at the middle layer."""
+    """steerscope, also with watched requests: 267 lenses read every generated token at the middle layer. The times of
+    steps are told, too."""
 
-    def options(self, prompts: list[list[int]], cell: str) -> dict[str, Any]:
-        asked = super().options(prompts, cell)
+    def __init__(self, setup: Setup, scratch: Path, budget: int) -> None:
+        super().__init__(setup, scratch, budget)
+        outputs = self.engine.aio.outputs  # type: ignore[attr-defined]
+        outputs.step = self._steps = StepTimes(outputs.step)
+        self.clock = self._steps.clocked
+        self._done: list[Generation] = []
+
+    def run(self, prompts: Prompts, cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
+        stalled = self.engine.stats()["worker_stall_s"]
+        run = super().run(prompts, cell, verify, fetch)
+        counts = self.setup.decodes()
+        if cell in WATCHES and any(len(one.readings) != n - 1 for one, n in zip(self._done, counts, strict=True)):
+            raise NotMeasured("readings are missing")
+        stats = self.engine.stats()
+        told = self._steps.told(self.setup.prompt_steps())
+        run.extra |= told | {"stall_s": stats["worker_stall_s"] - stalled}
+        if verify and not self.noop:
+            run.extra["stats"] = stats
+        return run
+
+    def asking(self, prompts: Prompts, cell: str) -> Callable[[], list[Generation]]:
+        call = super().asking(prompts, cell)
+
+        def kept() -> list[Generation]:
+            self._done = call()
+            return self._done
+
+        return kept
+
+    def options(self, cell: str) -> dict[str, Any]:
+        asked = super().options(cell)
         if cell in WATCHES:
             asked["watch"] = self._watch(WATCHES[cell])
         return asked
 
-    def check(self, done: Sequence[Generation], cell: str) -> None:
-        counts = self.setup.decodes()
-        if cell in WATCHES and any(len(one.readings) != n - 1 for one, n in zip(done, counts, strict=True)):
-            raise NotMeasured("not measured: readings are missing")
+    def count(self, run: TimedRound, handles: list[CaptureHandle], wanted: int, verify: bool, fetch: bool) -> None:
+        """Also time a copy into fresh memory."""
+        super().count(run, handles, wanted, verify, fetch)
+        if verify and fetch:
+            rows = self.engine.fetch_all(handles)
+            run.extra["fetch_fresh"], copies = clocked(lambda: private(rows))
+            check_copies(run, copies)
 
     def _watch(self, weights: Weights) -> Watch:
         if weights not in self.engine.packs:
@@ -68,22 +101,37 @@ class Watching(Ours):
         return Watch(pack=weights, tokens="generated")
 
 
-class VLLMBatch(BareVLLM):
+class StockVLLM(BareVLLM):
+    """Stock vLLM, with the times of its steps."""
+
+    def __init__(self, setup: Setup, scratch: Path, extra: dict[str, Any] | None = None, **more: Any) -> None:
+        super().__init__(setup, scratch, extra, **more)
+        self._steps = StepTimes(self.engine.step)
+        self.engine.step = self._steps
+        self.clock = self._steps.clocked
+
+    def run(self, prompts: Prompts, cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
+        run = super().run(prompts, cell, verify, fetch)
+        run.extra |= self._steps.told(self.setup.prompt_steps())
+        return run
+
+
+class VLLMBatch(StockVLLM):
     """Stock vLLM through its `LLM` class."""
 
-    def _start(self, arguments: dict[str, Any]) -> Any:
+    def start(self, arguments: dict[str, Any]) -> Any:
         from vllm import LLM
 
         self.llm: Any = LLM(**arguments)
         return self.llm.llm_engine
 
-    def _generate(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
-        asked = [self._params(tokens) for tokens in self.setup.decodes()]
+    def generate(self, prompts: Prompts) -> tuple[list[list[int]], int]:
+        asked = [self.params(tokens) for tokens in self.setup.decodes()]
         done = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
-        return [list(one.outputs[0].token_ids) for one in done], done
+        return [list(one.outputs[0].token_ids) for one in done], self._steps.n_done
 
 
-class HiddenStates(BareVLLM):
+class HiddenStates(StockVLLM):
     """vLLM's own `extract_hidden_states`.
 
     A drafter keeps rows in a KV cache, and a connector writes a file per request. Rows are the inputs of layers, so
@@ -91,11 +139,11 @@ class HiddenStates(BareVLLM):
 
     def __init__(self, setup: Setup, scratch: Path) -> None:
         # In a core of its own: files of the last requests are written by steps after the last answer.
-        setup = replace(setup, core="process")
+        setup = setup.model_copy(update={"core": "process"})
         vllm_environment(setup, plugins=False)
         from vllm.config import KVTransferConfig
 
-        layers = model_config(setup.model).num_hidden_layers
+        layers = setup.config.num_hidden_layers
         drafter = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(range(1, layers))}}
         method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": drafter}
         folder = shared_folder(2 * setup.row_bytes()) / "steerscope-hidden-states"
@@ -107,15 +155,29 @@ class HiddenStates(BareVLLM):
         extra = {"kv_transfer_params": {"include_output_tokens": True}}
         super().__init__(setup, scratch, extra=extra, **more)
         self._layers = layers - 1
+        self._last: list[Any] = []
 
-    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
+    def start(self, arguments: dict[str, Any]) -> Any:
+        engine = super().start(arguments)
+        step = engine.step
+
+        def kept() -> list[Any]:
+            outputs = step()
+            self._last += [output for output in outputs if output.finished]
+            return outputs
+
+        engine.step = kept
+        return engine
+
+    def run(self, prompts: Prompts, cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
         """The clock stops when every file is complete: only then has the client its rows."""
         del fetch
         from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as connector
 
         load = getattr(connector, "load_hidden_states", _load_file)
+        self._last = []
         done = super().run(prompts, cell)
-        paths = [one.kv_transfer_params["hidden_states_path"] for one in done.extra["last"]]
+        paths = [one.kv_transfer_params["hidden_states_path"] for one in self._last]
         seconds, found = clocked(lambda: [load(path)["hidden_states"] for path in paths])
         for path in paths:
             for name in (path, f"{path}.lock"):
@@ -137,10 +199,10 @@ def _load_file(path: str) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-def make_driver(kind: str, setup: Setup, scratch: Path, budget: int = 0) -> Driver:
+def make_driver(kind: str, setup: Setup, scratch: Path, budget: int = 0) -> Watching | StockVLLM:
     """Return a driver: `baseline`, `llm` (the same through vLLM's LLM), `ours`, or `hidden-states`."""
     if kind == "ours":
         return Watching(setup, scratch, budget)
     if kind == "hidden-states":
         return HiddenStates(setup, scratch)
-    return VLLMBatch(setup, scratch) if kind == "llm" else basic_driver(kind, setup, scratch)
+    return VLLMBatch(setup, scratch) if kind == "llm" else StockVLLM(setup, scratch)

@@ -30,7 +30,7 @@ from torch import Tensor
 from bench.lens_speed import LIMITS
 from bench.random_packs import make_pack, small_share
 from steerscope.bench.one import hardware, versions
-from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model
+from steerscope.bench.shapes import SHAPES, NoTokenizer, load_model
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
 from steerscope.engines.sync import SyncEngine
@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def start(args: argparse.Namespace, folder: Path) -> SyncEngine:
-    model = make_model(args.shape, args.device, getattr(torch, args.dtype))
+    model = load_model(args.shape, args.device, getattr(torch, args.dtype))
     if args.engine == "hf":
         return HFEngine(model, NoTokenizer(), name=args.shape).sync  # type: ignore[arg-type]
     from steerscope.engines.vllm.client.engine import VLLMEngine

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -291,15 +290,15 @@ def parse() -> argparse.Namespace:
     noop = os.environ.get("STEERSCOPE_NOOP") == "1"
     parser.add_argument("--noop", action="store_true", default=noop, help="taps do nothing (also STEERSCOPE_NOOP=1)")
     parser.add_argument("--scratch", type=Path, help="keep the shape's folder, so that compiled code is found again")
-    for field in fields(Setup):
-        name = f"--{field.name.replace('_', '-')}"
-        if field.type is bool or field.type == "bool":
-            parser.add_argument(name, action="store_true")
-        elif field.name != "engine":
-            default = "tiny" if field.name == "model" else field.default
-            parser.add_argument(name, type=type(default), default=default)
+    settings = {name: field for name, field in Setup.model_fields.items() if name != "engine"}
+    for name, field in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        if field.annotation is bool:
+            parser.add_argument(flag, action="store_true")
+        else:
+            parser.add_argument(flag, type=type(field.default), default=field.default)
     args = parser.parse_args()
-    args.setup = Setup(**{f.name: getattr(args, f.name) for f in fields(Setup) if f.name != "engine"}, engine="vllm")
+    args.setup = Setup(**{name: getattr(args, name) for name in settings}, engine="vllm")
     # Where the device computes, and the thread that drives it is in the child's own process.
     args.cores = Cores(args.setup.device == "cuda" and args.setup.core == "inside")
     args.rounds_of = {cell: int(rounds) for cell, _, rounds in (one.partition("=") for one in args.rounds_of)}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from steerscope.bench.drivers import Ours
-from steerscope.bench.profiled import TOP, profiled, top_functions
+from steerscope.bench.one import TOP, profiled, top_functions
 from steerscope.bench.workload import Setup
 
 

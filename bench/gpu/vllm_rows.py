@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from bench.random_packs import small_share
-from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model
+from steerscope.bench.shapes import SHAPES, NoTokenizer, load_model
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.results import Generation, TokenPrompt
 from steerscope.engines.sync import SyncEngine
@@ -98,7 +98,7 @@ def start_vllm(folder: Path, args: argparse.Namespace) -> SyncEngine:
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     dtype = getattr(torch, args.dtype)
-    model = make_model(args.shape, args.device, dtype)
+    model = load_model(args.shape, args.device, dtype)
     model.save_pretrained(folder)
     model.to(args.reference)
     exact = copy.deepcopy(model).float()

@@ -24,7 +24,7 @@ import torch
 
 from bench.gpu.vllm_rows import start_vllm
 from bench.random_packs import make_pack
-from steerscope.bench.shapes import SHAPES, NoTokenizer, make_model
+from steerscope.bench.shapes import SHAPES, NoTokenizer, load_model
 from steerscope.engines.api import Engine
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
@@ -125,7 +125,7 @@ async def streamed(engine: Engine, prompts: list, samplings: list, asked: list) 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     dtype = getattr(torch, args.dtype)
-    model = make_model(args.shape, args.device, dtype)
+    model = load_model(args.shape, args.device, dtype)
     model.save_pretrained(folder)
     reference = HFEngine(model, NoTokenizer(), name="reference").sync  # type: ignore[arg-type]
     engine = start_vllm(folder, args)

@@ -56,12 +56,12 @@ def test_all_layers_and_baseline_give_the_same_rows_as_the_model(tmp_path: Path)
     """The checksum is that of the rows a plain forward has."""
     import torch
 
-    from steerscope.bench.shapes import make_model
+    from steerscope.bench.shapes import load_model
     from steerscope.bench.workload import Setup
 
     found = bench(tmp_path, "capture", "--mode", "custom", "--layers", "0")
-    model: Any = make_model("tiny", "cpu", torch.float32)
-    prompts = torch.tensor(Setup("tiny", batch=2, prefill=6).prompts(2))
+    model: Any = load_model("tiny", "cpu", torch.float32)
+    prompts = torch.tensor(Setup(model="tiny", batch=2, prefill=6).prompts(2))
     with torch.no_grad():
         whole = model.generate(prompts, max_new_tokens=4, do_sample=False, eos_token_id=None)
         rows = model(whole[:, :-1], output_hidden_states=True).hidden_states[1]

@@ -14,7 +14,7 @@ from bench.gpu.drivers import load_of
 from bench.tables.gpu import costs, hooks, pairs, phases, shapes, speed, steps
 from steerscope.bench.workload import Setup
 
-SETUP = Setup("tiny", batch=2, prefill=6, decode=4)
+SETUP = Setup(model="tiny", engine="vllm", batch=2, prefill=6, decode=4)
 TIMES = {"baseline": 1.0, "ours": 1.004}
 
 

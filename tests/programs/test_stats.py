@@ -10,7 +10,7 @@ import pytest
 from bench.gpu.paired import DRIFT_GOAL, FETCH_GOAL, GOALS
 from bench.tables import overhead
 from bench.tables.gpu import pairs, plot
-from steerscope.bench.stats import drift, line, paired, summary
+from steerscope.bench.stats import drift, paired, summary
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -53,10 +53,6 @@ def test_intervals_of_few_rounds_cover_the_true_ratio(rounds: int) -> None:
             low, high = found[name]
             covered[name] += low <= 1.02 <= high
     assert min(covered.values()) >= 930
-
-
-def test_a_line_goes_through_its_points() -> None:
-    assert line([0, 4, 8], [1.0, 3.0, 5.0]) == pytest.approx((0.5, 1.0))
 
 
 def test_a_pair_that_was_measured_again_is_not_left_out_of_the_table_of_every_pair(tmp_path: Path) -> None:

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from steerscope.bench import suite
-from steerscope.bench.report import html_report
-from steerscope.bench.suite import command, markdown, run_suite, suite_cells
+from steerscope.bench.suite import command, html_report, markdown, run_suite, suite_cells
 from steerscope.bench.workload import Setup
 
-SETUP = Setup("tiny", batch=2, prefill=6, decode=4)
+SETUP = Setup(model="tiny", batch=2, prefill=6, decode=4)
 BASE, IDLE, PER_LAYER = 1.0, 1.1, 0.05
 
 

@@ -19,7 +19,7 @@ from steerscope.bench.workload import (
 from steerscope.specs import Add, Cap
 from steerscope.specs.errors import InvalidRequest
 
-SETUP = Setup("tiny", batch=4, prefill=16, decode=8, tokens=64)
+SETUP = Setup(model="tiny", engine="vllm", batch=4, prefill=16, decode=8, tokens=64)
 TOKENS = [[1] * 8] * 4
 
 
@@ -51,8 +51,10 @@ def test_two_halves_one_after_the_other_are_no_batch(
 ) -> None:
     """However few tokens a text may have: those that could not tell are refused before anything starts."""
     told = 0
-    for decode in range(stagger + 1, 16):
-        setup = Setup("tiny", engine=engine, batch=batch, prefill=prefill, decode=decode, tokens=room, stagger=stagger)
+    for decode in range(max(2, stagger + 1), 16):
+        setup = Setup(
+            model="tiny", engine=engine, batch=batch, prefill=prefill, decode=decode, tokens=room, stagger=stagger
+        )
         reading = [math.ceil(size * prefill / room) if engine == "vllm" else 0 for size in (batch // 2, -(-batch // 2))]
         ends = setup.decodes()
         halves = sum(reading) + sum(max(half) - 1 for half in (ends[: batch // 2], ends[batch // 2 :]))
@@ -71,19 +73,19 @@ def test_two_halves_one_after_the_other_are_no_batch(
 
 
 def test_one_request_is_a_batch_of_its_own() -> None:
-    check_setup(Setup("tiny", batch=1, decode=2))
+    check_setup(Setup(model="tiny", engine="vllm", batch=1, decode=2))
     with pytest.raises(InvalidRequest, match="2 tokens do not show whether 2 requests run together"):
-        check_setup(Setup("tiny", batch=2, decode=2))
+        check_setup(Setup(model="tiny", engine="vllm", batch=2, decode=2))
 
 
 @pytest.mark.parametrize("stagger", [-1, 8])
 def test_texts_cannot_end_before_their_first_token(stagger: int) -> None:
     with pytest.raises(InvalidRequest, match="every request makes a token at least"):
-        check_setup(Setup("tiny", batch=4, decode=8, stagger=stagger))
+        check_setup(Setup(model="tiny", engine="vllm", batch=4, decode=8, stagger=stagger))
 
 
 def test_requests_may_end_one_after_the_other() -> None:
-    setup = Setup("tiny", batch=4, prefill=16, decode=14, stagger=6, tokens=64)
+    setup = Setup(model="tiny", engine="vllm", batch=4, prefill=16, decode=14, stagger=6, tokens=64)
     assert setup.decodes() == [14, 12, 10, 8]
     check_batched(setup, [[1] * count for count in (14, 12, 10, 8)], 15)
     with pytest.raises(NotMeasured, match="texts of \\[14\\] tokens, each should have its own of 8 to 14"):
@@ -106,7 +108,7 @@ def test_streams_that_began_when_another_had_ended_are_not_reported() -> None:
     [(1, 1), (32, 1), (33, 2), (64, 3), (256, 9)],  # the last two as vLLM on a GPU told
 )
 def test_prompts_are_read_in_so_many_steps(batch: int, steps: int) -> None:
-    assert Setup("qwen2.5-3b", batch=batch).prompt_steps() == steps
+    assert Setup(model="qwen2.5-3b", batch=batch).prompt_steps() == steps
 
 
 @pytest.mark.parametrize(
@@ -124,10 +126,14 @@ def test_every_request_is_steered_its_own_way_or_all_alike() -> None:
     assert isinstance(each, list)
     assert len({str(op.vector.model_dump()) for op in each}) == 4
     assert {op.layers for op in each} == {"all"}
-    assert isinstance(steering_of("add:same", 6, 8, 4), Add)
-    one = steering_of("cap:one:same", 6, 8, 4)
-    assert isinstance(one, Cap)
-    assert tuple(one.layers) == (3,)
+    alike = steering_of("add:same", 6, 8, 4)
+    assert alike is not None
+    assert isinstance(alike[0], Add)
+    assert alike == [alike[0]] * 4
+    capped = steering_of("cap:one:same", 6, 8, 4)
+    assert capped is not None
+    assert isinstance(capped[0], Cap)
+    assert tuple(capped[0].layers) == (3,)
 
 
 def test_an_unknown_cell_is_refused() -> None:

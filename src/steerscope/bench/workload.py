@@ -11,16 +11,19 @@ Cells:
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
+from pydantic import Field
 
-from steerscope.bench.shapes import model_config
-from steerscope.engines.options import SteerLike
 from steerscope.specs import Ablate, Add, Cap, Capture
+from steerscope.specs.base import Spec
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
+
+if TYPE_CHECKING:
+    import torch
+
+    from steerscope.engines.options import SteerLike
 
 OPS = ("add", "cap", "ablate")
 CAPTURES = {
@@ -36,21 +39,27 @@ _SLACK = {"vllm": 2, "hf": 1}
 class NotMeasured(SteerscopeError):
     """The run did not do what its cell says, so its times mean nothing."""
 
+    def __init__(self, why: str) -> None:
+        super().__init__(f"not measured: {why}")
 
-@dataclass(frozen=True)
-class Setup:
-    """One configuration of an engine and its load."""
 
-    model: str
-    engine: str = "vllm"
-    batch: int = 32
-    prefill: int = 512
-    decode: int = 128
-    stagger: int = 0  # difference in tokens between the longest and the shortest text; lengths are spread evenly
-    dtype: str = "auto"
-    eager: bool = False
-    tokens: int = 16384  # max_num_batched_tokens; vLLM's own default for batch work on large GPUs
-    utilisation: float = 0.35
+class Setup(Spec):
+    """One configuration of an engine and its load. Fields with a description are options of `steerscope bench`."""
+
+    model: str = Field(
+        default="tiny",
+        description="A directory, smollm2-135m, or a shape with random weights: qwen2.5-3b, llama-8b, llama-1b, small, "
+        "tiny.",
+    )
+    engine: Literal["hf", "vllm"] = Field(default="hf", description="hf: transformers; vllm: vLLM, where installed.")
+    batch: int = Field(default=32, ge=1, description="Requests that run together.")
+    prefill: int = Field(default=512, ge=1, description="Tokens of each prompt.")
+    decode: int = Field(default=128, ge=2, description="Tokens that each request generates.")
+    stagger: int = Field(default=0, description="Difference in tokens between the longest and the shortest output.")
+    dtype: str = Field(default="auto", description="auto: bfloat16 on a GPU, float32 elsewhere.")
+    eager: bool = Field(default=False, description="vLLM without compilation and CUDA graphs.")
+    tokens: int = Field(default=16384, description="vLLM's max_num_batched_tokens.")
+    utilisation: float = 0.35  # vLLM's gpu_memory_utilization
     columns: int = 4
     core: str = "inside"  # vLLM's engine core: in this process, or in one of its own
     most_bytes: int = 48 << 30  # of captured rows
@@ -58,19 +67,28 @@ class Setup:
 
     @property
     def device(self) -> str:
+        import torch
+
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(
-            torch, ("bfloat16" if self.device == "cuda" else "float32") if self.dtype == "auto" else self.dtype
-        )
+    def torch_dtype(self) -> "torch.dtype":
+        import torch
+
+        default = "bfloat16" if self.device == "cuda" else "float32"
+        return getattr(torch, default if self.dtype == "auto" else self.dtype)
+
+    @property
+    def config(self) -> Any:
+        """Return the model's configuration, of transformers."""
+        from steerscope.bench.shapes import model_config
+
+        return model_config(self.model)
 
     def row_bytes(self) -> int:
         """Return the bytes of all layers' rows of a round."""
-        config = model_config(self.model)
         count = self.batch * (self.prefill + self.decode)
-        return count * config.num_hidden_layers * config.hidden_size * self.torch_dtype.itemsize
+        return count * self.config.num_hidden_layers * self.config.hidden_size * self.torch_dtype.itemsize
 
     def decodes(self) -> list[int]:
         """Return the number of tokens that each request generates."""
@@ -83,8 +101,8 @@ class Setup:
 
     def prompts(self, seed: int) -> list[list[int]]:
         """Return the prompts of a round: random ones, so that no cache is hit."""
-        vocab = model_config(self.model).vocab_size
-        return np.random.default_rng(seed).integers(2, vocab, (self.batch, self.prefill)).tolist()
+        shape = self.batch, self.prefill
+        return np.random.default_rng(seed).integers(2, self.config.vocab_size, shape).tolist()
 
 
 def steers(cell: str) -> bool:
@@ -97,20 +115,20 @@ def capture_of(cell: str, layers: int) -> Capture | None:
     return Capture(layers=layers // 2) if cell == "one-layer" else CAPTURES.get(cell)
 
 
-def steering_of(cell: str, layers: int, hidden: int, batch: int) -> SteerLike | Sequence[SteerLike] | None:
+def steering_of(cell: str, layers: int, hidden: int, batch: int) -> "list[SteerLike] | None":
+    """Return the op of each request. Scale and bounds are small, since random weights barely keep a stream alive."""
     op, *flags = cell.split(":")
     if op not in OPS:
         return None
     where: dict[str, Any] = {"layers": layers // 2 if "one" in flags else "all"}
     vectors = np.random.default_rng(1).standard_normal((1 if "same" in flags else batch, hidden)).astype(np.float32)
-    made: dict[str, Any] = {
-        # Small: weights that are made up keep a stream alive only just. Bounds that nearly every row is beyond.
-        "add": lambda v: Add(vector=v, scale=1e-3, **where),
-        "cap": lambda v: Cap(vector=v, min=-1e-5, max=1e-5, **where),
-        "ablate": lambda v: Ablate(vector=v, **where),
-    }
-    ops = [made[op](vector) for vector in vectors]
-    return ops[0] if "same" in flags else ops
+    if op == "add":
+        ops: list[SteerLike] = [Add(vector=vector, scale=1e-3, **where) for vector in vectors]
+    elif op == "cap":  # nearly every row is beyond these bounds
+        ops = [Cap(vector=vector, min=-1e-5, max=1e-5, **where) for vector in vectors]
+    else:
+        ops = [Ablate(vector=vector, **where) for vector in vectors]
+    return ops * batch if "same" in flags else ops
 
 
 def check_cell(cell: str) -> str:
@@ -140,38 +158,33 @@ def check_setup(setup: Setup) -> None:
     """Refuse a setup whose batch could not be distinguished from two halves one after the other.
 
     Of staggered texts, a few that start late go unnoticed; the engines are created with room for all of them."""
-    problems = []
     if not 0 <= setup.stagger < setup.decode:
         what = f"{setup.stagger} of {setup.decode} tokens"
-        problems.append(Problem("stagger", what, "every request makes a token at least"))
-    elif setup.batch > 1 and least_of_halves(setup) <= most_steps(setup):
+        raise InvalidRequest([Problem("stagger", what, "every request makes a token at least")])
+    if setup.batch > 1 and least_of_halves(setup) <= most_steps(setup):
         what = f"{setup.decode} tokens do not show whether {setup.batch} requests run together"
-        problems.append(Problem("decode", what, "decode more tokens, or stagger them less"))
-    if problems:
-        raise InvalidRequest(problems)
+        raise InvalidRequest([Problem("decode", what, "decode more tokens, or stagger them less")])
 
 
 def check_batched(setup: Setup, tokens: Sequence[Sequence[int]], steps: int | None) -> None:
     """Refuse a run whose requests did not all make their tokens, or did not run together."""
     wanted = setup.decodes()
     if len(tokens) != setup.batch:
-        raise NotMeasured(f"not measured: {len(tokens)} of {setup.batch} requests ended")
+        raise NotMeasured(f"{len(tokens)} of {setup.batch} requests ended")
     short = sorted({len(ids) for ids, count in zip(tokens, wanted, strict=True) if len(ids) != count})
     if short:
-        raise NotMeasured(f"not measured: texts of {short} tokens, each should have {_counts(wanted)}")
+        raise NotMeasured(f"texts of {short} tokens, each should have {_counts(wanted)}")
     if steps is not None and steps > (most := most_steps(setup)):
-        raise NotMeasured(
-            f"not measured: {steps} steps where a batch takes at most {most}: requests did not run together"
-        )
+        raise NotMeasured(f"{steps} steps where a batch takes at most {most}: requests did not run together")
 
 
 def check_streams(setup: Setup, tokens: Sequence[int], last_first: float, first_end: float) -> None:
     """Refuse streams with missing tokens, or that did not all begin before the first one ended."""
     wanted = setup.decodes()
     if sorted(tokens) != sorted(wanted):
-        raise NotMeasured(f"not measured: streams of {sorted(set(tokens))} tokens instead of {_counts(wanted)}")
+        raise NotMeasured(f"streams of {sorted(set(tokens))} tokens instead of {_counts(wanted)}")
     if last_first > first_end:
-        raise NotMeasured("not measured: a stream began when another had ended: they did not run together")
+        raise NotMeasured("a stream began when another had ended: they did not run together")
 
 
 def _counts(wanted: Sequence[int]) -> str:

@@ -2,59 +2,26 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import Field
 from typer import Option
 
+from steerscope.bench.workload import Setup
 from steerscope.cli import options as o
 from steerscope.cli.fields import Fields, Given, with_fields
-from steerscope.specs.base import Spec
-
-if TYPE_CHECKING:
-    from steerscope.bench.workload import Setup
 
 app = o.command_group(no_args_is_help=True, help="Measure what capturing and steering cost.")
 
 
-class BenchOptions(Spec):
-    """An engine and its load, named like the fields of `Setup`, whose module imports torch."""
-
-    model: str = Field(
-        default="tiny",
-        description="A directory, smollm2-135m, or a shape with random weights: qwen2.5-3b, llama-8b, llama-1b, small, "
-        "tiny.",
-    )
-    batch: int = Field(default=32, ge=1, description="Requests that run together.")
-    prefill: int = Field(default=512, ge=1, description="Tokens of each prompt.")
-    decode: int = Field(default=128, ge=2, description="Tokens that each request generates.")
-    stagger: int = Field(
-        default=0, ge=0, description="Difference in tokens between the longest and the shortest output."
-    )
-    engine: Literal["hf", "vllm"] = Field(default="hf", description="hf: transformers; vllm: vLLM, where installed.")
-    dtype: str = Field(default="auto", description="auto: bfloat16 on a GPU, float32 elsewhere.")
-    eager: bool = Field(default=False, description="vLLM without compilation and CUDA graphs.")
-    tokens: int = Field(default=16384, description="vLLM's max_num_batched_tokens.")
-
-
 _NAMES = {"tokens": ("--batched-tokens",)}
+_LOAD = "model batch prefill decode stagger dtype eager tokens"
 Load = Annotated[
-    Given[BenchOptions],
-    Fields(BenchOptions, "model batch prefill decode stagger engine dtype eager tokens", names=_NAMES),
+    Given[Setup], Fields(Setup, "model batch prefill decode stagger engine dtype eager tokens", names=_NAMES)
 ]
 SuiteLoad = Annotated[
-    Given[BenchOptions],
-    Fields(
-        BenchOptions,
-        "model batch prefill decode stagger dtype eager tokens",
-        names=_NAMES,
-        model="small",
-        batch=8,
-        prefill=64,
-        decode=32,
-        tokens=2048,
-    ),
+    Given[Setup],
+    Fields(Setup, _LOAD, names=_NAMES, model="small", batch=8, prefill=64, decode=32, tokens=2048),
 ]
 Iterations = Annotated[int, Option(min=1, help="Timed rounds, after one untimed round.")]
 Out = Annotated[Path, Option("--out", "--output", help="The JSON file to write.")]
@@ -63,12 +30,6 @@ _MODES = (
     "the last prompt token, the mean: of all layers."
 )
 Mode = Literal["baseline", "zero-layer", "all-layers", "custom", "generated", "last", "mean"]
-
-
-def _setup(load: Given[BenchOptions]) -> "Setup":
-    from steerscope.bench.workload import Setup
-
-    return Setup(**load.parse().model_dump(exclude_unset=True))
 
 
 def _write(out: Path, result: dict[str, Any]) -> None:
@@ -102,9 +63,9 @@ def capture(
 
     cell = f"layers={layers}" if layers else mode
     if not profile:
-        _write(out, measure(_setup(load), cell, iterations))
+        _write(out, measure(load.parse(), cell, iterations))
         return
-    found = top_costs(_setup(load), cell)
+    found = top_costs(load.parse(), cell)
     write(out, found)
     costs = found["top_costs"][:10]
     rows = [(one["function"], one["file"][-50:], str(one["calls"]), f"{one['own_us']:.0f}") for one in costs]
@@ -127,7 +88,7 @@ def steer(
     from steerscope.bench.one import measure
 
     cell = op + (":one" if layers == "one" else "") + (":same" if specs == "one" else "")
-    _write(out, measure(_setup(load), cell, iterations))
+    _write(out, measure(load.parse(), cell, iterations))
 
 
 @app.command()
@@ -143,7 +104,7 @@ def stream(
     if http:
         from steerscope.bench.served import served
 
-        result = served(_setup(load), iterations, cell)
+        result = served(load.parse(), iterations, cell)
         _write(out, result)
         found = result["summary"]
         for name, what in (("ratio", "time"), ("cpu_ratio", "processor time")):
@@ -153,7 +114,7 @@ def stream(
         return
     from steerscope.bench.one import stream as measure
 
-    _write(out, measure(_setup(load), iterations))
+    _write(out, measure(load.parse(), iterations))
 
 
 @app.command()
@@ -172,7 +133,7 @@ def suite(
     from steerscope.bench.report import html_report
     from steerscope.bench.suite import markdown, run_suite
 
-    result = run_suite(_setup(load), engines.split(","), repeats, iterations, cells or (), o.note)
+    result = run_suite(load.parse(), engines.split(","), repeats, iterations, cells or (), o.note)
     write(out, result)
     if report is not None:
         report.mkdir(parents=True, exist_ok=True)

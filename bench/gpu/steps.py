@@ -1,31 +1,14 @@
-"""The clock of a round, and what it says of an engine's steps."""
+"""When the steps of an engine began and ended, for drivers that measure."""
 
-import gc
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
+
+from steerscope.bench.drivers import clocked, synchronise
 
 _AHEAD = 2  # steps of an asynchronous engine until the first one's tokens are there
-
-
-def synchronise() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-def clocked(work: Callable[[], Any], steps: "StepTimes | None" = None) -> tuple[float, Any]:
-    gc.collect()  # what the last round left is not this one's to sweep
-    synchronise()
-    start = time.perf_counter()
-    found = work()
-    synchronise()
-    end = time.perf_counter()
-    if steps is not None:
-        steps.start, steps.end = start, end
-    return end - start, found
 
 
 class StepTimes:
@@ -33,19 +16,38 @@ class StepTimes:
 
     def __init__(self, step: Callable[[], Any]) -> None:
         self._step = step
+        self._begun: list[float] = []  # also of steps after the round
+        self._done: list[float] = []
         self.begun: list[float] = []
         self.done: list[float] = []
         self.start = self.end = 0.0
 
+    @property
+    def n_done(self) -> int:
+        """Return the number of steps since the round began."""
+        return len(self._done)
+
     def __call__(self) -> Any:
-        self.begun.append(time.perf_counter())
+        self._begun.append(time.perf_counter())
         found = self._step()
-        self.done.append(time.perf_counter())
+        self._done.append(time.perf_counter())
         return found
 
-    def clear(self) -> None:
-        self.begun.clear()
-        self.done.clear()
+    def clocked(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """Return the seconds that a call takes, and its result; this call is the round."""
+
+        def timed() -> Any:
+            self._begun.clear()
+            self._done.clear()
+            self.start = time.perf_counter()
+            found = work()
+            synchronise()
+            self.end = time.perf_counter()
+            return found
+
+        seconds, found = clocked(timed)
+        self.begun, self.done = list(self._begun), list(self._done)
+        return seconds, found
 
     def phases(self, prompts: int) -> dict[str, float]:
         """Milliseconds until the first step, of that step (where the engine is asynchronous, until the device is busy),
