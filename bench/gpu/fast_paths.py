@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="keep the shape's folder, so that compiled code is found again")
     parser.add_argument("--only", nargs="*", choices=FAST_PATHS, default=list(FAST_PATHS))
     args = parser.parse_args()
-    setup = Setup(model=args.model)
+    setup = Setup(model=args.model, engine="vllm")
     began = time.perf_counter()
     paths = {name: FAST_PATHS[name] for name in args.only}
     result: dict[str, Any] = about(setup, rounds=args.rounds) | {"threshold": THRESHOLD, "cells": {}, "engines": {}}
