@@ -318,7 +318,7 @@ def test_a_worker_whose_parent_was_gone_before_it_began_ends(tmp_path: Path, mod
     start(tmp_path / "s", model, corpus)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    command = [sys.executable, "-m", "steerscope.corpus.worker", str(tmp_path / "s"), "0", "1", str(gone.pid)]
+    command = [sys.executable, "-m", "steerscope.corpus.run", str(tmp_path / "s"), "0", "1", str(gone.pid)]
     done = subprocess.run(command, start_new_session=True, capture_output=True, check=False, timeout=HUNG_S)
     assert done.returncode == -signal.SIGKILL
     assert missing(tmp_path / "s", read_info(tmp_path / "s"))
@@ -369,7 +369,7 @@ def test_a_worker_that_is_killed_is_started_again_and_nothing_changes(
         while not committed(folder):
             time.sleep(0.02)
         for child in psutil.Process().children():
-            if "steerscope.corpus.worker" in child.cmdline():
+            if "steerscope.corpus.run" in child.cmdline():
                 os.kill(child.pid, signal.SIGKILL)
                 killed.append(child.pid)
                 return

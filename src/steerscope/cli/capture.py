@@ -10,7 +10,6 @@ from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
-from steerscope.cli.fields import with_fields
 
 if TYPE_CHECKING:
     from steerscope.corpus.run import Status
@@ -19,7 +18,7 @@ app = o.command_group(no_args_is_help=True, help="Save the rows of a corpus on d
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def run(
     engine: o.Engine,
     data: Annotated[list[Path], Option(help=".jsonl or .parquet with text, messages or token_ids; repeatable.")],
@@ -43,6 +42,7 @@ def run(
 
     Example: steerscope capture run --data corpus.jsonl --layers 12,20 --out rows
     """
+    from steerscope.capture.store import committed, read_info
     from steerscope.corpus.job import CorpusJob, alone, begin
     from steerscope.corpus.run import status
     from steerscope.corpus.source import check_paths
@@ -67,7 +67,7 @@ def run(
             if whole is None:
                 raise BadFile(f"the run has ended, and commits of {out} are missing or not of this corpus")
         except BaseException:
-            now = status(out)
+            now = status(read_info(out), committed(out))
             o.note(f"{now.shards} of {now.of} shards ({now.rows:,} rows) are in {out}; go on with --resume")
             raise
     _summary(out)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from steerscope.capture.shards import Commit
-from steerscope.capture.store import finish, read_commit, read_info
+from steerscope.capture.store import committed, finish, read_commit, read_info
 from steerscope.corpus.job import missing
 from steerscope.corpus.reader import ShardReader, open_engine
-from steerscope.corpus.run import Progress, status
+from steerscope.corpus.run import Progress, no_progress, status
 from steerscope.specs.errors import InvalidRequest, Problem, RequestFailed, SteerscopeError
 
 _RETRIES = 3  # of a shard whose actor died
@@ -39,7 +39,7 @@ class ShardActor:
             return {"commit": [""], "error": [str(error)]}
 
 
-def run_on_ray(folder: Path, address: str, workers: int, progress: Progress | None = None) -> str | None:
+def run_on_ray(folder: Path, address: str, workers: int, progress: Progress = no_progress) -> str | None:
     """Run a job on Ray. `address` is that of `ray.init`: `auto`, `ray://host:10001`, or `local` for this machine."""
     try:
         import ray
@@ -61,12 +61,12 @@ def run_on_ray(folder: Path, address: str, workers: int, progress: Progress | No
     return finish(folder, info)
 
 
-def _run(left: list[int], folder: Path, workers: int, progress: Progress | None) -> None:
+def _run(left: list[int], folder: Path, workers: int, progress: Progress) -> None:
     import ray
     import ray.data
     from ray.exceptions import RayError
 
-    info, now = read_info(folder), status(folder)
+    info, done = read_info(folder), committed(folder)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     gpus = 1 if ray.cluster_resources().get("GPU") else 0
     shards = ray.data.from_items([{"id": shard} for shard in left], override_num_blocks=len(left))
@@ -79,14 +79,13 @@ def _run(left: list[int], folder: Path, workers: int, progress: Progress | None)
         num_cpus=1,
         max_task_retries=_RETRIES,
     )
-    tell = progress or (lambda _: None)
-    tell(now)
+    progress(status(info, done))
     try:
         for line in commits.iter_rows():
             if line["error"]:
                 raise RequestFailed(line["error"])
-            now = now.plus([Commit.from_json(line["commit"])], info)
-            tell(now)
+            done.append(Commit.from_json(line["commit"]))
+            progress(status(info, done))
     except RayError as error:
         why = f"an actor died {_RETRIES + 1} times over the same shard: {str(error).strip().splitlines()[0]}"
         raise RequestFailed(why) from error

@@ -44,11 +44,6 @@ def job_of(info: StoreInfo) -> CorpusJob:
     return CorpusJob.parse(info.job)
 
 
-def corpus_of(job: CorpusJob) -> Corpus:
-    assert job.shard_documents is not None
-    return Corpus(job.files, job.shard_documents)
-
-
 def begin(
     folder: Path, data: Sequence[Path], job: CorpusJob, capture: Capture, dtype: RowType, resume: bool
 ) -> StoreInfo:

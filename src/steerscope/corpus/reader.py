@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -23,8 +23,8 @@ from steerscope.capture.rows import Rows
 from steerscope.capture.shards import Commit, StoreInfo, stacked
 from steerscope.capture.store import read_info
 from steerscope.capture.writing import DocumentRows, write_shards
-from steerscope.corpus.job import corpus_of, job_of
-from steerscope.corpus.source import Document
+from steerscope.corpus.job import job_of
+from steerscope.corpus.source import Corpus, Document
 from steerscope.engines.load import LoadOptions, load
 from steerscope.engines.plan import Prompt
 from steerscope.engines.results import Generation, TokenPrompt
@@ -38,13 +38,6 @@ _READ_ONLY = Sampling(max_tokens=1)
 _WINDOW_BYTES = 512 << 20
 _ELSE = "give it as before, or choose another folder"
 _PROBE = "The quick brown fox jumps over the lazy dog, and then it rains."
-
-
-class _Read(NamedTuple):
-    """A document and its prompt."""
-
-    document: Document
-    prompt: Prompt
 
 
 def open_engine(info: StoreInfo, device: str | None = None) -> SyncEngine:
@@ -61,7 +54,8 @@ class ShardReader:
     def __init__(self, engine: SyncEngine, folder: Path) -> None:
         self.engine, self.folder, self.info = engine, folder, read_info(folder)
         self.job = job_of(self.info)
-        self.corpus = corpus_of(self.job)
+        assert self.job.shard_documents is not None
+        self.corpus = Corpus(self.job.files, self.job.shard_documents)
         check_probe(engine, folder, self.info)
 
     def read(self, shards: Iterable[int]) -> Iterator[Commit]:
@@ -72,41 +66,40 @@ class ShardReader:
         for window in self._windows(self.corpus.documents(shard)):
             yield self._read_window(window)
 
-    def _windows(self, documents: Iterator[Document]) -> Iterator[list[_Read | Document]]:
-        """Yield runs of documents whose rows fit in memory together. Bad documents have no rows."""
-        window: list[_Read | Document] = []
+    def _windows(self, documents: Iterator[Document]) -> Iterator[list[Document]]:
+        """Yield runs of documents whose rows fit in memory together, with their prompts as content."""
+        window: list[Document] = []
         held = 0
-        for document in documents:
-            one = self._prompt(document)
-            size = self._row_bytes(one)
+        for document in map(self._tokenized, documents):
+            size = self._row_bytes(document)
             if window and held + size > _WINDOW_BYTES:
                 yield window
                 window, held = [], 0
-            window.append(one)
+            window.append(document)
             held += size
         yield window
 
-    def _row_bytes(self, one: _Read | Document) -> int:
-        """Return the bytes of a document's rows in an engine, which may hold them in float32."""
-        if isinstance(one, Document):
+    def _row_bytes(self, document: Document) -> int:
+        """Return the bytes of a document's rows in an engine, which may hold them in float32. Bad ones have none."""
+        if document.content is None:
             return 0
-        rows = 1 if self.info.capture.reduce else len(one.prompt.token_ids)
+        rows = 1 if self.info.capture.reduce else len(document.content.token_ids)
         return rows * len(self.info.keys) * self.info.hidden * 4
 
-    def _prompt(self, document: Document) -> _Read | Document:
-        content, most = document.content, self.job.max_tokens
-        if content is None:
+    def _tokenized(self, document: Document) -> Document:
+        """Return a document with its prompt as content, cut where it is too long."""
+        if document.content is None:
             return document
         try:
-            prompt = self._tokens(content)
+            prompt = self._tokens(document.content)
         except Exception as error:  # tokenizers and templates raise any type; it concerns this document alone
             named = "" if isinstance(error, InvalidRequest) else f"{type(error).__name__}: "
             return document.failed(f"{named}{error}")
         whole = len(prompt.token_ids)
-        kept = min(whole, most or whole)
+        kept = min(whole, self.job.max_tokens or whole)
         spans = prompt.messages and tuple(s for s in prompt.messages if (s.whole or s.content)[1] <= kept)
-        entry = replace(document.entry, tokens=kept, cut=whole - kept)
-        return _Read(replace(document, entry=entry), replace(prompt, token_ids=prompt.token_ids[:kept], messages=spans))
+        prompt = replace(prompt, token_ids=prompt.token_ids[:kept], messages=spans)
+        return replace(document, entry=replace(document.entry, tokens=kept, cut=whole - kept), content=prompt)
 
     def _tokens(self, content: str | list[Any]) -> Prompt:
         if isinstance(content, str):
@@ -116,16 +109,16 @@ class ShardReader:
             return self.engine.aio.render(content, continue_final_message=ends)
         return self.engine.aio.tokenize(TokenPrompt(content))
 
-    def _read_window(self, window: Sequence[_Read | Document]) -> list[DocumentRows]:
-        reads = sorted((one for one in window if isinstance(one, _Read)), key=lambda one: len(one.prompt.token_ids))
+    def _read_window(self, window: Sequence[Document]) -> list[DocumentRows]:
+        good = [document for document in window if document.content is not None]
+        good.sort(key=lambda document: len(document.content.token_ids))
         found: dict[int, Rows | str] = {}
-        for start in range(0, len(reads), self.job.batch):
-            group = reads[start : start + self.job.batch]
-            outcomes = self._read_group([one.prompt for one in group])
-            found |= {one.document.entry.document: got for one, got in zip(group, outcomes, strict=True)}
+        for start in range(0, len(good), self.job.batch):
+            group = good[start : start + self.job.batch]
+            outcomes = self._read_group([document.content for document in group])
+            found |= {document.entry.document: got for document, got in zip(group, outcomes, strict=True)}
         pieces = []
-        for one in window:
-            document = one.document if isinstance(one, _Read) else one
+        for document in window:
             got = found.get(document.entry.document)
             if isinstance(got, Rows):
                 pieces.append(self._piece(document, got))

@@ -1,15 +1,16 @@
 """A capture job on one machine: in this process, or in one process per GPU.
 
-Worker w of N reads shards w, w+N, …, with its own engine and files; workers share only the folder. A dead worker is
-restarted and continues with the first of its missing shards.
+Worker w of N (`python -m steerscope.corpus.run DIR w N PARENT`) reads shards w, w+N, …, with its own engine and files;
+workers share only the folder. A dead worker is restarted and continues with the first of its missing shards.
 """
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from steerscope.capture.store import committed, finish, read_info
 from steerscope.corpus.job import missing
 from steerscope.corpus.reader import ShardReader, open_engine
 from steerscope.engines.sync import SyncEngine
-from steerscope.specs.errors import BadFile, RequestFailed
+from steerscope.specs.errors import BadFile, RequestFailed, SteerscopeError
 
 _POSIX = hasattr(os, "killpg")
 _RESTARTS = 3  # of a worker that commits nothing
@@ -38,23 +39,20 @@ class Status(NamedTuple):
     bad: int = 0
     bytes: int = 0
 
-    def plus(self, commits: Iterable[Commit], info: StoreInfo) -> "Status":
-        commits = list(commits)
-        rows, documents, bad = (sum(getattr(c, name) for c in commits) for name in ("rows", "documents", "bad"))
-        size = self.bytes + rows * info.row_bytes
-        counts = self.shards + len(commits), self.rows + rows, self.documents + documents, self.bad + bad
-        return Status(self.of, *counts, size)
-
 
 Progress = Callable[[Status], None]
 
 
-def status(folder: Path) -> Status:
-    info = read_info(folder)
-    return Status(info.shards).plus(committed(folder), info)
+def no_progress(_: Status) -> None:
+    """Show nothing."""
 
 
-def run_here(folder: Path, progress: Progress | None = None, device: str | None = None) -> str | None:
+def status(info: StoreInfo, commits: Collection[Commit]) -> Status:
+    rows, documents, bad = (sum(getattr(one, name) for one in commits) for name in ("rows", "documents", "bad"))
+    return Status(info.shards, len(commits), rows, documents, bad, rows * info.row_bytes)
+
+
+def run_here(folder: Path, progress: Progress = no_progress, device: str | None = None) -> str | None:
     """Read all missing shards in this process, and return the checksum of the store when it is complete."""
     info = read_info(folder)
     left = missing(folder, info)
@@ -64,23 +62,21 @@ def run_here(folder: Path, progress: Progress | None = None, device: str | None 
     return finish(folder, info)
 
 
-def read_shards(engine: SyncEngine, folder: Path, shards: list[int], progress: Progress | None = None) -> None:
-    reader, now = ShardReader(engine, folder), status(folder)
-    tell = progress or (lambda _: None)
-    tell(now)
+def read_shards(engine: SyncEngine, folder: Path, shards: list[int], progress: Progress = no_progress) -> None:
+    reader, commits = ShardReader(engine, folder), committed(folder)
+    progress(status(reader.info, commits))
     for commit in reader.read(shards):
-        now = now.plus([commit], reader.info)
-        tell(now)
+        commits.append(commit)
+        progress(status(reader.info, commits))
 
 
-def run_workers(folder: Path, workers: int, progress: Progress | None = None, lock: int | None = None) -> str | None:
+def run_workers(folder: Path, workers: int, progress: Progress = no_progress, lock: int | None = None) -> str | None:
     """Do the same as `run_here` in several processes, which hold the folder's `lock` too, each with its own GPU if
     any."""
     info = read_info(folder)
     running: dict[int, subprocess.Popen[bytes]] = {}
     starts = dict.fromkeys(range(workers), 0)
     known: dict[int, Commit] = {}
-    tell = progress or (lambda _: None)
     try:
         while left := missing(folder, info):
             commits = committed(folder, known)
@@ -88,7 +84,7 @@ def run_workers(folder: Path, workers: int, progress: Progress | None = None, lo
                 for shard in {c.shard for c in commits} - set(known):
                     starts[shard % workers] = min(starts[shard % workers], 1)
                 known = {c.shard: c for c in commits}
-                tell(Status(info.shards).plus(commits, info))
+                progress(status(info, commits))
             for worker in {shard % workers for shard in left}:
                 process = running.get(worker)
                 if process is None or process.poll() is not None:
@@ -106,7 +102,7 @@ def run_workers(folder: Path, workers: int, progress: Progress | None = None, lo
             process.terminate()
         for process in running.values():
             _end(process)
-    tell(status(folder))
+    progress(status(info, committed(folder)))
     return finish(folder, info)
 
 
@@ -130,7 +126,7 @@ def _start(folder: Path, worker: int, workers: int, lock: int | None) -> "subpro
     names = given.split(",") if given else [str(i) for i in range(gpus)]
     env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": names[worker % gpus]} if gpus else {})}
     numbers = map(str, (worker, workers, os.getpid()))
-    command = [sys.executable, "-m", "steerscope.corpus.worker", str(folder), *numbers]
+    command = [sys.executable, "-m", "steerscope.corpus.run", str(folder), *numbers]
     held = (lock,) if _POSIX and lock is not None else ()
     with _log(folder, worker).open("ab") as log:
         return subprocess.Popen(
@@ -150,3 +146,29 @@ def _judge(folder: Path, worker: int, process: "subprocess.Popen[bytes]", starts
 
 def _log(folder: Path, worker: int) -> Path:
     return folder / f"worker-{worker}.log"
+
+
+def work(folder: Path, worker: int, workers: int, parent: int) -> int:
+    """Be one worker, and return the exit code."""
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    info = read_info(folder)
+    try:
+        with open_engine(info) as engine:
+            read_shards(engine, folder, [s for s in missing(folder, info) if s % workers == worker])
+    except SteerscopeError as error:
+        sys.stderr.write(f"{str(error).replace(chr(10), ' ')}\n")
+        return REFUSED
+    return 0
+
+
+def _follow(parent: int) -> None:
+    """End this worker when its parent has died, perhaps before the worker began."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    if hasattr(os, "getpgrp") and os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # and the processes of its engine
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(work(Path(sys.argv[1]), *map(int, sys.argv[2:5])))

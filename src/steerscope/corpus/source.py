@@ -28,7 +28,6 @@ from steerscope.specs.errors import BadFile, InvalidRequest, Problem, not_json
 
 CONTENT = {"text": (str, None), "messages": (list, dict), "token_ids": (list, int)}  # types: content, list items
 _WANTED = {"text": "a text", "messages": "a list of objects", "token_ids": "a list of integers"}
-_PIECE = 1 << 24
 _ROWS = 256  # of a Parquet file, decoded together
 
 
@@ -44,7 +43,7 @@ class SourceFile(Spec):
 @dataclass(frozen=True, slots=True)
 class Document:
     entry: DocumentEntry
-    content: str | list[Any] | None  # text, messages or token ids; None when the entry has an error
+    content: Any  # text, messages or token ids, later the prompt; None when the entry has an error
 
     def failed(self, why: str) -> "Document":
         return replace(self, entry=replace(self.entry, error=_unicode(why), tokens=0, cut=0), content=None)
@@ -73,21 +72,14 @@ def scan(path: Path, shard_documents: int) -> SourceFile:
         if path.suffix == ".parquet":
             lines = pq.ParquetFile(path).metadata.num_rows
             return SourceFile(path=place, digest=digest(path), lines=lines)
-        found, lines, offsets, at = xxhash.xxh3_128(), 0, [0], 0
-        last = b"\n"
+        found, lines, offsets, at = xxhash.xxh3_128(), 0, list[int](), 0
         with path.open("rb") as file:
-            while piece := file.read(_PIECE):
-                found.update(piece)
-                end = -1
-                while (end := piece.find(b"\n", end + 1)) >= 0:
-                    lines += 1
-                    if lines % shard_documents == 0:
-                        offsets.append(at + end + 1)
-                at, last = at + len(piece), piece[-1:]
-    if last != b"\n":
-        lines += 1
-    shards = -(-lines // shard_documents)
-    return SourceFile(path=place, digest=found.hexdigest(), lines=lines, offsets=tuple(offsets[:shards]))
+            for line in file:
+                if lines % shard_documents == 0:
+                    offsets.append(at)
+                found.update(line)
+                at, lines = at + len(line), lines + 1
+    return SourceFile(path=place, digest=found.hexdigest(), lines=lines, offsets=tuple(offsets))
 
 
 def preview(path: Path, count: int) -> Iterator[Document]:
@@ -115,24 +107,33 @@ class Corpus:
         for file in self.files:
             count = -(-file.lines // self.shard_documents)
             if shard < count:
-                first = shard * self.shard_documents
-                lines = _lines(file, shard, self.shard_documents)
-                wanted = min(file.lines - first, self.shard_documents)
-                yield from _documents(file, _counted(file, lines, wanted), first, before)
+                lines = self._checked(file, shard)
+                yield from _documents(file, lines, shard * self.shard_documents, before)
                 return
             shard, before = shard - count, before + file.lines
 
-
-def _documents(file: SourceFile, lines: Iterator["_Line | None"], first: int, before: int) -> Iterator[Document]:
-    for i, line in enumerate(lines, first):
-        if line is not None:
-            yield _document(line, DocumentEntry(document=before + i, file=file.path, line=i + 1))
+    def _checked(self, file: SourceFile, shard: int) -> Iterator["_Line"]:
+        """Check the number of lines: a file that was edited since the scan has other documents under the same
+        numbers."""
+        wanted = min(file.lines - shard * self.shard_documents, self.shard_documents)
+        count = 0
+        for line in _lines(file, shard, self.shard_documents):
+            count += 1
+            yield line
+        if count != wanted:
+            raise _changed(file, f"{count} lines are where {wanted} were")
 
 
 _Line = bytes | Mapping[str, Any]
 
 
-def _lines(file: SourceFile, shard: int, size: int) -> Iterator[_Line | None]:
+def _documents(file: SourceFile, lines: Iterable[_Line], first: int, before: int) -> Iterator[Document]:
+    for i, line in enumerate(lines, first):
+        if not isinstance(line, bytes) or line.strip():
+            yield _document(line, DocumentEntry(document=before + i, file=file.path, line=i + 1))
+
+
+def _lines(file: SourceFile, shard: int, size: int) -> Iterator[_Line]:
     with reading(file.path, "corpus"):
         if file.path.endswith(".parquet"):
             yield from _parquet(file.path, shard * size, min(file.lines, (shard + 1) * size))
@@ -140,25 +141,14 @@ def _lines(file: SourceFile, shard: int, size: int) -> Iterator[_Line | None]:
             yield from _jsonl(file, shard, size)
 
 
-def _counted(file: SourceFile, lines: Iterator[_Line | None], wanted: int) -> Iterator[_Line | None]:
-    """Check the number of lines: a file that was edited since the scan has other documents under the same numbers."""
-    count = 0
-    for line in lines:
-        count += 1
-        yield line
-    if count != wanted:
-        raise _changed(file, f"{count} lines are where {wanted} were")
-
-
 def _changed(file: SourceFile, how: str) -> BadFile:
     return BadFile(f"{file.path} has changed since the run began ({how}): put it back, or capture it into a new folder")
 
 
-def _jsonl(file: SourceFile, shard: int, size: int) -> Iterator[bytes | None]:
+def _jsonl(file: SourceFile, shard: int, size: int) -> Iterator[bytes]:
     with open(file.path, "rb") as opened:
         opened.seek(file.offsets[shard])
-        for line in islice(opened, size):
-            yield line if line.strip() else None
+        yield from islice(opened, size)
         if file.offsets[shard + 1 : shard + 2] not in ((), (opened.tell(),)):
             raise _changed(file, "its lines have other lengths")
 
