@@ -18,8 +18,7 @@ from typing import Any
 from bench.gpu.child import Child
 from bench.gpu.paired import say
 from bench.gpu.without import FAST_PATHS
-from steerscope.bench.one import about, write
-from steerscope.bench.stats import paired
+from steerscope.bench.one import about, paired, write
 from steerscope.bench.workload import Setup
 
 EVERYTHING, AGAIN = "everything", "everything again"

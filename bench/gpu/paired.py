@@ -27,8 +27,7 @@ from typing import Any
 from bench.gpu.child import Child, ChildFailed
 from bench.gpu.cores import Cores, stolen
 from bench.gpu.drivers import WATCHES, load_of, widest
-from steerscope.bench.one import about, write
-from steerscope.bench.stats import drift, paired
+from steerscope.bench.one import about, drift, paired, write
 from steerscope.bench.workload import Setup, capture_of, check_cell, check_setup, steers
 from steerscope.specs.errors import InvalidRequest
 

@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from steerscope.bench.one import hardware, versions
+from steerscope.bench.one import hardware, paired, versions
 from steerscope.bench.shapes import shape_config
-from steerscope.bench.stats import paired
 from steerscope.bench.stream_client import play
 
 KINDS = ("stock-http", "ours-http", "stock-library", "ours-library")

@@ -10,7 +10,7 @@ import pytest
 from bench.gpu.paired import DRIFT_GOAL, FETCH_GOAL, GOALS
 from bench.tables import overhead
 from bench.tables.gpu import pairs, plot
-from steerscope.bench.stats import drift, paired, summary
+from steerscope.bench.one import drift, paired, summary
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 

@@ -7,19 +7,21 @@ import json
 import os
 import platform
 import pstats
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from steerscope import __version__
+from steerscope.analysis.statistics import mean_interval, median_interval
 from steerscope.bench.drivers import Driver, Ours, TimedRound, make_driver
-from steerscope.bench.stats import summary
 from steerscope.bench.workload import NotMeasured, Setup, capture_of, check_cell, check_setup, check_streams
 from steerscope.capture.private import private
 from steerscope.engines.results import EndEvent, TokenPrompt
@@ -81,6 +83,33 @@ def budget_of(setup: Setup, cell: str) -> int:
     check_cell(cell)
     check_setup(setup)
     return setup.row_bytes() if capture_of(cell, 4) else 0
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """`spread` is the distance of the quartiles over the median."""
+    low, high = np.quantile(seconds, [0.25, 0.75])
+    median = statistics.median(seconds)
+    return {"median": median, "min": min(seconds), "spread": float(high - low) / median, "drift": drift(seconds)}
+
+
+def drift(seconds: Sequence[float]) -> float:
+    """How much slower the last third is than the first."""
+    third = max(1, len(seconds) // 3)
+    return statistics.median(seconds[-third:]) / statistics.median(seconds[:third]) - 1
+
+
+def paired(base: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
+    """Return the ratio of each round, their median and mean, and 95 % intervals of both over rounds."""
+    ratios = np.array(other) / np.array(base)
+    median = median_interval(ratios)
+    mean = mean_interval(ratios)
+    return {
+        "median": median.estimate,
+        "mean": mean.estimate,
+        "interval": [median.low, median.high],
+        "mean_interval": [mean.low, mean.high],
+        "rounds": ratios.tolist(),
+    }
 
 
 def measure(setup: Setup, cell: str, iterations: int) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from steerscope.bench.drivers import Ours, Prompts
-from steerscope.bench.one import about_driver, budget_of, opened, profiled, stream_round, top_functions
+from steerscope.bench.one import about_driver, budget_of, opened, paired, profiled, stream_round, summary, top_functions
 from steerscope.bench.shapes import SHAPES, NoTokenizer
-from steerscope.bench.stats import paired, summary
 from steerscope.bench.workload import NotMeasured, Setup, check_streams
 from steerscope.engines.detokenizer import Decoder
 from steerscope.serving.app import create_app

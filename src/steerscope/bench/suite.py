@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from steerscope.bench.stats import summary
+from steerscope.bench.one import summary
 from steerscope.bench.workload import OPS, NotMeasured, Setup
 from steerscope.report.colours import PALETTE
 from steerscope.report.page import div, page, section, table
