@@ -7,7 +7,7 @@ import typer
 from pydantic import Field
 from typer.testing import CliRunner
 
-from steerscope.cli.fields import Fields, Given, with_fields
+from steerscope.cli.options import Fields, Given, with_fields
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import InvalidRequest
 

@@ -10,7 +10,6 @@ from pydantic import Field
 from typer import Argument, Option
 
 from steerscope.cli import options as o
-from steerscope.cli.fields import Fields, Given, with_fields
 from steerscope.progress import ProgressBars
 from steerscope.specs.base import Spec
 
@@ -33,8 +32,7 @@ class DirectionOptions(Spec):
     device: str = Field(default="cpu", description="cpu or cuda.")
 
 
-_FIELDS = "layer random seed device"
-Compared = Annotated[Given[DirectionOptions], Fields(DirectionOptions, _FIELDS)]
+Compared = Annotated[o.Given[DirectionOptions], o.Fields(DirectionOptions)]
 Vectors = Annotated[list[Path], Argument(metavar="VECTORS…", help="Vector files, or folders of them.")]
 Out = Annotated[Path, Option(help="Folder for the results (Parquet and JSON) and their page.")]
 Base = Annotated[str, Argument(help="smollm2-135m, a model directory, or a hub id.")]
@@ -89,13 +87,13 @@ def directions(
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def susceptibility(
     base: Base,
     tuned: Annotated[str, Argument(help="The same model after training.")],
     vectors: Vectors,
     out: Out,
-    options: Annotated[Given[DirectionOptions], Fields(DirectionOptions, _FIELDS, random=200)],
+    options: Annotated[o.Given[DirectionOptions], o.Fields(DirectionOptions, random=200)],
     against: Against = None,
     as_json: o.AsJson = False,
 ) -> None:
@@ -130,7 +128,7 @@ def report(
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def mlp(
     base: Base,
     vectors: Vectors,
@@ -152,7 +150,7 @@ def mlp(
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def attention(
     base: Base,
     vectors: Vectors,
@@ -181,7 +179,7 @@ def attention(
 
 
 def _opened(
-    base: str, tuned: str | None, vectors: list[Path], against: list[Path] | None, options: Given[DirectionOptions]
+    base: str, tuned: str | None, vectors: list[Path], against: list[Path] | None, options: o.Given[DirectionOptions]
 ) -> "tuple[Checkpoint, Checkpoint | None, Directions, Directions | None]":
     from steerscope.analysis.checkpoint import Checkpoint
     from steerscope.analysis.directions import load_directions

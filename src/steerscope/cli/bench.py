@@ -9,7 +9,6 @@ from typer import Option
 
 from steerscope.bench.workload import Setup
 from steerscope.cli import options as o
-from steerscope.cli.fields import Fields, Given, with_fields
 
 app = o.command_group(no_args_is_help=True, help="Measure what capturing and steering cost.")
 
@@ -17,11 +16,11 @@ app = o.command_group(no_args_is_help=True, help="Measure what capturing and ste
 _NAMES = {"tokens": ("--batched-tokens",)}
 _LOAD = "model batch prefill decode stagger dtype eager tokens"
 Load = Annotated[
-    Given[Setup], Fields(Setup, "model batch prefill decode stagger engine dtype eager tokens", names=_NAMES)
+    o.Given[Setup], o.Fields(Setup, "model batch prefill decode stagger engine dtype eager tokens", names=_NAMES)
 ]
 SuiteLoad = Annotated[
-    Given[Setup],
-    Fields(Setup, _LOAD, names=_NAMES, model="small", batch=8, prefill=64, decode=32, tokens=2048),
+    o.Given[Setup],
+    o.Fields(Setup, _LOAD, names=_NAMES, model="small", batch=8, prefill=64, decode=32, tokens=2048),
 ]
 Iterations = Annotated[int, Option(min=1, help="Timed rounds, after one untimed round.")]
 Out = Annotated[Path, Option("--out", "--output", help="The JSON file to write.")]
@@ -47,7 +46,7 @@ def _write(out: Path, result: dict[str, Any]) -> None:
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def capture(
     out: Out,
     mode: Annotated[Mode, Option(help=_MODES)],
@@ -73,7 +72,7 @@ def capture(
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def steer(
     out: Out,
     load: Load,
@@ -92,7 +91,7 @@ def steer(
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def stream(
     out: Out,
     load: Load,
@@ -118,7 +117,7 @@ def stream(
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def suite(
     out: Out,
     load: SuiteLoad,

@@ -2,23 +2,27 @@
 
 import contextlib
 import sys
+import time
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import typer
 from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
-from steerscope.cli.fields import Given, with_fields
-from steerscope.cli.partners import EnginePartner, Partner, ServerPartner
 
 if TYPE_CHECKING:
+    from steerscope.client import Answer, Client
+    from steerscope.engines.sync import SyncEngine
     from steerscope.vectors.steering_text import SteerArg
 
+Messages = list[dict[str, str]]
 app = o.command_group()
 _SAMPLING = o.sampling_fields(
     "max_tokens temperature top_p top_k min_p repetition_penalty repetition_window seed", max_tokens=256
 )
+_TRIAL: Messages = [{"role": "user", "content": "."}]
 _HELP = """\
 /steer FILE[@LAYERS] SCALE   add a vector, or change one by its file or name; 0 removes it
 /unsteer                     remove all vectors
@@ -30,9 +34,9 @@ _HELP = """\
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def chat(
-    sampling: Annotated[Given[ss.Sampling], _SAMPLING],
+    sampling: Annotated[o.Given[ss.Sampling], _SAMPLING],
     engine: o.Engine,
     model: Annotated[str | None, Argument(help="smollm2-135m, a model directory, or a hub id.")] = None,
     server: Annotated[str | None, Option(help="Address of a `steerscope serve` to use instead.")] = None,
@@ -51,18 +55,18 @@ def chat(
             *(partial(parse, text, known) for text in steer or ()),
         )
         if client is not None:
-            partner: Partner = ServerPartner(client, asked, known)
+            partner = _Server(client, asked)
         else:
             loaded = stack.enter_context(o.open_engine(model or "", engine))
             if not getattr(loaded.aio.tokenizer, "chat_template", None):
                 raise o.mistake(model or "", "has no chat template", "use steerscope generate")
-            partner = EnginePartner(loaded, asked)
-        session = _Session(partner, system)
+            partner = _Engine(loaded, asked)
+        session = _Session(partner, system, known)
         session.set_steers(steers)
         session.run()
 
 
-def _check(server: str | None, model: str | None, engine: Given[o.EngineOptions]) -> None:
+def _check(server: str | None, model: str | None, engine: o.Given[o.EngineOptions]) -> None:
     if server is None and model is None:
         raise o.mistake("MODEL", "is missing", "name a model, or a server with --server URL")
     local = {name: value for name, value in engine.values.items() if (name, value) != ("engine", "hf")}
@@ -71,13 +75,83 @@ def _check(server: str | None, model: str | None, engine: Given[o.EngineOptions]
         raise o.mistake(flags, "cannot be combined with --server", "leave it out")
 
 
+class _Shown(NamedTuple):
+    """An answer that has been shown."""
+
+    text: str
+    note: str
+    rows: "ss.Rows | None"
+
+
+class _Engine:
+    """An engine in this process."""
+
+    def __init__(self, engine: "SyncEngine", sampling: "ss.Sampling") -> None:
+        self._engine, self._sampling = engine, sampling
+
+    def try_out(self, **asked: Any) -> None:
+        """Send a request of one token, which refuses steering and captures that do not fit the model."""
+        tried = self._engine.chat(_TRIAL, ss.Sampling(max_tokens=1), **asked)
+        if tried.capture is not None:
+            tried.capture.close()
+
+    def answer(self, messages: Messages, **asked: Any) -> _Shown:
+        events = self._engine.stream_chat(messages, self._sampling, **asked, request_id=o.REQUEST)
+        done = o.print_text(self._engine, events)
+        return _Shown(done.text, o.speed(done), done.rows if done.capture else None)
+
+
+class _Server:
+    """A server, used like an engine."""
+
+    def __init__(self, client: "Client", sampling: "ss.Sampling") -> None:
+        self._client, self._sampling = client, sampling
+
+    def try_out(self, **asked: Any) -> None:
+        tried = self._client.chat(_TRIAL, ss.Sampling(max_tokens=1), **asked)
+        if tried.capture is not None:
+            self._client.forget(tried.capture)
+
+    def answer(self, messages: Messages, **asked: Any) -> _Shown:
+        from steerscope.client import Answer
+
+        began = time.perf_counter()
+        pieces = self._client.stream_chat(messages, self._sampling, **asked)
+        text, n_tokens = "", 0
+        answer: Answer | None = None
+        try:
+            for piece in pieces:
+                if isinstance(piece, Answer):
+                    answer = piece
+                    break
+                typer.echo(piece.text, nl=False)
+                text += piece.text
+                n_tokens += len(piece.tokens)
+        except KeyboardInterrupt:  # closing the stream ends the request; the text so far is the answer
+            pass
+        finally:
+            pieces.close()
+        typer.echo()
+        reason = answer.finish_reason if answer else "cancelled"
+        note = o.speed_of(n_tokens, time.perf_counter() - began, reason)
+        return _Shown(text, note, self._rows(answer))
+
+    def _rows(self, answer: "Answer | None") -> "ss.Rows | None":
+        if answer is None or answer.capture is None:
+            return None
+        rows = self._client.rows(answer.capture)
+        self._client.forget(answer.capture)
+        return rows
+
+
 class _Session:
     """The conversation, steering and capture that the next answer depends on."""
 
-    def __init__(self, partner: Partner, system: str | None) -> None:
-        self.partner, self.system = partner, system
-        self.history: list[dict[str, str]] = []
+    def __init__(self, partner: _Engine | _Server, system: str | None, vectors: list[str]) -> None:
+        self.partner, self.system, self.vectors = partner, system, vectors
+        self.history: Messages = []
         self.steers: list[SteerArg] = []
+        self.asked: dict[str, Any] = {"steer": ss.Steering(), "capture": None}
         self.rows: ss.Rows | None = None  # of the last answer
         self.save_to: str | None = None  # file for the rows of the next one
 
@@ -123,7 +197,7 @@ class _Session:
         start = [{"role": "system", "content": self.system}] if self.system is not None else []
         asked = [*self.history, {"role": "user", "content": text}]
         o.check_text(*(message["content"] for message in start + asked))
-        said = self.partner.answer(start + asked)
+        said = self.partner.answer(start + asked, **self.asked)
         self.history = [*asked, {"role": "assistant", "content": said.text}]
         o.note(said.note)
         self.rows = said.rows
@@ -144,18 +218,24 @@ class _Session:
         if known:
             layers = layers if at else known.layers
             file = f"{known.path}@{layers}" if layers else known.path
-        new = parse(f"{file}:{strength}" if words else file, self.partner.vectors)
+        new = parse(f"{file}:{strength}" if words else file, self.vectors)
         off = all(isinstance(op, ss.Add) and op.scale == 0 for op in new.steering.ops)
         self.set_steers([arg for arg in self.steers if arg.path != new.path] + ([] if off else [new]))
 
     def set_steers(self, steers: "list[SteerArg]") -> None:
         from steerscope.vectors.steering_text import joined
 
-        self.partner.steer(joined(steers))
+        steering = joined(steers)
+        if steering.ops:
+            self.partner.try_out(steer=steering)
+        self.asked["steer"] = steering
         self.steers = steers
 
     def capture(self, layers: str) -> None:
-        self.partner.capture(ss.Capture.parse({"layers": layers}) if layers else None)
+        wanted = ss.Capture.parse({"layers": layers}) if layers else None
+        if wanted is not None:
+            self.partner.try_out(capture=wanted)
+        self.asked["capture"] = wanted
 
     def save(self, file: str) -> None:
         self.save_to = file if self.rows is None else None

@@ -14,7 +14,6 @@ from typer import Argument
 
 import steerscope as ss
 from steerscope.cli import options as o
-from steerscope.cli.fields import with_fields
 
 if TYPE_CHECKING:
     from steerscope.engines.sync import SyncEngine
@@ -27,7 +26,7 @@ app = o.command_group()
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def doctor(
     engine: o.Engine,
     model: Annotated[str | None, Argument(help="Default: smollm2-135m if installed, else a tiny one.")] = None,

@@ -11,7 +11,6 @@ from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
-from steerscope.cli.fields import Fields, Given, with_fields
 from steerscope.progress import ProgressBars
 from steerscope.specs.base import Spec
 
@@ -30,10 +29,10 @@ Run = Annotated[Path, Argument(help="Folder of a run.")]
 N = Annotated[int, Option("--n", min=1, help="Answers to each question.")]
 Limit = Annotated[int | None, Option(min=1, help="Maximum number of questions of each set.")]
 SamplingOptions = Annotated[
-    Given[ss.Sampling],
+    o.Given[ss.Sampling],
     o.sampling_fields("max_tokens temperature top_p seed", max_tokens=48, temperature=0.7, top_p=0.9, seed=0),
 ]
-DeviceOnly = Annotated[Given[o.EngineOptions], Fields(o.EngineOptions, "device", panel=o.ENGINE_PANEL)]
+DeviceOnly = Annotated[o.Given[o.EngineOptions], o.Fields(o.EngineOptions, "device", panel=o.ENGINE_PANEL)]
 
 
 class JudgeOptions(Spec):
@@ -52,12 +51,11 @@ class JudgeOptions(Spec):
     )
 
 
-_SCALES: dict[str, Literal[3, 100]] = {"3": 3, "100": 100}
-Judge = Annotated[Given[JudgeOptions], Fields(JudgeOptions, "judge judge_model rubric judge_scale prices")]
+Judge = Annotated[o.Given[JudgeOptions], o.Fields(JudgeOptions)]
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def rollouts(
     out: Out,
     sampling: SamplingOptions,
@@ -84,13 +82,14 @@ def rollouts(
     """
     from steerscope.evals.conditions import baselines, named_vectors, parse_scales, prepared, steered
     from steerscope.evals.run import EvalRun
+    from steerscope.extraction.runs import RolloutSettings
 
     items, persona, loaded, at, settings = o.together(
         lambda: _items(questions, limit),
         lambda: _persona(trait) if trait else None,
         lambda: named_vectors(vectors),
         lambda: parse_scales(scales),
-        lambda: _rollout_settings(sampling),
+        lambda: RolloutSettings.parse(sampling.values),
     )
     made, marks = prepared(loaded, normalize=normalize, match_learned_scale=match_learned_scale)
     run = EvalRun(
@@ -106,7 +105,7 @@ def rollouts(
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def score(
     run: Run,
     engine: DeviceOnly,
@@ -144,7 +143,7 @@ def report(
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def cap(
     out: Out,
     caps: Annotated[str, Option(help="capping_config.pt or cap-pN.json files, with commas between them.")],
@@ -166,12 +165,13 @@ def cap(
     from steerscope.evals.conditions import caps as load_caps
     from steerscope.evals.report import write_report
     from steerscope.evals.run import EvalRun
+    from steerscope.extraction.runs import RolloutSettings
 
     items, more, conditions, settings = o.together(
         lambda: _items(harm, limit),
         lambda: _items(capability, limit),
         lambda: load_caps(o.parts(caps)),
-        lambda: _rollout_settings(sampling),
+        lambda: RolloutSettings.parse(sampling.values),
     )
     run = EvalRun(conditions=(*baselines(None, model), *conditions), items=(*items, *more), n=n, rollouts=settings)
     scorers = _scorers(run, judge, judge_set)
@@ -182,9 +182,9 @@ def cap(
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def parity(
-    sampling: Annotated[Given[ss.Sampling], o.sampling_fields("max_tokens", max_tokens=16)],
+    sampling: Annotated[o.Given[ss.Sampling], o.sampling_fields("max_tokens", max_tokens=16)],
     engine: o.LocalEngine,
     model: o.ModelName = "smollm2-135m",
     steer: o.Steer = None,
@@ -233,12 +233,6 @@ def _persona(source: str) -> "Persona":
     return load_personas("roles" if source in names("roles") else "traits", [source])[0]
 
 
-def _rollout_settings(sampling: Given[ss.Sampling]) -> Any:
-    from steerscope.extraction.runs import RolloutSettings
-
-    return RolloutSettings.parse(sampling.values)
-
-
 def _generate(
     engine: "SyncEngine", run: "EvalRun", out: Path, vectors: "dict[str, SteeringVector]", resume: bool, batch: int
 ) -> "EvalRun":
@@ -255,7 +249,7 @@ def _generate(
 
 def _scorers(
     run: "EvalRun",
-    judge: Given[JudgeOptions],
+    judge: o.Given[JudgeOptions],
     judge_set: list[str] | None,
     classifier: str | None = None,
     regex: str | None = None,
@@ -276,7 +270,7 @@ def _scorers(
         from steerscope.extraction.endpoint import Endpoint
 
         endpoint = Endpoint(asked.judge, asked.judge_model, **o.judge_settings(judge_set))
-        highest = _SCALES[asked.judge_scale] if asked.judge_scale else None
+        highest: Any = int(asked.judge_scale) if asked.judge_scale else None
         found.append(JudgeScorer(endpoint, rubric(asked.rubric, run.persona), highest, _prices(asked.prices)))
     return found
 
@@ -290,7 +284,9 @@ def _prices(text: str | None) -> tuple[float, float] | None:
     return prices[0], prices[1]
 
 
-def _score(out: Path, run: "EvalRun", scorers: "list[Scorer]", use_model: bool, engine: Given[o.EngineOptions]) -> None:
+def _score(
+    out: Path, run: "EvalRun", scorers: "list[Scorer]", use_model: bool, engine: o.Given[o.EngineOptions]
+) -> None:
     from steerscope.evals.forced import ModelScorer
     from steerscope.evals.run import load_vectors
     from steerscope.evals.scoring import score
@@ -301,7 +297,7 @@ def _score(out: Path, run: "EvalRun", scorers: "list[Scorer]", use_model: bool, 
         bars = stack.enter_context(ProgressBars())
         if use_model and run.model is not None:
             options = {**engine.values, "engine": "hf", "dtype": run.model.dtype}
-            loaded = stack.enter_context(o.open_engine(run.model.name, Given(o.EngineOptions, options)))
+            loaded = stack.enter_context(o.open_engine(run.model.name, o.Given(o.EngineOptions, options)))
             scorers = [*scorers, ModelScorer(loaded, load_vectors(out, run))]
         score(out, run, scorers, bars)
     typer.echo(f"{out}: answers.parquet, questions.parquet, datasets.parquet")

@@ -11,7 +11,6 @@ from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
-from steerscope.cli.fields import Given, with_fields
 
 if TYPE_CHECKING:
     from steerscope.engines.results import Choice
@@ -24,11 +23,11 @@ _SAMPLING = o.sampling_fields(
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def generate(
     model: o.Model,
     prompt: Annotated[str, Argument(help="The text to continue, or with --chat a user's message.")],
-    sampling: Annotated[Given[ss.Sampling], _SAMPLING],
+    sampling: Annotated[o.Given[ss.Sampling], _SAMPLING],
     engine: o.Engine,
     chat: o.AsChat = False,
     system: o.System = None,

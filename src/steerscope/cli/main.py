@@ -1,6 +1,7 @@
 """The console script `steerscope`: a user's mistake ends as `error: …` lines on stderr and exit code 2; a traceback is
 a bug. The module of a command is imported when the command is looked up, and the library when it runs."""
 
+import functools
 import importlib
 import sys
 from collections.abc import Iterator, Mapping
@@ -32,19 +33,19 @@ _COMMANDS = {
 }
 
 
+@functools.cache
+def _command(name: str) -> Any:
+    module, panel = _COMMANDS[name]
+    command = typer.main.get_command(importlib.import_module(f"steerscope.cli.{module}").app)
+    command.name, command.rich_help_panel = name, panel  # type: ignore[attr-defined]
+    return command
+
+
 class _Commands(Mapping[str, Any]):
     """All commands by name; each is imported when it is looked up."""
 
-    def __init__(self) -> None:
-        self._loaded: dict[str, Any] = {}
-
     def __getitem__(self, name: str) -> Any:
-        if name not in self._loaded:
-            module, panel = _COMMANDS[name]
-            command = typer.main.get_command(importlib.import_module(f"steerscope.cli.{module}").app)
-            command.name, command.rich_help_panel = name, panel  # type: ignore[attr-defined]
-            self._loaded[name] = command
-        return self._loaded[name]
+        return _command(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(_COMMANDS)

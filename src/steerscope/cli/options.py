@@ -1,19 +1,23 @@
-"""Options and output that the commands share: models and engines, answers, tables, errors."""
+"""What the commands share: options made from the fields of settings models, engines, answers, tables, errors."""
 
+import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import typer
 from pydantic import Field
+from pydantic.fields import FieldInfo
 from typer import Argument, Option
 
 import steerscope as ss
-from steerscope.cli.fields import Fields, Given
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import Problem
 
@@ -21,6 +25,92 @@ if TYPE_CHECKING:
     from steerscope.engines.load import LoadOptions
     from steerscope.engines.results import Event
     from steerscope.engines.sync import SyncEngine
+
+S = TypeVar("S", bound=Spec)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Given(Generic[S]):
+    """Values of the options that fill a settings model; options that are not given and have no default are left out."""
+
+    model: type[S]
+    values: Mapping[str, Any]
+
+    def parse(self, **more: object) -> S:
+        return self.model.parse({**self.values, **more})
+
+
+class Fields:
+    """Options for the named fields of a model, or for all, as the annotation of one parameter of a command.
+
+    `names` maps a field to the names of its option where they differ; `defaults` replace those of fields.
+    """
+
+    def __init__(
+        self,
+        settings: type[Spec],
+        fields: str = "",
+        *,
+        panel: str | None = None,
+        names: Mapping[str, tuple[str, ...]] | None = None,
+        **defaults: object,
+    ) -> None:
+        self.model, self.fields = settings, fields.split() or list(settings.model_fields)
+        self.panel, self.names, self.defaults = panel, names or {}, defaults
+
+    def options(self) -> list[inspect.Parameter]:
+        return [self._option(name, self.model.model_fields[name]) for name in self.fields]
+
+    def _option(self, name: str, field: FieldInfo) -> inspect.Parameter:
+        declared = self.names.get(name, ("--" + name.replace("_", "-"),))
+        option = typer.Option(*declared, help=field.description, rich_help_panel=self.panel)
+        default = self.defaults.get(name, inspect.Parameter.empty if field.is_required() else field.default)
+        return inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if default == () else default,
+            annotation=Annotated[_option_type(field.annotation), option],
+        )
+
+
+def with_fields(command: F) -> F:
+    """Give a command the options of its `Fields` parameters; the command receives one `Given` for each."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Fields] = {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        fields = [one for one in getattr(parameter.annotation, "__metadata__", ()) if isinstance(one, Fields)]
+        if fields:
+            groups[parameter.name] = fields[0]
+            parameters += fields[0].options()
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @wraps(command)
+    def filled(**values: Any) -> Any:
+        for name, fields in groups.items():
+            given = {field: values.pop(field) for field in fields.fields}
+            values[name] = Given(fields.model, {field: value for field, value in given.items() if value is not None})
+        return command(**values)
+
+    filled.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    filled.__annotations__ = {}  # typer reads the signature
+    return filled  # type: ignore[return-value]
+
+
+def _option_type(annotation: Any) -> Any:
+    """Return the option's type: a list for a sequence, and text for what only a validator understands."""
+    if get_origin(annotation) in (Union, UnionType):
+        parts = [_option_type(part) for part in get_args(annotation) if part is not NoneType]
+        return parts[0] | None if len(parts) == 1 else str | None
+    if get_origin(annotation) is tuple:
+        return list[str] | None
+    if get_origin(annotation) is Literal or annotation in (int, float, bool, Path):
+        return annotation
+    return str
+
+
+# --- options and settings
 
 REQUEST = "cli"  # id of the one request that runs
 
@@ -35,7 +125,6 @@ _STEER = (
 Steer = Annotated[list[str] | None, Option(help=_STEER)]
 System = Annotated[str | None, Option(help="System message.")]
 AsChat = Annotated[bool, Option("--chat", help="Send PROMPT as a user's message through the chat template.")]
-AnyModel = Annotated[bool, Option("--any-model", help="Accept a pack that was made for another model's name.")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")]
 Resume = Annotated[bool, Option("--resume", help="Continue a run in its folder.")]
 Batch = Annotated[int, Option(min=1, help="Answers that are generated and saved together.")]
@@ -69,9 +158,7 @@ Engine = Annotated[Given[EngineOptions], Fields(EngineOptions, "device dtype eng
 BatchEngine = Annotated[
     Given[EngineOptions], Fields(EngineOptions, "device dtype engine max_batch", panel=ENGINE_PANEL)
 ]
-ServerEngine = Annotated[
-    Given[EngineOptions], Fields(EngineOptions, "device dtype engine max_batch prefill_chunk", panel=ENGINE_PANEL)
-]
+ServerEngine = Annotated[Given[EngineOptions], Fields(EngineOptions, panel=ENGINE_PANEL)]
 
 
 def sampling_fields(names: str, **defaults: Any) -> Fields:

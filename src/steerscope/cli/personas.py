@@ -8,7 +8,6 @@ from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
-from steerscope.cli.fields import Given, with_fields
 from steerscope.progress import ProgressBars
 
 if TYPE_CHECKING:
@@ -39,9 +38,9 @@ def list_(roles_dir: RolesDir = None, traits_dir: TraitsDir = None) -> None:
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def run(
-    sampling: Annotated[Given[ss.Sampling], _SAMPLING],
+    sampling: Annotated[o.Given[ss.Sampling], _SAMPLING],
     engine: o.Engine,
     out: Annotated[Path, Option(help="Folder of the run.")],
     model: o.ModelName = "smollm2-135m",

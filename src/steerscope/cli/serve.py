@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Option
 
 from steerscope.cli import options as o
-from steerscope.cli.fields import Fields, Given, with_fields
 from steerscope.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ _SETTINGS = (
     "host port model_name vectors lenses any_model captures_bytes capture_ttl_s max_body_bytes max_upload_bytes "
     "max_running max_waiting cors_origins drain_s log_format"
 )
-_ENGINE = "device dtype engine max_batch prefill_chunk"
 _NAMES = {
     "model_name": ("--name",),
     "lenses": ("--pack", "--lens"),
@@ -30,10 +28,12 @@ _NAMES = {
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def serve(
-    settings: Annotated[Given[ServerSettings], Fields(ServerSettings, _SETTINGS, names=_NAMES, captures_bytes=1 << 30)],
-    engine: Annotated[Given[o.EngineOptions], Fields(o.EngineOptions, _ENGINE, panel=o.ENGINE_PANEL)],
+    settings: Annotated[
+        o.Given[ServerSettings], o.Fields(ServerSettings, _SETTINGS, names=_NAMES, captures_bytes=1 << 30)
+    ],
+    engine: o.ServerEngine,
     model: o.Model = "smollm2-135m",
     api_key: Annotated[
         str | None, Option(envvar=KEY_VARIABLE, help=ServerSettings.model_fields["api_key"].description)

@@ -8,7 +8,6 @@ import typer
 from typer import Option
 
 from steerscope.cli import options as o
-from steerscope.cli.fields import Fields, Given, with_fields
 from steerscope.progress import ProgressBars
 from steerscope.training.settings import TrainResult, TrainSettings
 
@@ -25,11 +24,11 @@ _SHARED = "schedule epochs batch target_tokens val_tokens patience init site tok
 _NAMES = {"learning_rate": ("--lr",), "patience": ("--early-stop-patience",)}
 Prompted = Annotated[list[str] | None, Option(help=_PROMPTED)]
 Bf16 = Annotated[bool, Option("--bf16", help="Same as --dtype bfloat16.")]
-DtypeOnly = Annotated[Given[o.EngineOptions], Fields(o.EngineOptions, "dtype", panel=o.ENGINE_PANEL)]
+DtypeOnly = Annotated[o.Given[o.EngineOptions], o.Fields(o.EngineOptions, "dtype", panel=o.ENGINE_PANEL)]
 
 
 @app.callback()
-@with_fields
+@o.with_fields
 def train(
     context: typer.Context,
     engine: o.LocalEngine,
@@ -38,7 +37,7 @@ def train(
     out: Annotated[Path | None, Option(help="Folder of the run; an interrupted run continues.")] = None,
     layers: Annotated[str | None, Option("--layers", "--layer", help=_LAYERS)] = None,
     model: o.ModelName = "smollm2-135m",
-    asked: Annotated[Given[TrainSettings], Fields(TrainSettings, f"learning_rate {_SHARED}", names=_NAMES)],
+    asked: Annotated[o.Given[TrainSettings], o.Fields(TrainSettings, f"learning_rate {_SHARED}", names=_NAMES)],
     prompted: Prompted = None,
     bf16: Bf16 = False,
     as_json: o.AsJson = False,
@@ -71,13 +70,13 @@ def train(
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def sweep(
     data: Annotated[list[str], Option(help=f"{_DATA} Repeatable.")],
     out: Annotated[Path, Option(help="Runs go to OUT/MODEL/SET/RUN; finished runs are skipped.")],
     layers: Annotated[list[str], Option("--layers", "--layer", help=f"{_LAYERS} Repeat it for more runs.")],
     lr: Annotated[str, Option(help="Learning rates: 0.03,0.1,0.3.")],
-    asked: Annotated[Given[TrainSettings], Fields(TrainSettings, _SHARED, names=_NAMES)],
+    asked: Annotated[o.Given[TrainSettings], o.Fields(TrainSettings, _SHARED, names=_NAMES)],
     engine: DtypeOnly,
     model: o.ModelName = "smollm2-135m",
     prompted: Prompted = None,

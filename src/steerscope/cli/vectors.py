@@ -14,7 +14,6 @@ from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
-from steerscope.cli.fields import with_fields
 from steerscope.specs.steering import Site
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def _layer(layer: int | None) -> str:
 
 
 @app.command()
-@with_fields
+@o.with_fields
 def extract(
     engine: o.BatchEngine,
     data: Annotated[str, Option(help="A shipped set (happy_sad, calm_angry, hot_cold) or a .jsonl file.")],
