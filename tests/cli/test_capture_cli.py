@@ -76,8 +76,8 @@ def test_speed_and_time_left_are_those_of_reading(monkeypatch: pytest.MonkeyPatc
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     meter = CorpusProgress(elsewhere=True)
-    task = meter._bar.tasks[0]
-    meter._bar.get_time = task._get_time = time.monotonic
+    task = meter.tasks[0]
+    meter.get_time = task._get_time = time.monotonic
     for clock[0], shards in ((0.0, 0), (500.0, 1), (600.0, 2)):
         meter(Status(4, shards, rows=shards * 1000))
     assert task.fields["rate"].startswith("10 rows/s")

@@ -42,7 +42,7 @@ def test_it_runs_as_a_module() -> None:
 
 STUCK = """
 import signal, threading
-from steerscope.cli import termination
+from steerscope.cli import main as termination
 termination._ENDING_S = 0.2
 termination.end_on_sigterm()
 held = threading.Lock()
@@ -54,7 +54,7 @@ finally:
 """
 LOST = """
 import signal, time
-from steerscope.cli import termination
+from steerscope.cli import main as termination
 
 class Going:
     def __del__(self):

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Argument, Option
 
 import steerscope as ss
@@ -126,7 +128,7 @@ def _summary(folder: Path) -> None:
         "rows": f"{len(store):,} × {len(info.keys)} × {info.hidden} {info.dtype}, {human(len(store) * info.row_bytes)}",
         "checksum": store.checksum,
     }
-    o.table((str(folder), ""), facts.items())
+    o.facts(str(folder), facts)
     if bad:
         lines = store.bad().slice(0, 10).to_pylist()
         o.table(("bad document", "why"), ((f"{line['file']}:{line['line']}", line["error"]) for line in lines))
@@ -134,7 +136,7 @@ def _summary(folder: Path) -> None:
             o.note(f"and {bad - len(lines):,} more: documents/*.parquet, where error is not null")
 
 
-class CorpusProgress:
+class CorpusProgress(Progress):
     """A progress bar with the rows and bytes per second of this run, and the time left.
 
     Loading a model does not count: the clock starts with the first status of an engine in this process, or with the
@@ -142,14 +144,11 @@ class CorpusProgress:
     """
 
     def __init__(self, elsewhere: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
         rate = TextColumn("shards {task.fields[rate]}")
         columns = BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn()
         # by default rich estimates from the last 30 s, and a shard may take longer
-        self._bar = Progress(*columns, console=Console(stderr=True), speed_estimate_period=math.inf)
-        self._task = self._bar.add_task("", total=None, rate="")
+        super().__init__(*columns, console=Console(stderr=True), speed_estimate_period=math.inf)
+        self._shards = self.add_task("", total=None, rate="")
         self._first: Status | None = None
         self._began = 0.0
         self._wait = elsewhere
@@ -162,11 +161,4 @@ class CorpusProgress:
             self._began = time.monotonic()
         seconds = max(time.monotonic() - self._began, 1e-9)
         rate = f"{(now.rows - first.rows) / seconds:,.0f} rows/s {(now.bytes - first.bytes) / seconds / 1e9:.3f} GB/s"
-        self._bar.update(self._task, total=now.of, completed=now.shards, rate=f"{rate}, {now.bad} bad")
-
-    def __enter__(self) -> "CorpusProgress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self.update(self._shards, total=now.of, completed=now.shards, rate=f"{rate}, {now.bad} bad")

@@ -85,7 +85,7 @@ def fit(
     )
     with o.open_engine(model, engine) as loaded, ProgressBars() as bars:
         done = fit_pack(loaded, known, out, settings, work=work, progress=bars)
-    o.table(("", ""), _facts(done.pack))
+    o.facts("", _facts(done.pack))
     typer.echo(f"{out}: {done.pack}")
 
 
@@ -100,7 +100,7 @@ def show(
     from steerscope.lenses import Pack
 
     found = Pack.load(pack)
-    o.table((str(pack), ""), _facts(found))
+    o.facts(str(pack), _facts(found))
     Console(width=None if typer.get_text_stream("stdout").isatty() else 200).print(_tree(found, level))
 
 
@@ -171,7 +171,7 @@ def _layers(text: str) -> list[int]:
     return list(layers)
 
 
-def _facts(pack: "Pack") -> list[tuple[str, str]]:
+def _facts(pack: "Pack") -> dict[str, object]:
     info, notes = pack.info, pack.info.training
     widths = ", ".join(map(str, info.architecture.widths)) or "none (linear)"
     facts = {"model": info.model, "layer": f"{info.layer} {info.site}", "lenses": len(pack), "hidden layers": widths}
@@ -182,7 +182,7 @@ def _facts(pack: "Pack") -> list[tuple[str, str]]:
         "control_median_text_auroc": "… with shuffled labels, per text",
     }
     found = {title: f"{value:.3f}" for key, title in named.items() if isinstance(value := notes.get(key), float)}
-    return [(name, str(value)) for name, value in {**facts, **found}.items()]
+    return facts | found
 
 
 def _tree(pack: "Pack", deepest: int | None) -> object:

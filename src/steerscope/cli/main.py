@@ -1,9 +1,15 @@
 """The console script `steerscope`: a user's mistake ends as `error: …` lines on stderr and exit code 2; a traceback is
-a bug. The module of a command is imported when the command is looked up, and the library when it runs."""
+a bug. The module of a command is imported when the command is looked up, and the library when it runs. SIGTERM ends the
+process like an error, so that engines close and jobs report how far they came."""
 
+import _thread
 import functools
 import importlib
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from io import TextIOWrapper
 from typing import Annotated, Any
@@ -13,7 +19,9 @@ from typer import Option
 from typer.core import TyperGroup
 
 import steerscope as ss
-from steerscope.cli.termination import end_on_sigterm
+
+_TERMINATED = 128 + signal.SIGTERM
+_ENDING_S = 60.0
 
 # command → (module, panel of --help), in the order of --help
 _COMMANDS = {
@@ -93,6 +101,38 @@ def _options(
     ] = False,
 ) -> None:
     """See into a language model and steer it."""
+
+
+def end_on_sigterm() -> None:
+    """Raise SystemExit in the main thread on SIGTERM; a second SIGTERM ends the process at once."""
+    signal.signal(signal.SIGTERM, _terminated)
+    sys.unraisablehook = _unraisable
+
+
+def _terminated(*_: object) -> None:
+    """Raise SystemExit; it may interrupt code that holds a lock, so after `_ENDING_S` the process ends anyway."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _thread.start_new_thread(_end_later, ())  # `threading` takes locks that the main thread may hold
+    raise SystemExit(_TERMINATED)
+
+
+def _unraisable(lost: "sys.UnraisableHookArgs") -> None:
+    """Send the signal again where Python dropped its exception, as it does in a finalizer."""
+    if lost.exc_type is not SystemExit or threading.current_thread() is not threading.main_thread():
+        sys.__unraisablehook__(lost)
+        return
+    signal.signal(signal.SIGTERM, _terminated)
+    _thread.start_new_thread(_signal_again, ())
+
+
+def _signal_again() -> None:
+    time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end_later() -> None:
+    time.sleep(_ENDING_S)
+    os._exit(_TERMINATED)
 
 
 def main() -> None:

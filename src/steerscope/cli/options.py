@@ -244,6 +244,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], err: bool = False)
     Console(stderr=err, width=None if is_terminal else 1000).print(drawn)  # a pipe gets whole lines
 
 
+def facts(title: str, found: Mapping[str, object]) -> None:
+    """Print names and values as a table, without those that are None."""
+    table((title, ""), ((name, str(value)) for name, value in found.items() if value is not None))
+
+
 def open_engine(model: str, options: Given[EngineOptions], **more: object) -> "SyncEngine":
     """Load a model; `more` replaces options that were given."""
     asked = options.parse(**more)

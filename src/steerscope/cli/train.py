@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
@@ -111,10 +111,7 @@ def sweep(
         raise typer.Exit(1)
 
 
-T = TypeVar("T")
-
-
-def _needed(name: str, value: T | None) -> T:
+def _needed(name: str, value: Any) -> Any:
     """Refuse a missing option; options of a command with subcommands cannot be declared as required."""
     if value is None:
         raise o.mistake(name, "is missing", "give it; steerscope train --help lists all options")

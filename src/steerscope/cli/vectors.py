@@ -42,7 +42,7 @@ def show(file: Annotated[Path, Argument(help="A vector in any known format, or a
         return o.table(("experiment", "caps", "layers"), ((name, *_caps(caps)) for name, caps in experiments.items()))
     facts = {"site": vector.site, "hidden": vector.hidden, "model": vector.model, "method": vector.method}
     origin = {f"provenance: {key}": json.dumps(value) for key, value in vector.provenance.items()}
-    o.table((str(file), ""), ((key, str(value)) for key, value in {**facts, **origin}.items() if value is not None))
+    o.facts(str(file), {**facts, **origin})
     norms = ((_layer(k), f"{norm:.6g}", str(vector.directions[k].dtype)) for k, norm in vector.norms().items())
     return o.table(("layer", "norm", "dtype"), norms)
 
