@@ -174,7 +174,12 @@ def _layers(text: str) -> list[int]:
 def _facts(pack: "Pack") -> dict[str, object]:
     info, notes = pack.info, pack.info.training
     widths = ", ".join(map(str, info.architecture.widths)) or "none (linear)"
-    facts = {"model": info.model, "layer": f"{info.layer} {info.site}", "lenses": len(pack), "hidden layers": widths}
+    facts: dict[str, object] = {
+        "model": info.model,
+        "layer": f"{info.layer} {info.site}",
+        "lenses": len(pack),
+        "hidden layers": widths,
+    }
     named = {
         "median_auroc": "held-out AUROC per token, median",
         "median_text_auroc": "held-out AUROC per text, median",
