@@ -222,11 +222,12 @@ def watch(subject: Subject, pack: Pack, prompt: str, steered: Mapping[str, Steer
     leading = [pack.index(name) for name in LEADING]
     shown = leading + [i for i in ranked if i not in leading][:MOST_CONCEPTS]
     names = [pack.concepts[i].name for i in shown]
-    metrics = {name: [concept.metrics[name] for concept in pack.concepts] for name in ("text_auroc", "auroc")}
-    medians = [statistics.median(values) for values in metrics.values()]
+    text_auroc, token_auroc = (
+        statistics.median(concept.metrics[name] for concept in pack.concepts) for name in ("text_auroc", "auroc")
+    )
     texts = [subject.texts([reading.token_id for reading in one.readings]) for one in done]
     maps = [
         TokenMap(condition, prompt, text, names, found[shown].tolist())
         for condition, text, found in zip(steered, texts, scores, strict=True)
     ]
-    return Lenses(pack.info.layer, len(pack), *medians, maps)
+    return Lenses(pack.info.layer, len(pack), text_auroc, token_auroc, maps)
