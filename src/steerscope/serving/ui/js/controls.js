@@ -6,11 +6,11 @@ export const field = (name, ...inputs) => h("div.field.wide", h("span", name), .
 
 const place = (value, low, high) => clamp((value - low) / (high - low || 1), 0, 1);
 
-/** Name, slider and number. Numbers outside the slider's range [min, max, step] widen it. */
-export function slider(name, [min, max, step], value, change, { signed = false, title } = {}) {
+/** Name, slider and number. Numbers outside the slider's range [min, max, step] widen it; 0 is marked inside of it. */
+export function slider(name, [min, max, step], value, change, title) {
   const range = h("input", { type: "range", min, max, step, "aria-label": name });
   const number = h("input", { type: "number", step: "any", "aria-label": `${name}, as a number` });
-  const box = h(`span.range${signed ? ".signed" : ""}`, signed && h("i.zero"), range);
+  const box = h("span.range", min < 0 && h("i.zero"), range);
   const show = () => {
     if (value > range.max) range.max = value * 1.5;
     if (value < range.min) range.min = value * 1.5;
@@ -18,7 +18,7 @@ export function slider(name, [min, max, step], value, change, { signed = false, 
     number.value = String(Math.round(value * 1000) / 1000);
     const [low, high] = [Number(range.min), Number(range.max)];
     const at = place(Number(range.value), low, high);
-    const zero = signed ? place(0, low, high) : 0;
+    const zero = place(0, low, high);
     box.style = `--a: ${Math.min(at, zero)}; --b: ${Math.max(at, zero)}; --zero: ${zero}`;
   };
   const take = ({ target }) => {

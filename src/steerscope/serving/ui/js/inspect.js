@@ -217,9 +217,9 @@ function showTab() {
     body,
     h("div.token-head", h("span.word", shown(run.tokens[i])), h("dl.pairs", pairs)),
     firedAt(run, i).map((one) => h("p.server-note", `The rule “${one.name}” fired here (${one.action}).`)),
-    h("div.section-head", h("h2", "Concepts")),
+    h("h2", "Concepts"),
     found.length ? h("ul.found.full", found.map(tabRow)) : h("p.note", why(run, i)),
-    h("div.section-head", h("h2", "Projection by layer")),
+    h("h2", "Projection by layer"),
     measured ? chart : h("p.note", missing),
   );
   if (measured) draw(chart, run, i).catch((error) => fill(chart, h("p.note", error.message)));

@@ -9,9 +9,9 @@ export function setUpRunning() {
 }
 
 /** A slider of a setting; `least` makes it a whole number. */
-function setting(key, name, range, { title, least } = {}) {
+function setting(key, name, range, title, least) {
   const set = (value) => change({ [key]: least === undefined ? value : Math.max(least, Math.round(value)) });
-  return slider(name, range, settings[key], set, { title });
+  return slider(name, range, settings[key], set, title);
 }
 
 /** What a text box of a setting needs. */
@@ -30,11 +30,11 @@ function show() {
   const system = h("textarea.area", { rows: 3, placeholder: "You are a helpful assistant.", ...written("system") });
   const form = h(
     "div.settings",
-    setting("maxTokens", "Max tokens", [16, 2000, 4], { title: "Largest number of tokens of an answer", least: 1 }),
-    setting("temperature", "Temperature", [0, 2, 0.05], { title: "0 always takes the most likely token" }),
+    setting("maxTokens", "Max tokens", [16, 2000, 4], "Largest number of tokens of an answer", 1),
+    setting("temperature", "Temperature", [0, 2, 0.05], "0 always takes the most likely token"),
     setting("topP", "Top p", [0.05, 1, 0.05]),
-    setting("penalty", "Repetition", [1, 1.5, 0.01], { title: "Penalty on repeated tokens; 1 is none" }),
-    setting("seed", "Seed", [0, 100, 1], { least: 0 }),
+    setting("penalty", "Repetition", [1, 1.5, 0.01], "Penalty on repeated tokens; 1 is none"),
+    setting("seed", "Seed", [0, 100, 1], "Seed of sampling", 0),
     h("hr"),
     h("label.tall", "System message", system),
     h("hr"),

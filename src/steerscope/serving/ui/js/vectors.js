@@ -197,11 +197,10 @@ function card(vector) {
 
 function strengthFields(vector, take) {
   const one = knobs(vector);
-  if (one.op === "add")
-    return [slider("Strength", [-2, 2, 0.05], one.scale, (scale) => take({ scale }), { signed: true })];
+  if (one.op === "add") return [slider("Strength", [-2, 2, 0.05], one.scale, (scale) => take({ scale }))];
   if (one.op === "ablate") {
     const title = "The part of the component along the vector that is kept";
-    return [slider("Keep", [0, 1, 0.05], one.keep, (keep) => take({ keep }), { title })];
+    return [slider("Keep", [0, 1, 0.05], one.keep, (keep) => take({ keep }), title)];
   }
   const seen = observed(vector.name);
   const edge = seen ? Math.max(Math.abs(seen[0]), Math.abs(seen[1]), 1) * 1.2 : 50;
@@ -209,11 +208,7 @@ function strengthFields(vector, take) {
   const low = (min) => take({ min, max: Math.max(min, knobs(vector).max) });
   const high = (max) => take({ max, min: Math.min(max, knobs(vector).min) });
   const hint = seen ? `seen so far: ${short(seen[0])} … ${short(seen[1])}` : "measured when an answer ends";
-  return [
-    slider("At least", range, one.min, low, { signed: true }),
-    slider("At most", range, one.max, high, { signed: true }),
-    h("div.hint", hint),
-  ];
+  return [slider("At least", range, one.min, low), slider("At most", range, one.max, high), h("div.hint", hint)];
 }
 
 /** The smallest and largest projection so far, over all answers and layers. */

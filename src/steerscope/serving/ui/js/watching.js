@@ -57,9 +57,9 @@ function show() {
       "div.settings",
       field("Pack", choose("Lens pack", packs, settings.pack ?? "", pickPack)),
       pack && h("div.hint", [`layer ${pack.layer}`, `${pack.count} lenses`, pack.model].filter(Boolean).join(" · ")),
-      slider("Top concepts", [1, 64, 1], settings.topK, setTop, { title: "Number of concepts per token" }),
+      slider("Top concepts", [1, 64, 1], settings.topK, setTop, "Number of concepts per token"),
     ),
-    h("div.section-head", h("h2", "Rules")),
+    h("h2", "Rules"),
     settings.rules.map(ruleView),
     !settings.rules.length && h("p.note", "None yet. A rule can mark a token, end the answer, or switch a vector on."),
     ruleForm(),
@@ -121,7 +121,7 @@ function steerFields() {
   draft.vector ??= state.vectors[0]?.name ?? null;
   return [
     field("Vector", choose("Vector of the rule", names(state.vectors), draft.vector, set("vector"))),
-    slider("Strength", [-2, 2, 0.05], draft.scale, set("scale"), { signed: true }),
+    slider("Strength", [-2, 2, 0.05], draft.scale, set("scale")),
   ];
 }
 
