@@ -1,6 +1,8 @@
-"""Signatures of specs: pydantic makes them from fields, so they are nowhere in the code that is read."""
+"""Signatures that are nowhere in the code that is read: of specs, which pydantic makes from fields, and of the methods
+that `SyncEngine` makes of `Engine`'s."""
 
 import ast
+import copy
 
 import griffe
 
@@ -16,6 +18,18 @@ class SpecSignatures(griffe.Extension):
             parameters = [griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)]
             parameters += [_parameter(field) for field in fields.values()]
             found.set_member("__init__", griffe.Function("__init__", parameters=griffe.Parameters(*parameters)))
+        if "SyncEngine" in named:
+            _show_methods(named["SyncEngine"], _line(named["Engine"], named))
+
+
+def _show_methods(blocking: griffe.Class, line: list[griffe.Class]) -> None:
+    """Put the methods of the asynchronous engine in place of the attributes that are made of them."""
+    methods = {name: method for one in line for name, method in one.members.items()}
+    for name, found in list(blocking.members.items()):
+        if isinstance(found, griffe.Attribute) and "Engine." in str(found.value):
+            copied = copy.copy(methods[name])
+            copied.labels = methods[name].labels - {"async"}
+            blocking.set_member(name, copied)
 
 
 def _classes(module: griffe.Module) -> list[griffe.Class]:

@@ -15,7 +15,6 @@ import torch
 
 from steerscope.capture.budget import ByteBudget
 from steerscope.core import reductions, rows, slot_table
-from steerscope.engines import columns
 from steerscope.engines import plan as plan_module
 from steerscope.engines.hf import HFEngine, forward_index, kv, sampler, taps
 from steerscope.engines.hf import engine as engine_module
@@ -317,8 +316,8 @@ def no_watermark(patch: pytest.MonkeyPatch) -> None:
 
 
 def order_lost(patch: pytest.MonkeyPatch) -> None:
-    real = columns.pack
-    patch.setattr(columns, "pack", lambda ops: real(ops[::-1]))
+    real = plan_module.pack
+    patch.setattr(plan_module, "pack", lambda ops: real(ops[::-1]))
     patch.setattr(plan_module, "columns_of", plan_module.columns_of.__wrapped__)
 
 
@@ -339,8 +338,8 @@ def no_layer_check(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_column_check(patch: pytest.MonkeyPatch) -> None:
-    real = columns.pack
-    patch.setattr(columns, "pack", lambda ops: real(ops)[:1])
+    real = plan_module.pack
+    patch.setattr(plan_module, "pack", lambda ops: real(ops)[:1])
     patch.setattr(plan_module, "columns_of", plan_module.columns_of.__wrapped__)
 
 

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from steerscope.engines.plan import Facts, Plan, Planner, Prompt, RequestTemplate
-from steerscope.engines.templates import RequestSpecs, TemplateCache
+from steerscope.engines.plan import Facts, Plan, Planner, Prompt, RequestSpecs, RequestTemplate, TemplateCache
 from steerscope.specs.capture import Capture
 from steerscope.specs.errors import InvalidRequest
 from steerscope.specs.sampling import Sampling

@@ -402,16 +402,6 @@ class TestRefusals:
             with pytest.raises(InvalidRequest, match="watch.pack: resid_mid cannot be had"):
                 parallel.generate(PROMPT, SHORT, watch=Watch(pack=other))
 
-    def test_an_engine_that_cannot_watch_says_so(self, engine: SyncEngine):
-        from dataclasses import replace
-
-        facts = engine.aio.facts
-        try:
-            engine.aio.facts = replace(facts, watches=False)
-            assert "watch: this engine cannot watch; use the transformers engine" in self.bad(engine, ALL)
-        finally:
-            engine.aio.facts = facts
-
     def test_per_prompt_watches_are_counted_and_typed(self, engine: SyncEngine):
         with pytest.raises(InvalidRequest, match="watch: 1 specs for 2 prompts"):
             engine.generate([PROMPT] * 2, SHORT, watch=[ALL])

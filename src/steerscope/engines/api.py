@@ -10,8 +10,8 @@ import functools
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, Self, Unpack, overload
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 from steerscope.capture.budget import ByteBudget
 from steerscope.capture.handle import CaptureHandle, fetch_all
@@ -26,10 +26,10 @@ from steerscope.engines.options import (
     SteerLike,
     Stream,
     StreamChat,
-    for_request,
     per_prompt,
+    split,
 )
-from steerscope.engines.plan import Plan, Planner, Prompt, ids_exist
+from steerscope.engines.plan import Plan, Planner, Prompt, RequestSpecs, TemplateCache, ids_exist
 from steerscope.engines.prompts import all_of, rendered, tokenized
 from steerscope.engines.result_channels import Pause, ResultChannel, ResultChannels, discard, sleep, waits_here
 from steerscope.engines.results import (
@@ -44,7 +44,6 @@ from steerscope.engines.results import (
     singles,
 )
 from steerscope.engines.scopes import Scopes, as_steering
-from steerscope.engines.templates import RequestSpecs, TemplateCache
 from steerscope.specs.capture import Capture
 from steerscope.specs.chat import Chat
 from steerscope.specs.errors import EngineClosed, InvalidRequest, Problem, RequestFailed
@@ -111,20 +110,12 @@ class Engine(Scopes, ABC):
         sampling: Each[Sampling] = None,
         **options: Unpack[Many],
     ) -> list[Generation]: ...
-    async def generate(
-        self,
-        prompt: PromptLike | list[str] | list[TokenPrompt] | list[Prompt],
-        sampling: Each[Sampling] = None,
-        **options: Unpack[Many],
-    ) -> Generation | list[Generation]:
-        """One prompt → Generation; a list → list[Generation], with one spec for all or a list of specs, one each.
+    async def generate(self, prompt: Any, sampling: Each[Sampling] = None, **options: Unpack[Many]) -> Any:
+        """Continue a prompt, or each of a list, with one spec for all or a list of specs, one each.
 
         Options: `steer`, `capture`, `watch`.
         """
-        many = isinstance(prompt, list)
-        prompts = all_of(self.tokenize, prompt) if many else [self.tokenize(prompt)]
-        done = await self._generate(prompts, many, sampling, **options)
-        return done if many else done[0]
+        return await self._answer(prompt, isinstance(prompt, list), self.tokenize, sampling, options)
 
     @overload
     async def chat(
@@ -134,18 +125,15 @@ class Engine(Scopes, ABC):
     async def chat(
         self, messages: Sequence[Chat], sampling: Each[Sampling] = None, **options: Unpack[ManyChat]
     ) -> list[Generation]: ...
-    async def chat(
-        self, messages: Chat | Sequence[Chat], sampling: Each[Sampling] = None, **options: Unpack[ManyChat]
-    ) -> Generation | list[Generation]:
-        """Answer a chat, or each of several.
+    async def chat(self, messages: Any, sampling: Each[Sampling] = None, **options: Unpack[ManyChat]) -> Any:
+        """Answer a chat, `[{"role": "user", "content": "…"}]`, or each of several.
 
         Options: `steer`, `capture`, `watch`, `continue_final_message`, `template_options`.
         """
         many = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
-        render = functools.partial(self._render, options=options)
-        prompts = all_of(render, messages) if many else [render(messages)]  # type: ignore[arg-type]
-        done = await self._generate(prompts, many, sampling, **for_request(options))
-        return done if many else done[0]
+        of_template, of_request = split(options)
+        render = functools.partial(self.render, **of_template)
+        return await self._answer(messages, many, render, sampling, of_request)
 
     def stream(
         self, prompt: PromptLike, sampling: Sampling | None = None, **options: Unpack[Stream]
@@ -154,7 +142,7 @@ class Engine(Scopes, ABC):
 
         Options: `steer`, `capture`, `watch`, `request_id`.
         """
-        return self._stream(*self._plan_stream(self.tokenize(prompt), sampling, **options))
+        return self._stream(self._plan_stream(self.tokenize(prompt), sampling, options))
 
     def batches(
         self,
@@ -165,15 +153,14 @@ class Engine(Scopes, ABC):
     ) -> AsyncGenerator[list[Event]]:
         """`stream`, with all events that have come since the last time in one list; `pause` says how many seconds lie
         between two of them at least, unless the end has come."""
-        (plan,) = self._plan_stream(self.tokenize(prompt), sampling, **options)
-        return self._batches(plan, pause)
+        return self._batches(self._plan_stream(self.tokenize(prompt), sampling, options), pause)
 
     def stream_chat(
         self, messages: Chat, sampling: Sampling | None = None, **options: Unpack[StreamChat]
     ) -> AsyncGenerator[Event]:
         """`stream` for a chat; its options and those of `chat`."""
-        prompt = self._render(messages, options)
-        return self._stream(*self._plan_stream(prompt, sampling, **for_request(options)))
+        of_template, of_request = split(options)
+        return self._stream(self._plan_stream(self.render(messages, **of_template), sampling, of_request))
 
     def cancel(self, request_id: str) -> bool:
         """End a request between two steps; it finishes with what it has. False if it is not running."""
@@ -185,19 +172,25 @@ class Engine(Scopes, ABC):
     async def fetch_all(
         self, handles: Sequence[CaptureHandle], copy: bool = False, room: "torch.Tensor | None" = None
     ) -> list[Rows]:
-        """The rows of many captures in one round trip; `copy` and `room` as `SyncEngine.fetch_all` has them."""
+        """The rows of many captures in one round trip. With `copy` they are in memory of your own, copied by several
+        threads, and the room they had is free for other requests (rows that were fetched before keep their memory).
+        `room` is memory to copy to, a uint8 tensor of `steerscope.capture.private_bytes(rows)` bytes that is used
+        again and again, which is faster than fresh memory. What it holds is yours alone: the handles are closed, and
+        rows that were copied there before are overwritten.
+        """
         work = functools.partial(fetch_all, handles, copy, room)
         return work() if waits_here() else await asyncio.to_thread(work)
 
     # --- life
 
     async def close(self) -> None:
+        """End running requests as cancelled; other calls that wait raise EngineClosed."""
         self.budget.closed = True
+        if waits_here():
+            self._stop()
+            return
         try:
-            if waits_here():
-                self._stop()
-            else:
-                await asyncio.to_thread(self._stop)
+            await asyncio.to_thread(self._stop)
         except RuntimeError:  # the interpreter is ending and starts no threads any more
             self._stop()
 
@@ -215,28 +208,23 @@ class Engine(Scopes, ABC):
 
     def render(self, chat: Chat, **options: Unpack[ChatOptions]) -> Prompt:
         """What `chat` makes of messages; `generate` and `stream` take it. May be called from any thread."""
-        return self._render(chat, options)
+        return rendered(self.tokenizer, self.facts.name, chat, options, self.facts.context)  # type: ignore[arg-type]
 
     # --- inside
-
-    def _render(self, chat: Chat, options: ChatOptions) -> Prompt:
-        return rendered(self.tokenizer, self.facts.name, chat, options, self.facts.context)  # type: ignore[arg-type]
 
     def _plan(
         self,
         prompts: Sequence[Prompt],
         many: bool,
         sampling: Each[Sampling],
-        steer: Each[SteerLike],
-        capture: Each[Capture],
-        watch: Each[Watch],
+        options: Mapping[str, Any],
         request_id: str | None = None,
     ) -> list[Plan]:
         """Plans of all prompts, or one error with the problems of all of them."""
         if self.closed:
             raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
         version = self.names_version  # before names are looked up
-        asked = self._specs(len(prompts), many, sampling, steer, capture, watch)
+        asked = self._specs(len(prompts), many, sampling, **options)
         ids_checked = ids_exist([prompt.token_ids for prompt in prompts], self.facts.vocab)  # else one by one
         plans: list[Plan] = []
         problems: list[Problem] = []
@@ -256,9 +244,9 @@ class Engine(Scopes, ABC):
         count: int,
         many: bool,
         sampling: Each[Sampling],
-        steer: Each[SteerLike],
-        capture: Each[Capture],
-        watch: Each[Watch],
+        steer: Each[SteerLike] = None,
+        capture: Each[Capture] = None,
+        watch: Each[Watch] = None,
     ) -> list[RequestSpecs]:
         """Return the specs of each prompt, steering with what surrounds it."""
         problems: list[Problem] = []
@@ -268,12 +256,18 @@ class Engine(Scopes, ABC):
         watches = per_prompt(watch, (Watch,), count, many, "watch", problems)
         if problems:
             raise InvalidRequest(problems)
-        around = self.surrounding()
-        usual = Sampling()
+        around, usual = self.surrounding(), Sampling()
         return [
             RequestSpecs(sampling or usual, around.then(as_steering(steer)), capture, watch)
             for sampling, steer, capture, watch in zip(samplings, steers, captures, watches, strict=True)
         ]
+
+    def _plan_stream(self, prompt: Prompt, sampling: Sampling | None, options: Mapping[str, Any]) -> Plan:
+        """Plan at the call, not at the first event: errors and the surrounding steering are the caller's."""
+        specs = dict(options)
+        request_id = specs.pop("request_id", None)
+        (plan,) = self._plan([prompt], False, sampling, specs, request_id)
+        return plan
 
     def _new_name(self) -> str:
         return next(name for number in self._numbers if (name := f"r{number}") not in self._jobs)
@@ -318,16 +312,19 @@ class Engine(Scopes, ABC):
         for _, outcome in channel.rest() if channel is not None else ():
             discard(outcome)
 
-    async def _generate(
+    async def _answer(
         self,
-        prompts: Sequence[Prompt],
+        given: Any,
         many: bool,
+        to_prompt: Callable[[Any], Prompt],
         sampling: Each[Sampling],
-        steer: Each[SteerLike] = None,
-        capture: Each[Capture] = None,
-        watch: Each[Watch] = None,
-    ) -> list[Generation]:
-        plans = self._plan(prompts, many, sampling, steer, capture, watch)
+        options: Mapping[str, Any],
+    ) -> Any:
+        prompts = all_of(to_prompt, given) if many else [to_prompt(given)]
+        done = await self._generate(self._plan(prompts, many, sampling, options))
+        return done if many else done[0]
+
+    async def _generate(self, plans: Sequence[Plan]) -> list[Generation]:
         if not plans:
             return []
         jobs, channel = await self._start(plans, stream=False)
@@ -353,18 +350,6 @@ class Engine(Scopes, ABC):
             failure.completed = done
             raise failure
         return [generation for generation in done if generation is not None]
-
-    def _plan_stream(
-        self,
-        prompt: Prompt,
-        sampling: Sampling | None,
-        steer: SteerLike | None = None,
-        capture: Capture | None = None,
-        watch: Watch | None = None,
-        request_id: str | None = None,
-    ) -> list[Plan]:
-        """Plan at the call, not at the first event: errors and the surrounding steering are the caller's."""
-        return self._plan([prompt], False, sampling, steer, capture, watch, request_id)
 
     async def _stream(self, plan: Plan) -> AsyncGenerator[Event]:
         left: list[Event] = []

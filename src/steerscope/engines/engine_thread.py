@@ -29,7 +29,7 @@ S = TypeVar("S", bound=RunningText)
 
 
 class ThreadedEngine(Engine, Generic[S]):
-    _lenses: Packs[Any]  # made by the engine, before its thread runs
+    _lenses: Packs  # made by the engine, before its thread runs
 
     def __init__(self, budget: ByteBudget) -> None:
         super().__init__(budget)
@@ -173,7 +173,9 @@ class ThreadedEngine(Engine, Generic[S]):
 
     def _parked(self) -> bool:
         """Whether nothing can be done before a pack is loaded."""
-        return not self._busy() and bool(self._waiting) and all(self._lenses.awaited_by(one) for one in self._waiting)
+        if self._busy() or not self._waiting:
+            return False
+        return all(one.load is not None and not one.load.done.done() for one in self._waiting)
 
     def _packs_in_use(self) -> set[str]:
         """The packs of all requests, running or waiting."""

@@ -57,9 +57,11 @@ class Stream(One, total=False):
 class StreamChat(Stream, ChatOptions): ...
 
 
-def for_request(options: OneChat | ManyChat | StreamChat) -> dict[str, Any]:
-    """Return the options without those of the chat's prompt; an unknown name stays and is refused."""
-    return {name: value for name, value in options.items() if name not in ChatOptions.__annotations__}
+def split(options: OneChat | ManyChat | StreamChat) -> tuple[ChatOptions, dict[str, Any]]:
+    """Return the options of the chat's prompt, and the others; an unknown name is among these and is refused."""
+    given: dict[str, Any] = dict(options)
+    of_template = {name: given.pop(name) for name in ChatOptions.__annotations__ if name in given}
+    return of_template, given  # type: ignore[return-value]
 
 
 def per_prompt(

@@ -13,43 +13,35 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
-from steerscope.engines.plan import Plan
 from steerscope.lenses.reader import Registered
 from steerscope.specs.errors import EngineClosed, PackNotLoaded, SteerscopeError, TimedOut, first_line
 
 log = logging.getLogger("steerscope")
 LOAD_S = 600.0
 _MAX_IDLE = 2  # packs that stay installed though they are neither registered nor used by a request
-T = TypeVar("T")
 
 
-class Store(Protocol[T]):
-    """Where an engine keeps its packs. `load` runs in the load's thread; the others are short, in the engine's."""
+class Store(Protocol):
+    """Where an engine keeps its packs. `load` runs in the load's thread, until it is `stopped`; the others are short,
+    in the engine's. `discard` frees a loaded pack that was not installed, `remove` an installed one as soon as no
+    request reads with it."""
 
-    def load(self, registered: Registered, stopped: threading.Event) -> T:
-        """Read and prepare a pack. `stopped` is set when the pack is not needed any more."""
-        ...
-
-    def install(self, registered: Registered, loaded: T) -> None: ...
-    def discard(self, registered: Registered, loaded: T) -> None:
-        """Free a loaded pack that was not installed."""
-        ...
-
-    def remove(self, registered: Registered) -> None:
-        """Free an installed pack as soon as no request reads with it."""
-        ...
+    def load(self, registered: Registered, stopped: threading.Event) -> Any: ...
+    def install(self, registered: Registered, loaded: Any) -> None: ...
+    def discard(self, registered: Registered, loaded: Any) -> None: ...
+    def remove(self, registered: Registered) -> None: ...
 
 
 class Load:
     """A pack that is being loaded."""
 
-    def __init__(self, registered: Registered) -> None:
+    def __init__(self, registered: Registered, work: Callable[["Load"], None]) -> None:
         self.registered, self.stopped = registered, threading.Event()
         self.done: Future[None] = Future()  # resolved when the pack is installed
-        self.thread = threading.Thread(target=lambda: None, daemon=True)
         self.until = time.monotonic() + LOAD_S
+        self.thread = threading.Thread(target=work, args=(self,), name="steerscope-pack", daemon=True)
 
     def end(self, error: BaseException | None) -> None:
         if not self.done.done():
@@ -60,14 +52,7 @@ class Load:
         self.end(error)
 
 
-class Request(Protocol):
-    """A request that may bring its own pack."""
-
-    plan: Plan
-    load: Load | None  # the load that it waits for
-
-
-class Packs(Generic[T]):
+class Packs:
     """The packs that an engine has installed, is loading, or has under a registered name, by `Registered.digest`.
 
     `call` runs a function in the engine's thread and waits for its result, `put` does not wait; `used` returns the
@@ -76,7 +61,7 @@ class Packs(Generic[T]):
 
     def __init__(
         self,
-        store: Store[T],
+        store: Store,
         call: Callable[..., Any],
         put: Callable[[Callable[[], None]], None],
         used: Callable[[], set[str]],
@@ -85,7 +70,7 @@ class Packs(Generic[T]):
         self._installed: OrderedDict[str, Registered] = OrderedDict()  # least recently used first
         self._loads: dict[str, Load] = {}
         self._stopped: list[Load] = []  # their threads may still run
-        self._registrations: dict[str, dict[int, Registered]] = {}  # by digest, then by id
+        self._registrations: dict[int, Registered] = {}  # by id
         self._unregistered: set[str] = set()  # to be dropped when no request uses them
         self._closed = False
 
@@ -113,37 +98,34 @@ class Packs(Generic[T]):
         self._call(lambda: self._withdraw(registered), f"unregistering pack {registered.pack.info.name!r}")
 
     def _add(self, registered: Registered) -> Load | None:
-        self._registrations.setdefault(registered.digest, {})[id(registered)] = registered
+        self._registrations[id(registered)] = registered
         self._unregistered.discard(registered.digest)
         return self._load_of(registered)
 
     def _withdraw(self, registered: Registered) -> None:
         """Drop a registration, also one that was never added."""
-        digest = registered.digest
-        self._registrations.get(digest, {}).pop(id(registered), None)
-        if not self._registrations.get(digest):
-            self._registrations.pop(digest, None)
-            self._unregistered.add(digest)
+        self._registrations.pop(id(registered), None)
+        if registered.digest not in self._registered():
+            self._unregistered.add(registered.digest)
             self.sweep()
+
+    def _registered(self) -> set[str]:
+        return {registered.digest for registered in self._registrations.values()}
 
     # --- requests
 
-    def ready(self, one: Request) -> bool:
-        """Return whether a waiting request's pack is installed; if it is not, start loading it. Raises the error of
-        the load that the request has waited for."""
+    def ready(self, one: Any) -> bool:
+        """Return whether the pack of a waiting `RunningText` is installed; if it is not, start loading it. Raises the
+        error of the load that the request has waited for."""
         if one.plan.watch is None:
             return True
         load, one.load = one.load, None
         if load is not None and load.done.done():
             load.done.result()
         one.load = load = self._load_of(one.plan.watch.registered)
-        if load is not None and time.monotonic() > load.until and load.registered.digest not in self._registrations:
+        if load is not None and time.monotonic() > load.until and load.registered.digest not in self._registered():
             self._drop(load.registered.digest)
         return load is None
-
-    def awaited_by(self, one: Request) -> bool:
-        """Return whether this request waits for a pack that is being loaded."""
-        return one.load is not None and not one.load.done.done()
 
     def sweep(self) -> None:
         """Drop packs that were unregistered and that no request uses any more."""
@@ -164,9 +146,8 @@ class Packs(Generic[T]):
         if digest not in self._loads:
             if self._closed:
                 raise EngineClosed("the engine was closed: load it again")
-            load = self._loads[digest] = Load(registered)
-            load.thread = threading.Thread(target=self._run, args=(load,), name="steerscope-pack", daemon=True)
-            load.thread.start()
+            self._loads[digest] = Load(registered, self._run)
+            self._loads[digest].thread.start()
         return self._loads[digest]
 
     def _run(self, load: Load) -> None:
@@ -183,7 +164,7 @@ class Packs(Generic[T]):
         except EngineClosed as error:
             load.end(error)
 
-    def _loaded(self, load: Load, loaded: T) -> None:
+    def _loaded(self, load: Load, loaded: Any) -> None:
         registered, digest = load.registered, load.registered.digest
         discard = functools.partial(self._store.discard, registered, loaded)
         if self._loads.get(digest) is not load:
@@ -197,7 +178,7 @@ class Packs(Generic[T]):
             return
         del self._loads[digest]
         self._installed[digest] = registered
-        if digest not in self._registrations:
+        if digest not in self._registered():
             self._make_room(digest)
         load.end(None)
 
@@ -208,21 +189,17 @@ class Packs(Generic[T]):
 
     def _make_room(self, digest: str) -> None:
         """Drop idle packs, so that this one can be idle too when its requests have ended."""
-        loose = [other for other in self._installed if other not in self._registrations and other != digest]
-        if len(loose) >= _MAX_IDLE:
-            used = self._used()
-            idle = [other for other in loose if other not in used]
-            for other in idle[: max(0, len(idle) - _MAX_IDLE + 1)]:
-                self._drop(other)
+        needed = self._registered() | self._used() | {digest}
+        idle = [other for other in self._installed if other not in needed]
+        for other in idle[: max(0, len(idle) - _MAX_IDLE + 1)]:
+            self._drop(other)
 
     def _drop(self, digest: str) -> None:
         load, installed = self._loads.pop(digest, None), self._installed.pop(digest, None)
         if load is not None:
             self._stopped = [other for other in self._stopped if other.thread.is_alive()] + [load]
-            what = f"pack {load.registered.pack.info.name!r} was not loaded"
-            load.stop(
-                PackNotLoaded(f"{what}: it took longer than {LOAD_S:g} s, or was unregistered; register it again")
-            )
+            why = f"it took longer than {LOAD_S:g} s, or was unregistered; register it again"
+            load.stop(PackNotLoaded(f"pack {load.registered.pack.info.name!r} was not loaded: {why}"))
         if installed is not None:
             _free(installed, functools.partial(self._store.remove, installed))
 

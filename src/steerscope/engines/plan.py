@@ -5,16 +5,18 @@ Selectors become positions, names become vectors, ops become columns. Both engin
 
 import difflib
 import functools
+import hashlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from steerscope.core.sites import TABLE, refusal, tap_of
-from steerscope.core.slot_table import Column, Key
-from steerscope.engines.columns import Placing, columns_of, raw_of
+from steerscope.core.slot_table import Column, Key, PlacedOp, pack
 from steerscope.lenses.monitor import WatchPlan
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.reader import Registered
@@ -26,6 +28,7 @@ from steerscope.specs.steering import (
     Ablate,
     Add,
     Cap,
+    Coefficients,
     LayersLike,
     Site,
     Steering,
@@ -34,6 +37,8 @@ from steerscope.specs.steering import (
 )
 from steerscope.specs.tokens import END, MessageSpan, Positions, SelectorError, resolve
 from steerscope.specs.watch import InlinePack, Steer, Watch
+
+_MAX_TEMPLATES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,6 @@ class Facts:
     tapped: frozenset[Key] | None = None  # what was tapped at the start; None: everything can be, at any time
     steers: bool = True  # False: the taps only read
     captures: bool = True  # False: the taps only write
-    watches: bool = False  # lenses can read while it runs
     switches: bool = True  # False: what rules find comes too late for layers of other pipeline stages
 
 
@@ -130,6 +134,15 @@ class Plan:
         return self.template.most_rows
 
 
+class RequestSpecs(NamedTuple):
+    """What one request asks for beside its prompt."""
+
+    sampling: Sampling
+    steering: Steering
+    capture: Capture | None = None
+    watch: Watch | None = None
+
+
 class Planner:
     """Collects the problems of one request while resolving it."""
 
@@ -145,30 +158,18 @@ class Planner:
         self.problems: list[Problem] = []
 
     def plan(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        sampling: Sampling,
-        steering: Steering,
-        capture: Capture | None,
-        watch: Watch | None = None,
+        self, request_id: str, prompt: Prompt, sampling: Sampling, steering: Steering, capture: Capture | None
     ) -> Plan:
         self.check_prompt(prompt, sampling)
-        return Plan(request_id, 0, prompt, sampling, self.template(prompt, sampling, steering, capture, watch))
+        return Plan(request_id, 0, prompt, sampling, self.template(prompt, RequestSpecs(sampling, steering, capture)))
 
-    def template(
-        self,
-        prompt: Prompt,
-        sampling: Sampling,
-        steering: Steering,
-        capture: Capture | None,
-        watch: Watch | None,
-    ) -> RequestTemplate:
+    def template(self, prompt: Prompt, specs: RequestSpecs) -> RequestTemplate:
         """Resolve everything but the prompt's tokens. Raises InvalidRequest with all problems found so far."""
-        if steering.ops and not self.facts.steers:
-            self._problem("steer", "the engine was started with taps that only read", "start it with steer on")
-        if capture and not self.facts.captures:
-            self._problem("capture", "the engine was started with taps that only write", "start it with capture on")
+        sampling, steering, capture, watch = specs
+        if steering.ops:
+            self._check_steers("steer")
+        if capture:
+            self._check_captures("capture")
         most = len(prompt.token_ids) + sampling.max_tokens - 1
         placed = self._place(steering, prompt, most, "steer")
         watch_plan = self._watch(watch, prompt, most) if watch else None
@@ -185,6 +186,14 @@ class Planner:
 
     def _problem(self, field: str, what: str, remedy: str) -> None:
         self.problems.append(Problem(field, what, remedy))
+
+    def _check_steers(self, field: str) -> None:
+        if not self.facts.steers:
+            self._problem(field, "the engine was started with taps that only read", "start it with steer on")
+
+    def _check_captures(self, field: str) -> None:
+        if not self.facts.captures:
+            self._problem(field, "the engine was started with taps that only write", "start it with capture on")
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> None:
         ids, facts = prompt.token_ids, self.facts
@@ -204,7 +213,7 @@ class Planner:
 
     def _place(
         self, steering: Steering, prompt: Prompt, most: int, field: str, gate: int = 0, rule: str | None = None
-    ) -> "list[tuple[Placing, Applied]]":
+    ) -> list[tuple["Placing", Applied]]:
         placed: list[tuple[Placing, Applied]] = []
         # What a rule switches acts on generated rows only: how a prompt is cut into steps must change nothing.
         generated = Positions(((len(prompt.token_ids), END),))
@@ -227,14 +236,13 @@ class Planner:
             placed.append((placing, Applied(op, layers, positions, rule)))
         return placed
 
-    def _switched(self, watch: Watch, prompt: Prompt, most: int) -> "list[tuple[Placing, Applied]]":
+    def _switched(self, watch: Watch, prompt: Prompt, most: int) -> list[tuple["Placing", Applied]]:
         """The steerings of rules, each behind a gate of its own: 1 + the number of its rule."""
         placed: list[tuple[Placing, Applied]] = []
         for i, rule in enumerate(watch.rules):
             if isinstance(rule.then, Steer):
                 field = f"watch.rules[{i}].then.steering"
-                if not self.facts.steers:
-                    self._problem(field, "the engine was started with taps that only read", "start it with steer on")
+                self._check_steers(field)
                 if not self.facts.switches:
                     what = "the layers are spread over pipeline stages, which do not hear of a rule in time"
                     self._problem(field, what, "set pipeline_parallel_size to 1, or use flag or stop")
@@ -242,21 +250,15 @@ class Planner:
         return placed
 
     def _watch(self, watch: Watch, prompt: Prompt, most: int) -> WatchPlan | None:
-        if not self.facts.watches:
-            self._problem("watch", "this engine cannot watch", "use the transformers engine, engine='hf'")
-            return None
-        if not self.facts.captures:
-            self._problem("watch", "the engine was started with taps that only write", "start it with capture on")
+        self._check_captures("watch")
         positions = self._positions(watch.tokens, prompt, most, "watch")
         if positions is not None and positions.count(most) == 0:
             self._problem("watch.tokens", f"{watch.tokens!r} selects no row of this request", "widen it")
         found = self._pack(watch)
         if found is None:
             return None
-        info, options = found.pack.info, found.options
-        misfits = found.pack.check(
-            self.facts.hidden, self.facts.layers, model=self.facts.name, any_model=options.any_model
-        )
+        info, options, facts = found.pack.info, found.options, self.facts
+        misfits = found.pack.check(facts.hidden, facts.layers, model=facts.name, any_model=options.any_model)
         self.problems += [problem.under("watch.pack") for problem in misfits]
         self._check_site(info.site, "watch.pack")
         self._check_tapped((info.layer,), info.site, "watch.pack")
@@ -376,3 +378,72 @@ def ids_exist(prompts: Iterable[Sequence[int]], vocab: int) -> bool:
     except (TypeError, OverflowError):
         return False
     return not ids or int(np.frombuffer(ids, dtype=np.uint32).max()) < vocab
+
+
+# --- ops to the columns of a token, with results kept for equal ones
+
+
+class Placing(NamedTuple):
+    """An op that will be placed, as far as columns depend on it."""
+
+    raw: tuple[bytes, ...]  # a direction per layer
+    layers: tuple[int, ...]
+    site: Site
+    unit: bool
+    coefficients: Coefficients
+    positions: Positions
+    gate: int = 0
+
+
+def raw_of(data: VectorData, layers: tuple[int, ...]) -> tuple[bytes, ...]:
+    """Return the direction of each of these layers, which the vector must have."""
+    if data.shared is not None:
+        return (data.shared,) * len(layers)
+    return tuple(data.per_layer[layer] for layer in layers)
+
+
+@functools.lru_cache(maxsize=256)
+def columns_of(placed: tuple[Placing, ...]) -> tuple[Column, ...]:
+    found: list[tuple[bool, PlacedOp]] = []
+    for op in placed:
+        for layer, raw in zip(op.layers, op.raw, strict=True):
+            vector, content = _direction(raw, op.unit)
+            key = tap_of(layer, op.site)
+            placed_op = PlacedOp(key, op.positions, vector, op.coefficients, op.gate, content)
+            found.append((key != (layer, op.site), placed_op))
+    # At a shared tap the ops of resid_post come before those of the next layer's resid_pre.
+    return tuple(pack([op for _, op in sorted(found, key=lambda pair: pair[0])]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _direction(raw: bytes, unit: bool) -> tuple[np.ndarray, bytes]:
+    """Return a direction as numbers, at unit length if asked, and the hash of these."""
+    vector = np.frombuffer(raw, dtype="<f4")
+    if unit:
+        precise = vector.astype(np.float64)
+        vector = (precise / np.linalg.norm(precise)).astype(np.float32)
+    return vector, hashlib.blake2b(vector.tobytes(), digest_size=16).digest()
+
+
+class TemplateCache:
+    """The last templates of an engine, by the values of the specs they were made of, and those of requests that still
+    run. One with a watch is kept only as long as such a request runs: it holds a lens pack in memory."""
+
+    def __init__(self) -> None:
+        self._known: WeakValueDictionary[Hashable, RequestTemplate] = WeakValueDictionary()
+        self._kept: deque[RequestTemplate] = deque(maxlen=_MAX_TEMPLATES)
+
+    def plan(self, planner: Planner, name: str, prompt: Prompt, specs: RequestSpecs, version: int) -> Plan:
+        """Plan one request. `version` counts changes of what names in specs stand for."""
+        planner.check_prompt(prompt, specs.sampling)
+        if prompt.messages is not None:  # selectors may depend on the messages
+            return Plan(name, 0, prompt, specs.sampling, planner.template(prompt, specs))
+        watch = specs.watch
+        pack_kind = None if watch is None else type(watch.pack)  # a pack, or only a name that equals its own
+        key = version, len(prompt.token_ids), specs, pack_kind
+        template = self._known.get(key)
+        if template is None or planner.problems:
+            template = self._known[key] = planner.template(prompt, specs)
+            if watch is None:
+                self._kept.append(template)
+        return Plan(name, 0, prompt, specs.sampling, template)

@@ -49,7 +49,7 @@ class Scopes(ABC):
 
     @contextlib.contextmanager
     def steering(self, steering: SteerLike) -> Iterator[None]:
-        """Applied to every request made inside the block (in this task or thread); blocks nest, outer first."""
+        """Steer every request made inside the block (in this task or thread). Blocks nest, outer first."""
         token = self._scope.set(as_steering(self._scope.get()).then(as_steering(steering)))
         try:
             yield
@@ -57,7 +57,8 @@ class Scopes(ABC):
             self._scope.reset(token)
 
     def register(self, name: str, vector: Vector) -> None:
-        """Name a vector for use in ops; a later registration under the same name replaces it for later requests."""
+        """Give a vector a name that ops may use: `Add(vector="happy", scale=1.7)`. A later registration under the same
+        name replaces it for later requests."""
         data = Add.parse({"vector": vector, "layers": 0}).source  # whatever an op takes
         if isinstance(data, str):
             raise InvalidRequest([Problem(name, "is given as a name", "give the vector itself")])
@@ -69,6 +70,7 @@ class Scopes(ABC):
             self.names_version += 1
 
     def unregister(self, name: str) -> None:
+        """Forget a vector's name; requests that run with it go on."""
         with self._naming:
             self._vectors.pop(name, None)
             self.names_version += 1
@@ -80,14 +82,13 @@ class Scopes(ABC):
     def register_pack(
         self, name: str, pack: Pack | str | Path, *, timeout_s: float = LOAD_S, **options: Unpack[PackKeywords]
     ) -> Pack:
-        """Name a pack, or the directory of one, for use in watches, and load it while requests run. A later
-        registration under the same name replaces it for later requests. Options: see `PackOptions`. Raises TimedOut
-        when it is not loaded within `timeout_s`; then it is not registered. In a coroutine, call it by
-        `asyncio.to_thread`: it waits."""
-        if not self.facts.watches:
-            raise InvalidRequest(
-                [Problem(name, "this engine cannot watch", "use the transformers engine, engine='hf'")]
-            )
+        """Load a lens pack, or the directory of one, under a name that `Watch(pack=…)` may use. Requests run on
+        meanwhile; a later registration under the same name replaces it for later requests. Raises TimedOut when it is
+        not loaded within `timeout_s`; then it is not registered. In a coroutine, call it by `asyncio.to_thread`.
+
+        Options: `weights` (`"fp32"`, `"bf16"`, `"int8"`), `budget` or `budget_bytes` (keep only so much on the device),
+        `base_levels`, `pinned`, `any_model`, `workspace`.
+        """
         began = time.monotonic()
         given = {**options, "pinned": tuple(options.get("pinned", ()))}
         found = Registered(pack if isinstance(pack, Pack) else Pack.load(pack), PackOptions(**given))  # type: ignore[arg-type]

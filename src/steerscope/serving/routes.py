@@ -91,7 +91,7 @@ async def capabilities(serving: Shared) -> dict:
         "ops": ["add", "cap", "ablate"],
         "steer": facts.steers,
         "capture": facts.captures,
-        "watch": facts.watches,
+        "watch": True,
         "rules": ["flag", "stop", *(["steer"] if facts.steers and facts.switches else [])],
         "vectors": list(serving.vectors),
         "lenses": sorted(engine.packs),

@@ -78,7 +78,6 @@ class HFEngine(ThreadedEngine[Row]):
             context=context_of(config),
             max_columns=max_columns,
             refused_sites=self.blocks.refused,
-            watches=True,
         )
         self._prepare(slots)
         self_test(model, self._taps, self._table)

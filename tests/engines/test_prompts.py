@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
-from steerscope.engines.chat import RenderedChat, render_chat
+from steerscope.engines.prompts import RenderedChat, render_chat
 from steerscope.specs.chat import Message
 from steerscope.specs.errors import InvalidRequest
 from steerscope.specs.tokens import resolve
