@@ -169,7 +169,7 @@ def templates(parts: Parts) -> Sequence[AbstractContextManager[Any]]:
     def plan(planner: Any, name: str, prompt: Any, specs: Any, version: int) -> Plan:
         del version
         planner.check_prompt(prompt, specs.sampling)
-        return Plan(name, 0, prompt, specs.sampling, planner.template(prompt, *specs))
+        return Plan(name, 0, prompt, specs.sampling, planner.template(prompt, specs))
 
     return (patch.object(parts.engine._templates, "plan", plan),)
 
