@@ -19,7 +19,7 @@ from steerscope.engines.hf.kv import BatchCache
 from steerscope.engines.hf.sequence import Row
 from steerscope.engines.hf.settings import context_of
 from steerscope.engines.options import SteerLike
-from steerscope.engines.result_channels import ThreadChannel, in_this_thread, waits_here
+from steerscope.engines.result_channels import ResultChannel, in_this_thread, waits_here
 from steerscope.engines.results import EndEvent
 from steerscope.engines.sync import SyncEngine
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling, Steering
@@ -114,13 +114,13 @@ def test_of_threads_that_take_one_name_at_once_one_gets_it(engine: SyncEngine) -
 def test_an_interrupt_ends_the_request_that_was_waited_for(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C, when the thread waits for its texts."""
 
-    async def interrupted(_: ThreadChannel) -> None:
+    async def interrupted(_: ResultChannel) -> None:
         while not engine.stats()["running"]:
             time.sleep(0.01)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(ThreadChannel, "take", interrupted)
+        patched.setattr(ResultChannel, "take", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([PROMPT] * 3, LONG, capture=Capture())
     until = time.monotonic() + HUNG_S

@@ -213,14 +213,14 @@ def test_a_pack_takes_the_place_of_another_that_the_engine_is_too_busy_to_drop(
     door.open()
     before, free = engine.stats()["packs"], threading.Event()
     engine.register_pack("x", other())
-    keep, new = engine.aio._keep_pack, other()
+    keep, new = engine.aio._lenses.register, other()
 
     def keep_and_hang(*given: Any) -> None:
         keep(*given)
         monkeypatch.setattr("steerscope.engines.engine_thread._ANSWER_S", 0.1)
         engine.aio._put(lambda: free.wait(HUNG_S) and None)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(engine.aio, "_keep_pack", keep_and_hang)
+    monkeypatch.setattr(engine.aio._lenses, "register", keep_and_hang)
     try:
         assert engine.register_pack("x", new) is engine.packs["x"] is new
         with pytest.raises(TimedOut, match="unregistering pack 'seed .*' was not answered by the engine of llama"):

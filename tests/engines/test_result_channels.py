@@ -3,7 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
-from steerscope.engines.result_channels import LoopChannel, LoopQueue, ThreadChannel, in_this_thread, together
+from steerscope.engines.result_channels import LoopChannel, LoopWaker, ResultChannel, in_this_thread, together
 
 
 class Counted:
@@ -19,13 +19,13 @@ class Counted:
 
 async def test_what_is_told_together_wakes_a_loop_once_and_arrives_in_order():
     loop = Counted(asyncio.get_running_loop())
-    outbox, inbox = LoopQueue(loop), LoopChannel(loop.loop)  # type: ignore[arg-type]
+    channel = LoopChannel(LoopWaker(loop))  # type: ignore[arg-type]
     job = SimpleNamespace(abandoned=False)
 
     def tell(numbers: range) -> None:
         with together():
             for number in numbers:
-                outbox.put(inbox, job, number)  # type: ignore[arg-type]
+                channel.put(job, number)  # type: ignore[arg-type]
                 if number == 2:
                     with together():  # inside another it changes nothing
                         pass
@@ -36,20 +36,20 @@ async def test_what_is_told_together_wakes_a_loop_once_and_arrives_in_order():
         before = loop.woken
         await asyncio.to_thread(tell, numbers)
         assert loop.woken == before + 1
-        found += [outcome for _, outcome in await inbox.take()]
+        found += [outcome for _, outcome in await channel.take()]
     assert found == list(range(9))
 
 
 async def test_alone_each_wakes_at_once():
     loop = Counted(asyncio.get_running_loop())
-    outbox, inbox = LoopQueue(loop), LoopChannel(loop.loop)  # type: ignore[arg-type]
-    await asyncio.to_thread(outbox.put, inbox, SimpleNamespace(abandoned=False), "one")  # type: ignore[arg-type]
+    channel = LoopChannel(LoopWaker(loop))  # type: ignore[arg-type]
+    await asyncio.to_thread(channel.put, SimpleNamespace(abandoned=False), "one")  # type: ignore[arg-type]
     assert loop.woken == 1
-    assert [outcome for _, outcome in await inbox.take()] == ["one"]
+    assert [outcome for _, outcome in await channel.take()] == ["one"]
 
 
 def test_a_thread_is_woken_once_for_what_is_told_together():
-    box, job = ThreadChannel(), SimpleNamespace(abandoned=False)
+    box, job = ResultChannel(), SimpleNamespace(abandoned=False)
     with together():
         for number in range(5):
             box.put(job, number)  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def test_a_thread_is_woken_once_for_what_is_told_together():
 
 
 def test_what_comes_for_a_caller_that_has_left_is_not_kept():
-    box = ThreadChannel()
+    box = ResultChannel()
     box.put(SimpleNamespace(abandoned=False), "before")  # type: ignore[arg-type]
     box.put(SimpleNamespace(abandoned=True), "after")  # type: ignore[arg-type]
-    assert box.rest() == []
+    assert box._rest() == []

@@ -492,7 +492,7 @@ class TestLateTokens:
             def _handle(self) -> None: ...
 
         rule = when(PACK.concepts[0].id, above=0.1).then(stop("s"))
-        (plan,) = engine.aio._plan_stream(engine.aio.tokenize(PROMPT), SHORT, watch=Watch(pack="p", rules=[rule]))
+        plan = engine.aio._plan_stream(engine.aio.tokenize(PROMPT), SHORT, {"watch": Watch(pack="p", rules=[rule])})
         told: list[object] = []
         context = dataclasses.replace(engine.aio.context, eos=frozenset())  # type: ignore[attr-defined]
         one = Running(EngineJob(plan, told.append, False, None), context)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
+from weakref import WeakKeyDictionary
 
 from steerscope.capture.budget import ByteBudget
 from steerscope.capture.handle import CaptureHandle, fetch_all
@@ -31,7 +32,7 @@ from steerscope.engines.options import (
 )
 from steerscope.engines.plan import Plan, Planner, Prompt, RequestSpecs, TemplateCache, ids_exist
 from steerscope.engines.prompts import all_of, rendered, tokenized
-from steerscope.engines.result_channels import Pause, ResultChannel, ResultChannels, discard, sleep, waits_here
+from steerscope.engines.result_channels import LoopWaker, Pause, ResultChannel, discard, open_channel, sleep, waits_here
 from steerscope.engines.results import (
     Choice,
     EndEvent,
@@ -70,7 +71,7 @@ class Engine(Scopes, ABC):
         self._jobs: dict[str, list[EngineJob]] = {}
         self._numbers = itertools.count()
         self._noticed = threading.Event()  # a job was cancelled
-        self._channels = ResultChannels()
+        self._wakers: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = WeakKeyDictionary()
         self._templates = TemplateCache()
         self.closed = False
 
@@ -80,9 +81,10 @@ class Engine(Scopes, ABC):
     def _submit(self, jobs: Sequence[EngineJob]) -> None:
         """Start jobs; each reports TokenEvents (if it streams), then its Choice or an exception. Never blocks."""
 
-    @abstractmethod
     def _row_bytes(self, plan: Plan) -> int:
         """Host bytes that the plan's capture can take at most."""
+        capture = plan.capture
+        return 0 if capture is None else capture.n_bytes(plan.most_rows, self.facts.hidden, self.dtype.itemsize)
 
     def _check_sampling(self, sampling: Sampling) -> list[Problem]:
         """What this engine cannot honour is refused, not ignored."""
@@ -276,7 +278,7 @@ class Engine(Scopes, ABC):
         self, plans: Sequence[Plan], stream: bool, pause: Pause | None = None
     ) -> tuple[list[EngineJob], ResultChannel]:
         """Reserve room, fan n out into single sequences, and submit them together."""
-        channel, tell = self._channels.open(pause)
+        channel = open_channel(self._wakers, pause)
         jobs: list[EngineJob] = []
         try:
             for plan in plans:
@@ -287,7 +289,7 @@ class Engine(Scopes, ABC):
                     what = f"{plan.request_id!r} is already running"
                     raise InvalidRequest([Problem("request_id", what, "choose another")])
                 for job in mine:
-                    job.report = functools.partial(tell, job)
+                    job.report = functools.partial(channel.put, job)
                 jobs += mine
             needs = [self._row_bytes(job.plan) for job in jobs]
             pool = await self.budget.reserve(sum(needs), "this capture", sleep) if any(needs) else None
@@ -309,8 +311,8 @@ class Engine(Scopes, ABC):
             if not ended:
                 job.abandoned = True
                 job.cancel()
-        for _, outcome in channel.rest() if channel is not None else ():
-            discard(outcome)
+        if channel is not None:
+            channel.discard_rest()
 
     async def _answer(
         self,

@@ -8,15 +8,13 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from steerscope.capture.budget import ByteBudget
 from steerscope.engines.api import Engine
-from steerscope.engines.packs import Packs
 from steerscope.engines.results import EngineJob
 from steerscope.engines.sequence import RunningText
 from steerscope.engines.sync import SyncEngine
-from steerscope.lenses.reader import Registered
 from steerscope.specs.errors import EngineClosed, RequestFailed, TimedOut
 
 SWEEP_S = 5.0  # how often an idle engine looks for captures that have expired
@@ -29,8 +27,6 @@ S = TypeVar("S", bound=RunningText)
 
 
 class ThreadedEngine(Engine, Generic[S]):
-    _lenses: Packs  # made by the engine, before its thread runs
-
     def __init__(self, budget: ByteBudget) -> None:
         super().__init__(budget)
         self._waiting: list[S] = []
@@ -79,12 +75,6 @@ class ThreadedEngine(Engine, Generic[S]):
             if self.closed or not self._thread.is_alive():
                 raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
             self._inbox.put(item)
-
-    def _keep_pack(self, registered: Registered, timeout_s: float, began: float) -> None:
-        self._lenses.register(registered, timeout_s, began)
-
-    def _drop_pack(self, registered: Registered) -> None:
-        self._lenses.unregister(registered)
 
     def _call(self, work: Callable[[], T], what: str = "a question to the engine", timeout_s: float | None = None) -> T:
         """Do something in the engine's thread, between two steps. After a time-out it is still done, but not told."""

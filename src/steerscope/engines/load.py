@@ -47,15 +47,14 @@ def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> ThreadedEn
     ```
     """
     _check(options)
-    kind, progress = options.pop("engine", "hf"), options.pop("progress", None)
-    device, dtype = options.pop("device", None), options.pop("dtype", None)
-    taps, vllm = options.pop("taps", {}), options.pop("vllm", {})
+    given: dict[str, Any] = dict(options)
+    kind, progress = given.pop("engine", "hf"), given.pop("progress", None)
+    taps, vllm = given.pop("taps", {}), given.pop("vllm", {})
     if kind == "vllm":
-        return _vllm(model, progress, dtype, taps, vllm, options)
+        return _vllm(model, progress, {**taps}, vllm, given)
     from steerscope.engines.hf import HFEngine
 
-    found = resolve(str(model), progress=progress)
-    return HFEngine.from_pretrained(found, device=device, dtype=dtype, name=str(model), **dict(options))  # type: ignore[arg-type]
+    return HFEngine.from_pretrained(resolve(str(model), progress=progress), name=str(model), **given)
 
 
 def _check(options: LoadOptions) -> None:
@@ -100,12 +99,7 @@ def load(model: str | Path, **options: Unpack[LoadOptions]) -> SyncEngine:
 
 
 def _vllm(
-    model: str | Path,
-    progress: Callable[[str], None] | None,
-    dtype: str | None,
-    taps: Mapping[str, Any],
-    vllm: Mapping[str, Any],
-    options: LoadOptions,
+    model: str | Path, progress: Any, taps: dict[str, Any], vllm: Any, given: dict[str, Any]
 ) -> ThreadedEngine[Any]:
     from steerscope.engines.vllm.guards import check_version
 
@@ -114,11 +108,14 @@ def _vllm(
     from steerscope.engines.vllm.client.start import share_of_memory, usable_dtype
     from steerscope.engines.vllm.settings import VLLMSettings
 
-    columns = {"max_columns": options.pop("max_columns")} if "max_columns" in options else {}
-    settings = VLLMSettings.parse({**taps, **columns})
-    dtype = dtype or usable_dtype()
-    given: dict[str, Any] = share_of_memory() | ({"dtype": dtype} if dtype else {})
-    if "max_batch" in options:
-        given["max_num_seqs"] = options.pop("max_batch")
+    given.pop("device", None)
+    if "max_columns" in given:
+        taps["max_columns"] = given.pop("max_columns")
+    settings = VLLMSettings.parse(taps)
+    arguments: dict[str, Any] = dict(share_of_memory())
+    if dtype := given.pop("dtype", None) or usable_dtype():
+        arguments["dtype"] = dtype
+    if "max_batch" in given:
+        arguments["max_num_seqs"] = given.pop("max_batch")
     found = resolve(str(model), progress=progress)
-    return VLLMEngine(found, name=str(model), settings=settings, **options, **{**given, **vllm})
+    return VLLMEngine(found, name=str(model), settings=settings, **given, **{**arguments, **vllm})

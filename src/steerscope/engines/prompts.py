@@ -112,10 +112,9 @@ def render_chat(
         return RenderedChat(token_ids, None, continue_final, text)
     places = np.array(_untrimmed(encoded["offset_mapping"]), np.int64).reshape(-1, 2)
     wholes = _whole_spans(text, contents, spans, render, continue_final) if len(messages) <= _MOST_WHOLE else None
-    found = [
-        MessageSpan(i, message.role, _to_tokens(spans[i], places), wholes and _to_tokens(wholes[i], places))
-        for i, message in enumerate(messages)
-    ]
+    contents_at = [_to_tokens(span, places) for span in spans]
+    wholes_at = [None if span is None else _to_tokens(span, places) for span in wholes or [None] * len(spans)]
+    found = (MessageSpan(i, m.role, contents_at[i], wholes_at[i]) for i, m in enumerate(messages))
     return RenderedChat(token_ids, tuple(found), continue_final, text)
 
 

@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from steerscope.capture.budget import Reservation
 from steerscope.capture.handle import CaptureHandle
@@ -16,6 +16,7 @@ from steerscope.engines.plan import Applied, Plan, Prompt
 from steerscope.lenses.readings import Firing, Reading
 from steerscope.specs.errors import InvalidRequest, Problem, RequestFailed
 
+T = TypeVar("T")
 FinishReason = Literal["stop", "length", "stop_string", "cancelled", "rule"]
 
 
@@ -65,6 +66,11 @@ class Choice:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where they were asked for
 
 
+def _first(field: T) -> T:
+    """Return a property: this field of the first choice."""
+    return property(lambda generation: field.__get__(generation.choices[0]))  # type: ignore
+
+
 @dataclass(slots=True)
 class Generation:
     """The answer to one prompt: `n` choices; all of the first one is also at the top (`text`, `rows`, `readings`, …).
@@ -80,29 +86,15 @@ class Generation:
         """Return a copy, made on demand: copies of many long prompts would delay all answers."""
         return list(self.prompt.token_ids)
 
-    @property
-    def text(self) -> str:
-        return self.choices[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.choices[0].token_ids
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        return self.choices[0].finish_reason
-
-    @property
-    def stop_string(self) -> str | None:
-        return self.choices[0].stop_string
-
-    @property
-    def timings(self) -> Timings:
-        return self.choices[0].timings
-
-    @property
-    def capture(self) -> CaptureHandle | None:
-        return self.choices[0].capture
+    text = _first(Choice.text)
+    token_ids = _first(Choice.token_ids)
+    finish_reason = _first(Choice.finish_reason)
+    stop_string = _first(Choice.stop_string)
+    timings = _first(Choice.timings)
+    capture = _first(Choice.capture)
+    readings = _first(Choice.readings)
+    firings = _first(Choice.firings)
+    rule = _first(Choice.rule)
 
     @property
     def rows(self) -> Rows:
@@ -110,19 +102,6 @@ class Generation:
         if self.capture is None:
             raise InvalidRequest([Problem("capture", "nothing was captured", "pass capture=Capture(...)")])
         return self.capture.fetch()
-
-    @property
-    def readings(self) -> Sequence[Reading]:
-        return self.choices[0].readings
-
-    @property
-    def firings(self) -> tuple[Firing, ...]:
-        return self.choices[0].firings
-
-    @property
-    def rule(self) -> str | None:
-        """The rule that ended the text, where one did."""
-        return self.choices[0].rule
 
 
 @dataclass(slots=True)

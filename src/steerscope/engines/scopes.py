@@ -4,14 +4,13 @@ import contextlib
 import contextvars
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Unpack
 
 from steerscope.core.sites import refusal
 from steerscope.engines.options import PackKeywords, SteerLike
-from steerscope.engines.packs import LOAD_S
+from steerscope.engines.packs import LOAD_S, Packs
 from steerscope.engines.plan import Facts, Planner, Prompt
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.reader import PackOptions, Registered
@@ -22,8 +21,9 @@ from steerscope.specs.steering import Ablate, Add, Cap, Steering, Vector, Vector
 _NOTHING = Steering()
 
 
-class Scopes(ABC):
+class Scopes:
     facts: Facts
+    _lenses: Packs  # made by the engine, before its thread runs
 
     def __init__(self) -> None:
         self._vectors: dict[str, VectorData] = {}
@@ -99,14 +99,14 @@ class Scopes(ABC):
             problems.append(refusal("site", loaded.info.site, facts.name, reason, "use a pack trained at another site"))
         if problems:
             raise InvalidRequest([problem.under(name) for problem in problems])
-        self._keep_pack(found, timeout_s, began)
+        self._lenses.register(found, timeout_s, began)
         with self._naming:
             before = self._packs.get(name)
             self._packs[name] = found
             self.names_version += 1
         if before is not None:
             with contextlib.suppress(TimedOut):  # the engine drops the old pack when it gets to it
-                self._drop_pack(before)
+                self._lenses.unregister(before)
         return loaded
 
     def unregister_pack(self, name: str) -> None:
@@ -115,19 +115,11 @@ class Scopes(ABC):
             before = self._packs.pop(name, None)
             self.names_version += 1
         if before is not None:
-            self._drop_pack(before)
+            self._lenses.unregister(before)
 
     @property
     def packs(self) -> Mapping[str, Pack]:
         return {name: found.pack for name, found in self._packs.items()}
-
-    @abstractmethod
-    def _keep_pack(self, registered: Registered, timeout_s: float, began: float) -> None:
-        """Bring a pack to the device within `timeout_s` since `began`."""
-
-    @abstractmethod
-    def _drop_pack(self, registered: Registered) -> None:
-        """Free a pack's memory when no request uses it any more."""
 
     def surrounding(self) -> Steering:
         """What applies to a request made here and now, before its own."""

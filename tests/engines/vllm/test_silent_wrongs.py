@@ -231,7 +231,7 @@ def no_steering(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_salt(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm.client.template import Salts
+    from steerscope.engines.vllm.client.capacity import Salts
 
     patch.setattr(Salts, "of", lambda _self, _shared: None)
 
@@ -239,7 +239,7 @@ def no_salt(patch: pytest.MonkeyPatch) -> None:
 def salt_without_positions(patch: pytest.MonkeyPatch) -> None:
     import dataclasses
 
-    from steerscope.engines.vllm.client import template as module
+    from steerscope.engines.vllm.client import capacity as module
     from steerscope.specs.tokens import EVERYWHERE
 
     real = module.salt_of
@@ -252,13 +252,13 @@ def salt_without_positions(patch: pytest.MonkeyPatch) -> None:
 
 
 def salt_by_name(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm.client import template as module
+    from steerscope.engines.vllm.client import capacity as module
 
     patch.setattr(module, "salt_of", lambda template: str([str(a.op.vector)[:9] for a in template.applied]))
 
 
 def reads_the_cache(patch: pytest.MonkeyPatch) -> None:
-    from steerscope.engines.vllm.client import template as module
+    from steerscope.engines.vllm.client import capacity as module
 
     patch.setattr(module, "reads_cached", lambda _template: True)
 

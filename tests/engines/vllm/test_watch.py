@@ -117,7 +117,7 @@ class TestOneEngine:
         from steerscope.engines.vllm.client.capacity import Capacity
 
         def plan(watch: Watch):
-            (found,) = engine.aio._plan_stream(engine.aio.tokenize(TokenPrompt(LONG)), SAMPLING, watch=watch)
+            found = engine.aio._plan_stream(engine.aio.tokenize(TokenPrompt(LONG)), SAMPLING, {"watch": watch})
             return capacity.shared(found)
 
         capacity: Capacity = engine.aio.capacity  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ from steerscope.engines.hf.sequence import HFContext, Row, TokenSpan
 from steerscope.engines.hf.settings import check_options, context_of, eos_ids, no_bars
 from steerscope.engines.hf.taps import Pass, Taps
 from steerscope.engines.packs import Packs
-from steerscope.engines.plan import Facts, Plan
+from steerscope.engines.plan import Facts
 from steerscope.engines.result_channels import together
 from steerscope.engines.results import EngineJob
 from steerscope.lenses.monitor import Monitor
@@ -138,10 +138,6 @@ class HFEngine(ThreadedEngine[Row]):
         return cls(loaded, tokenizer, **{"name": str(model), **options})  # type: ignore[arg-type]
 
     # --- the Engine's side (any thread)
-
-    def _row_bytes(self, plan: Plan) -> int:
-        capture = plan.capture
-        return 0 if capture is None else capture.n_bytes(plan.most_rows, self.facts.hidden, self.dtype.itemsize)
 
     def stats(self) -> dict[str, float]:
         now = {"running": len(self._admitted), "waiting": len(self._waiting), "slots_in_use": self._table.in_use}

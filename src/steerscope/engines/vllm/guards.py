@@ -2,7 +2,7 @@
 
 import platform
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from steerscope.specs.steering import Site
 # Minor versions in bench/results/vllm_surface.json, which tests hold our wrappers against. docs/vllm.md says which of
 # them ran where.
 SUPPORTED = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32", "0.33")
+_OFF, _ONE = "switch it off", "set it to 1"
+_PART_OF_ROWS = "with sequence parallelism a rank holds only part of the rows"
 
 
 def vllm_version() -> str | None:
@@ -68,57 +70,54 @@ def facts_of(config: Any, settings: VLLMSettings, name: str | None = None) -> Fa
         context=model.max_model_len,
         max_columns=settings.max_columns,
         refused_sites=refused,
+        switches=getattr(config.parallel_config, "pipeline_parallel_size", 1) == 1,
         tapped=frozenset(settings.keys(count)),
         steers=settings.steer,
         captures=settings.capture,
     )
 
 
+# What would make rows or steering wrong without an error: where it is in vLLM's configuration, the largest number that
+# does no harm (something that is set counts as 1), what is wrong with more, and the remedy.
+_REFUSED = (
+    ("parallel_config.use_ubatching", 0, "micro-batches would read each other's index", _OFF),
+    ("parallel_config.enable_dbo", 0, "micro-batches would read each other's index", _OFF),
+    ("parallel_config.prefill_context_parallel_size", 1, "a rank sees only part of a prompt", _ONE),
+    ("parallel_config.decode_context_parallel_size", 1, "it has not been tested", _ONE),
+    ("parallel_config.enable_hc_sp", 0, _PART_OF_ROWS, _OFF),
+    ("parallel_config.data_parallel_size", 1, "it has not been tested", "start several engines instead"),
+    ("parallel_config._api_process_count", 1, "each server would count the workers' slots for itself", _ONE),
+    ("speculative_config", 0, "drafted tokens that are rejected would leave rows behind", _OFF),
+    ("compilation_config.pass_config.enable_sp", 0, _PART_OF_ROWS, _OFF),
+    ("kv_transfer_config", 0, "keys and values from elsewhere have no rows here, and know no steering", _OFF),
+    ("model_config.enable_sleep_mode", 0, "a sleeping engine loses the tables", _OFF),
+    ("model_config.enable_prompt_embeds", 0, "positions of embeddings have no tokens to label", _OFF),
+    ("cache_config.kv_sharing_fast_prefill", 0, "later layers would see only some of the tokens", _OFF),
+    ("lora_config", 0, "it has not been tested", _OFF),
+)
+_SHOWN = {"use_ubatching": "enable_dbo", "_api_process_count": "api_server_count", "enable_sp": "pass_config.enable_sp"}
+
+
 def check_config(config: Any) -> None:
     """Refuse, all at once, what would make rows or steering wrong without an error."""
     problems: list[Problem] = []
-
-    def refuse(field: str, what: str, remedy: str = "switch it off") -> None:
-        problems.append(Problem(field, what, remedy))
-
-    _check_parallel(config.parallel_config, refuse)
-    if config.speculative_config is not None:
-        refuse("speculative_config", "drafted tokens that are rejected would leave rows behind")
-    if getattr(config.compilation_config.pass_config, "enable_sp", False):
-        refuse("pass_config.enable_sp", "with sequence parallelism a rank holds only part of the rows")
-    if config.kv_transfer_config is not None:
-        refuse("kv_transfer_config", "keys and values from elsewhere have no rows here, and know no steering")
-    if getattr(config.model_config, "enable_sleep_mode", False):
-        refuse("enable_sleep_mode", "a sleeping engine loses the tables")
-    if getattr(config.model_config, "enable_prompt_embeds", False):
-        refuse("enable_prompt_embeds", "positions of embeddings have no tokens to label")
-    if getattr(config.cache_config, "kv_sharing_fast_prefill", False):
-        refuse("kv_sharing_fast_prefill", "later layers would see only some of the tokens")
-    if config.lora_config is not None:
-        refuse("lora_config", "it has not been tested")
-    if adapter := adapter_refusal(getattr(config.model_config, "model", "")):
-        refuse("model", *adapter)
-    if getattr(config.model_config, "runner_type", "generate") != "generate":
-        refuse("runner", "only models that generate can be tapped", "use --runner generate")
-    if why := _float32_refusal(config.model_config):
-        refuse("dtype", why, "use float16 or bfloat16")
+    for place, most, what, remedy in _REFUSED:
+        found: Any = config
+        for name in place.split("."):
+            found = getattr(found, name, None)
+        number = int(found) if isinstance(found, int) else int(found is not None)
+        if number > most:
+            name = place.rpartition(".")[2]
+            problems.append(Problem(_SHOWN.get(name, name), what, remedy))
+    model = config.model_config
+    if adapter := adapter_refusal(getattr(model, "model", "")):
+        problems.append(Problem("model", *adapter))
+    if getattr(model, "runner_type", "generate") != "generate":
+        problems.append(Problem("runner", "only models that generate can be tapped", "use --runner generate"))
+    if why := _float32_refusal(model):
+        problems.append(Problem("dtype", why, "use float16 or bfloat16"))
     if problems:
-        raise InvalidRequest(problems)
-
-
-def _check_parallel(parallel: Any, refuse: Callable[..., None]) -> None:
-    if getattr(parallel, "enable_dbo", False) or getattr(parallel, "use_ubatching", False):
-        refuse("enable_dbo", "micro-batches would read each other's index")
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        refuse("prefill_context_parallel_size", "a rank sees only part of a prompt", "set it to 1")
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
-        refuse("decode_context_parallel_size", "it has not been tested", "set it to 1")
-    if getattr(parallel, "enable_hc_sp", False):
-        refuse("enable_hc_sp", "with sequence parallelism a rank holds only part of the rows")
-    if getattr(parallel, "data_parallel_size", 1) > 1:
-        refuse("data_parallel_size", "it has not been tested", "start several engines instead")
-    if getattr(parallel, "_api_process_count", 1) > 1:
-        refuse("api_server_count", "each server would count the workers' slots for itself", "set it to 1")
+        raise InvalidRequest(list(dict.fromkeys(problems)))
 
 
 def adapter_refusal(model: str | Path) -> tuple[str, str] | None:
@@ -162,8 +161,8 @@ def _int8(numbers: dict[str, Any]) -> bool:
 
 
 def plain_norms(config: Any) -> bool:
-    """Of a quantised model they are the compiler's to fuse with what makes the numbers small; and some are asked to
-    give the same bits in every batch."""
+    """Return whether we may replace the norms. Those of a quantised model the compiler fuses with the quantisation, and
+    some engines must give the same bits in every batch."""
     from vllm import envs
 
     return config.model_config.quantization is None and not getattr(envs, "VLLM_BATCH_INVARIANT", False)

@@ -7,7 +7,6 @@ makes every tap do nothing, to tell its cost from the cost of what surrounds it;
 steered.
 """
 
-import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from steerscope.core.sites import tap_of
 from steerscope.core.slot_table import Key
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Sites
-from steerscope.specs.errors import InvalidRequest, Problem, not_json
+from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.steering import SITES, Layers, parse_layers
 from steerscope.version import __version__
 
@@ -90,16 +89,14 @@ def asked_for(config: "VllmConfig") -> VLLMSettings | None:
     extra = config.additional_config
     given = extra.get(NAME) if isinstance(extra, dict) else None
     text = os.environ.get(ENVIRONMENT, "").strip()
-    if given is None and text not in ("", "0"):
-        given = _read(text) if text.startswith("{") else {}
-    return None if given is None else VLLMSettings.parse(given)
-
-
-def _read(text: str) -> object:
+    if given is not None:
+        return VLLMSettings.parse(given)
+    if text in ("", "0"):
+        return None
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest([Problem(ENVIRONMENT, not_json(error), "write 1 or a JSON object")]) from None
+        return VLLMSettings.from_json(text) if text.startswith("{") else VLLMSettings()
+    except InvalidRequest as error:
+        raise InvalidRequest([problem.under(ENVIRONMENT) for problem in error.problems]) from None
 
 
 def smallest_pool(tokens: int, requests: int) -> tuple[int, int]:

@@ -1,25 +1,126 @@
 """What requests share on their way into vLLM, and the part of it that one of them holds.
 
-The workers' tables have a fixed number of slots, and rows arrive in one piece of shared memory. Both are counted here,
-on the client's side, so that a request waits or is refused instead of failing in a worker.
+Equal requests share a `VLLMTemplate`, made once of their `RequestTemplate`; salts keep steered keys and values apart in
+vLLM's prefix cache. The workers' tables have a fixed number of slots, and rows arrive in one piece of shared memory.
+Both are counted here, on the client's side, so that a request waits or is refused instead of failing in a worker.
 """
 
 import functools
+import hashlib
+import secrets
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
+import msgspec
 import numpy as np
 import torch
 
-from steerscope.capture.transport import LEFT, READ, TAKEN, Region, Regions
+from steerscope.capture.transport import ALIGN, LEFT, READ, TAKEN, Arena, Region, Regions, shared_folder
 from steerscope.core.slot_table import Key, Slot, SlotPool
-from steerscope.engines.plan import Facts, Plan
-from steerscope.engines.vllm.client.template import Salts, VLLMTemplate
+from steerscope.engines.plan import Facts, Plan, RequestTemplate
 from steerscope.engines.vllm.settings import VLLMSettings
-from steerscope.engines.vllm.wire import Envelope
+from steerscope.engines.vllm.wire import Envelope, Recent, WireBody, WireCapture, WireColumn, WireWatch
 from steerscope.lenses.reader import HostStepReadings
 from steerscope.lenses.rules import MOST_RULES
 from steerscope.specs.errors import CapacityExceeded, RequestFailed
+from steerscope.specs.tokens import EVERYWHERE
+
+_COUNTERS = 4 << 20  # bytes
+
+
+def new_arena(capture_budget: int) -> Arena:
+    """Return shared memory for so many bytes of rows. Every request that asks for something also has counters, and
+    gaps cost a little."""
+    size = capture_budget + (capture_budget >> 3) + _COUNTERS
+    return Arena(shared_folder(size) / f"steerscope-{secrets.token_hex(8)}", size, create=True)
+
+
+class VLLMTemplate:
+    def __init__(self, template: RequestTemplate, hidden: int, row_itemsize: int) -> None:
+        # No reference to the template, which refers to this: a cycle would keep the pack of a watch in memory.
+        self._columns = template.columns
+        self._capture = capture = template.capture
+        self._most_rows = template.most_rows
+        self._bodies: dict[int, tuple[bytes, int]] = {}  # by the rows that a reduction keeps back
+        self.steers = bool(template.columns)
+        self.reads_cached = reads_cached(template)
+        self.salt = salt_of(template)
+        watched = template.watch and template.watch.key
+        captured = capture and (capture.keys, capture.spec.before_steering)
+        groups = [(captured, None), (None, watched), (captured, watched)]  # a token is captured, watched, or both
+        self.groups = [group for group in dict.fromkeys(groups) if group != (None, None)]
+        n_bytes = 0 if capture is None else capture.n_bytes(template.most_rows, hidden, row_itemsize)
+        self.watch: WireWatch | None = None
+        if template.watch is not None:
+            place = -(-n_bytes // ALIGN) * ALIGN  # of the readings, behind the rows
+            self.watch = WireWatch.of(template.watch, template.most_rows, place)
+            n_bytes = place + self.watch.bytes
+        self.n_bytes = n_bytes  # of shared memory
+
+    def body(self, hold: int) -> tuple[bytes, int]:
+        """Return the packed body, and the first position of which it asks something."""
+        found = self._bodies.get(hold)
+        if found is None:
+            columns = tuple(WireColumn.of(column) for column in self._columns)
+            body = WireBody(columns, self._wire_capture(hold), self.watch)
+            found = self._bodies[hold] = msgspec.msgpack.encode(body), body.first
+        return found
+
+    def _wire_capture(self, hold: int) -> WireCapture | None:
+        if self._capture is None:
+            return None
+        keys, positions, spec = self._capture.keys, self._capture.positions, self._capture.spec
+        return WireCapture(keys, positions, spec.before_steering, spec.reduce, hold, self._most_rows)
+
+    def contents(self) -> tuple[bytes, ...]:
+        """Return the vectors of each column, for workers that were not given them."""
+        return tuple(b"".join(vector.tobytes() for vector in column.vectors.values()) for column in self._columns)
+
+
+def reads_cached(template: RequestTemplate) -> bool:
+    """Return whether a cached prompt may be used: all its positions but the last can be cached, and would have no
+    rows."""
+    last = template.prompt_length - 1
+    asked = (template.capture, template.watch)
+    return not any(one is not None and one.positions.count(last) for one in asked)
+
+
+def salt_of(template: RequestTemplate) -> str | None:
+    """Return a hash of what the ops do and where; None where nothing is steered, or rules switch ops.
+
+    Cached blocks are reused by any prompt that begins with the same tokens, so what was done to a position must be a
+    function of the salt and of the tokens up to it: where an op does not act everywhere, its resolved positions
+    and the length of the prompt they were resolved against belong to it. Names never do.
+    """
+    if not template.columns or any(column.gate for column in template.columns):
+        return None
+    found = hashlib.blake2b(digest_size=16)
+    for column in template.columns:
+        found.update(column.vector_key)
+        found.update(column.coefficient_key)
+        if column.positions != EVERYWHERE:
+            found.update(repr((template.prompt_length, column.positions.intervals)).encode())
+        found.update(b";")
+    return found.hexdigest()
+
+
+class Salts:
+    """The salts of one engine's requests. Requests share cached blocks if their salts are equal."""
+
+    def __init__(self) -> None:
+        self._spoilt = Recent()  # those under which steering overflowed: their cached blocks hold nothing
+
+    def of(self, shared: VLLMTemplate) -> str | None:
+        """Return the salt of a request. What a rule switches depends on the text itself: such a request shares with
+        none, and neither does one whose steering has overflowed."""
+        if shared.steers and (shared.salt is None or shared.salt in self._spoilt):
+            return secrets.token_hex(16)
+        return shared.salt
+
+    def spoil(self, shared: VLLMTemplate) -> None:
+        """Note that these ops made rows that are not finite."""
+        if shared.salt is not None:
+            self._spoilt.add(shared.salt)
 
 
 class Capacity:
@@ -42,26 +143,6 @@ class Capacity:
             template.engine_part = VLLMTemplate(template, self.facts.hidden, self.dtype.itemsize)
         return template.engine_part
 
-    def hold(self, plan: Plan) -> list[tuple[SlotPool, Slot]]:
-        """Take the slots that a plan needs. Raises CapacityExceeded, holding nothing."""
-        needs: list[tuple[SlotPool, Hashable]] = []
-        for column in plan.columns:
-            needs += [(self.vectors, column.vector_key), (self.coefficients, column.coefficient_key)]
-        needs += [(self.groups, group) for group in self.shared(plan).groups]
-        found: list[tuple[SlotPool, Slot]] = []
-        try:
-            for slots, content in needs:
-                found.append((slots, slots.hold(content)[0]))
-        except CapacityExceeded:
-            for slots, slot in found:
-                slots.drop(slot)
-            raise
-        return found
-
-    def row_bytes(self, plan: Plan) -> int:
-        """Return the bytes that arrive in shared memory: captured rows, and behind them the readings."""
-        return self.shared(plan).n_bytes
-
     def stages_of(self, keys: Sequence[Key]) -> list[int]:
         """Return the pipeline stages that hold these taps, in order."""
         return self.stages if len(self.stages) == 1 else sorted({self.stage[key] for key in keys})
@@ -78,14 +159,18 @@ class Allocation:
 
     def take(self) -> None:
         """Raises CapacityExceeded, holding nothing, when there is no room now."""
+        capacity = self.capacity
+        needs: list[tuple[SlotPool, Hashable]] = [(capacity.groups, group) for group in self.shared.groups]
+        for column in self.plan.columns:
+            needs += [(capacity.vectors, column.vector_key), (capacity.coefficients, column.coefficient_key)]
         try:
-            with self.capacity.lock:
-                self.held = self.capacity.hold(self.plan)
-            self.region = self.capacity.regions.allocate(self.shared.n_bytes, self.capacity.stages)
+            with capacity.lock:
+                for slots, content in needs:
+                    self.held.append((slots, slots.hold(content)[0]))
+            self.region = capacity.regions.allocate(self.shared.n_bytes, capacity.stages)
             if self.region is None:
-                raise CapacityExceeded(
-                    "no free piece of shared memory is large enough: drop rows you hold, or raise capture_budget"
-                )
+                remedy = "drop rows you hold, or raise capture_budget"
+                raise CapacityExceeded(f"no free piece of shared memory is large enough: {remedy}")
         except CapacityExceeded:
             self.release()
             raise
@@ -111,6 +196,11 @@ class Allocation:
         body, first = self.shared.body(hold)
         contents = () if arena is None else self.shared.contents()
         return Envelope(name, arena, self.region.offset, self.region.owner, body, contents).entry(first)
+
+    @property
+    def failure(self) -> str | None:
+        """Return why the workers gave the request up."""
+        return None if self.region is None else self.region.failure
 
     @property
     def read(self) -> int:

@@ -6,35 +6,26 @@ acknowledged by all of them, before the first request that uses them.
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
-import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from steerscope.capture.budget import ByteBudget
-from steerscope.capture.transport import Arena, Regions, shared_folder
+from steerscope.capture.transport import Regions
 from steerscope.engines.detokenizer import Decoder
 from steerscope.engines.engine_thread import ThreadedEngine
 from steerscope.engines.packs import Packs
 from steerscope.engines.plan import Plan
 from steerscope.engines.result_channels import together
 from steerscope.engines.results import EngineJob, FinishReason
-from steerscope.engines.vllm.client.capacity import Capacity
+from steerscope.engines.vllm.client import start
+from steerscope.engines.vllm.client.capacity import Capacity, new_arena
 from steerscope.engines.vllm.client.core_outputs import CoreOutputs
 from steerscope.engines.vllm.client.pack_sync import WorkerStore
 from steerscope.engines.vllm.client.requests import VLLMContext, VLLMText
-from steerscope.engines.vllm.client.start import (
-    device_of_workers,
-    eos_ids,
-    mode_of,
-    start_vllm,
-    tokenizer_of,
-    watch_core,
-)
 from steerscope.engines.vllm.client.start_check import self_test
 from steerscope.engines.vllm.client.submit import Submitter, WorkerVectors
 from steerscope.engines.vllm.guards import adapter_refusal, check_version, facts_of
@@ -43,7 +34,6 @@ from steerscope.engines.vllm.wire import OVERFLOW
 from steerscope.specs.errors import Problem, RequestFailed, Unsteerable, UnsupportedModel
 from steerscope.specs.sampling import Sampling
 
-_COUNTERS = 4 << 20  # bytes
 _SOON_S = 0.002  # for the results of all texts that end with one step; then the workers are asked for them
 _MIN_RESIDENT = 256  # vectors that workers keep, used or not
 _MAX_FAILURES = 3  # steps that fail in a row: the engine is beyond help
@@ -68,15 +58,16 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
         if adapter := adapter_refusal(model):
             raise UnsupportedModel("; ".join(adapter))
         self.capture_ttl = capture_ttl
-        self.tokenizer = tokenizer or tokenizer_of(model)
-        self._llm, self.settings = start_vllm(model, name or str(model), settings or VLLMSettings(), vllm_options)
+        self.tokenizer = tokenizer or start.tokenizer_of(model)
+        name = name or str(model)
+        self._llm, self.settings = start.start_vllm(model, name, settings or VLLMSettings(), vllm_options)
         try:
-            self._begin(self._llm.vllm_config, name or str(model), capture_budget)
+            self._begin(self._llm.vllm_config, name, capture_budget)
         except BaseException:
             self._llm.engine_core.shutdown()
             raise
         self._run()
-        watch_core(self._llm.engine_core, self._thread)
+        start.watch_core(self._llm.engine_core, self._thread)
         try:
             self_test(self, self.sync, self.settings)
         except BaseException:
@@ -84,13 +75,10 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
             raise
 
     def _begin(self, config: Any, name: str, capture_budget: int) -> None:
-        self.dtype, self.device = config.model_config.dtype, device_of_workers()
-        self.mode = mode_of(config)
-        alone = config.parallel_config.pipeline_parallel_size == 1
-        self.facts = dataclasses.replace(facts_of(config, self.settings, name), watches=True, switches=alone)
-        # The budget counts rows; every request that asks for something also has counters, and gaps cost a little.
-        arena = self._share(capture_budget + (capture_budget >> 3) + _COUNTERS)
-        regions = Regions(arena, functools.partial(self._inbox.put, _do_nothing))  # an idle thread tidies them
+        self.dtype, self.device = config.model_config.dtype, start.device_of_workers()
+        self.mode = start.mode_of(config)
+        self.facts = facts_of(config, self.settings, name)
+        regions = self._share(capture_budget)
         stage = {(layer, site): one["stage"] for one in self._rpc("describe") for layer, site in one["taps"]}
         self._places = config.scheduler_config.max_num_seqs
         self.capacity = Capacity(self.facts, self.dtype, self.settings, stage, regions)
@@ -99,7 +87,7 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
         self.context = VLLMContext(
             facts=self.facts,
             decoder=Decoder(self.tokenizer),  # type: ignore[arg-type]
-            eos=eos_ids(config, self.tokenizer),
+            eos=start.eos_ids(config, self.tokenizer),
             budget=self.budget,
             capture_ttl=self.capture_ttl,
             capacity=self.capacity,
@@ -116,10 +104,10 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
         self._spent: tuple = ()  # what is left of ended texts: freeing it can wait until their callers are woken
         self._failures = 0  # failures in the shared memory when it was last read
 
-    def _share(self, size: int) -> Arena:
-        arena = Arena(shared_folder(size) / f"steerscope-{secrets.token_hex(8)}", size, create=True)
+    def _share(self, capture_budget: int) -> Regions:
+        arena = new_arena(capture_budget)
         try:
-            self._rpc("attach_arena", str(arena.path), size)
+            self._rpc("attach_arena", str(arena.path), arena.size)
         except Exception as error:
             if "steerscope_attach_arena" not in str(error):
                 raise
@@ -128,7 +116,7 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
             ) from error
         finally:
             arena.unlink()  # it is mapped everywhere: its memory is freed with the mappings
-        return arena
+        return Regions(arena, functools.partial(self._inbox.put, _do_nothing))  # an idle thread tidies them
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every worker; from the engine's thread, or before that runs."""
@@ -137,7 +125,7 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
     # --- the Engine's side (any thread)
 
     def _row_bytes(self, plan: Plan) -> int:
-        return self.capacity.row_bytes(plan)
+        return self.capacity.shared(plan).n_bytes
 
     def _check_sampling(self, sampling: Sampling) -> list[Problem]:
         if sampling.repetition_window is None or sampling.repetition_penalty == 1.0:
@@ -391,13 +379,16 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
 
     def _end_text(self, one: VLLMText, reason: FinishReason) -> None:
         why = one.failure
-        if why is None:
-            self._leave(one, reason)
+        if why is not None:
+            if why == OVERFLOW and one.allocation is not None:
+                self.capacity.salts.spoil(one.allocation.shared)
+            kind = Unsteerable if why == OVERFLOW else RequestFailed
+            self._failed(one, kind(f"{one.name} failed: {why}"))
             return
-        if why == OVERFLOW and one.allocation is not None:
-            self.capacity.salts.spoil(one.allocation.shared)
-        kind = Unsteerable if why == OVERFLOW else RequestFailed
-        self._failed(one, kind(f"{one.name} failed: {why}"))
+        self._leave(one)
+        self._counts["finished"] += 1
+        self._counts["tokens"] += one.count
+        one.end(reason)
 
     @together()
     def _close_late(self) -> None:
@@ -409,18 +400,13 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
             self._conclude(done)
             self._closing = [late for late in self._closing if late not in done]
 
-    def _leave(self, one: VLLMText, reason: FinishReason) -> None:
+    def _leave(self, one: VLLMText) -> None:
         self._running.pop(one.key, None)
         if one.allocation is not None:
             self._ended.append(one.key)
-        self._counts["finished"] += 1
-        self._counts["tokens"] += one.count
-        one.end(reason)
 
     def _failed(self, one: VLLMText, error: Exception) -> None:
-        self._running.pop(one.key, None)
-        if one.allocation is not None:
-            self._ended.append(one.key)
+        self._leave(one)
         super()._failed(one, error)
 
 

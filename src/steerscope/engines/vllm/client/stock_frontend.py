@@ -10,7 +10,6 @@ import copy
 import functools
 import json
 import logging
-import secrets
 import threading
 import time
 import weakref
@@ -28,11 +27,11 @@ from steerscope.capture.budget import ByteBudget, Reservation
 from steerscope.capture.handle import CaptureHandle
 from steerscope.capture.reserved import ReservedFile
 from steerscope.capture.rows import Rows
-from steerscope.capture.transport import MET, Arena, Regions, shared_folder
+from steerscope.capture.transport import MET, Regions
 from steerscope.core.slot_table import Key
 from steerscope.engines.plan import Plan, Planner, Prompt
 from steerscope.engines.sequence import captured
-from steerscope.engines.vllm.client.capacity import Allocation, Capacity
+from steerscope.engines.vllm.client.capacity import Allocation, Capacity, new_arena
 from steerscope.engines.vllm.guards import facts_of, layer_count
 from steerscope.engines.vllm.settings import NAME, VLLMSettings, asked_for
 from steerscope.engines.vllm.wire import OVERFLOW
@@ -76,8 +75,7 @@ class Front:
         self.settings, self.facts = settings, facts_of(config, settings)
         self.vectors = named(settings.vectors)
         self.budget = ByteBudget(settings.capture_budget, 0.0)
-        size = settings.capture_budget + (settings.capture_budget >> 3) + (4 << 20)
-        self.arena = Arena(shared_folder(size) / f"steerscope-{secrets.token_hex(8)}", size, create=True)
+        self.arena = new_arena(settings.capture_budget)
         self._named = True  # its file has a name until every stage has mapped it
         stage = stages_of(config, settings)
         self.capacity = Capacity(self.facts, config.model_config.dtype, settings, stage, Regions(self.arena))
@@ -97,52 +95,43 @@ class Front:
             what = "its tokens are not all known now"
             raise InvalidRequest([Problem("prompt", what, "send one complete prompt of text or tokens")])
         planner = Planner(self.facts, self.vectors)
-        planner.problems += self._check(asked, text)
+        planner.problems += _problems(asked, text, self.settings.captures)
         most = self.facts.context - len(ids) if self.facts.context else params.max_tokens
         sampling = Sampling(max_tokens=max(1, min(params.max_tokens, most)))
         with ExitStack() as undo:
-            files, taken = self._reserve(asked, params.n, undo)
-            planner.problems += taken.problems if taken else ()
+            files: list[ReservedFile] = []
+            taken: InvalidRequest | None = None
+            try:
+                files = self._reserve(asked, params.n, undo)
+            except InvalidRequest as error:
+                taken = error
+                planner.problems += error.problems
             try:
                 plan = planner.plan(request.request_id, Prompt(list(ids)), sampling, asked.steer, asked.capture)
             except InvalidRequest as error:
                 raise taken if taken and error.problems == taken.problems else error from None
-            ticket = Ticket(self, plan, files, params.n)
+            ticket = Ticket(plan, self._texts(plan, files, params.n))
             undo.pop_all()
             return ticket
 
-    def _reserve(
-        self, asked: RequestEntry, n: int, undo: ExitStack
-    ) -> tuple[list[ReservedFile], InvalidRequest | None]:
-        """Return the files of a request's texts, reserved, or what stands against it."""
+    def _reserve(self, asked: RequestEntry, n: int, undo: ExitStack) -> list[ReservedFile]:
+        """Reserve the files of a request's texts."""
         files: list[ReservedFile] = []
-        if not (asked.save_as and asked.capture and self.settings.captures):
-            return files, None
-        try:
-            for i in range(n):
-                name = asked.save_as if n == 1 else f"{asked.save_as}-{i}"
-                files.append(ReservedFile(Path(self.settings.captures) / f"{name}.safetensors"))
-                undo.callback(files[-1].release)
-        except InvalidRequest as error:
-            return [], error
-        return files, None
+        for i in range(n if asked.save_as and asked.capture and self.settings.captures else 0):
+            name = asked.save_as if n == 1 else f"{asked.save_as}-{i}"
+            files.append(ReservedFile(Path(str(self.settings.captures)) / f"{name}.safetensors"))
+            undo.callback(files[-1].release)
+        return files
 
-    def _check(self, asked: RequestEntry, text: bool) -> list[Problem]:
-        problems = []
-        if asked.watch is not None:
-            what = "vLLM's own front ends have no way to tell what lenses read"
-            problems.append(Problem("watch", what, "use steerscope's engine"))
-        if asked.capture and asked.capture.reduce:
-            what = "vLLM's own front ends do not tell the workers where a text really ended"
-            problems.append(Problem("capture.reduce", what, "reduce the rows yourself, or use steerscope's engine"))
-        if asked.save_as and not self.settings.captures:
-            what = "the server has no folder for captures"
-            problems.append(Problem("save_as", what, "start it with the setting captures"))
-        elif asked.save_as and asked.capture is None:
-            problems.append(Problem("save_as", "there is nothing to save", "add capture"))
-        elif text and asked.capture and not asked.save_as:
-            problems.append(Problem("save_as", "over HTTP the rows of a capture need a name", "add save_as"))
-        return problems
+    def _texts(self, plan: Plan, files: list[ReservedFile], n: int) -> "list[Text]":
+        texts: list[Text] = []
+        try:
+            for i in range(n if plan.columns or plan.capture else 0):
+                texts.append(Text(self, plan, files[i] if files else None))
+        except CapacityExceeded as error:
+            texts.clear()
+            raise InvalidRequest([Problem("", str(error), "send it again when others have ended")]) from None
+        return texts
 
     def unlink_when_mapped(self, allocation: Allocation) -> None:
         """Remove the file's name once every stage has mapped it: no process that dies then leaves it behind."""
@@ -152,18 +141,30 @@ class Front:
             self._named = False
 
 
-class Ticket:
-    """One request of n texts, between its acceptance and its queueing."""
+def _problems(asked: RequestEntry, text: bool, captures: str | None) -> list[Problem]:
+    """Return what stands against a request, which came as `text`, where rows are saved in the folder `captures`."""
+    found: list[Problem] = []
+    if asked.watch is not None:
+        what = "vLLM's own front ends have no way to tell what lenses read"
+        found.append(Problem("watch", what, "use steerscope's engine"))
+    if asked.capture and asked.capture.reduce:
+        what = "vLLM's own front ends do not tell the workers where a text really ended"
+        found.append(Problem("capture.reduce", what, "reduce the rows yourself, or use steerscope's engine"))
+    if asked.save_as and not captures:
+        found.append(Problem("save_as", "the server has no folder for captures", "start it with the setting captures"))
+    elif asked.save_as and asked.capture is None:
+        found.append(Problem("save_as", "there is nothing to save", "add capture"))
+    elif text and asked.capture and not asked.save_as:
+        found.append(Problem("save_as", "over HTTP the rows of a capture need a name", "add save_as"))
+    return found
 
-    def __init__(self, front: Front, plan: Plan, files: list[ReservedFile], n: int) -> None:
-        self.plan = plan
-        self.texts: list[Text] = []
-        try:
-            for i in range(n if plan.columns or plan.capture else 0):
-                self.texts.append(Text(front, plan, files[i] if files else None))
-        except CapacityExceeded as error:
-            self.texts.clear()
-            raise InvalidRequest([Problem("", str(error), "send it again when others have ended")]) from None
+
+@dataclass
+class Ticket:
+    """One request, between its acceptance and its queueing, and its texts."""
+
+    plan: Plan
+    texts: "list[Text]"
 
 
 class Text:
@@ -173,7 +174,7 @@ class Text:
         self.front, self.plan, self.file = front, plan, file
         self.held: Reservation | None = None
         self.allocation = Allocation(self.front.capacity, self.plan)
-        if size := self.front.capacity.row_bytes(self.plan):
+        if size := self.allocation.shared.n_bytes:
             self.held = self.front.budget.take(size)
             if self.held is None:
                 raise CapacityExceeded(f"captures hold the whole budget of {self.front.budget.total >> 20} MiB")
@@ -181,10 +182,6 @@ class Text:
 
     def entry(self, name: str) -> dict[str, Any]:
         return self.allocation.entry(name, arena=(str(self.front.arena.path), self.front.arena.size))
-
-    @property
-    def failure(self) -> str | None:
-        return None if self.allocation.region is None else self.allocation.region.failure
 
     def end(self, token_ids: list[int]) -> CaptureHandle | None:
         """vLLM has finished it."""
@@ -213,12 +210,12 @@ class Text:
         assert self.plan.capture is not None
         count = self.plan.capture.positions.count(len(history) - 1)
         deadline = time.monotonic() + _ARRIVE_S
-        while self.allocation.arrived() < count and self.failure is None and time.monotonic() < deadline:
+        while self.allocation.arrived() < count and self.allocation.failure is None and time.monotonic() < deadline:
             drain_here(str(self.front.arena.path))
             if self.allocation.left() and self.allocation.arrived() < count:
                 break
             time.sleep(0.001)
-        if (why := self.failure) is not None:
+        if (why := self.allocation.failure) is not None:
             raise RequestFailed(f"{self.plan.request_id} failed: {why}")
         columns, _, size = self.allocation.hand_over(len(history) - 1)
         held.shrink(size)
@@ -336,7 +333,7 @@ def process_outputs(inner: Any, self: Any, outputs: list, *args: Any, **kwargs: 
     stopped = []
     for output in outputs:
         text = getattr(self.request_states.get(output.request_id), "steerscope", None)
-        if text is not None and (why := text.failure) is not None:
+        if text is not None and (why := text.allocation.failure) is not None:
             log.error("%s failed: %s", text.plan.request_id, why)
             if why == OVERFLOW:
                 text.front.capacity.salts.spoil(text.allocation.shared)
@@ -352,7 +349,7 @@ def new_completion_output(inner: Any, self: Any, token_ids: list, finish_reason:
     text = getattr(self, "steerscope", None)
     if text is None or finish_reason is None:
         return completion
-    if finish_reason.name not in ("ABORT", "ERROR") and text.failure is None:
+    if finish_reason.name not in ("ABORT", "ERROR") and text.allocation.failure is None:
         completion.steerscope = text.end(list(self.detokenizer.output_token_ids))
     else:
         text.drop_file()
