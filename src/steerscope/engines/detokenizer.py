@@ -5,9 +5,10 @@ character, and a run of byte-fallback tokens, which a decoder judges as a whole.
 text, not in the tokens, so they are found across token boundaries; text that may be the beginning of one is held back.
 """
 
+import functools
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _UNFINISHED = "�"
@@ -15,40 +16,26 @@ _UNDECIDED_TOKENS = 3  # of a window that ends in an unfinished character, these
 _LONGEST_WINDOW = 8  # tokens; above it the others are dropped
 
 
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
-
-    def decode(self, token_ids: list[int], **options: bool) -> str: ...
-    def get_vocab(self) -> dict[str, int]: ...
-
-
 class Decoder:
     """What all requests share: the decode function, byte-fallback ids, and the texts of single tokens."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Any) -> None:  # like one of transformers
         self._tokenizer = tokenizer
         self.byte_ids = frozenset(i for text, i in tokenizer.get_vocab().items() if _BYTE_TOKEN.fullmatch(text))
-        self._single: dict[int, str] = {}
-        self._silent: dict[int, bool] = {}
+        self.single = functools.cache(self._single)
+        self.silent = functools.cache(self._silent)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Without special tokens, and without the clean-up of spaces that would change text already shown."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def single(self, token_id: int) -> str:
-        text = self._single.get(token_id)
-        if text is None:
-            text = self._single[token_id] = self.decode([token_id])
-        return text
+    def _single(self, token_id: int) -> str:
+        return self.decode([token_id])
 
-    def silent(self, token_id: int) -> bool:
+    def _silent(self, token_id: int) -> bool:
         """Whether a token has no text anywhere: a special token, or an id that the tokenizer does not have. A space
         that is dropped only at the start of a text is not silent."""
-        silent = self._silent.get(token_id)
-        if silent is None:
-            silent = not self.single(token_id) and not self.decode([token_id, token_id])
-            self._silent[token_id] = silent
-        return silent
+        return not self.single(token_id) and not self.decode([token_id, token_id])
 
 
 class Detokenizer:

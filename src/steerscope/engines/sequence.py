@@ -100,9 +100,9 @@ class RunningText(ABC):
             self.history += tokens[: max(0, kept - self.count)]
             return "rule"
         self.history += tokens
-        if self.count >= self.plan.sampling.max_tokens:
-            return "stop" if tokens and tokens[-1] in self._eos else "length"
-        return "stop" if tokens and tokens[-1] in self._eos else None
+        if tokens and tokens[-1] in self._eos:
+            return "stop"
+        return "length" if self.count >= self.plan.sampling.max_tokens else None
 
     def accept(self, token: int, logprobs: TokenLogprobs | None = None) -> FinishReason | None:
         """Take a sampled token. Return the reason if it was the last one."""

@@ -95,7 +95,7 @@ class HFEngine(ThreadedEngine[Row]):
         self._batch = DecodeBatch(self.facts.layers)
         self.context = HFContext(
             facts=self.facts,
-            decoder=Decoder(self.tokenizer),  # type: ignore[arg-type]
+            decoder=Decoder(self.tokenizer),
             eos=eos_ids(model, self.tokenizer),
             budget=self.budget,
             capture_ttl=self.capture_ttl,

@@ -86,7 +86,7 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
         self.outputs = CoreOutputs(self._llm)
         self.context = VLLMContext(
             facts=self.facts,
-            decoder=Decoder(self.tokenizer),  # type: ignore[arg-type]
+            decoder=Decoder(self.tokenizer),
             eos=start.eos_ids(config, self.tokenizer),
             budget=self.budget,
             capture_ttl=self.capture_ttl,
