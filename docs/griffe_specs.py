@@ -28,7 +28,8 @@ def _show_methods(blocking: griffe.Class, line: list[griffe.Class]) -> None:
     for name, found in list(blocking.members.items()):
         if isinstance(found, griffe.Attribute) and "Engine." in str(found.value):
             copied = copy.copy(methods[name])
-            copied.labels = methods[name].labels - {"async"}
+            copied.labels = methods[name].labels - {"async", "abstractmethod"}
+            copied.returns = str(methods[name].returns).replace("AsyncGenerator", "Iterator")
             blocking.set_member(name, copied)
 
 

@@ -30,7 +30,7 @@ from steerscope.engines.options import (
     per_prompt,
     split,
 )
-from steerscope.engines.plan import Plan, Planner, Prompt, RequestSpecs, TemplateCache, ids_exist
+from steerscope.engines.plan import Plan, Planner, Prompt, RequestSpecs, TemplateCache
 from steerscope.engines.prompts import all_of, rendered, tokenized
 from steerscope.engines.result_channels import LoopWaker, Pause, ResultChannel, discard, open_channel, sleep, waits_here
 from steerscope.engines.results import (
@@ -227,11 +227,10 @@ class Engine(Scopes, ABC):
             raise EngineClosed(f"the engine of {self.facts.name} was closed: load it again")
         version = self.names_version  # before names are looked up
         asked = self._specs(len(prompts), many, sampling, **options)
-        ids_checked = ids_exist([prompt.token_ids for prompt in prompts], self.facts.vocab)  # else one by one
         plans: list[Plan] = []
         problems: list[Problem] = []
         for i, (prompt, specs) in enumerate(zip(prompts, asked, strict=True)):
-            planner = Planner(self.facts, self._vectors, self._packs, ids_checked)
+            planner = Planner(self.facts, self._vectors, self._packs)
             planner.problems += self._check_sampling(specs.sampling)
             try:
                 plans.append(self._templates.plan(planner, request_id or self._new_name(), prompt, specs, version))

@@ -8,7 +8,7 @@ import functools
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -147,14 +147,9 @@ class Planner:
     """Collects the problems of one request while resolving it."""
 
     def __init__(
-        self,
-        facts: Facts,
-        vectors: Mapping[str, VectorData],
-        packs: Mapping[str, Registered] | None = None,
-        ids_checked: bool = False,
+        self, facts: Facts, vectors: Mapping[str, VectorData], packs: Mapping[str, Registered] | None = None
     ) -> None:
         self.facts, self.vectors, self.packs = facts, vectors, packs or {}
-        self.ids_checked = ids_checked  # the token ids of the prompt are known to exist
         self.problems: list[Problem] = []
 
     def plan(
@@ -199,7 +194,7 @@ class Planner:
         ids, facts = prompt.token_ids, self.facts
         if not ids:
             self._problem("prompt", "the prompt is empty", "give at least one token")
-        if not self.ids_checked and not ids_exist([ids], facts.vocab):
+        if not ids_exist(ids, facts.vocab):
             bad = [i for i in ids if not isinstance(i, int | np.integer) or not 0 <= i < facts.vocab]
             self._problem("prompt", f"token id {bad[0]!r} does not exist", f"{facts.name} has ids 0–{facts.vocab - 1}")
         if facts.context is None or len(ids) + sampling.max_tokens <= facts.context:
@@ -369,15 +364,14 @@ def _taps_of(layers: tuple[int, ...], sites: tuple[Site, ...]) -> tuple[tuple[Ke
     return asked, tuple(dict.fromkeys(tap_of(layer, site) for layer, site in asked))
 
 
-def ids_exist(prompts: Iterable[Sequence[int]], vocab: int) -> bool:
+def ids_exist(ids: Sequence[int], vocab: int) -> bool:
     """Return whether all ids are whole numbers in [0, vocab)."""
-    ids = array("I")  # refuses negative ones, and what is not whole
+    found = array("I")  # refuses negative ones, and what is not whole
     try:
-        for one in prompts:
-            ids.fromlist(one if type(one) is list else list(one))
+        found.fromlist(list(ids))
     except (TypeError, OverflowError):
         return False
-    return not ids or int(np.frombuffer(ids, dtype=np.uint32).max()) < vocab
+    return not found or int(np.frombuffer(found, dtype=np.uint32).max()) < vocab
 
 
 # --- ops to the columns of a token, with results kept for equal ones

@@ -16,9 +16,11 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from steerscope.engines.results import Choice, EngineJob, Outcome
+from steerscope.specs.errors import RequestFailed
 
 Pause = Callable[[], float]
 T = TypeVar("T")
+_ENDS = (Choice, RequestFailed)
 _here = threading.local()  # of each thread: .held, what to wake at the end of `together`; .waits: in_this_thread
 
 
@@ -113,7 +115,7 @@ class LoopChannel(ResultChannel):
 
     def put(self, job: EngineJob, outcome: Outcome) -> None:
         self._append(job, outcome)
-        self._waker.news.append((self, isinstance(outcome, Choice | Exception)))
+        self._waker.news.append((self, isinstance(outcome, _ENDS)))
         _wake(self._waker)
 
     def look(self, ended: bool) -> None:

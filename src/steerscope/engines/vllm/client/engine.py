@@ -69,7 +69,7 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
         self._run()
         start.watch_core(self._llm.engine_core, self._thread)
         try:
-            self_test(self, self.sync, self.settings)
+            self_test(self.sync, self.settings)
         except BaseException:
             self.sync.close()
             raise

@@ -9,7 +9,6 @@ import warnings
 import numpy as np
 import torch
 
-from steerscope.engines.api import Engine
 from steerscope.engines.results import TokenPrompt
 from steerscope.engines.sync import SyncEngine
 from steerscope.engines.vllm.settings import NOOP, VLLMSettings
@@ -22,7 +21,7 @@ _PROMPT, _TOKENS, _TOKENS_READ = [1, 2, 3, 4, 5], 3, "last_prompt | generated"
 _STRENGTH = 0.5  # of a row's own norm, so that it stands out of rounding in any dtype
 
 
-def self_test(engine: Engine, sync: SyncEngine, settings: VLLMSettings) -> None:
+def self_test(engine: SyncEngine, settings: VLLMSettings) -> None:
     if settings.noop:
         warnings.warn(f"{NOOP} is set: nothing is steered, and captured rows are void", stacklevel=2)
         return
@@ -33,31 +32,31 @@ def self_test(engine: Engine, sync: SyncEngine, settings: VLLMSettings) -> None:
         taps = sorted(engine.facts.tapped)
         sites: set[Site] = {site for _, site in taps}
         for site in sorted(sites):
-            _check_site(engine, sync, site, [layer for layer, other in taps if other == site])
+            _check_site(engine, site, [layer for layer, other in taps if other == site])
     except UnsupportedModel:
         raise
     except SteerscopeError as error:
         raise UnsupportedModel(f"self-test of {engine.facts.name} failed: {error}") from error
 
 
-def _check_site(engine: Engine, sync: SyncEngine, site: Site, layers: list[int]) -> None:
+def _check_site(engine: SyncEngine, site: Site, layers: list[int]) -> None:
     prompt, sampling = TokenPrompt(_PROMPT), Sampling(max_tokens=_TOKENS, ignore_eos=True)
     captures = [
         Capture(layers=layers, sites=site, tokens=_TOKENS_READ, before_steering=before) for before in (True, False)
     ]
-    plain = sync.generate(prompt, sampling, capture=captures[1])
+    plain = engine.generate(prompt, sampling, capture=captures[1])
     vectors = {layer: _vector(layer, plain.rows[layer, site]) for layer in layers}
     steer = Steering.of(*(Add(vector=vector, layers=layer, site=site) for layer, vector in vectors.items()))
     assert plain.capture is not None
     plain.capture.close()
-    before, after = sync.generate([prompt, prompt], sampling, steer=steer, capture=captures)
+    before, after = engine.generate([prompt, prompt], sampling, steer=steer, capture=captures)
     if before.token_ids != after.token_ids:
         raise UnsupportedModel(f"self-test of {engine.facts.name} failed: equal requests gave different tokens")
     for layer, vector in vectors.items():
         gained = (after.rows[layer, site].double() - before.rows[layer, site].double()).cpu()
         wanted = torch.from_numpy(vector.astype(np.float64))
         error = float(((gained - wanted).norm(dim=-1) / wanted.norm()).max())
-        limit = max(1e-3, 8 * torch.finfo(engine.dtype).eps)
+        limit = max(1e-3, 8 * torch.finfo(engine.aio.dtype).eps)
         if not error < limit:
             raise UnsupportedModel(
                 f"self-test of {engine.facts.name} failed: a vector added at {site} of layer {layer} did not "

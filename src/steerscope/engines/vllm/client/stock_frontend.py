@@ -281,17 +281,16 @@ def process_inputs(inner: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if front is None:
         what = "this engine was started without taps"
         raise refusal([Problem(NAME, what, "start it with STEERSCOPE=1 or additional_config")])
-    saves = SAVES.get()
+    saves = SAVES.get() or Saves()
     try:
         ticket = front.ticket(request, given)
     except InvalidRequest as error:
         kind = NameInUse if isinstance(error, NameInUse) else InvalidRequest
         refused = refusal([problem.under(NAME) for problem in error.problems], kind)
-        if saves is not None and isinstance(refused, NameInUse):
+        if isinstance(refused, NameInUse):
             saves.refused = refused
         raise refused from None
-    if saves is not None:
-        saves.files += [text.file for text in ticket.texts if text.file is not None]
+    saves.files += [text.file for text in ticket.texts if text.file is not None]
     params.extra_args = {**params.extra_args, NAME: ticket}
     shared = front.capacity.shared(ticket.plan)
     own = front.capacity.salts.of(shared)
