@@ -35,8 +35,6 @@ class Store(Protocol):
 
 
 class Load:
-    """A pack that is being loaded."""
-
     def __init__(self, registered: Registered, work: Callable[["Load"], None]) -> None:
         self.registered, self.stopped = registered, threading.Event()
         self.done: Future[None] = Future()  # resolved when the pack is installed
@@ -151,7 +149,6 @@ class Packs:
         return self._loads[digest]
 
     def _run(self, load: Load) -> None:
-        """The load's thread."""
         try:
             loaded = self._store.load(load.registered, load.stopped)
         except BaseException as error:

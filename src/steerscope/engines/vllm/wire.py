@@ -89,8 +89,6 @@ class WireWatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WireBody(msgspec.Struct, array_like=True):
-    """What a request asks for."""
-
     columns: tuple[WireColumn, ...]
     capture: WireCapture | None
     watch: WireWatch | None = None

@@ -186,7 +186,6 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
             self._close_late()
 
     def _end_all(self) -> None:
-        """End every request as cancelled."""
         self._refuse_rest()
         try:
             self._conclude([(one, "cancelled") for one in self._running.values()], abort=True)

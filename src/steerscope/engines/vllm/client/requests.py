@@ -26,8 +26,6 @@ Lack = Literal["rows", "answer"]  # rows come with the steps that follow; for an
 
 @dataclass(frozen=True, slots=True)
 class VLLMContext(TextContext):
-    """What the texts of one engine share."""
-
     capacity: Capacity
     outputs: CoreOutputs
     core_is_apart: bool  # vLLM's core is another process

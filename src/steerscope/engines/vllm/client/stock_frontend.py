@@ -69,8 +69,6 @@ SAVES: ContextVar[Saves | None] = ContextVar("saves", default=None)
 
 
 class Front:
-    """The state of one front end."""
-
     def __init__(self, config: Any, settings: VLLMSettings) -> None:
         self.settings, self.facts = settings, facts_of(config, settings)
         self.vectors = named(settings.vectors)
