@@ -24,11 +24,9 @@ def problems_of(concepts: Sequence[Concept]) -> list[Problem]:
         if concept.id in by_id:
             found.append(Problem(f"concept {concept.id!r}", "two concepts have this id", "give each its own"))
         by_id[concept.id] = concept
-    in_cycle = _cycles(by_id)
-    for cycle in in_cycle:
-        path = " → ".join([*cycle, cycle[0]])
-        found.append(Problem(f"concept {cycle[0]!r}", f"is its own ancestor ({path})", "break the cycle"))
-    cyclic = {identity for cycle in in_cycle for identity in cycle}
+    cycle = _cycle(by_id)
+    if cycle:
+        found.append(Problem(f"concept {cycle[0]!r}", f"is its own ancestor ({' → '.join(cycle)})", "break the cycle"))
     for concept in concepts:
         where = f"concept {concept.id!r}"
         if len(set(concept.parents)) < len(concept.parents):
@@ -36,25 +34,19 @@ def problems_of(concepts: Sequence[Concept]) -> list[Problem]:
         for parent in dict.fromkeys(concept.parents):
             if parent not in by_id:
                 found.append(Problem(where, f"its parent {parent!r} is not in the pack", "add it or leave it out"))
-            elif by_id[parent].level >= concept.level and not (parent in cyclic and concept.id in cyclic):
+            elif by_id[parent].level >= concept.level and not {parent, concept.id} <= set(cycle):
                 what = f"is at level {concept.level}, its parent {parent!r} at {by_id[parent].level}"
                 found.append(Problem(where, what, "a parent's level must be smaller"))
     return found
 
 
-def _cycles(by_id: dict[str, Concept]) -> list[list[str]]:
-    """Return cycles, each from child to parent, that share no concept."""
-    parents = {identity: [p for p in concept.parents if p in by_id] for identity, concept in by_id.items()}
-    cycles: list[list[str]] = []
-    while True:
-        try:
-            TopologicalSorter(parents).prepare()
-        except CycleError as error:
-            cycles.append(error.args[1][:0:-1])
-            for identity in cycles[-1]:
-                del parents[identity]
-        else:
-            return cycles
+def _cycle(by_id: dict[str, Concept]) -> list[str]:
+    """Return a cycle from child to parent, if there is one. Of others, the levels are reported."""
+    try:
+        TopologicalSorter({identity: concept.parents for identity, concept in by_id.items()}).prepare()
+    except CycleError as error:
+        return error.args[1][::-1]
+    return []
 
 
 def order(concepts: Sequence[Concept]) -> list[int]:

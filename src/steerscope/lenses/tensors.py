@@ -13,6 +13,7 @@ and `decoder [lenses, hidden]`, the directions a sparse autoencoder writes.
 """
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from steerscope.lenses.spec import Concept, PackInfo, TensorEntry
 from steerscope.specs.errors import Problem
 
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+WEIGHT_DTYPES = ("float32", "bfloat16")
 CALIBRATION = ("low", "high", "confidence")
 PER_LENS = (*CALIBRATION, "floor", "threshold")
 _CHUNK = 1 << 24  # elements checked at a time: a mapped file must not be in memory at once
@@ -29,9 +30,8 @@ _CHUNK = 1 << 24  # elements checked at a time: a mapped file must not be in mem
 
 def layout(info: PackInfo, lenses: int) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every weight, in order."""
-    sizes = [info.hidden, *info.architecture.widths, 1]
     shapes: dict[str, tuple[int, ...]] = {}
-    for i, (into, out) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for i, (into, out) in enumerate(itertools.pairwise([info.hidden, *info.architecture.widths, 1])):
         shapes[f"w{i}"] = (lenses, out, into)
         shapes[f"b{i}"] = (lenses, out)
     return shapes
@@ -40,19 +40,19 @@ def layout(info: PackInfo, lenses: int) -> dict[str, tuple[int, ...]]:
 def shape_problems(info: PackInfo, lenses: int, tensors: Mapping[str, TensorEntry]) -> list[Problem]:
     """Return problems of names, shapes and dtypes, which a file's header holds."""
     weights = layout(info, lenses)
-    optional = {"normed": (lenses,), "decoder": (lenses, info.hidden), **dict.fromkeys(PER_LENS, (lenses,))}
+    known = {name: (shape, WEIGHT_DTYPES) for name, shape in weights.items()}
+    known |= {"normed": ((lenses,), ("bool",)), "decoder": ((lenses, info.hidden), WEIGHT_DTYPES)}
+    known |= dict.fromkeys(PER_LENS, ((lenses,), ("float32",)))
     needed = [*weights, *(["threshold"] if info.architecture.output == "jumprelu" else [])]
-    together = [name for name in CALIBRATION if name in tensors]
-    needed += CALIBRATION if together else ()
+    needed += CALIBRATION if any(name in tensors for name in CALIBRATION) else ()
     found = [Problem(name, "is missing", "the architecture needs it") for name in needed if name not in tensors]
-    known = {**weights, **optional}
     for name, entry in tensors.items():
         if name not in known:
             found.append(Problem(name, "is no tensor of a pack", f"known are {', '.join(known)}"))
             continue
-        if entry.shape != known[name]:
-            found.append(Problem(name, f"has shape {list(entry.shape)}", f"expected {list(known[name])}"))
-        allowed = _dtypes(name, weights)
+        shape, allowed = known[name]
+        if entry.shape != shape:
+            found.append(Problem(name, f"has shape {list(entry.shape)}", f"expected {list(shape)}"))
         if entry.dtype not in allowed:
             found.append(Problem(name, f"has dtype {entry.dtype}", f"convert it to {' or '.join(allowed)}"))
     used = {tensors[name].dtype for name in weights if name in tensors}
@@ -62,13 +62,6 @@ def shape_problems(info: PackInfo, lenses: int, tensors: Mapping[str, TensorEntr
     if k is not None and k > lenses:
         found.append(Problem("architecture.k", f"is {k}, with {lenses} lenses", "it cannot be larger"))
     return found
-
-
-def _dtypes(name: str, weights: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    if name == "normed":
-        return ("bool",)
-    wide = name in weights or name == "decoder"
-    return tuple(_dtype_name(dtype) for dtype in WEIGHT_DTYPES) if wide else ("float32",)
 
 
 def value_problems(concepts: Sequence[Concept], tensors: Mapping[str, Tensor]) -> list[Problem]:
@@ -109,7 +102,8 @@ def entries(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
 
 
 def entry(tensor: Tensor, sha256: str = "") -> TensorEntry:
-    return TensorEntry(dtype=_dtype_name(tensor.dtype), shape=tuple(tensor.shape), sha256=sha256)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorEntry(dtype=dtype, shape=tuple(tensor.shape), sha256=sha256)
 
 
 def checksum(tensor: Tensor) -> str:
@@ -118,7 +112,3 @@ def checksum(tensor: Tensor) -> str:
         whole = part.contiguous() if len(part) > 1 else part.clone(memory_format=torch.contiguous_format)
         total.update(whole.view(torch.uint8).numpy().data)
     return total.hexdigest()
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
