@@ -64,18 +64,10 @@ class Pack:
             tensors = {name: tensor[index.to(tensor.device)] for name, tensor in tensors.items()}
         self._set(info, concepts, {name: tensor.detach().cpu() for name, tensor in tensors.items()})
 
-    def _set(
-        self,
-        info: PackInfo,
-        concepts: tuple[Concept, ...],
-        tensors: Mapping[str, Tensor],
-        entries: dict[str, TensorEntry] | None = None,
-        folder: Path | None = None,
-    ) -> None:
+    def _set(self, info: PackInfo, concepts: tuple[Concept, ...], tensors: Mapping[str, Tensor]) -> None:
         self.info, self.concepts, self.tensors = info, concepts, tensors
         self.hierarchy = Hierarchy.of(concepts)
-        self.folder = folder  # source of the pack; may hold another one by now
-        self._known_entries = entries
+        self.folder: Path | None = None  # source of the pack; may hold another one by now
 
     # --- files
 
@@ -87,7 +79,8 @@ class Pack:
         """
         manifest, concepts, tensors = own.read(Path(path), verify)
         pack = cls.__new__(cls)
-        pack._set(manifest.info, concepts, tensors, manifest.entries, Path(path).absolute())
+        pack._set(manifest.info, concepts, tensors)
+        pack.entries, pack.folder = manifest.entries, Path(path).absolute()
         return pack
 
     def save(self, path: str | Path) -> None:
@@ -96,13 +89,13 @@ class Pack:
 
     def release_tensors(self) -> None:
         """Free the tensors and the file that they are mapped from. Names, hierarchy and digest stay."""
-        self._known_entries = self.entries
+        _ = self.entries  # computed while the tensors are here
         self.tensors = {}
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
         """Return shape, dtype and checksum of every tensor."""
-        return self._known_entries or arrays.entries(self.tensors)
+        return arrays.entries(self.tensors)
 
     @cached_property
     def digest(self) -> str:
