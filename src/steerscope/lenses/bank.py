@@ -128,15 +128,10 @@ class Bank:
     def top(self, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k largest scores of each row (or all) and their lenses, as indices of the pack."""
         k = min(k, len(self))
-        values = torch.empty(len(rows), k, device=self.device)
-        indices = torch.empty(len(rows), k, dtype=torch.long, device=self.device)
         step = max(1, self._stack.workspace // (16 * len(self)))  # rows whose scores fit
-        for start in range(0, len(rows), step):
-            here = slice(start, start + step)
-            best, columns = self.scores(rows[here]).topk(k, dim=-1)
-            values[here] = best
-            indices[here] = self._index[columns]
-        return values, indices
+        found = [self.scores(part).topk(k, dim=-1) for part in rows.split(step)]
+        values, columns = (torch.cat(column) for column in zip(*found, strict=True))
+        return values, self._index[columns]
 
     def _result(self, rows: Tensor, out: Tensor | None) -> Tensor:
         if rows.dim() != 2 or rows.shape[1] != self.pack.info.hidden:
