@@ -36,24 +36,24 @@ class Writer:
     def opening(self, index: int) -> str:
         """Return a chat's first chunk, which names the role."""
         delta = {"role": "assistant", "content": ""}
-        return self._of({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, None)
+        return self._of(_text({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}), None)
 
     def token(self, index: int, text: str, logprobs: Json | None = None, extra: object = None) -> str:
         what = f'"delta":{{"content":{quoted(text)}}}' if self.chat else f'"text":{quoted(text)}'
         more = "null" if logprobs is None else _text(logprobs)
-        choice = f'{{"index":{index},{what},"logprobs":{more},"finish_reason":null}}'
-        return f"{self._chunk}{choice}]{self._usage}{_extra(extra)}}}\n\n"
+        return self._of(f'{{"index":{index},{what},"logprobs":{more},"finish_reason":null}}', extra)
 
     def last(self, index: int, choice: Choice, extra: object = None) -> str:
         what = {"delta": {}} if self.chat else {"text": ""}
         reason = _REASONS[choice.finish_reason]
-        return self._of({"index": index, **what, "logprobs": None, "finish_reason": reason}, extra)
+        return self._of(_text({"index": index, **what, "logprobs": None, "finish_reason": reason}), extra)
 
     def usage_chunk(self, done: Sequence[Generation]) -> str:
         return f'{self._chunk}],"usage":{_text(_usage(done))}}}\n\n'
 
-    def _of(self, choice: Json, extra: object) -> str:
-        return f"{self._chunk}{_text(choice)}]{self._usage}{_extra(extra)}}}\n\n"
+    def _of(self, choice: str, extra: object) -> str:
+        more = "" if extra is None else f',"steerscope":{_text(extra)}'
+        return f"{self._chunk}{choice}]{self._usage}{more}}}\n\n"
 
     # --- whole
 
@@ -69,10 +69,6 @@ class Writer:
 
 def _text(data: object) -> str:
     return to_json(data).decode()
-
-
-def _extra(extra: object) -> str:
-    return "" if extra is None else f',"steerscope":{_text(extra)}'
 
 
 def _usage(done: Sequence[Generation]) -> Json:

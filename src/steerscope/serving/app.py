@@ -4,7 +4,7 @@ The page is static files of this package at `/` and `/ui/`, and plotly.js from t
 """
 
 import contextlib
-import importlib.util
+import importlib.resources
 from collections.abc import AsyncIterator, Callable
 from html import escape
 from pathlib import Path
@@ -21,7 +21,7 @@ import steerscope
 from steerscope.engines.api import Engine
 from steerscope.serving import jobs, openai, routes
 from steerscope.serving.bodies import ChatBody, CompletionBody, describe
-from steerscope.serving.errors import ApiError, ErrorBody, answer_error
+from steerscope.serving.errors import ErrorBody, answer_error
 from steerscope.serving.guard import Guard
 from steerscope.serving.settings import ServerSettings
 from steerscope.serving.state import Serving
@@ -52,13 +52,10 @@ async def index() -> Response:
 
 
 @page.get("/ui/plotly.min.js")
-async def plotly(request: Request) -> Response:
-    del request
-    found = importlib.util.find_spec("plotly")
-    file = Path(found.origin).parent / "package_data" / "plotly.min.js" if found and found.origin else None
-    if file is None or not file.is_file():
-        raise ApiError(404, "plotly is not installed: pip install plotly", "not_found")
-    return FileResponse(file, headers={"Cache-Control": "max-age=86400"})
+def plotly() -> Response:
+    """Not a coroutine: plotly is imported in a thread."""
+    file = importlib.resources.files("plotly") / "package_data" / "plotly.min.js"
+    return FileResponse(str(file), headers={"Cache-Control": "max-age=86400"})
 
 
 class PageFiles(StaticFiles):
@@ -89,6 +86,7 @@ def create_app(start: Callable[[], Engine] | Engine, settings: ServerSettings | 
         lifespan=life,
         redirect_slashes=False,
         responses={"default": {"model": ErrorBody, "description": "an error, as OpenAI's clients know them"}},
+        exception_handlers=dict.fromkeys((SteerscopeError, HTTPException, RequestValidationError), answer_error),
         docs_url=None,  # FastAPI's own page runs a program of another site
         redoc_url=None,
     )
@@ -98,8 +96,6 @@ def create_app(start: Callable[[], Engine] | Engine, settings: ServerSettings | 
     for router in (openai.router, jobs.router, routes.router, page):
         app.include_router(router)
     app.mount("/ui", PageFiles(directory=FOLDER, check_dir=False), name="ui")
-    for error in (SteerscopeError, HTTPException, RequestValidationError):
-        app.add_exception_handler(error, answer_error)
     app.add_middleware(Guard, serving=serving)
     if serving.settings.cors_origins:
         origins = list(serving.settings.cors_origins)
