@@ -62,20 +62,16 @@ class Colours:
 
     def place(self, value: float) -> float:
         """Return where in the colours a value lies, from -1 or 0 to 1."""
-        size = min(abs(value), self.limit)
-        if self.bend is None:
-            return float(np.sign(value)) * size / self.limit
-        if size <= self.bend:
-            return float(np.sign(value)) * _LINEAR * size / self.bend
-        beyond = np.log(size / self.bend) / np.log(self.limit / self.bend)
-        return float(np.sign(value) * (_LINEAR + (1 - _LINEAR) * beyond))
+        return float(np.sign(value) * np.interp(abs(value), *self._stops()))
 
-    def _value(self, place: float) -> float:
-        """Return the value at a place of a scale with a bend: the inverse of `place`."""
-        bend = self.bend or self.limit
-        beyond = (abs(place) - _LINEAR) / (1 - _LINEAR)
-        size = abs(place) / _LINEAR * bend if beyond <= 0 else bend * (self.limit / bend) ** beyond
-        return float(np.sign(place) * size)
+    def _stops(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return sizes from 0 to the limit, and their places in the colours from 0 to 1."""
+        places = np.linspace(0.0, 1.0, _STOPS + 1)
+        if self.bend is None:
+            return places * self.limit, places
+        beyond = (places - _LINEAR) / (1 - _LINEAR)
+        logarithmic = self.bend * (self.limit / self.bend) ** beyond
+        return np.where(beyond > 0, logarithmic, places / _LINEAR * self.bend), places
 
     def keywords(self) -> dict[str, object]:
         """Return arguments of a heat map of the values as they are: the colours are moved, not the values."""
@@ -84,12 +80,13 @@ class Colours:
             return {"colorscale": self.scale, "zmin": lowest, "zmax": self.limit}
         from plotly.colors import sample_colorscale
 
-        places = np.linspace(-1.0 if self.signed else 0.0, 1.0, _STOPS * (2 if self.signed else 1) + 1)
-        along = (places + 1) / 2 if self.signed else places
-        stops = [(self._value(float(place)) - lowest) / (self.limit - lowest) for place in places]
-        colours = [list(pair) for pair in zip(stops, sample_colorscale(self.scale, along.tolist()), strict=True)]
-        colours[0][0] = 0.0
-        colours[-1][0] = 1.0
+        sizes, places = self._stops()
+        if self.signed:
+            sizes = np.concatenate([-sizes[:0:-1], sizes])
+            places = (np.concatenate([-places[:0:-1], places]) + 1) / 2
+        stops = (sizes - lowest) / (self.limit - lowest)
+        stops[0], stops[-1] = 0.0, 1.0  # without a rounding error
+        colours = list(map(list, zip(stops.tolist(), sample_colorscale(self.scale, places.tolist()), strict=True)))
         return {"colorscale": colours, "zmin": lowest, "zmax": self.limit, "showscale": False}
 
 
