@@ -50,7 +50,8 @@ def telling_lines(results: Results) -> list[str]:
 def _numbers(results: Results) -> dict[str, object]:
     """Return the numbers that the template names: parts of the results, and what follows from them."""
     layers = results.steered_layers
-    least, most = results.doses[0], results.doses[-1]
+    least = results.doses[0]
+    most = results.doses[-1]
     up, down, plain = (results.dose(sign * results.scale) for sign in (1, -1, 0))
     last_plain, last_up, last_down = (heat.mean(-1) for heat in results.heat)
     return {
