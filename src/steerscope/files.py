@@ -41,6 +41,11 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def check_folder(path: str | Path) -> Path:
     """Return the real path of a file to write; its folder must exist."""
     target = Path(os.path.realpath(path))

@@ -25,7 +25,7 @@ from steerscope.bench.drivers import Driver, Ours, TimedRound, make_driver
 from steerscope.bench.workload import NotMeasured, Setup, capture_of, check_cell, check_setup, check_streams
 from steerscope.capture.private import private
 from steerscope.engines.results import EndEvent, TokenPrompt
-from steerscope.files import atomic_path
+from steerscope.files import write_text
 from steerscope.specs import Sampling
 from steerscope.specs.errors import InvalidRequest, Problem
 
@@ -63,8 +63,7 @@ def about_driver(driver: Driver, **more: Any) -> dict[str, Any]:
 
 def write(output: Path, result: dict[str, Any]) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(output) as temporary:
-        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_text(output, json.dumps(result, indent=1) + "\n")
 
 
 @contextmanager

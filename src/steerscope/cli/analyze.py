@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import Field
@@ -30,6 +30,9 @@ class DirectionOptions(Spec):
     random: int = Field(default=1024, description="Number of random directions to compare with.")
     seed: int = Field(default=0, description="Seed of the random directions.")
     device: str = Field(default="cpu", description="cpu or cuda.")
+    against: tuple[Path, ...] = Field(
+        default=(), description="Vectors to compare with, besides random ones; repeatable."
+    )
 
 
 Compared = Annotated[o.Given[DirectionOptions], o.Fields(DirectionOptions)]
@@ -37,7 +40,6 @@ Vectors = Annotated[list[Path], Argument(metavar="VECTORS…", help="Vector file
 Out = Annotated[Path, Option(help="Folder for the results (Parquet and JSON) and their page.")]
 Base = Annotated[str, Argument(help="smollm2-135m, a model directory, or a hub id.")]
 Tuned = Annotated[str | None, Option(help="The same model after training, to compare with.")]
-Against = Annotated[list[Path] | None, Option(help="Vectors to compare with, besides random ones; repeatable.")]
 
 
 def finish(
@@ -94,7 +96,6 @@ def susceptibility(
     vectors: Vectors,
     out: Out,
     options: Annotated[o.Given[DirectionOptions], o.Fields(DirectionOptions, random=200)],
-    against: Against = None,
     as_json: o.AsJson = False,
 ) -> None:
     """Measure how far the weights of each layer changed along directions, between two checkpoints of one model.
@@ -104,10 +105,10 @@ def susceptibility(
     from steerscope.analysis import susceptibility as s
     from steerscope.analysis.report import strongest
 
-    first, second, named, others = _opened(base, tuned, vectors, against, options)
+    first, second, named, settings = _opened(base, tuned, vectors, options)
     assert second is not None
     with ProgressBars() as bars:
-        result = s.susceptibility(first, second, named, against=others, progress=bars, **options.values)
+        result = s.susceptibility(first, second, named, progress=bars, **settings)
     shown = {"direction": "", "layer": "", "matrix": "", "side": "", "alignment": ".3f", "chance": ".3f", "z": "+.1f"}
     finish([result], out, as_json, strongest(result), {**shown, "p": ".3f"})
 
@@ -119,11 +120,9 @@ def report(
     """Write a page about all results of a folder, index.html in it."""
     from steerscope.analysis.report import analysis_page
     from steerscope.analysis.results import load_results
-    from steerscope.files import atomic_path
+    from steerscope.files import write_text
 
-    made = analysis_page(load_results(folder))
-    with atomic_path(folder / "index.html") as page:
-        page.write_text(made, encoding="utf-8")
+    write_text(folder / "index.html", analysis_page(load_results(folder)))
     typer.echo(folder / "index.html")
 
 
@@ -135,15 +134,14 @@ def mlp(
     out: Out,
     options: Compared,
     tuned: Tuned = None,
-    against: Against = None,
     as_json: o.AsJson = False,
 ) -> None:
     """Measure what the MLP of every layer does to directions; with --tuned, how that changed."""
     from steerscope.analysis.mlp import mlp_pass
 
-    first, second, named, others = _opened(base, tuned, vectors, against, options)
+    first, second, named, settings = _opened(base, tuned, vectors, options)
     with ProgressBars() as bars:
-        result = mlp_pass(first, named, second, against=others, progress=bars, **options.values)
+        result = mlp_pass(first, named, second, progress=bars, **settings)
     shown = {"measure": "", "rank": "", "name": "", "group": "", "mean": ".4g", "std": ".3g", "max": ".4g"}
     rows = [row for row in result.tables["ranking"].to_pylist() if row["rank"] <= 5]
     finish([result], out, as_json, rows, {**shown, "max_layer": ""})
@@ -158,18 +156,15 @@ def attention(
     options: Compared,
     tuned: Tuned = None,
     distance: Annotated[int, Option(help="Positions between query and key; 0 ignores RoPE.")] = 0,
-    against: Against = None,
     as_json: o.AsJson = False,
 ) -> None:
     """Measure which directions attend to which in every layer and head; with --tuned, how that changed."""
     from steerscope.analysis.attention import attention_pass
     from steerscope.analysis.report import self_significance
 
-    first, second, named, others = _opened(base, tuned, vectors, against, options)
+    first, second, named, settings = _opened(base, tuned, vectors, options)
     with ProgressBars() as bars:
-        result = attention_pass(
-            first, named, second, distance=distance, against=others, progress=bars, **options.values
-        )
+        result = attention_pass(first, named, second, distance=distance, progress=bars, **settings)
     if summary := self_significance(result):
         o.note(summary)
     by = "z_change" if tuned else "z"
@@ -179,11 +174,13 @@ def attention(
 
 
 def _opened(
-    base: str, tuned: str | None, vectors: list[Path], against: list[Path] | None, options: o.Given[DirectionOptions]
-) -> "tuple[Checkpoint, Checkpoint | None, Directions, Directions | None]":
+    base: str, tuned: str | None, vectors: list[Path], options: o.Given[DirectionOptions]
+) -> "tuple[Checkpoint, Checkpoint | None, Directions, dict[str, Any]]":
+    """Return both checkpoints, the directions, and the settings of an analysis."""
     from steerscope.analysis.checkpoint import Checkpoint
     from steerscope.analysis.directions import load_directions
 
+    against = options.values.get("against")
     first, second, named, others, _ = o.together(
         lambda: Checkpoint(base),
         lambda: Checkpoint(tuned) if tuned else None,
@@ -191,4 +188,4 @@ def _opened(
         lambda: load_directions(against, o.note) if against else None,
         lambda: o.check_device(options.values["device"]),
     )
-    return first, second, named, others
+    return first, second, named, {**options.values, "against": others}

@@ -144,7 +144,7 @@ def report(
     """Generate, and write a page: concepts over tokens, the tree of concepts, the lenses' calibration."""
     asked = options.parse()
     wanted, settings, _ = o.together(asked.watch, sampling.parse, lambda: o.check_target(out))
-    from steerscope.files import atomic_path
+    from steerscope.files import write_text
     from steerscope.lenses.report import html_report
 
     with o.open_engine(model, engine) as loaded:
@@ -157,8 +157,7 @@ def report(
         prompt_length=len(generation.prompt_token_ids),
         model=model,
     )
-    with atomic_path(out) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+    write_text(out, page)
     typer.echo(str(out))
 
 

@@ -104,7 +104,7 @@ def _option_type(annotation: Any) -> Any:
         parts = [_option_type(part) for part in get_args(annotation) if part is not NoneType]
         return parts[0] | None if len(parts) == 1 else str | None
     if get_origin(annotation) is tuple:
-        return list[str] | None
+        return list[Path] | None if annotation == tuple[Path, ...] else list[str] | None
     if get_origin(annotation) is Literal or annotation in (int, float, bool, Path):
         return annotation
     return str

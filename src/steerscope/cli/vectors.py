@@ -149,11 +149,10 @@ def compare(
     found = _compared(paths)
     if out:
         from steerscope.analysis.compare_page import comparison_page
-        from steerscope.files import atomic_path
+        from steerscope.files import write_text
 
         out.mkdir(parents=True, exist_ok=True)
-        with atomic_path(out / "index.html") as page:
-            page.write_text(comparison_page(found), encoding="utf-8")
+        write_text(out / "index.html", comparison_page(found))
         written = [out / "index.html", *c.save_tables(found, out)]
         o.note(f"written: {', '.join(map(str, written))}")
     if as_json:

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from steerscope.evals.run import OPPOSITE, PROMPTED, UNSTEERED, EvalRun, answers_of, load_run
 from steerscope.evals.scoring import UNFIT
 from steerscope.evals.summary import out_of_reach, summarise
-from steerscope.extraction.runs import write_text
+from steerscope.files import write_text
 from steerscope.report.colours import AXIS, GRID, INK, NEUTRAL, PALETTE
 from steerscope.report.page import Html, div, fill, page, table
 from steerscope.report.plots import add_band, add_line, framed, label

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from steerscope.engines.sync import SyncEngine
-from steerscope.files import atomic_path, reading
+from steerscope.files import atomic_path, reading, write_text
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem, SteerscopeError
 
@@ -43,11 +43,6 @@ def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_text(path: Path, text: str) -> None:
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, data: object) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from steerscope.engines.sync import SyncEngine
-from steerscope.extraction.runs import read_json, write_json, write_text
+from steerscope.extraction.runs import read_json, write_json
+from steerscope.files import write_text
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 from steerscope.training.course import Course
 from steerscope.training.curves import sweep_plot

@@ -15,8 +15,8 @@ from pathlib import Path
 from steerscope.core.sites import refusal
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.reading import layer_numbers
-from steerscope.extraction.runs import read_json, write_json, write_text
-from steerscope.files import lock_folder, reading
+from steerscope.extraction.runs import read_json, write_json
+from steerscope.files import lock_folder, reading, write_text
 from steerscope.specs import InvalidRequest, Problem, Steering, SteerscopeError
 from steerscope.training.course import Course
 from steerscope.training.curves import loss_plot

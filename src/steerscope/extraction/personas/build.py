@@ -23,7 +23,8 @@ from steerscope.extraction.personas.folder import Folder, write_pt
 from steerscope.extraction.personas.keys import Answers, Keys, role_keys, trait_keys
 from steerscope.extraction.personas.rollouts import text_of
 from steerscope.extraction.personas.run import PersonaRun, load_run, score_id
-from steerscope.extraction.runs import write_json, write_text
+from steerscope.extraction.runs import write_json
+from steerscope.files import write_text
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.steering import LayersLike
 from steerscope.vectors.files import load, save
