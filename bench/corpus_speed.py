@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import commit, machine
-from steerscope.capture.shards import commit_path
+from steerscope.capture.shards import part_path
 from steerscope.capture.store import ActivationStore, committed, read_info
 from steerscope.models import DEFAULT_MODEL
 
@@ -46,7 +46,7 @@ def captured(data: Path, out: Path, options: list[str]) -> dict[str, Any]:
     subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
     whole = time.perf_counter() - wall
     commits, info = committed(out), read_info(out)
-    at = {one.shard: commit_path(out, one.shard).stat().st_mtime for one in commits}
+    at = {one.shard: part_path(out, "commits", one.shard).stat().st_mtime for one in commits}
     first, last = min(at, key=lambda shard: at[shard]), max(at.values())
     between, counted = last - at[first], [one for one in commits if one.shard != first]
     tokens, rows = sum(one.tokens for one in counted), sum(one.rows for one in counted)

@@ -22,10 +22,8 @@ import torch
 from rich.console import Console
 
 from bench.machine import commit, machine
-from steerscope.capture.index import DocumentEntry
-from steerscope.capture.shards import StoreInfo
+from steerscope.capture.shards import DocumentEntry, DocumentRows, StoreInfo, write_shards
 from steerscope.capture.store import ActivationStore, create, finish
-from steerscope.capture.writing import DocumentRows, write_shards
 from steerscope.core.rows import Labels
 
 ROWS, HIDDEN = 1_000_000, 2048

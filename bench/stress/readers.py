@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from steerscope.capture.index import DocumentEntry
 from steerscope.capture.rows import Rows, load_rows
-from steerscope.capture.shards import StoreInfo
+from steerscope.capture.shards import DocumentEntry, DocumentRows, StoreInfo, write_shards
 from steerscope.capture.store import ActivationStore, create, finish
-from steerscope.capture.writing import DocumentRows, write_shards
 from steerscope.client.answers import DONE, EventReader, Gathered, ServerEvent, answer_of, job_event
 from steerscope.core.rows import make_labels
 from steerscope.lenses import Pack

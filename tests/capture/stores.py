@@ -6,10 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from steerscope.capture.index import DocumentEntry
-from steerscope.capture.shards import StoreInfo
+from steerscope.capture.shards import DocumentEntry, DocumentRows, StoreInfo, write_shards
 from steerscope.capture.store import create, finish
-from steerscope.capture.writing import DocumentRows, write_shards
 from steerscope.core.rows import Labels
 
 HIDDEN, KEYS, SHARDS, DOCUMENTS = 16, ((2, "resid_post"), (5, "mlp_out")), 3, 4  # documents of a shard

@@ -9,8 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from capture import stores
-from steerscope.capture.batches import Part, ShuffledRows, in_test
-from steerscope.capture.store import ActivationStore
+from steerscope.capture.store import ActivationStore, Part, ShuffledRows, in_test
 from steerscope.specs.errors import InvalidRequest
 
 

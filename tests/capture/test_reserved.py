@@ -16,8 +16,7 @@ import pytest
 from capture.test_handle import make, make_rows
 from steerscope.capture import reserved
 from steerscope.capture.reserved import ReservedFile
-from steerscope.capture.row_file import RowFile
-from steerscope.capture.rows import load_rows
+from steerscope.capture.rows import RowFile, load_rows
 from steerscope.files import lock
 from steerscope.specs.errors import InvalidRequest, NameInUse, SaveFailed
 from support.waiting import HUNG_S

@@ -18,10 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from capture import stores
-from steerscope.capture import writing
-from steerscope.capture.shards import StoreInfo, writing_shard
+from steerscope.capture.shards import DocumentRows, StoreInfo, write_shards, writing_shard
 from steerscope.capture.store import ActivationStore, committed, create, finish
-from steerscope.capture.writing import DocumentRows, write_shards
 from steerscope.specs.errors import BadFile, InvalidRequest
 from support.waiting import HUNG_S
 
@@ -163,7 +161,7 @@ def _killed_at(folder: Path, replace: int, before: bool) -> bool:
         os.replace = counting  # type: ignore[assignment]
         with writing_shard(folder, stores.info(), 0) as writer:
             for some in stores.pieces(0):
-                writer.add(*some[0])
+                writer.add(some)
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
@@ -225,27 +223,26 @@ def test_a_signal_when_a_shard_begins_leaves_nobody_waiting(tmp_path: Path) -> N
     assert not [*tmp_path.glob("*/.steerscope-*")]
 
 
-def test_an_interrupt_at_the_end_of_a_shard_stops_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_at_the_end_of_a_shard_stops_the_writing(tmp_path: Path) -> None:
     create(tmp_path, stores.info())
-    real, told = writing._Shard.end, []
+    told = []
 
-    def interrupted(shard: writing._Shard, error: BaseException | None) -> None:
-        if error is None:
-            raise KeyboardInterrupt
-        real(shard, error)
+    def interrupted() -> Iterator[list[DocumentRows]]:
+        yield from stores.pieces(0)
+        raise KeyboardInterrupt
 
     def run() -> None:
         try:
-            list(write_shards(tmp_path, stores.info(), [(0, stores.pieces(0))]))
+            list(write_shards(tmp_path, stores.info(), [(0, interrupted())]))
         except KeyboardInterrupt:
             told.append("interrupted")
 
-    monkeypatch.setattr(writing._Shard, "end", interrupted)
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(HUNG_S)
     assert told == ["interrupted"]
     assert not committed(tmp_path)
+    assert not [*tmp_path.glob("*/.steerscope-*")]
 
 
 def test_a_disk_that_is_full_stops_the_writing_and_leaves_what_was_whole(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from bench.corpus_speed import captured, differences, write_corpus
-from steerscope.capture.shards import rows_path
+from steerscope.capture.shards import part_path
 from support import tiny
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def test_a_corpus_is_captured_timed_and_compared(tmp_path: Path) -> None:
     assert found["bytes_per_s"] == pytest.approx(found["tokens_per_s"] * 4 * 64 * 2)  # layers × hidden, bfloat16
     assert differences(out, out) == {"rows": 108, "worst_relative_l2": 0.0, "least_cosine": pytest.approx(1.0)}
     shutil.copytree(out, other)
-    file = rows_path(other, 1)
+    file = part_path(other, "rows", 1)
     rows = {name: tensor.clone() for name, tensor in load_file(file).items()}
     next(iter(rows.values()))[3] *= -1
     save_file(rows, file)

@@ -1,4 +1,8 @@
-"""Captured rows: tensors by layer and site, their labels, and their file."""
+"""Captured rows: tensors by layer and site, their labels, and their file.
+
+The file is safetensors: the length of a JSON header, the header, then the tensors. Its bytes are made in small pieces
+from the tensors' memory, so writing or sending a capture of gigabytes needs a few hundred KiB.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,16 +14,68 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from steerscope.capture.row_file import RowFile
 from steerscope.core.rows import Labels
 from steerscope.core.slot_table import Key
 from steerscope.files import atomic_path, reading
-from steerscope.specs.errors import BadFile, InvalidRequest, Problem
+from steerscope.specs.errors import BadFile, InvalidRequest
 from steerscope.specs.steering import SITES, Site
 from steerscope.specs.tokens import MessageSpan
 
 _FORMAT = "steerscope-rows-1"
-_SITE: dict[str, Site] = {site: site for site in SITES}
+_LABELS = ("position", "token_id", "generated", "message")
+_PIECE_BYTES = 256 << 10
+TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+}
+
+
+class RowFile:
+    """The bytes of one safetensors file, made on demand. Tensors may be views that share memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        # The widest dtypes first, so that each tensor is aligned to its item size.
+        names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+        self._tensors = [tensors[name] for name in names]
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
+        at = 0
+        for name, tensor in zip(names, self._tensors, strict=True):
+            offsets = [at, at + tensor.nbytes]
+            header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+            at += tensor.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._head = len(text).to_bytes(8, "little") + text
+        self.size = len(self._head) + at
+
+    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        """Yield the bytes from `start` to `stop`."""
+        stop = self.size if stop is None else stop
+        if start < len(self._head):
+            yield self._head[start:stop]
+        begin = len(self._head)
+        for tensor in self._tensors:
+            yield from _bytes_of(tensor, max(0, start - begin), stop - begin)
+            begin += tensor.nbytes
+
+
+def _bytes_of(tensor: Tensor, start: int, stop: int) -> Iterator[bytes]:
+    """Yield bytes of one tensor, a few rows at a time."""
+    rows = tensor if tensor.dim() > 1 else tensor[None]
+    row_bytes = rows[0].numel() * rows.element_size() if len(rows) else 0
+    stop = min(stop, len(rows) * row_bytes)
+    if start >= stop:
+        return
+    n_rows = max(1, _PIECE_BYTES // row_bytes)
+    for first in range(start // row_bytes, -(-stop // row_bytes), n_rows):
+        piece = rows[first : first + n_rows].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        at = first * row_bytes
+        yield piece[max(0, start - at) : stop - at]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +106,12 @@ class Rows(Mapping[Key, Tensor]):
     def __getitem__(self, key: Key | int) -> Tensor:
         if not isinstance(key, tuple):
             if len(self.sites) > 1:
-                raise InvalidRequest(
-                    [Problem("site", f"{len(self.sites)} sites were captured", f"name one of {self.sites}")]
-                )
+                what = f"{len(self.sites)} sites were captured"
+                raise InvalidRequest.of("site", what, f"name one of {self.sites}")
             key = (key, next(iter(self.tensors))[1])
         if key not in self.tensors:
             what = f"layer {key[0]} at {key[1]} was not captured"
-            raise InvalidRequest([Problem("layer", what, f"captured: layers {self.layers}, sites {self.sites}")])
+            raise InvalidRequest.of("layer", what, f"captured: layers {self.layers}, sites {self.sites}")
         return self.tensors[key]
 
     def __contains__(self, key: object) -> bool:
@@ -71,25 +126,21 @@ class Rows(Mapping[Key, Tensor]):
     def message(self, i: int, template: bool = False) -> "Rows":
         """Return the rows of one chat message; with `template` also those of the template's text around it."""
         if self.reduce:
-            raise InvalidRequest([Problem("message", "rows were reduced to one", "capture without reduce")])
+            raise InvalidRequest.of("message", "rows were reduced to one", "capture without reduce")
         if self.messages is None:
-            what = "there are no proven message spans"
-            raise InvalidRequest(
-                [Problem("message", what, "capture through chat(), with a template that keeps messages")]
-            )
+            remedy = "capture through chat(), with a template that keeps messages"
+            raise InvalidRequest.of("message", "there are no proven message spans", remedy)
         count = len(self.labels.roles)
         if not -count <= i < count:
-            raise InvalidRequest(
-                [Problem("message", f"message {i} does not exist", f"the chat has messages 0–{count - 1}")]
-            )
+            raise InvalidRequest.of("message", f"message {i} does not exist", f"the chat has messages 0–{count - 1}")
         i %= count
         chosen = self.labels.message == i
-        for span in self.messages if template else ():
-            if span.index == i and span.whole is None:
-                what = "this chat template's own text cannot be told apart"
-                raise InvalidRequest([Problem("message", what, "ask without template")])
-            if span.index == i and span.whole is not None:
-                chosen |= (self.labels.position >= span.whole[0]) & (self.labels.position < span.whole[1])
+        whole = [span.whole for span in self.messages if template and span.index == i]
+        if None in whole:
+            what = "this chat template's own text cannot be told apart"
+            raise InvalidRequest.of("message", what, "ask without template")
+        for start, stop in filter(None, whole):
+            chosen |= (self.labels.position >= start) & (self.labels.position < stop)
         index = np.flatnonzero(chosen)
         tensors = {key: tensor[torch.from_numpy(index)] for key, tensor in self.tensors.items()}
         return Rows(tensors, self.labels.take(index), self.model, None, self.messages)
@@ -98,7 +149,7 @@ class Rows(Mapping[Key, Tensor]):
         """Return the safetensors file of these rows, `layer.{i}.{site}` and `label.*`, with bytes that are made on
         demand."""
         tensors = {f"layer.{layer}.{site}": tensor for (layer, site), tensor in self.tensors.items()}
-        for name in ("position", "token_id", "generated", "message"):
+        for name in _LABELS:
             tensors[f"label.{name}"] = torch.from_numpy(np.ascontiguousarray(getattr(self.labels, name)))
         spans = None if self.messages is None else [[s.index, s.role, s.content, s.whole] for s in self.messages]
         header = {
@@ -132,13 +183,13 @@ def load_rows(path: Path | str) -> Rows:
 
 
 def _unpack(path: Path | str, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> Rows:
-    columns = [tensors[f"label.{name}"].numpy() for name in ("position", "token_id", "generated", "message")]
+    columns = [tensors[f"label.{name}"].numpy() for name in _LABELS]
     labels = Labels(header["request"], *columns, roles=tuple(json.loads(header["roles"])))
     rows: dict[Key, Tensor] = {}
     for name, tensor in tensors.items():
         kind, *rest = name.split(".")
         if kind == "layer":
-            rows[int(rest[0]), _SITE[rest[1]]] = tensor
+            rows[int(rest[0]), SITES[SITES.index(rest[1])]] = tensor
     spans = json.loads(header["messages"])
     messages = None
     if spans is not None:

@@ -12,8 +12,9 @@
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -21,26 +22,18 @@ import pyarrow.dataset as ds
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
 
-from steerscope.capture.batches import Part, ShuffledRows
 from steerscope.capture.rows import Rows
-from steerscope.capture.shards import (
-    HEADER,
-    Commit,
-    StoreInfo,
-    checksum,
-    commit_path,
-    digest,
-    documents_path,
-    index_path,
-    rows_path,
-)
+from steerscope.capture.shards import HEADER, PARTS, Commit, StoreInfo, checksum, digest, part_path
 from steerscope.core.rows import Labels
 from steerscope.core.slot_table import Key
 from steerscope.files import atomic_path, reading
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 
-PARTS = ("rows", "index", "documents", "commits")
+Part = Literal["all", "train", "test"]
+_RUN_BYTES = 4 << 20
+_BUFFER_BYTES = 256 << 20
 
 
 def create(folder: Path, info: StoreInfo) -> None:
@@ -68,7 +61,7 @@ def committed(folder: Path, known: Mapping[int, Commit] | None = None) -> list[C
 
 def read_commit(folder: Path, shard: int) -> Commit | None:
     """Return the commit of one shard, or None when it has none yet."""
-    path = commit_path(folder, shard)
+    path = part_path(folder, "commits", shard)
     with reading(path, "commit of a shard"):
         return Commit.from_json(path.read_bytes()) if path.is_file() else None
 
@@ -121,7 +114,7 @@ class ActivationStore:
 
     def shard(self, number: int) -> Tensor:
         """Return the rows [rows, keys, hidden] of one shard, memory-mapped."""
-        path, commit = rows_path(self.folder, number), self.commits[self._place[number]]
+        path, commit = part_path(self.folder, "rows", number), self.commits[self._place[number]]
         with reading(path, "shard of rows"):
             with safe_open(path, framework="pt") as file:
                 rows = file.get_tensor("rows")
@@ -164,7 +157,7 @@ class ActivationStore:
         with reading(self.folder, "store"):
             first, stop = line["first_row"], line["first_row"] + line["rows"]
             rows = self.shard(line["shard"])[first:stop]
-            path = index_path(self.folder, line["shard"])
+            path = part_path(self.folder, "index", line["shard"])
             lines = ds.dataset(path).to_table(filter=(ds.field("row") >= first) & (ds.field("row") < stop))
             labels = _labels(str(line["id"] or number), lines)
             return Rows({key: rows[:, i] for i, key in enumerate(self.keys)}, labels, self.info.model)
@@ -180,7 +173,7 @@ class ActivationStore:
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
-    ) -> ShuffledRows:
+    ) -> "ShuffledRows":
         """Return a torch IterableDataset of all rows, shuffled: tensors [size, hidden], or [size, keys, hidden] for all
         layers. `part` selects documents of `train` or `test`; each `rank` of `world` reads its share."""
         return ShuffledRows(self, size, self.column(layer, site), part, test, seed, rank, world)
@@ -189,14 +182,11 @@ class ActivationStore:
         """Read all files again and return one line for each difference from what was written."""
         wrong = []
         for commit in self.commits:
-            for path, skip, known in (
-                (rows_path(self.folder, commit.shard), HEADER, commit.rows_xxh3),
-                (index_path(self.folder, commit.shard), 0, commit.index_xxh3),
-                (documents_path(self.folder, commit.shard), 0, commit.documents_xxh3),
-            ):
+            for part, skip in (("rows", HEADER), ("index", 0), ("documents", 0)):
+                path = part_path(self.folder, part, commit.shard)
                 if not path.is_file():
                     wrong.append(f"{path} is missing")
-                elif digest(path, skip) != known:
+                elif digest(path, skip) != getattr(commit, f"{part}_xxh3"):
                     wrong.append(f"{path} has changed since it was written")
                 elif skip:  # the checksum leaves out the header
                     try:
@@ -218,14 +208,13 @@ class ActivationStore:
     @functools.lru_cache(maxsize=64)  # noqa: B019 (a store is small and lives long)
     def row_documents(self, number: int) -> np.ndarray:
         """Return the document of every row of a shard."""
-        path = documents_path(self.folder, number)
+        path = part_path(self.folder, "documents", number)
         with reading(path, "list of documents"):
             lines = ds.dataset(path).to_table(columns=["document", "rows"])
         return np.repeat(lines["document"].to_numpy(), lines["rows"].to_numpy())
 
     def _table(self, part: str, where: ds.Expression | None, columns: list[str] | None) -> pa.Table:
-        path = {"index": index_path, "documents": documents_path}[part]
-        files = [str(path(self.folder, commit.shard)) for commit in self.commits]
+        files = [str(part_path(self.folder, part, commit.shard)) for commit in self.commits]
         if not files:
             raise BadFile(f"{self.folder} holds no shard yet: run the capture first")
         with reading(self.folder / part, "part of a store"):
@@ -243,3 +232,92 @@ def _labels(request: str, lines: pa.Table) -> Labels:
     known = tuple(roles.get(i, "") for i in range(max(roles, default=-1) + 1))
     position, token = lines["position"].to_numpy().astype(np.int64), lines["token_id"].to_numpy().astype(np.int64)
     return Labels(request, position, token, np.zeros(len(lines), bool), message, known)
+
+
+def in_test(documents: np.ndarray, test: float) -> np.ndarray:
+    """Return which documents are held out. It depends on their numbers alone, so all stores of a corpus agree."""
+    mixed = documents.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return (mixed ^ (mixed >> np.uint64(31))) / 2.0**64 < test
+
+
+class ShuffledRows(IterableDataset[Tensor]):
+    """Batches of shuffled rows, for training: every row once per pass, in an order that depends on the seed alone.
+
+    Runs of neighbouring rows are visited in random order and mixed in a buffer. So disks read runs, and batches hold
+    rows of many documents. Each worker of a DataLoader and each rank of a training reads its own share of the runs.
+    `ActivationStore.batches` explains the arguments.
+    """
+
+    def __init__(
+        self,
+        store: ActivationStore,
+        size: int,
+        key: int | None,
+        part: Part,
+        test: float,
+        seed: int,
+        rank: int,
+        world: int,
+    ) -> None:
+        problems = []
+        if size < 1:
+            problems.append(Problem("size", f"is {size}", "give at least 1"))
+        if part not in get_args(Part):
+            problems.append(Problem("part", f"{part!r} is unknown", f"choose one of {get_args(Part)}"))
+        if not 0 < test < 1:
+            problems.append(Problem("test", f"is {test}", "give a share between 0 and 1"))
+        if not 0 <= rank < world:
+            problems.append(Problem("rank", f"{rank} of {world} does not exist", "give 0 ≤ rank < world"))
+        if problems:
+            raise InvalidRequest(problems)
+        self.store, self.size, self.key, self.part, self.test = store, size, key, part, test
+        self.seed, self.rank, self.world = seed, rank, world
+        # The keys of a row lie together on disk, so a run counts all of them, the buffer only those it keeps.
+        row_bytes = store.info.row_bytes // (1 if key is None else len(store.info.keys))
+        self.buffer = min(max(2 * size, _BUFFER_BYTES // row_bytes), max(2 * size, len(store)))
+        self.run = max(1, _RUN_BYTES // store.info.row_bytes)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker = get_worker_info()
+        n_workers = worker.num_workers if worker else 1
+        reader = self.rank * n_workers + (worker.id if worker else 0)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + reader)
+        held = torch.empty(self.buffer, *self._row_shape(), dtype=self.store.info.torch_dtype)
+        held_bytes = held.flatten(1).view(torch.uint8).numpy()  # numpy scatters rows several times as fast as torch
+        free = torch.arange(self.buffer)
+        for rows in self._runs(reader, self.world * n_workers):
+            while len(rows):
+                count = min(len(rows), len(free))
+                held_bytes[free[:count].numpy()] = rows[:count].flatten(1).view(torch.uint8).numpy()
+                rows, free = rows[count:], free[count:]
+                if not len(free):  # one half stays, to be mixed with later rows
+                    free = torch.randperm(self.buffer, generator=generator)[: self.buffer // 2 // self.size * self.size]
+                    yield from (held.index_select(0, batch) for batch in free.split(self.size))
+        full = torch.ones(self.buffer, dtype=torch.bool)
+        full[free] = False
+        rest = full.nonzero().squeeze(1)
+        if len(rest):
+            order = torch.randperm(len(rest), generator=generator)
+            yield from (held.index_select(0, rest[batch]) for batch in order.split(self.size))
+
+    def _row_shape(self) -> tuple[int, ...]:
+        hidden = self.store.info.hidden
+        return (len(self.store.info.keys), hidden) if self.key is None else (hidden,)
+
+    def _runs(self, reader: int, n_readers: int) -> Iterator[Tensor]:
+        """Yield the rows of one reader's runs."""
+        runs = [(commit.shard, a) for commit in self.store.commits for a in range(0, commit.rows, self.run)]
+        order = np.random.default_rng((self.seed, 0)).permutation(len(runs))
+        for i in order[reader::n_readers]:
+            yield self._read(*runs[i])
+
+    def _read(self, shard: int, first: int) -> Tensor:
+        rows = self.store.shard(shard)[first : first + self.run]
+        rows = rows if self.key is None else rows[:, self.key]
+        if self.part == "all":
+            return rows
+        documents = self.store.row_documents(shard)[first : first + self.run]
+        wanted = in_test(documents, self.test) == (self.part == "test")
+        return rows[torch.from_numpy(np.flatnonzero(wanted))]

@@ -20,9 +20,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from steerscope.capture.rows import Rows
-from steerscope.capture.shards import Commit, StoreInfo, stacked
+from steerscope.capture.shards import Commit, DocumentRows, StoreInfo, stacked, write_shards
 from steerscope.capture.store import read_info
-from steerscope.capture.writing import DocumentRows, write_shards
 from steerscope.corpus.job import job_of
 from steerscope.corpus.source import Corpus, Document
 from steerscope.engines.load import LoadOptions, load

@@ -20,8 +20,7 @@ import pyarrow.parquet as pq
 import xxhash
 from pydantic import Field
 
-from steerscope.capture.index import DocumentEntry
-from steerscope.capture.shards import digest
+from steerscope.capture.shards import DocumentEntry, digest
 from steerscope.files import reading
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem, not_json

@@ -14,8 +14,7 @@ from functools import cached_property
 from starlette.types import Receive, Scope, Send
 
 from steerscope.capture.handle import CaptureHandle
-from steerscope.capture.row_file import RowFile
-from steerscope.capture.rows import Rows
+from steerscope.capture.rows import RowFile, Rows
 from steerscope.serving.errors import ApiError
 from steerscope.serving.sse import WatchedResponse
 

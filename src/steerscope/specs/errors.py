@@ -7,7 +7,7 @@ pydantic's own errors are translated into the same form.
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -51,6 +51,11 @@ class InvalidRequest(SteerscopeError, ValueError):
         super().__init__(
             lines[0] if len(lines) == 1 else "\n".join([f"{len(lines)} problems:", *(f"  {x}" for x in lines)])
         )
+
+    @classmethod
+    def of(cls, field: str, what: str, remedy: str) -> Self:
+        """Return the refusal for a single problem."""
+        return cls([Problem(field, what, remedy)])
 
     def __reduce__(self) -> tuple[type["InvalidRequest"], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)  # an exception is copied by its arguments, which is the text here

@@ -21,8 +21,7 @@ import torch
 
 from capture.test_reserved import full
 from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved
-from steerscope.capture.row_file import RowFile
-from steerscope.capture.rows import Rows, load_rows
+from steerscope.capture.rows import RowFile, Rows, load_rows
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.results import Generation, TokenPrompt
 from steerscope.engines.sync import SyncEngine
