@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from steerscope.capture import private as module
-from steerscope.capture.private import private, private_bytes
+from steerscope.capture import handle as module
+from steerscope.capture.handle import private, private_bytes
 from steerscope.capture.rows import Rows
 from steerscope.core.rows import make_labels
 from steerscope.specs.errors import InvalidRequest

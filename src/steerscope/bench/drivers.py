@@ -18,8 +18,7 @@ import torch
 
 from steerscope.bench.shapes import NoTokenizer, load_model, vllm_model
 from steerscope.bench.workload import NotMeasured, Setup, capture_of, check_batched, steering_of, steers, wanted_rows
-from steerscope.capture.handle import CaptureHandle
-from steerscope.capture.private import private_bytes
+from steerscope.capture.handle import CaptureHandle, private_bytes
 from steerscope.capture.rows import Rows
 from steerscope.engines.results import Generation, TokenPrompt
 from steerscope.engines.sync import SyncEngine

@@ -23,7 +23,7 @@ from steerscope import __version__
 from steerscope.analysis.statistics import mean_interval, median_interval
 from steerscope.bench.drivers import Driver, Ours, TimedRound, make_driver
 from steerscope.bench.workload import NotMeasured, Setup, capture_of, check_cell, check_setup, check_streams
-from steerscope.capture.private import private
+from steerscope.capture.handle import private
 from steerscope.engines.results import EndEvent, TokenPrompt
 from steerscope.files import write_text
 from steerscope.specs import Sampling

@@ -13,12 +13,10 @@ _POLL_S = 0.02
 
 
 def human(size: int) -> str:
-    amount, unit = float(size), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024 or unit == "GiB":
-            break
-        amount /= 1024
-    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+    if size < 1024:
+        return f"{size} B"
+    unit, name = next((u, n) for u, n in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")) if size >= u)
+    return f"{size / unit:.1f} {name}"
 
 
 class Reservation:

@@ -1,21 +1,30 @@
 """CaptureHandle: returned by a request in place of its rows. `fetch` is lazy and idempotent; `with` closes it."""
 
 import asyncio
+import contextlib
+import mmap
+import os
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from steerscope.capture.budget import ByteBudget, Reservation
-from steerscope.capture.private import private
 from steerscope.capture.rows import Rows
-from steerscope.specs.errors import CaptureClosed
+from steerscope.specs.errors import CaptureClosed, InvalidRequest
+
+THREADS = min(8, os.cpu_count() or 1)
+_ALIGN = 64
+_PART = 4 << 20  # bytes that one thread copies at a time
+_HUGE = 2 << 20  # bytes of a huge page
 
 
 class UnfetchedRows(UserWarning):
@@ -33,7 +42,7 @@ class CaptureHandle:
         self._rows: Rows | None = None
         self._gone: str | None = None
         self.saving: Future[Path] | None = None  # of a request with `save_as`
-        self._own = False  # the rows are copies outside the budget
+        self.own = False  # whether the rows are copies outside the budget
         self._budget, self._held = budget, held
         self._lock = threading.RLock()  # user threads and the budget's sweep
         me = weakref.ref(self)  # the budget must not keep a dropped handle alive
@@ -63,14 +72,9 @@ class CaptureHandle:
         """Replace the rows by this copy and release their budget."""
         with self._lock:
             if self._gone is None:
-                self._rows, self._own = rows, True
+                self._rows, self.own = rows, True
                 self._held.release()
             return rows
-
-    @property
-    def own(self) -> bool:
-        """Whether the rows are a copy already."""
-        return self._own
 
     async def fetch_async(self, copy: bool = False) -> Rows:
         return await asyncio.to_thread(self.fetch, True) if copy else self.fetch()
@@ -106,17 +110,13 @@ class CaptureHandle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -150,3 +150,83 @@ def fetch_all(handles: Sequence[CaptureHandle], copy: bool = False, room: Tensor
             else:
                 handle.close("they were copied to the room that fetch_all was given")
     return [rows[id(handle)] for handle in handles]
+
+
+# --- copies, which free the engine's memory for the next request
+
+
+def private(rows: Sequence[Rows], room: Tensor | None = None, threads: int = THREADS) -> list[Rows]:
+    """Copy all rows: each to fresh memory, or side by side to `room`, of at least `private_bytes(rows)` bytes.
+
+    Several threads copy parts of the rows, because one copies only as fast as one core reads, and the kernel maps fresh
+    memory page by page while it is written. `room` is memory that was used before, which is faster still.
+    """
+    if room is not None:
+        _check(room, private_bytes(rows))
+    made: list[Rows] = []
+    parts: list[tuple[Tensor, Tensor]] = []
+    start = 0
+    for one in rows:
+        size = private_bytes([one])
+        where = _fresh(size) if room is None else room[start : start + size]
+        start += size
+        copies: dict[int, Tensor] = {}
+        for name, tensor in _distinct(one).items():
+            copies[name] = where[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            where = where[_aligned(tensor.nbytes) :]
+            if tensor.dim() > 1:
+                n_rows = max(1, _PART * len(tensor) // max(1, tensor.nbytes))
+                parts += zip(copies[name].split(n_rows), tensor.split(n_rows), strict=True)
+            else:
+                parts.append((copies[name], tensor))
+        made.append(replace(one, tensors={key: copies[id(tensor)] for key, tensor in one.tensors.items()}))
+    n_parts = -(-sum(to.nbytes for to, _ in parts) // _PART)
+    with ThreadPoolExecutor(max(1, min(threads, n_parts))) as pool:
+        list(pool.map(_copy, parts))
+    return made
+
+
+def private_bytes(rows: Sequence[Rows]) -> int:
+    """Return the bytes of their copies."""
+    return sum(_aligned(tensor.nbytes) for one in rows for tensor in _distinct(one).values())
+
+
+def _check(room: Tensor, size: int) -> None:
+    if room.device.type != "cpu" or room.dtype != torch.uint8 or room.dim() != 1 or not room.is_contiguous():
+        what = f"a {room.dim()}-dimensional tensor of {room.dtype} on {room.device}"
+    elif room.numel() < size:
+        what = f"{room.numel()} bytes are too few"
+    elif room.storage_offset() % _ALIGN:
+        what = f"it begins at byte {room.storage_offset()} of its memory"
+    else:
+        return
+    remedy = f"give a contiguous tensor of {size} bytes (uint8) in the host's memory, whole"
+    raise InvalidRequest.of("room", what, remedy)
+
+
+def _distinct(rows: Rows) -> dict[int, Tensor]:
+    """Return each tensor once, by its identity: two sites of one tap share a tensor."""
+    return {id(tensor): tensor for tensor in rows.tensors.values()}
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _copy(part: tuple[Tensor, Tensor]) -> None:
+    to, tensor = part
+    if tensor.device.type == "cpu" and tensor.dim() and tensor.stride(-1) == 1:
+        # With numpy, because torch's copy would start a team of threads in each of ours.
+        np.copyto(to.view(torch.uint8).numpy(), tensor.view(torch.uint8).numpy())
+    else:
+        to.copy_(tensor)
+
+
+def _fresh(size: int) -> Tensor:
+    """Return new memory, in huge pages where there are some: the kernel maps these in a fraction of the time."""
+    if size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):  # or not Linux
+        return torch.empty(size, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
