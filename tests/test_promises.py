@@ -16,7 +16,7 @@ import torch
 from steerscope.capture.budget import ByteBudget
 from steerscope.core import reductions, rows, slot_table
 from steerscope.engines import plan as plan_module
-from steerscope.engines.hf import HFEngine, forward_index, kv, sampler, taps
+from steerscope.engines.hf import HFEngine, decode_batch, forward_index, sampler, taps
 from steerscope.engines.hf import engine as engine_module
 from steerscope.engines.results import TokenPrompt
 from steerscope.engines.sync import SyncEngine
@@ -291,8 +291,8 @@ def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 def half_the_stream(patch: pytest.MonkeyPatch) -> None:
     """Only a part of the stream captured, as when delta or residual is forgotten."""
-    real = taps.Gather.take
-    patch.setattr(taps.Gather, "take", lambda self, key, flat: real(self, key, flat * 0.5))
+    real = forward_index.Gather.take
+    patch.setattr(forward_index.Gather, "take", lambda self, key, flat: real(self, key, flat * 0.5))
 
 
 def steer_everyone(patch: pytest.MonkeyPatch) -> None:
@@ -390,21 +390,8 @@ def overflow_unnoticed(patch: pytest.MonkeyPatch) -> None:
 
 
 def cache_rows_not_cleared(patch: pytest.MonkeyPatch) -> None:
-    """A row that leaves keeps its NaNs where the next request's padding will be."""
-
-    def leave(self, row):
-        w, last = self.window, self.window.rows - 1
-        for layer in self.own:
-            for buffer in (layer.keys, layer.values):
-                kept = buffer[row].clone()
-                buffer[row] = buffer[last]
-                buffer[last] = kept
-        self.lengths[row] = self.lengths[last]
-        self.lengths.pop()
-        w.rows = last
-        self._narrow()
-
-    patch.setattr(kv.BatchCache, "leave", leave)
+    """A row keeps the NaNs of the request that had it before, where the next one's padding is."""
+    patch.setattr(decode_batch, "clear", lambda _: None)
 
 
 def cache_row_not_moved(patch: pytest.MonkeyPatch) -> None:
@@ -416,7 +403,7 @@ def cache_row_not_moved(patch: pytest.MonkeyPatch) -> None:
         self.window.rows -= 1
         self._narrow()
 
-    patch.setattr(kv.BatchCache, "leave", leave)
+    patch.setattr(decode_batch.BatchCache, "leave", leave)
 
 
 def prompts_always_whole(patch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from transformers.cache_utils import DynamicCache
 from lenses.packs import make
 from steerscope.core.rows import RowBuffer
 from steerscope.engines.hf import HFEngine
-from steerscope.engines.hf.kv import BatchCache
-from steerscope.engines.hf.taps import Gather
+from steerscope.engines.hf.decode_batch import BatchCache
+from steerscope.engines.hf.forward_index import Gather
 from steerscope.engines.results import Generation
 from steerscope.engines.sync import SyncEngine
 from steerscope.lenses.reader import Reader
@@ -107,11 +107,11 @@ class TestPrefill:
         cache.join(fresh(2, 5, 1.0), [5, 5])
         cache.leave(1)
         bad = fresh(1, 5, float("nan"))
-        bad.layers[1].values = None
-        with pytest.raises(TypeError):
+        bad.layers[1].values = bad.layers[1].values[..., :2]
+        with pytest.raises(RuntimeError):
             cache.join(bad, [5])
         cache.join(fresh(1, 2, 1.0), [2])
-        assert all(torch.isfinite(layer.keys).all() for layer in cache.own if layer.keys is not None)
+        assert all(torch.isfinite(layer.keys).all() for layer in cache.layers if layer.keys is not None)
 
     @staticmethod
     def prefilled(rows: int, width: int, value: float) -> Any:

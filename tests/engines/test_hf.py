@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.blocks import find_blocks
-from steerscope.engines.hf.kv import BatchCache
+from steerscope.engines.hf.decode_batch import BatchCache
 from steerscope.engines.hf.sampler import Chooser, choose
 from steerscope.specs import Add, Capture, InvalidRequest, Sampling
 from steerscope.specs.errors import ModelNotFound, UnsupportedModel
@@ -84,7 +84,7 @@ class TestCache:
     @staticmethod
     def row(cache: BatchCache, i: int) -> torch.Tensor:
         window = cache.window
-        keys = cache.own[1].keys
+        keys = cache.layers[1].keys
         assert keys is not None
         return keys[i, :, window.end - cache.lengths[i] : window.end]
 
@@ -129,7 +129,7 @@ class TestSampler:
 
     def draws(self, count: int = 4000, **sampling: float) -> np.ndarray:
         chooser = Chooser.of(Sampling(seed=1, **sampling), [], torch.device("cpu"))  # type: ignore[arg-type]
-        found = [choose(self.LOGITS[None].clone(), [chooser])[0] for _ in range(count)]
+        found = [choose(self.LOGITS[None].clone(), [chooser])[0].token for _ in range(count)]
         return np.bincount(np.array(found), minlength=5) / count
 
     @pytest.mark.parametrize(
@@ -151,25 +151,26 @@ class TestSampler:
     def test_the_nucleus_is_right_when_it_is_larger_than_the_short_list(self) -> None:
         logits = torch.zeros(1, 5000)
         chooser = Chooser.of(Sampling(temperature=1.0, top_p=0.99, seed=0), [], torch.device("cpu"))
-        found = {choose(logits.clone(), [chooser])[0] for _ in range(300)}
+        found = {choose(logits.clone(), [chooser])[0].token for _ in range(300)}
         assert max(t for t in found if t is not None) > 1024
 
     def test_the_repetition_penalty_looks_at_the_window_only(self) -> None:
         logits = torch.tensor([[2.0, 1.9, -1.0]])
         for window, expected in ((None, 1), (1, 0)):
             sampling = Sampling(repetition_penalty=1.5, repetition_window=window)
-            assert choose(logits.clone(), [Chooser.of(sampling, [0, 2], torch.device("cpu"))]) == [expected]
+            chooser = Chooser.of(sampling, [0, 2], torch.device("cpu"))
+            assert choose(logits.clone(), [chooser])[0].token == expected
         negative = torch.tensor([[-1.0, -1.2]])
         penalised = Sampling(repetition_penalty=1.5)
-        assert choose(negative, [Chooser.of(penalised, [0], torch.device("cpu"))]) == [1]
+        assert choose(negative, [Chooser.of(penalised, [0], torch.device("cpu"))])[0].token == 1
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
     def test_logits_that_are_not_numbers_choose_nothing(self, bad: float) -> None:
         logits = torch.tensor([[1.0, bad, 0.0], [0.0, 1.0, 2.0]])
         greedy = Chooser.of(Sampling(), [], torch.device("cpu"))
         sampled = Chooser.of(Sampling(temperature=1.0, seed=0), [], torch.device("cpu"))
-        assert choose(logits.clone(), [greedy, greedy]) == [None, 2]
-        assert choose(logits.clone(), [sampled, greedy]) == [None, 2]
+        for first in (greedy, sampled):
+            assert [chosen.token for chosen in choose(logits.clone(), [first, greedy])] == [None, 2]
 
 
 class TestLoading:

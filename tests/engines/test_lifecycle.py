@@ -15,7 +15,7 @@ import torch
 from engines.conftest import Start
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf import engine as engine_module
-from steerscope.engines.hf.kv import BatchCache
+from steerscope.engines.hf.decode_batch import BatchCache
 from steerscope.engines.hf.sequence import Row
 from steerscope.engines.hf.settings import context_of
 from steerscope.engines.options import SteerLike

@@ -19,8 +19,8 @@ from transformers.cache_utils import DynamicCache
 from engines.test_faults import OTHER, PACK, RULES, once, same
 from steerscope.core.rows import RowBuffer
 from steerscope.engines.hf import HFEngine
-from steerscope.engines.hf.kv import BatchCache
-from steerscope.engines.hf.taps import Gather
+from steerscope.engines.hf.decode_batch import BatchCache
+from steerscope.engines.hf.forward_index import Gather
 from steerscope.engines.results import Generation, TokenEvent, TokenPrompt
 from steerscope.engines.sync import SyncEngine
 from steerscope.specs import Ablate, Add, Cap, Capture, Sampling, Steering

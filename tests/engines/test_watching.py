@@ -461,8 +461,8 @@ class TestLives:
         wanted = engine.generate(prompts, SHORT, watch=watch)
         real, failed = module.read, []
 
-        def read_then_fail(monitor, look, gather):
-            count = real(monitor, look, gather)
+        def read_then_fail(monitor, look):
+            count = real(monitor, look)
             if len(look.parts) > 1 and not failed:
                 failed.append(True)
                 raise RuntimeError("after everything was noted")

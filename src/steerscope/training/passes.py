@@ -22,7 +22,8 @@ from steerscope.core.sites import tap_of
 from steerscope.core.slot_table import SlotTable
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.hf.blocks import first
-from steerscope.engines.hf.taps import Pass, Taps, Work
+from steerscope.engines.hf.forward_index import Pass, SteeredTokens
+from steerscope.engines.hf.taps import Taps
 from steerscope.extraction.runs import batches
 from steerscope.training.learnable import Learnable
 from steerscope.training.texts import TrainingSample
@@ -131,12 +132,10 @@ class TrainingPasses:
             for at in range(a, b)
         ]
         index = torch.tensor(found, dtype=torch.long, device=self.model.device)
-        now = Pass(steered=index)
-        for layer in ops.layers:
-            now.work[tap_of(layer, ops.site)] = Work([], ops.columns(layer, len(found)), [])
-        self._taps.attach(now.work)
+        columns = {tap_of(layer, ops.site): ops.columns(layer, len(found)) for layer in ops.layers}
+        self._taps.attach(columns)
         try:
-            with self._taps.during(now, any_thread=self.checkpointing):
+            with self._taps.during(Pass(steered=SteeredTokens(index, columns=columns)), any_thread=self.checkpointing):
                 yield
         finally:
             self._taps.attach(())

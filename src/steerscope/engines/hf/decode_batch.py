@@ -1,12 +1,156 @@
-"""The requests that decode together: each has a row of the cache, at the same index."""
+"""The requests that decode together, and their keys and values: each has a row of the cache, at the same index.
+
+All rows end at the same column, so the batch is left-padded and the model's own masks and positions apply; a row that
+joins is copied to end there too, a row that leaves is replaced by the last one. Buffers are written in place, never
+concatenated per token.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from transformers.cache_utils import DynamicCache
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
-from steerscope.engines.hf.kv import BatchCache
-from steerscope.engines.hf.sequence import Row, TokenSpan
+from steerscope.engines.hf.sequence import Row
+
+_FIRST_COLUMNS = 256
+
+
+@dataclass(slots=True)
+class Window:
+    """The part of every layer's buffers that is in use: the first rows, and of them the columns [start, end)."""
+
+    rows: int = 0
+    start: int = 0
+    end: int = 0
+
+
+class _Layer(DynamicLayer):
+    """Keys and values [rows, heads, columns, size] of one layer: the whole past, also of sliding-window layers, which
+    mask it themselves."""
+
+    def __init__(self, window: Window) -> None:
+        super().__init__()
+        self.window = window
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        del args, kwargs
+        w = self.window
+        stop = w.end + key_states.shape[-2]
+        keys, values = _buffers(self)
+        keys[: w.rows, :, w.end : stop] = key_states
+        values[: w.rows, :, w.end : stop] = value_states
+        return keys[: w.rows, :, w.start : stop], values[: w.rows, :, w.start : stop]
+
+    def get_seq_length(self) -> int:
+        return self.window.end - self.window.start
+
+
+def _buffers(layer: CacheLayerMixin) -> tuple[Tensor, Tensor]:
+    assert layer.keys is not None
+    assert layer.values is not None
+    return layer.keys, layer.values
+
+
+class BatchCache(Cache):
+    """The cache of the running batch."""
+
+    def __init__(self, layers: int) -> None:
+        self.window = Window()
+        self.lengths: list[int] = []  # tokens of each row
+        super().__init__(layers=[_Layer(self.window) for _ in range(layers)])
+
+    def join(self, prefilled: DynamicCache, lengths: Sequence[int]) -> None:
+        """Add rows from a left-padded prefill. If this raises, none has joined."""
+        w, new = self.window, prefilled.get_seq_length()
+        rows, end = w.rows + len(lengths), max(w.end, new)
+        if not self._fits(rows, end):
+            capacity = _buffers(self.layers[0])[0].shape[0] if w.rows else 0
+            self._move(prefilled.layers, max(rows, capacity), _columns(end), end)
+        for mine, theirs in zip(self.layers, prefilled.layers, strict=True):
+            for buffer, fresh in zip(_buffers(mine), _buffers(theirs), strict=True):
+                clear(buffer[w.rows : rows, :, : end - new])
+                buffer[w.rows : rows, :, end - new : end] = fresh
+        w.rows, w.end = rows, end
+        self.lengths += lengths
+        self._narrow()
+
+    def leave(self, row: int) -> None:
+        """Free a row; the last row takes its place (the caller must move its own list alike)."""
+        last = self.window.rows - 1
+        if row != last:
+            for layer in self.layers:
+                for buffer in _buffers(layer):
+                    buffer[row] = buffer[last]
+        self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
+        self.window.rows = last
+        self._narrow()
+
+    def make_room(self) -> None:
+        """Before a step: one more column, by sliding to the front or growing."""
+        rows, columns = _buffers(self.layers[0])[0].shape[0::2]
+        width = self.window.end - self.window.start
+        if self.window.end == columns:
+            self._move(self.layers, rows, columns if 2 * width < columns else 2 * columns, width)
+
+    def advance(self) -> None:
+        """After a step: every row is one token longer."""
+        self.window.end += 1
+        self.lengths = [length + 1 for length in self.lengths]
+        self._narrow()
+
+    def mask(self, device: torch.device) -> Tensor | None:
+        """[rows, columns + 1] for the next step: which columns hold tokens of the row; None when all do."""
+        width = self.window.end - self.window.start
+        if all(length == width for length in self.lengths):
+            return None
+        lengths = torch.tensor(self.lengths, device=device).unsqueeze(1)
+        return torch.arange(width + 1, device=device).unsqueeze(0) >= width - lengths
+
+    def _narrow(self) -> None:
+        w = self.window
+        w.start = w.end - max(self.lengths, default=0)
+        if not self.lengths:
+            w.start = w.end = 0
+
+    def _fits(self, rows: int, end: int) -> bool:
+        """Return whether the buffers can hold so many rows that end at this column."""
+        keys = self.layers[0].keys
+        if keys is None or rows > keys.shape[0] or end > keys.shape[-2]:
+            return False
+        if self.window.rows:
+            return end == self.window.end
+        return keys.shape[-2] <= 4 * _columns(end)  # one long text must not bloat the rest
+
+    def _move(self, like: Sequence[CacheLayerMixin], rows: int, columns: int, end: int) -> None:
+        """Copy what is in use to new buffers, where it ends at `end`: all layers or, without memory, none."""
+        w = self.window
+        start = end - (w.end - w.start)
+        made: list[list[Tensor]] = []
+        for mine, theirs in zip(self.layers, like, strict=True):
+            made.append([one.new_zeros(rows, one.shape[1], columns, one.shape[-1]) for one in _buffers(theirs)])
+            for buffer, old in zip(made[-1], _buffers(mine) if w.rows else (), strict=False):
+                buffer[: w.rows, :, start:end] = old[: w.rows, :, w.start : w.end]
+        for layer, (keys, values) in zip(self.layers, made, strict=True):
+            layer.keys, layer.values, layer.is_initialized = keys, values, True
+        w.start, w.end = start, end
+
+
+def clear(padding: Tensor) -> None:
+    """Clear a row's columns before its first token: a masked column still has the weight 0, and 0 · NaN of a request
+    that had the row before and failed is NaN."""
+    padding.zero_()
+
+
+def _columns(end: int) -> int:
+    columns = _FIRST_COLUMNS
+    while columns <= end:
+        columns *= 2
+    return columns
 
 
 class DecodeBatch:
@@ -27,15 +171,9 @@ class DecodeBatch:
         self.rows[at] = self.rows[-1]
         self.rows.pop()
 
-    def clear(self) -> list[Row]:
-        """Remove all requests and return them."""
-        rows, self.rows = self.rows, []
+    def clear(self) -> None:
+        self.rows = []
         self.cache = BatchCache(self._layers)
-        return rows
-
-    def spans(self) -> list[TokenSpan]:
-        """Return what the next step feeds."""
-        return [TokenSpan.rest(row) for row in self.rows]
 
     def inputs(self, device: torch.device) -> dict[str, object]:
         """Return the inputs of the next step."""

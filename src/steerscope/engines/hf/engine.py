@@ -24,14 +24,14 @@ from steerscope.engines.detokenizer import Decoder
 from steerscope.engines.engine_thread import ThreadedEngine
 from steerscope.engines.hf.blocks import find_blocks
 from steerscope.engines.hf.decode_batch import DecodeBatch
-from steerscope.engines.hf.forward_index import ForwardIndex, PassBuilder, deliver
+from steerscope.engines.hf.forward_index import Pass, PassBuilder, deliver
 from steerscope.engines.hf.lenses import MonitorStore, read
 from steerscope.engines.hf.prefill import PrefillQueue, prefill_inputs
-from steerscope.engines.hf.sampler import choose, log_probabilities
+from steerscope.engines.hf.sampler import choose
 from steerscope.engines.hf.selftest import can_continue, self_test
 from steerscope.engines.hf.sequence import HFContext, Row, TokenSpan
 from steerscope.engines.hf.settings import check_options, context_of, eos_ids, no_bars
-from steerscope.engines.hf.taps import Pass, Taps
+from steerscope.engines.hf.taps import Taps
 from steerscope.engines.packs import Packs
 from steerscope.engines.plan import Facts
 from steerscope.engines.result_channels import together
@@ -286,7 +286,7 @@ class HFEngine(ThreadedEngine[Row]):
         if not self._batch.rows:
             return
         rows = list(self._batch.rows)
-        spans = self._batch.spans()
+        spans = [TokenSpan.rest(row) for row in rows]
         try:
             logits = self._forward(spans, **self._batch.inputs(self.device))
         except Exception as error:
@@ -331,37 +331,31 @@ class HFEngine(ThreadedEngine[Row]):
     def _forward(self, spans: list[TokenSpan], **inputs: object) -> torch.Tensor:
         """Steer and capture; return the logits of the last column. Rows and readings that cannot be kept fail their
         request (`Row.fault`), not the forward."""
-        logits, now, index = self._compute(spans, **inputs)
-        if now and index:
-            n_captured = len(index.captured)
-            self._counts["rows"] += deliver(now.gathers[:n_captured], index.captured)
-            began = time.perf_counter()
-            for watched, gather in zip(index.watched, now.gathers[n_captured:], strict=True):
-                self._counts["readings"] += read(self.monitor, watched, gather)
-            self._counts["lens_seconds"] += time.perf_counter() - began
+        logits, now = self._compute(spans, **inputs)
+        self._counts["rows"] += deliver(now.captured)
+        began = time.perf_counter()
+        for watched in now.watched:
+            self._counts["readings"] += read(self.monitor, watched)
+        self._counts["lens_seconds"] += time.perf_counter() - began
         for one in spans:
             one.row.fed = one.stop
         return logits
 
-    def _compute(
-        self, spans: list[TokenSpan], **inputs: object
-    ) -> tuple[torch.Tensor, Pass | None, ForwardIndex | None]:
+    def _compute(self, spans: list[TokenSpan], **inputs: object) -> tuple[torch.Tensor, Pass]:
         """Run the model and its taps; no request is changed by it."""
         keys = {key for row in self._admitted for key in row.tapped}
         self._taps.attach(keys)
         width = inputs["input_ids"].shape[1]  # type: ignore[attr-defined]
-        now, index = self._passes.build(spans, width) if keys else (None, None)
+        now = self._passes.build(spans, width) if keys else Pass()
         with self._taps.during(now):
             output = self.model(**inputs, **self._last_only, use_cache=True)
-        return output.logits[:, -1], now, index
+        return output.logits[:, -1], now
 
     @together()
     def _accept(self, rows: list[Row], logits: torch.Tensor) -> None:
         """Sample, and end the requests that are done; the last rows first, since those leave without a copy."""
-        choosers = [row.chooser for row in rows]
-        asked = log_probabilities(logits, choosers)
-        chosen = choose(logits, choosers)
-        for i, (row, token) in reversed(list(enumerate(zip(rows, chosen, strict=True)))):
+        chosen = choose(logits, [row.chooser for row in rows])
+        for row, (token, logprobs) in reversed(list(zip(rows, chosen, strict=True))):
             try:
                 if row.fault is not None:
                     raise row.fault
@@ -369,7 +363,7 @@ class HFEngine(ThreadedEngine[Row]):
                     raise Unsteerable(
                         f"the logits of {row.name} are not finite: its steering overflows the model; lower the strength"
                     )
-                done = row.accept(token, asked[i].of(token) if i in asked else None)
+                done = row.accept(token, logprobs)
             except Exception as error:
                 self._leave(row)
                 self._failed(row, error)

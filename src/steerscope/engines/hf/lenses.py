@@ -5,17 +5,16 @@ import threading
 import torch
 from torch import Tensor
 
-from steerscope.engines.hf.forward_index import RowPart, StagedRows
-from steerscope.engines.hf.taps import Gather
+from steerscope.engines.hf.forward_index import Gather, RowPart
 from steerscope.lenses.monitor import Monitor
 from steerscope.lenses.reader import Reader, Registered, StepReadings, load_reader
 from steerscope.specs.errors import RequestFailed
 
 
-def read(monitor: Monitor, watched: StagedRows, gather: Gather) -> int:
+def read(monitor: Monitor, watched: Gather) -> int:
     """Run lenses, rules and gates, and note the readings of every request. Return the number of rows read. A request
     whose rows cannot be read is marked with the reason; the others have their readings."""
-    return _read(monitor, watched.parts, gather.stage[:, 0])
+    return _read(monitor, watched.parts, watched.stage[:, 0])
 
 
 def _read(monitor: Monitor, parts: list[RowPart], rows: Tensor) -> int:

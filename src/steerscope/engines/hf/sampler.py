@@ -33,44 +33,41 @@ class Chooser:
         return cls(sampling, generator, history, len(history))
 
 
-class Told(NamedTuple):
-    """A row's log probabilities [vocab], for one who asked for them."""
-
-    row: Tensor
-    most: int
-
-    def of(self, token: int) -> TokenLogprobs:
-        best = torch.topk(self.row, min(self.most, len(self.row)))
-        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        return TokenLogprobs(token, float(self.row[token]), top)
+class Chosen(NamedTuple):
+    token: int | None  # None: the logits are not numbers
+    logprobs: TokenLogprobs | None = None  # for a request that asks for them
 
 
-def log_probabilities(logits: Tensor, choosers: Sequence[Chooser]) -> dict[int, Told]:
-    """Of the rows that ask for them; called before `choose`, which may change the logits in place."""
-    rows = [i for i, chooser in enumerate(choosers) if chooser.sampling.logprobs is not None]
-    if not rows:
-        return {}
-    found = torch.log_softmax(logits[rows].float(), dim=-1)
-    return {i: Told(row, choosers[i].sampling.logprobs or 0) for i, row in zip(rows, found, strict=True)}
-
-
-def choose(logits: Tensor, choosers: Sequence[Chooser]) -> list[int | None]:
-    """The next token of each row of logits [rows, vocab]; None for a row whose logits are not numbers."""
+def choose(logits: Tensor, choosers: Sequence[Chooser]) -> list[Chosen]:
+    """Return the next token of each row of logits [rows, vocab]."""
     logits = logits.float()
+    before = {
+        row: torch.log_softmax(logits[row], dim=-1)  # of the model, without penalties
+        for row, chooser in enumerate(choosers)
+        if chooser.sampling.logprobs is not None
+    }
     for row, chooser in enumerate(choosers):
         if chooser.sampling.repetition_penalty != 1.0:
             _penalise(logits[row], chooser)
         if chooser.sampling.frequency_penalty or chooser.sampling.presence_penalty:
             _subtract(logits[row], chooser)
     best, tokens = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
-    chosen: list[int | None] = tokens.tolist()
     finite = torch.isfinite(best).tolist()
-    for row, chooser in enumerate(choosers):
+    chosen: list[Chosen] = []
+    for row, (chooser, token) in enumerate(zip(choosers, tokens.tolist(), strict=True)):
         if not finite[row]:
-            chosen[row] = None
-        elif chooser.generator is not None:
-            chosen[row] = _draw(logits[row], chooser.sampling, chooser.generator)
+            chosen.append(Chosen(None))
+            continue
+        if chooser.generator is not None:
+            token = _draw(logits[row], chooser.sampling, chooser.generator)
+        told = _logprobs(before[row], token, chooser.sampling.logprobs or 0) if row in before else None
+        chosen.append(Chosen(token, told))
     return chosen
+
+
+def _logprobs(row: Tensor, token: int, most: int) -> TokenLogprobs:
+    best = torch.topk(row, min(most, len(row)))
+    return TokenLogprobs(token, float(row[token]), tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
 
 def _penalise(row: Tensor, chooser: Chooser) -> None:

@@ -30,9 +30,10 @@ from steerscope.engines.hf.blocks import (
     keep_output,
     stream_scale,
 )
-from steerscope.engines.hf.kv import BatchCache
+from steerscope.engines.hf.decode_batch import BatchCache
+from steerscope.engines.hf.forward_index import Gather, Pass, SteeredTokens
 from steerscope.engines.hf.settings import context_of
-from steerscope.engines.hf.taps import Gather, Pass, Taps
+from steerscope.engines.hf.taps import Taps
 from steerscope.specs.errors import SteerscopeError, UnsupportedModel
 from steerscope.specs.steering import Site
 from steerscope.specs.tokens import EVERYWHERE
@@ -94,8 +95,9 @@ def _tapped(
     """Run the taps on known integers: the rows that they read, what enters the first block and what leaves the last."""
     blocks = taps.blocks
     entry = torch.tensor([[[lease.vector_slot, lease.coefficient_slot, 0]]] * PROBE_TOKENS, device=model.device)
-    stage = torch.empty(PROBE_TOKENS, len(keys), taps.table.hidden, dtype=model.dtype, device=model.device)
-    now = Pass(entries=entry, gathers=[Gather(tuple(keys), before_steering=False, index=None, stage=stage)])
+    staged = Gather(tuple(keys), tokens=list(range(PROBE_TOKENS)))
+    staged.allocate(PROBE_TOKENS, taps.table.hidden, model.dtype, model.device)
+    now = Pass(captured=[staged], steered=SteeredTokens(entries=entry))
     entered: dict[int, Tensor] = {}
     left: dict[int, Tensor] = {}
     with contextlib.ExitStack() as undo:
@@ -107,7 +109,7 @@ def _tapped(
         undo.callback(blocks[len(blocks) - 1].module.register_forward_hook(keep_output(left, 0)).remove)
         undo.enter_context(taps.during(now))
         forward(model)
-    return dict(zip(keys, stage.unbind(1), strict=True)), entered[0][0], left[0][0]
+    return dict(zip(keys, staged.stage.unbind(1), strict=True)), entered[0][0], left[0][0]
 
 
 def _lost(
