@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from steerscope.capture.budget import ByteBudget
-from steerscope.core import reductions, rows, slot_table
+from steerscope.core import rows, slot_table
 from steerscope.engines import plan as plan_module
 from steerscope.engines.hf import HFEngine, decode_batch, forward_index, sampler, taps
 from steerscope.engines.hf import engine as engine_module
@@ -85,7 +85,7 @@ def exact_rows(start: Start, _: Path) -> None:
 def exact_means(start: Start, _: Path) -> None:
     """1: a reduction counts every position once, even when positions are fed again."""
     del start
-    reducer = reductions.Reducer("mean", 1, 2, torch.device("cpu"))
+    reducer = rows.Reducer("mean", 1, 2, torch.device("cpu"))
     values = torch.arange(12.0).view(6, 1, 2)
     reducer.update(range(0, 4), values[:4])
     reducer.update(range(2, 6), values[2:])
@@ -312,7 +312,7 @@ def no_watermark(patch: pytest.MonkeyPatch) -> None:
         self._value += rows_.float().sum(0)
         self.n += len(positions)
 
-    patch.setattr(reductions.Reducer, "update", update)
+    patch.setattr(rows.Reducer, "update", update)
 
 
 def order_lost(patch: pytest.MonkeyPatch) -> None:

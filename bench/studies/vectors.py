@@ -18,7 +18,7 @@ from rich.console import Console
 from bench.machine import commit, machine
 from steerscope.demo.measures import last_rows, word_odds
 from steerscope.engines.hf import HFEngine
-from steerscope.engines.hf.logits import logits
+from steerscope.engines.hf.settings import logits
 from steerscope.engines.load import load
 from steerscope.extraction import Examples, Extraction, extract, load_contrast_set
 from steerscope.extraction.data import shipped_sets
@@ -77,7 +77,7 @@ def perplexities(engine: HFEngine, steer: list[Add | None]) -> list[float]:
     texts = DATA["neutral"]
     ids = [torch.tensor(engine.tokenize(text).token_ids) for text in texts] * len(steer)
     nats = [
-        torch.nn.functional.cross_entropy(logits(engine, rows)[:-1], wanted[1:], reduction="none")
+        torch.nn.functional.cross_entropy(logits(engine.model, rows)[:-1], wanted[1:], reduction="none")
         for rows, wanted in zip(last_rows(engine, texts, steer, "all"), ids, strict=True)
     ]
     return [math.exp(torch.cat(nats[i : i + len(texts)]).mean()) for i in range(0, len(nats), len(texts))]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steerscope.core.reductions import HeldBack, Reducer
+from steerscope.core.rows import HeldBack, Reducer
 from steerscope.specs.errors import RequestFailed
 
 PROPERTY = settings(deadline=None, max_examples=80, derandomize=True)

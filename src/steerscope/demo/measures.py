@@ -18,7 +18,7 @@ from torch import Tensor
 
 from steerscope.demo.results import Control, Lenses, TokenMap
 from steerscope.engines.hf import HFEngine
-from steerscope.engines.hf.logits import logits
+from steerscope.engines.hf.settings import logits
 from steerscope.engines.results import Generation
 from steerscope.engines.sync import SyncEngine
 from steerscope.evals.forced import forced
@@ -148,7 +148,7 @@ def word_odds(
 ) -> list[float]:
     """Return log p(positive words) − log p(negative words) of the next word, mean over prompts, per steering."""
     rows = torch.cat(last_rows(engine, prompts, steer, "last_prompt"))
-    scores = logits(engine, rows)
+    scores = logits(engine.model, rows)
     for_side, against = (scores[:, _word_ids(engine, words)] for words in (positive, negative))
     odds = for_side.logsumexp(-1) - against.logsumexp(-1)
     return odds.view(len(steer), -1).mean(1).tolist()

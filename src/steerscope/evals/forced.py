@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from steerscope.engines.hf import HFEngine
-from steerscope.engines.hf.logits import logits
+from steerscope.engines.hf.settings import logits
 from steerscope.engines.options import Each, SteerLike
 from steerscope.engines.results import TokenPrompt
 from steerscope.engines.sync import SyncEngine
@@ -56,7 +56,7 @@ def forced(
         )
         for (_, text), one in zip(part, done, strict=True):
             rows = one.rows
-            logprobs = torch.log_softmax(logits(hf, rows[last][:-1]), -1).cpu()
+            logprobs = torch.log_softmax(logits(hf.model, rows[last][:-1]), -1).cpu()
             wanted = torch.tensor(text)
             yield Forced(
                 logprobs.gather(1, wanted[:, None])[:, 0],

@@ -7,8 +7,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from steerscope.capture.handle import CaptureHandle
-from steerscope.core.reductions import Reducer
-from steerscope.core.rows import RowBuffer
+from steerscope.core.rows import Reducer, RowBuffer
 from steerscope.core.slot_table import Key, Lease, SlotTable
 from steerscope.engines.hf.sampler import Chooser
 from steerscope.engines.results import EngineJob

@@ -1,23 +1,30 @@
-"""What an engine is started with: its options, and what it reads off the model and its configuration."""
+"""What an engine is started with: its options, and what is read off the model and its configuration."""
 
 import contextlib
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.errors import InvalidRequest, Problem, UnsupportedModel
+
+_FINAL_NORMS = ("norm", "final_layer_norm", "ln_f")
 
 
 def check_options(
     max_batch: int, prefill_chunk: int, max_columns: int, slots: int, capture_budget: int, capture_ttl: float
 ) -> None:
-    least = {"max_batch": (max_batch, 1), "prefill_chunk": (prefill_chunk, 1)}
-    least |= {"max_columns": (max_columns, 1), "slots": (slots, 2)}
-    least |= {"capture_budget": (capture_budget, 0), "capture_ttl": (capture_ttl, 0)}
-    problems = [
-        Problem(name, f"is {value}", f"give at least {low}") for name, (value, low) in least.items() if value < low
-    ]
+    least = (
+        ("max_batch", max_batch, 1),
+        ("prefill_chunk", prefill_chunk, 1),
+        ("max_columns", max_columns, 1),
+        ("slots", slots, 2),
+        ("capture_budget", capture_budget, 0),
+        ("capture_ttl", capture_ttl, 0),
+    )
+    problems = [Problem(name, f"is {value}", f"give at least {low}") for name, value, low in least if value < low]
     if problems:
         raise InvalidRequest(problems)
 
@@ -55,3 +62,16 @@ def no_bars() -> Iterator[None]:
     finally:
         if drawn:
             transformers_logging.enable_progress_bar()
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, rows: Tensor) -> Tensor:
+    """Return the logits [..., vocab], float32, that the model makes of rows of its last layer with its final norm and
+    its head."""
+    base, head = model.base_model, model.get_output_embeddings()
+    norm = next((found for name in _FINAL_NORMS if isinstance(found := getattr(base, name, None), nn.Module)), None)
+    if norm is None or head is None:
+        raise UnsupportedModel(f"{type(model).__name__} has no final norm named {', '.join(_FINAL_NORMS)}, or no head")
+    found = head(norm(rows.to(model.device, model.dtype))).float()
+    cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+    return cap * torch.tanh(found / cap) if cap else found

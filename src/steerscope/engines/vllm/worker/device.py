@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from steerscope.capture.transport import Arena
-from steerscope.core.reductions import HeldBack, Reducer
+from steerscope.core.rows import HeldBack, Reducer
 from steerscope.engines.vllm.wire import WireCapture
 from steerscope.engines.vllm.worker.index_layout import CELL, STRIDE
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest
