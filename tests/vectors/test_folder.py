@@ -10,8 +10,7 @@ import torch
 
 from steerscope.analysis.compare import vector_files
 from steerscope.analysis.results import AnalysisResult, load_results
-from steerscope.vectors.files import save
-from steerscope.vectors.folder import VectorFolder
+from steerscope.vectors.files import VectorFolder, save
 from steerscope.vectors.vector import SteeringVector
 
 LEFT = ".steerscope-0123456789abcdef"  # left by a writer that still runs or was killed

@@ -15,7 +15,7 @@ from steerscope.cli import options as o
 if TYPE_CHECKING:
     from steerscope.client import Answer, Client
     from steerscope.engines.sync import SyncEngine
-    from steerscope.vectors.steering_text import SteerArg
+    from steerscope.vectors.text import SteerArg
 
 Messages = list[dict[str, str]]
 app = o.command_group()
@@ -44,7 +44,7 @@ def chat(
     steer: o.Steer = None,
 ) -> None:
     """Talk to a model in the terminal; /help lists the commands inside the chat."""
-    from steerscope.vectors.steering_text import parse
+    from steerscope.vectors.text import parse
 
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(ss.Client(server, model=model)) if server is not None else None
@@ -209,7 +209,7 @@ class _Session:
                 self.save(self.save_to)
 
     def steer(self, text: str) -> None:
-        from steerscope.vectors.steering_text import parse
+        from steerscope.vectors.text import parse
 
         *words, strength = text.rsplit(maxsplit=1)
         file = words[0] if words else strength
@@ -223,7 +223,7 @@ class _Session:
         self.set_steers([arg for arg in self.steers if arg.path != new.path] + ([] if off else [new]))
 
     def set_steers(self, steers: "list[SteerArg]") -> None:
-        from steerscope.vectors.steering_text import joined
+        from steerscope.vectors.text import joined
 
         steering = joined(steers)
         if steering.ops:

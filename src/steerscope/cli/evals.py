@@ -194,11 +194,9 @@ def parity(
 ) -> None:
     """Compare the probabilities that vLLM and transformers give under steering, token by token."""
     from steerscope.evals.parity import agreement, continued
-    from steerscope.vectors import steering_text
+    from steerscope.vectors.text import parse
 
-    items, steers = o.together(
-        lambda: _items(questions, limit), lambda: [steering_text.parse(text) for text in steer or ()]
-    )
+    items, steers = o.together(lambda: _items(questions, limit), lambda: [parse(text) for text in steer or ()])
     conditions = {"unsteered": None} | {text: one.steering for text, one in zip(steer or (), steers, strict=True)}
     with o.open_engine(model, engine) as first:
         texts = continued(first, [one.question for one in items], conditions, sampling.values["max_tokens"])

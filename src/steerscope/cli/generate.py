@@ -43,7 +43,7 @@ def generate(
 
     Example: steerscope generate smollm2-135m "How was your week?" --chat --steer happy.safetensors@19:1.7
     """
-    from steerscope.vectors.steering_text import joined, parse
+    from steerscope.vectors.text import joined, parse
 
     asked, wanted, messages, *steers = o.together(
         sampling.parse,

@@ -208,7 +208,7 @@ def arith(
 
     Example: steerscope vectors arith 'a - b/2' --set a=happy.safetensors --set b=calm.safetensors --out c.safetensors
     """
-    from steerscope.vectors.expression import evaluate
+    from steerscope.vectors.text import evaluate
 
     names = {name: file for name, _, file in (text.partition("=") for text in sets or ())}
     if "" in names.values():

@@ -14,7 +14,7 @@ from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 from steerscope.specs.steering import Add, Steering
 from steerscope.vectors.files import load
 from steerscope.vectors.legacy import load_capping
-from steerscope.vectors.steering_text import split
+from steerscope.vectors.text import split
 from steerscope.vectors.vector import SteeringVector
 
 _MOST_SCALES = 1000

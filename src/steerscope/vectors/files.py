@@ -14,7 +14,7 @@ The same vector gives the same bytes: nothing in a file depends on its name or t
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +32,7 @@ from torch import Tensor
 from steerscope.files import atomic_path, check_folder, reading
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import BadFile
-from steerscope.specs.steering import Site
+from steerscope.specs.steering import Site, VectorData
 from steerscope.vectors.legacy import load_chatspace, load_pt, plain_tensor
 from steerscope.vectors.vector import DTYPES, Json, SteeringVector
 
@@ -95,10 +95,7 @@ def load(path: str | Path) -> SteeringVector:
     kind = _kind(path)
     if kind is None:
         raise BadFile(f"{path} is not a vector file; known are {', '.join(SUFFIXES)} and chatspace folders")
-    if kind == "pt":
-        return load_pt(path)
-    with reading(path, f"{kind} vector"):
-        return _load_gguf(path) if kind == "GGUF" else _load_safetensors(path)
+    return _load(path, kind)
 
 
 def load_upload(data: bytes, name: str, layers: int, hidden: int) -> SteeringVector:
@@ -114,10 +111,15 @@ def load_upload(data: bytes, name: str, layers: int, hidden: int) -> SteeringVec
         path = Path(folder) / "vector"
         path.write_bytes(data)
         try:
-            with reading(path, "GGUF vector" if gguf else "safetensors vector"):
-                return _load_gguf(path) if gguf else _load_safetensors(path)
+            return _load(path, "GGUF" if gguf else "safetensors")
         except BadFile as error:
             raise BadFile(str(error).replace(str(path), name)) from None
+
+
+def _load(path: Path, kind: str) -> SteeringVector:
+    readers = {"safetensors": _load_safetensors, "GGUF": _load_gguf, "pt": load_pt}
+    with reading(path, f"{kind} vector"):
+        return readers[kind](path)
 
 
 def _kind(path: Path) -> str | None:
@@ -130,6 +132,41 @@ def _kind(path: Path) -> str | None:
         return "pt"
     suffix = SUFFIXES.get(path.suffix.lower())
     return "safetensors" if head[8:] == b"{" and suffix != "pt" else suffix
+
+
+class VectorFolder(Mapping[str, VectorData]):
+    """A folder of vector files, by name. A file that changes is read again; vectors of deleted files are dropped at the
+    next access."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._read: dict[Path, tuple[tuple[int, int, int], VectorData]] = {}
+
+    def _files(self) -> dict[str, Path]:
+        seen = self._folder.iterdir() if self._folder.is_dir() else ()
+        # Files whose names begin with a dot are still being written.
+        found = sorted(p for p in seen if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+        for gone in self._read.keys() - set(found):
+            self._read.pop(gone, None)
+        return {path.stem: path for path in found}
+
+    def __getitem__(self, name: str) -> VectorData:
+        path = self._files()[name]
+        try:
+            state = path.stat()
+        except FileNotFoundError:  # deleted meanwhile
+            raise KeyError(name) from None
+        mark = (state.st_mtime_ns, state.st_size, state.st_ino)
+        known = self._read.get(path)
+        if known is None or known[0] != mark:
+            self._read[path] = known = (mark, load(path).to_spec())
+        return known[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files())
+
+    def __len__(self) -> int:
+        return len(self._files())
 
 
 # --- JSON metadata of both formats

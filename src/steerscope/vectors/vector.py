@@ -49,17 +49,7 @@ class SteeringVector:
             problems.append(Problem("directions", "shared and per-layer directions are mixed", "give one kind"))
         if len({tuple(direction.shape) for direction in self.directions.values()}) > 1:
             problems.append(Problem("directions", "sizes differ between layers", "all need the same hidden size"))
-        for layer, direction in self.directions.items():
-            where = "shared" if layer is None else f"layer {layer}"
-            if direction.dim() != 1 or not direction.numel():
-                shape = list(direction.shape)
-                problems.append(Problem(where, f"has shape {shape}", "give one direction of shape [hidden] per layer"))
-            elif direction.dtype not in DTYPES:
-                problems.append(Problem(where, f"has dtype {direction.dtype}", "convert it to float32 or bfloat16"))
-            elif layer is not None and layer < 0:
-                problems.append(Problem(where, "is negative", "layers count from 0"))
-            elif not torch.isfinite(direction).all():
-                problems.append(Problem(where, "holds NaN or infinity", "remove them at the source"))
+        problems += filter(None, (_problem(layer, direction) for layer, direction in self.directions.items()))
         if problems:
             raise InvalidRequest(problems)
         ordered = sorted(self.directions, key=lambda layer: -1 if layer is None else layer)
@@ -86,9 +76,7 @@ class SteeringVector:
     def __getitem__(self, layer: int) -> Tensor:
         key = None if None in self.directions else layer
         if key not in self.directions:
-            raise InvalidRequest(
-                [Problem("layer", f"this vector has no layer {layer}", f"it has {self._layers_text()}")]
-            )
+            raise InvalidRequest.of("layer", f"this vector has no layer {layer}", f"it has {self._layers_text()}")
         return self.directions[key]
 
     def at(self, layers: LayersLike) -> "SteeringVector":
@@ -147,7 +135,7 @@ class SteeringVector:
         """Scale every direction to length 1; an all-zero direction is refused."""
         zero = [layer for layer, norm in self.norms().items() if norm == 0]
         if zero:
-            raise InvalidRequest([Problem("directions", f"zero at layers {zero}", "leave those layers out")])
+            raise InvalidRequest.of("directions", f"zero at layers {zero}", "leave those layers out")
         return self._map(lambda direction: direction.double() / direction.double().norm(), f"unit {self._name()}")
 
     # --- measures
@@ -174,19 +162,16 @@ class SteeringVector:
     def equals(self, other: "SteeringVector") -> bool:
         """Return whether two vectors are equal bit for bit, metadata included."""
         names = ("model", "site", "method", "provenance")
-        return (
-            all(getattr(self, name) == getattr(other, name) for name in names)
-            and self.directions.keys() == other.directions.keys()
-            and all(_same_bits(direction, other.directions[layer]) for layer, direction in self.directions.items())
-        )
+        if any(getattr(self, name) != getattr(other, name) for name in names):
+            return False
+        mine, theirs = self.directions, other.directions
+        return mine.keys() == theirs.keys() and all(_same_bits(mine[layer], theirs[layer]) for layer in mine)
 
     # --- ops
 
     def to_spec(self) -> VectorData:
         """Return the numbers in the form of a request."""
-        packed = {
-            layer: direction.float().numpy().astype("<f4").tobytes() for layer, direction in self.directions.items()
-        }
+        packed = {layer: one.float().numpy().astype("<f4").tobytes() for layer, one in self.directions.items()}
         if None in packed:
             return VectorData(shared=packed[None])
         return VectorData(per_layer={layer: data for layer, data in packed.items() if layer is not None})
@@ -231,3 +216,17 @@ class SteeringVector:
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _problem(layer: int | None, direction: Tensor) -> Problem | None:
+    where = "shared" if layer is None else f"layer {layer}"
+    if direction.dim() != 1 or not direction.numel():
+        shape = list(direction.shape)
+        return Problem(where, f"has shape {shape}", "give one direction of shape [hidden] per layer")
+    if direction.dtype not in DTYPES:
+        return Problem(where, f"has dtype {direction.dtype}", "convert it to float32 or bfloat16")
+    if layer is not None and layer < 0:
+        return Problem(where, "is negative", "layers count from 0")
+    if not torch.isfinite(direction).all():
+        return Problem(where, "holds NaN or infinity", "remove them at the source")
+    return None

@@ -230,7 +230,7 @@ class Text:
 def named(folder: str | None) -> Mapping[str, VectorData]:
     if folder is None:
         return {}
-    from steerscope.vectors.folder import VectorFolder  # with all readers of files
+    from steerscope.vectors.files import VectorFolder  # with all readers of files
 
     return VectorFolder(folder)
 

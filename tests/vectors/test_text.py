@@ -7,7 +7,7 @@ import torch
 
 from steerscope import Ablate, Add, Cap, InvalidRequest, SteeringVector, save_vector
 from steerscope.specs import VectorData
-from steerscope.vectors.steering_text import FORMS, joined, parse
+from steerscope.vectors.text import FORMS, joined, parse
 
 
 @pytest.fixture
