@@ -106,7 +106,7 @@ class RowBuffer:
     """Host memory [rows, keys, hidden] for the rows of one request, written by position."""
 
     def __init__(self, keys: Sequence[Key], positions: Positions, most: int, hidden: int, dtype: torch.dtype) -> None:
-        self.keys, self.positions, self.most = tuple(keys), positions, most
+        self.keys, self.positions = tuple(keys), positions
         self._rows = torch.empty(positions.count(most), len(self.keys), hidden, dtype=dtype)
         self._written = 0
 
@@ -122,14 +122,13 @@ class RowBuffer:
         """Start again from the first row."""
         self._written = 0
 
-    def finish(self, rows: int) -> tuple[np.ndarray, Tensor]:
-        """Return the selected positions below `rows`, and their rows."""
-        positions = selected(self.positions, min(rows, self.most))
-        if self._written < len(positions):
-            raise RequestFailed(f"{len(positions) - self._written} of {len(positions)} rows were never computed")
-        kept = self._rows[: len(positions)]
+    def finish(self, count: int) -> Tensor:
+        """Return the first `count` rows."""
+        if self._written < count:
+            raise RequestFailed(f"{count - self._written} of {count} rows were never computed")
+        kept = self._rows[:count]
         # A view would keep the unused tail alive, so the rows are copied where there is one.
-        return positions, kept.clone() if len(kept) < len(self._rows) else kept
+        return kept.clone() if count < len(self._rows) else kept
 
 
 class Reducer:
@@ -159,6 +158,12 @@ class Reducer:
         """Start again from the first row."""
         self.n = self.next = 0
         self._value.zero_()
+
+    def finish(self, count: int) -> Tensor:
+        """Return the reduction of `count` rows."""
+        if self.n != count:
+            raise RequestFailed(f"{self.n} of {count} rows were reduced")
+        return self.result()
 
     def result(self) -> Tensor:
         """Return the reduction [keys, hidden] as float32 on the host."""

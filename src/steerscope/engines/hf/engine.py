@@ -225,14 +225,11 @@ class HFEngine(ThreadedEngine[Row]):
                 if not self._lenses.ready(row):
                     continue
                 row.lease()
-            except CapacityExceeded as error:
-                if row.needs_slot and any(other.leases for other in self._admitted):
+            except Exception as error:  # no slot, no memory for its rows, a pack that cannot be loaded
+                full = isinstance(error, CapacityExceeded) and row.needs_slot
+                if full and any(other.leases for other in self._admitted):
                     blocked = row  # until a running request ends and frees slots
                     continue
-                self._waiting.remove(row)
-                self._failed(row, error)
-                continue
-            except Exception as error:  # no memory for its rows, a pack that cannot be loaded
                 self._waiting.remove(row)
                 self._failed(row, error)
                 continue
@@ -275,12 +272,7 @@ class HFEngine(ThreadedEngine[Row]):
             self._failed(first.row, error)
             return
         for one in spans:
-            self._restart(one.row)
-
-    def _restart(self, row: Row) -> None:
-        self._counts["rows"] -= row.captured_rows
-        self._counts["readings"] -= row.readings
-        row.restart()
+            one.row.restart()
 
     def _decode(self) -> None:
         if not self._batch.rows:
@@ -332,10 +324,10 @@ class HFEngine(ThreadedEngine[Row]):
         """Steer and capture; return the logits of the last column. Rows and readings that cannot be kept fail their
         request (`Row.fault`), not the forward."""
         logits, now = self._compute(spans, **inputs)
-        self._counts["rows"] += deliver(now.captured)
+        deliver(now.captured)
         began = time.perf_counter()
         for watched in now.watched:
-            self._counts["readings"] += read(self.monitor, watched)
+            read(self.monitor, watched)
         self._counts["lens_seconds"] += time.perf_counter() - began
         for one in spans:
             one.row.fed = one.stop
@@ -375,6 +367,8 @@ class HFEngine(ThreadedEngine[Row]):
                 self._counts["finished"] += 1
 
     def _leave(self, row: Row) -> None:
+        self._counts["rows"] += row.captured_rows
+        self._counts["readings"] += row.readings
         if row in self._prompts.rows:
             self._prompts.rows.remove(row)
         else:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from steerscope.core.equation import Operands, look_up, settle
+from steerscope.core.rows import Reducer, RowBuffer
 from steerscope.core.slot_table import Key, SlotTable
 from steerscope.engines.hf.sequence import Row, TokenSpan
 from steerscope.specs.errors import RequestFailed
@@ -152,23 +153,21 @@ def _add_entries(entries: dict[int, list[Entry]], span: TokenSpan, first: int, n
                 entries.setdefault(first + position, [(0, 0, 0)] * n_columns)[k] = entry
 
 
-def deliver(captured: Sequence[Gather]) -> int:
-    """Copy staged rows to the requests' buffers and reducers after the forward. Return the number of rows. A request
-    whose rows cannot be kept is marked with the reason; the others have theirs."""
-    count = 0
+def deliver(captured: Sequence[Gather]) -> None:
+    """Copy staged rows to the requests' buffers and reducers after the forward. A request whose rows cannot be kept is
+    marked with the reason; the others have theirs."""
     for gather in captured:
-        rows = _on_host(gather.stage) if any(part.row.buffer for part in gather.parts) else gather.stage
+        buffered = any(isinstance(part.row.kept, RowBuffer) for part in gather.parts)
+        rows = _on_host(gather.stage) if buffered else gather.stage
         for part in gather.parts:
+            kept = part.row.kept
             try:
-                if part.row.reducer is not None:
-                    part.row.reducer.update(part.positions, gather.stage[part.start : part.stop])
-                elif part.row.buffer is not None:
-                    part.row.buffer.write(part.positions[0], rows[part.start : part.stop])
+                if isinstance(kept, Reducer):
+                    kept.update(part.positions, gather.stage[part.start : part.stop])
+                elif kept is not None:
+                    kept.write(part.positions[0], rows[part.start : part.stop])
             except Exception as error:
                 part.row.fault = RequestFailed(f"{part.row.name} failed: its rows could not be kept: {error}")
-                continue
-            count += len(part.positions)
-    return count
 
 
 def _on_host(stage: Tensor) -> Tensor:

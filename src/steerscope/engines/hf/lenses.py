@@ -11,32 +11,33 @@ from steerscope.lenses.reader import Reader, Registered, StepReadings, load_read
 from steerscope.specs.errors import RequestFailed
 
 
-def read(monitor: Monitor, watched: Gather) -> int:
-    """Run lenses, rules and gates, and note the readings of every request. Return the number of rows read. A request
-    whose rows cannot be read is marked with the reason; the others have their readings."""
-    return _read(monitor, watched.parts, watched.stage[:, 0])
+def read(monitor: Monitor, watched: Gather) -> None:
+    """Run lenses, rules and gates, and note the readings of every request. A request whose rows cannot be read is
+    marked with the reason; the others have their readings."""
+    _read(monitor, watched.parts, watched.stage[:, 0])
 
 
-def _read(monitor: Monitor, parts: list[RowPart], rows: Tensor) -> int:
+def _read(monitor: Monitor, parts: list[RowPart], rows: Tensor) -> None:
     try:
         found, slot, position = _scores(monitor, parts, rows)
     except Exception as error:
         if len(parts) == 1:
-            return _blame(parts, error)
-        return sum(_read(monitor, [RowPart(p.row, p.positions, 0)], rows[p.start : p.stop]) for p in parts)
+            _blame(parts, error)
+            return
+        for p in parts:
+            _read(monitor, [RowPart(p.row, p.positions, 0)], rows[p.start : p.stop])
+        return
     try:
         seen = monitor.judge(found, slot, position).to_host()
     except Exception as error:  # the states of their rules may have moved on: this cannot be tried again
-        return _blame(parts, error)
-    count = 0
+        _blame(parts, error)
+        return
     for part in parts:
         try:
             assert part.row.notes is not None
             part.row.notes.note(seen, part.start, part.positions)
-            count += len(part.positions)
         except Exception as error:
             _blame([part], error)
-    return count
 
 
 def _scores(monitor: Monitor, parts: list[RowPart], rows: Tensor) -> tuple[StepReadings[Tensor], Tensor | None, Tensor]:
@@ -55,11 +56,9 @@ def _scores(monitor: Monitor, parts: list[RowPart], rows: Tensor) -> tuple[StepR
     return monitor.read(seats[0].reader, rows, most, slot, view), slot, position
 
 
-def _blame(parts: list[RowPart], error: Exception) -> int:
-    """Mark these requests. Return the number of rows read: none."""
+def _blame(parts: list[RowPart], error: Exception) -> None:
     for part in parts:
         part.row.fault = RequestFailed(f"{part.row.name} failed: its rows could not be read by the lenses: {error}")
-    return 0
 
 
 class MonitorStore:

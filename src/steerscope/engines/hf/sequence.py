@@ -34,8 +34,7 @@ class Row(RunningText):
         self.alone = False  # its prefill failed, and is tried once more without other prompts
         self.tapped = self.plan.template.tapped
         self.leases: list[Lease] = []
-        self.buffer: RowBuffer | None = None
-        self.reducer: Reducer | None = None
+        self.kept: RowBuffer | Reducer | None = None  # its captured rows
         self.chooser = Chooser.of(self.plan.sampling, self.history, context.model.device)
         self.seat: Seat | None = None
         self.fault: RequestFailed | None = None  # why its rows or readings of the last forward are missing
@@ -60,9 +59,9 @@ class Row(RunningText):
             return
         model, hidden = self.context.model, self.context.facts.hidden
         if capture.spec.reduce:
-            self.reducer = Reducer(capture.spec.reduce, len(capture.keys), hidden, model.device)
+            self.kept = Reducer(capture.spec.reduce, len(capture.keys), hidden, model.device)
         else:
-            self.buffer = RowBuffer(capture.keys, capture.positions, self.plan.most_rows, hidden, model.dtype)
+            self.kept = RowBuffer(capture.keys, capture.positions, self.plan.most_rows, hidden, model.dtype)
 
     def _release(self) -> None:
         while self.leases:
@@ -90,9 +89,8 @@ class Row(RunningText):
         """Forget what a prefill that failed has computed: the prompt will be run again, alone, from its first token."""
         self.fed, self.fault = 0, None
         self.prefilled, self.alone = None, True
-        for kept in (self.buffer, self.reducer):
-            if kept is not None:
-                kept.restart()
+        if self.kept is not None:
+            self.kept.restart()
         if self.seat is not None and self.seat.slot:
             self.context.monitor.rules.restart(self.seat.slot)
         if self.notes is not None:
@@ -105,16 +103,11 @@ class Row(RunningText):
         # The last sampled token is never fed: p + g − 1 rows, and none at all for what was never started.
         computed = min(self.fed, len(self.history) - 1)
         count = capture.positions.count(computed)
-        if self.reducer is not None:
-            tensor = self.reducer.result()
-            if self.reducer.n != count:
-                raise RequestFailed(f"{self.reducer.n} of {count} rows were reduced")
-        elif self.buffer is not None:
-            _, tensor = self.buffer.finish(computed)
-        else:  # cancelled while it waited
+        if self.kept is None:  # cancelled while it waited
             held.release()
             return None
-        held.shrink(tensor.numel() * tensor.element_size())
+        tensor = self.kept.finish(count)
+        held.shrink(tensor.nbytes)
 
         def columns() -> dict[Key, torch.Tensor]:
             return {key: tensor[..., j, :] for j, key in enumerate(capture.keys)}
