@@ -111,7 +111,7 @@ class TestPrefill:
         with pytest.raises(RuntimeError):
             cache.join(bad, [5])
         cache.join(fresh(1, 2, 1.0), [2])
-        assert all(torch.isfinite(layer.keys).all() for layer in cache.layers if layer.keys is not None)
+        assert all(torch.isfinite(layer.keys).all() for layer in cache.own if layer.keys is not None)
 
     @staticmethod
     def prefilled(rows: int, width: int, value: float) -> Any:

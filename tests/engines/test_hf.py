@@ -84,7 +84,7 @@ class TestCache:
     @staticmethod
     def row(cache: BatchCache, i: int) -> torch.Tensor:
         window = cache.window
-        keys = cache.layers[1].keys
+        keys = cache.own[1].keys
         assert keys is not None
         return keys[i, :, window.end - cache.lengths[i] : window.end]
 

@@ -49,7 +49,8 @@ class _Layer(DynamicLayer):
         return self.window.end - self.window.start
 
 
-def _buffers(layer: CacheLayerMixin) -> tuple[Tensor, Tensor]:
+def _buffers(layer: object) -> tuple[Tensor, Tensor]:
+    assert isinstance(layer, CacheLayerMixin)
     assert layer.keys is not None
     assert layer.values is not None
     return layer.keys, layer.values
@@ -61,16 +62,17 @@ class BatchCache(Cache):
     def __init__(self, layers: int) -> None:
         self.window = Window()
         self.lengths: list[int] = []  # tokens of each row
-        super().__init__(layers=[_Layer(self.window) for _ in range(layers)])
+        self.own = [_Layer(self.window) for _ in range(layers)]
+        super().__init__(layers=list(self.own))
 
     def join(self, prefilled: DynamicCache, lengths: Sequence[int]) -> None:
         """Add rows from a left-padded prefill. If this raises, none has joined."""
         w, new = self.window, prefilled.get_seq_length()
         rows, end = w.rows + len(lengths), max(w.end, new)
         if not self._fits(rows, end):
-            capacity = _buffers(self.layers[0])[0].shape[0] if w.rows else 0
+            capacity = _buffers(self.own[0])[0].shape[0] if w.rows else 0
             self._move(prefilled.layers, max(rows, capacity), _columns(end), end)
-        for mine, theirs in zip(self.layers, prefilled.layers, strict=True):
+        for mine, theirs in zip(self.own, prefilled.layers, strict=True):
             for buffer, fresh in zip(_buffers(mine), _buffers(theirs), strict=True):
                 clear(buffer[w.rows : rows, :, : end - new])
                 buffer[w.rows : rows, :, end - new : end] = fresh
@@ -82,7 +84,7 @@ class BatchCache(Cache):
         """Free a row; the last row takes its place (the caller must move its own list alike)."""
         last = self.window.rows - 1
         if row != last:
-            for layer in self.layers:
+            for layer in self.own:
                 for buffer in _buffers(layer):
                     buffer[row] = buffer[last]
         self.lengths[row] = self.lengths[last]
@@ -92,10 +94,10 @@ class BatchCache(Cache):
 
     def make_room(self) -> None:
         """Before a step: one more column, by sliding to the front or growing."""
-        rows, columns = _buffers(self.layers[0])[0].shape[0::2]
+        rows, columns = _buffers(self.own[0])[0].shape[0::2]
         width = self.window.end - self.window.start
         if self.window.end == columns:
-            self._move(self.layers, rows, columns if 2 * width < columns else 2 * columns, width)
+            self._move(self.own, rows, columns if 2 * width < columns else 2 * columns, width)
 
     def advance(self) -> None:
         """After a step: every row is one token longer."""
@@ -119,23 +121,23 @@ class BatchCache(Cache):
 
     def _fits(self, rows: int, end: int) -> bool:
         """Return whether the buffers can hold so many rows that end at this column."""
-        keys = self.layers[0].keys
+        keys = self.own[0].keys
         if keys is None or rows > keys.shape[0] or end > keys.shape[-2]:
             return False
         if self.window.rows:
             return end == self.window.end
         return keys.shape[-2] <= 4 * _columns(end)  # one long text must not bloat the rest
 
-    def _move(self, like: Sequence[CacheLayerMixin], rows: int, columns: int, end: int) -> None:
+    def _move(self, like: Sequence[object], rows: int, columns: int, end: int) -> None:
         """Copy what is in use to new buffers, where it ends at `end`: all layers or, without memory, none."""
         w = self.window
         start = end - (w.end - w.start)
         made: list[list[Tensor]] = []
-        for mine, theirs in zip(self.layers, like, strict=True):
+        for mine, theirs in zip(self.own, like, strict=True):
             made.append([one.new_zeros(rows, one.shape[1], columns, one.shape[-1]) for one in _buffers(theirs)])
             for buffer, old in zip(made[-1], _buffers(mine) if w.rows else (), strict=False):
                 buffer[: w.rows, :, start:end] = old[: w.rows, :, w.start : w.end]
-        for layer, (keys, values) in zip(self.layers, made, strict=True):
+        for layer, (keys, values) in zip(self.own, made, strict=True):
             layer.keys, layer.values, layer.is_initialized = keys, values, True
         w.start, w.end = start, end
 
