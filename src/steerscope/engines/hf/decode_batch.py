@@ -92,6 +92,16 @@ class BatchCache(Cache):
         self.window.rows = last
         self._narrow()
 
+    def inputs(self, tokens: Sequence[int], device: torch.device) -> dict[str, object]:
+        """Return the inputs of the next step, which feeds each row a token."""
+        self.make_room()
+        return {
+            "input_ids": torch.tensor([[token] for token in tokens], device=device),
+            "attention_mask": self.mask(device),
+            "position_ids": torch.tensor([[length] for length in self.lengths], device=device),
+            "past_key_values": self,
+        }
+
     def make_room(self) -> None:
         """Before a step: one more column, by sliding to the front or growing."""
         rows, columns = _buffers(self.own[0])[0].shape[0::2]
@@ -179,10 +189,4 @@ class DecodeBatch:
 
     def inputs(self, device: torch.device) -> dict[str, object]:
         """Return the inputs of the next step."""
-        self.cache.make_room()
-        return {
-            "input_ids": torch.tensor([[row.history[-1]] for row in self.rows], device=device),
-            "attention_mask": self.cache.mask(device),
-            "position_ids": torch.tensor([[row.fed] for row in self.rows], device=device),
-            "past_key_values": self.cache,
-        }
+        return self.cache.inputs([row.history[-1] for row in self.rows], device)

@@ -245,7 +245,9 @@ class HFEngine(ThreadedEngine[Row]):
         first = rows[0]
         cache = first.prefilled or DynamicCache()
         try:
-            logits = self._forward(spans, **prefill_inputs(spans, self.model.device), past_key_values=cache)
+            texts = [one.row.history[one.start : one.stop] for one in spans]
+            inputs = prefill_inputs(texts, spans[0].start, self.device)
+            logits = self._forward(spans, **inputs, past_key_values=cache)
             if first.fed == first.prompt_length:
                 self._batch.join(rows, cache)
         except Exception as error:

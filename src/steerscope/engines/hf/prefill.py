@@ -5,6 +5,8 @@ keeps its own cache (`Row.prefilled`) until its last piece, and then joins the b
 so that neither waits for all of the other.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from steerscope.engines.hf.sequence import Row, TokenSpan
@@ -45,15 +47,14 @@ def _group(rows: list[Row], max_tokens: int) -> list[Row]:
     return rows
 
 
-def prefill_inputs(spans: list[TokenSpan], device: torch.device) -> dict[str, object]:
-    """Inputs of a forward that feeds these spans, left-padded to one length."""
-    width = max(one.stop - one.start for one in spans)
-    pads = [width - (one.stop - one.start) for one in spans]
-    ids = [[0] * pad + one.row.history[one.start : one.stop] for pad, one in zip(pads, spans, strict=True)]
-    starts = torch.tensor(pads, device=device).unsqueeze(1)
+def prefill_inputs(texts: Sequence[Sequence[int]], start: int, device: torch.device) -> dict[str, object]:
+    """Return the inputs of a forward that feeds these tokens, left-padded to one length. `start` is the position of the
+    first one; only a piece that is alone begins later than at 0."""
+    width = max(map(len, texts))
+    pads = torch.tensor([[width - len(text)] for text in texts], device=device)
     columns = torch.arange(width, device=device).unsqueeze(0)
     return {
-        "input_ids": torch.tensor(ids, device=device),
-        "attention_mask": columns >= starts if any(pads) else None,
-        "position_ids": (columns - starts).clamp(min=0) + spans[0].start,  # only a slice that is alone starts later
+        "input_ids": torch.tensor([[*[0] * (width - len(text)), *text] for text in texts], device=device),
+        "attention_mask": columns >= pads if any(len(text) < width for text in texts) else None,
+        "position_ids": (columns - pads).clamp(min=0) + start,
     }

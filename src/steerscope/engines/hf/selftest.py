@@ -32,6 +32,7 @@ from steerscope.engines.hf.blocks import (
 )
 from steerscope.engines.hf.decode_batch import BatchCache
 from steerscope.engines.hf.forward_index import Gather, Pass, SteeredTokens
+from steerscope.engines.hf.prefill import prefill_inputs
 from steerscope.engines.hf.settings import context_of
 from steerscope.engines.hf.taps import Taps
 from steerscope.specs.errors import SteerscopeError, UnsupportedModel
@@ -145,20 +146,10 @@ def _batching(model: PreTrainedModel, layers: int) -> None:
     # Ordinary tokens: the first ids are special, and in bfloat16 SmolLM2's rows of those round ten times as coarsely.
     a, b, c, last = (len(model.get_input_embeddings().weight) // part for part in (2, 3, 5, 7))  # type: ignore[arg-type]
     device, texts = model.device, ([a, b, c], [b])
-    padded = torch.tensor([[a, b, c], [a, a, b]], device=device)
-    mask = torch.tensor([[True] * 3, [False, False, True]], device=device)
     prefilled, cache = DynamicCache(), BatchCache(layers)
-    positions = torch.tensor([[0, 1, 2], [0, 0, 0]], device=device)
-    model(input_ids=padded, attention_mask=mask, position_ids=positions, past_key_values=prefilled, use_cache=True)
+    model(**prefill_inputs(texts, 0, device), past_key_values=prefilled, use_cache=True)
     cache.join(prefilled, [3, 1])
-    cache.make_room()
-    together = model(
-        input_ids=torch.tensor([[last], [last]], device=device),
-        attention_mask=cache.mask(device),
-        position_ids=torch.tensor([[3], [1]], device=device),
-        past_key_values=cache,
-        use_cache=True,
-    ).logits[:, -1]
+    together = model(**cache.inputs([last, last], device), use_cache=True).logits[:, -1]
     for row, text in zip(together, texts, strict=True):
         alone = model(input_ids=torch.tensor([[*text, last]], device=device), use_cache=False).logits[0, -1]
         error = (row.float() - alone.float()).norm() / alone.float().norm()
@@ -191,7 +182,7 @@ def _piece_fault(model: PreTrainedModel, blocks: Blocks, last_only: dict[str, in
     window = min(getattr(config, "sliding_window", None) or 0, _LONGEST_WINDOW)
     n_tokens = min(window + 2 * _LAST_PIECE, context_of(config) or _LONGEST_WINDOW)
     vocab = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
-    ids = torch.randint(vocab // 8, vocab, (1, n_tokens), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = torch.randint(vocab // 8, vocab, (n_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     last = min(_LAST_PIECE, n_tokens // 2)
     cuts = (0, n_tokens // 4, n_tokens - last, n_tokens)
     last_only = dict.fromkeys(last_only, last)
@@ -208,18 +199,17 @@ def _piece_fault(model: PreTrainedModel, blocks: Blocks, last_only: dict[str, in
 
 
 def _in_pieces(
-    model: PreTrainedModel, blocks: Blocks, ids: Tensor, cuts: Sequence[int], last_only: dict[str, int]
+    model: PreTrainedModel, blocks: Blocks, ids: list[int], cuts: Sequence[int], last_only: dict[str, int]
 ) -> tuple[Tensor, Tensor]:
     """Return the rows [tokens, hidden] that leave the last block, and logits of the last tokens."""
     cache, kept = DynamicCache(), dict[int, Tensor]()
     rows: list[Tensor] = []
-    logits = ids.new_empty(0)
+    logits = torch.empty(0)
     hook = blocks[len(blocks) - 1].module.register_forward_hook(keep_output(kept, 0))
     try:
         for start, stop in itertools.pairwise(cuts):
-            at = torch.arange(start, stop, device=ids.device).unsqueeze(0)
-            inputs = {"input_ids": ids[:, start:stop], "position_ids": at, "past_key_values": cache}
-            logits = model(**inputs, **last_only, use_cache=True).logits[0]
+            inputs = prefill_inputs([ids[start:stop]], start, model.device)
+            logits = model(**inputs, past_key_values=cache, **last_only, use_cache=True).logits[0]
             rows.append(kept[0][0].float())
     finally:
         hook.remove()
