@@ -137,33 +137,29 @@ def _projection(module: nn.Module | None) -> nn.Module | None:
 
 
 def _check_state(model: PreTrainedModel) -> None:
-    """Refuse a model that remembers more of a text, or less, than keys and values of every layer."""
+    """Refuse a model that remembers more of a text than keys and values."""
+    name = type(model).__name__
     try:
         cache = getattr(forward(model, use_cache=True), "past_key_values", None)
     except Exception:
         return  # what is looked for next says what is wrong
-    if why := _wrong_state(cache, model.config.get_text_config(decoder=True).num_hidden_layers):
-        raise UnsupportedModel(f"{type(model).__name__} is not supported: {why}")
-
-
-def _wrong_state(cache: object, count: int) -> str | None:
     if type(cache) is not DynamicCache:
         found = "no keys and values" if cache is None else f"a {type(cache).__name__}"
-        return f"it returns {found} where a DynamicCache was looked for"
+        raise UnsupportedModel(f"{name} is not supported: it returns {found} where a DynamicCache was looked for")
     known = (DynamicLayer, DynamicSlidingWindowLayer)
     odd = {i: type(layer).__name__ for i, layer in enumerate(cache.layers) if type(layer) not in known}
     if odd:
-        return (
-            f"layers {', '.join(map(str, odd))} have a state besides keys and values "
+        raise UnsupportedModel(
+            f"{name} is not supported: layers {', '.join(map(str, odd))} have a state besides keys and values "
             f"({', '.join(sorted(set(odd.values())))}: linear attention, Mamba or a convolution), which the batch of "
             "the transformers engine cannot keep"
         )
-    if len(cache.layers) == count:
-        return None
-    return (
-        f"it keeps keys and values of {len(cache.layers)} of its {count} layers (the others share them), and the batch "
-        "of the transformers engine needs those of every layer"
-    )
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    if len(cache.layers) != count:
+        raise UnsupportedModel(
+            f"{name} is not supported: it keeps keys and values of {len(cache.layers)} of its {count} layers (the "
+            "others share them), and the batch of the transformers engine needs those of every layer"
+        )
 
 
 def keep_input(place: dict[K, Tensor], i: K) -> Callable[[nn.Module, tuple, dict], None]:
