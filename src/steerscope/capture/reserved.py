@@ -7,11 +7,12 @@ share the folder, and ends with the process that holds it: after a crash the nam
 import logging
 import os
 from concurrent.futures import Executor, Future
+from contextlib import ExitStack
 from pathlib import Path
 
 from steerscope.capture.handle import CaptureHandle
 from steerscope.files import lock
-from steerscope.specs.errors import BadFile, InvalidRequest, NameInUse, Problem, SaveFailed, SteerscopeError
+from steerscope.specs.errors import BadFile, InvalidRequest, NameInUse, SaveFailed, SteerscopeError
 
 log = logging.getLogger("steerscope")
 
@@ -27,46 +28,35 @@ class ReservedFile:
         self.saved.set_running_or_notify_cancel()  # a client that leaves does not cancel it
         self._lock_path = path.with_name(f".{path.name}.reserved")
         try:
-            self._handle: int | None = self._acquire()
+            self._held = self._acquire()
         except OSError as error:
             what = f"the server's folder for captures cannot be written: {error.strerror or error}"
-            raise InvalidRequest([Problem("save_as", what, "have its operator correct that")]) from error
+            raise InvalidRequest.of("save_as", what, "have its operator correct that") from error
 
-    def _acquire(self) -> int:
+    def _acquire(self) -> ExitStack:
+        """Lock the file. Return what removes and unlocks it, in this order: no other process owns it meanwhile."""
         while True:
-            handle = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                if self._locked(handle):
-                    return handle
-            except BaseException:
-                os.close(handle)
-                raise
-            os.close(handle)
-
-    def _locked(self, handle: int) -> bool:
-        """Lock the file. False means that its holder removed it meanwhile, so that the lock excludes no process."""
-        try:
-            lock(handle, wait=False)
-        except BlockingIOError:
-            raise self._in_use("another request is saving under it") from None
-        try:
-            if not os.path.samestat(os.fstat(handle), self._lock_path.stat()):
-                return False
-        except FileNotFoundError:
-            return False
-        try:
-            self._check_absent()
-        except NameInUse:
-            self._lock_path.unlink(missing_ok=True)
-            raise
-        return True
+            with ExitStack() as held:
+                handle = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o666)
+                held.callback(os.close, handle)
+                try:
+                    lock(handle, wait=False)
+                    if not os.path.samestat(os.fstat(handle), self._lock_path.stat()):
+                        continue  # its holder removed it meanwhile, so the lock excludes no process
+                except FileNotFoundError:
+                    continue
+                except BlockingIOError:
+                    raise self._in_use("another request is saving under it") from None
+                held.callback(self._lock_path.unlink, missing_ok=True)
+                self._check_absent()
+                return held.pop_all()
 
     def _check_absent(self) -> None:
         if os.path.lexists(self.path):
             raise self._in_use("a capture of that name exists")
 
     def _in_use(self, why: str) -> NameInUse:
-        return NameInUse([Problem("save_as", f"{self.name!r} is in use: {why}", "choose another name")])
+        return NameInUse.of("save_as", f"{self.name!r} is in use: {why}", "choose another name")
 
     def write_in(self, executor: Executor, handle: CaptureHandle) -> None:
         """Save the rows in another thread. A handle whose rows were saved is closed; otherwise it keeps them."""
@@ -88,10 +78,7 @@ class ReservedFile:
 
     def release(self, why: str = "its text did not end normally") -> None:
         """Free the name. `why` is the reason where the rows were not saved."""
-        if self._handle is not None:
-            self._lock_path.unlink(missing_ok=True)  # while locked: no other process owns it yet
-            os.close(self._handle)
-            self._handle = None
+        self._held.close()
         if not self.saved.done():  # a new error: a raised one would keep the rows alive through its frames
             self.saved.set_exception(SaveFailed(f"the rows were not saved as {self.name!r}: {why}"))
 

@@ -149,11 +149,11 @@ class ActivationStore:
         """Return the rows of one document, memory-mapped, with their labels."""
         found = self.documents(ds.field("document") == number).to_pylist()
         if not found:
-            raise InvalidRequest([Problem("document", f"{number} is not in the store", "see documents()")])
+            raise InvalidRequest.of("document", f"{number} is not in the store", "see documents()")
         line = found[0]
         if line["error"] is not None:
-            where = f"{line['file']}:{line['line']}"
-            raise InvalidRequest([Problem("document", f"{number} has no rows: {line['error']}", f"correct {where}")])
+            what = f"{number} has no rows: {line['error']}"
+            raise InvalidRequest.of("document", what, f"correct {line['file']}:{line['line']}")
         with reading(self.folder, "store"):
             first, stop = line["first_row"], line["first_row"] + line["rows"]
             rows = self.shard(line["shard"])[first:stop]
@@ -202,7 +202,7 @@ class ActivationStore:
         found = [i for i, (at, name) in enumerate(self.keys) if layer in (at, None) and site in (name, None)]
         if len(found) != 1:
             what = f"{len(found)} of the store's {len(self.keys)} keys are at layer {layer}, site {site}"
-            raise InvalidRequest([Problem("layer", what, f"name one of {', '.join(f'{a} {b}' for a, b in self.keys)}")])
+            raise InvalidRequest.of("layer", what, f"name one of {', '.join(f'{a} {b}' for a, b in self.keys)}")
         return found[0]
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (a store is small and lives long)
@@ -226,11 +226,10 @@ class ActivationStore:
 
 
 def _labels(request: str, lines: pa.Table) -> Labels:
-    messages, names = lines["message"].to_pylist(), lines["role"].to_pylist()
-    roles: dict[int, str] = {m: role for m, role in zip(messages, names, strict=True) if m is not None}
-    message = np.array([-1 if m is None else m for m in messages], np.int32)
-    known = tuple(roles.get(i, "") for i in range(max(roles, default=-1) + 1))
-    position, token = lines["position"].to_numpy().astype(np.int64), lines["token_id"].to_numpy().astype(np.int64)
+    message = lines["message"].fill_null(-1).to_numpy()
+    roles: dict[int, str] = dict(zip(message.tolist(), lines["role"].to_pylist(), strict=True))
+    known = tuple(roles.get(i, "") for i in range(message.max(initial=-1) + 1))
+    position, token = (lines[name].to_numpy().astype(np.int64) for name in ("position", "token_id"))
     return Labels(request, position, token, np.zeros(len(lines), bool), message, known)
 
 
@@ -261,15 +260,13 @@ class ShuffledRows(IterableDataset[Tensor]):
         rank: int,
         world: int,
     ) -> None:
-        problems = []
-        if size < 1:
-            problems.append(Problem("size", f"is {size}", "give at least 1"))
-        if part not in get_args(Part):
-            problems.append(Problem("part", f"{part!r} is unknown", f"choose one of {get_args(Part)}"))
-        if not 0 < test < 1:
-            problems.append(Problem("test", f"is {test}", "give a share between 0 and 1"))
-        if not 0 <= rank < world:
-            problems.append(Problem("rank", f"{rank} of {world} does not exist", "give 0 ≤ rank < world"))
+        checks = (
+            (size >= 1, "size", f"is {size}", "give at least 1"),
+            (part in get_args(Part), "part", f"{part!r} is unknown", f"choose one of {get_args(Part)}"),
+            (0 < test < 1, "test", f"is {test}", "give a share between 0 and 1"),
+            (0 <= rank < world, "rank", f"{rank} of {world} does not exist", "give 0 ≤ rank < world"),
+        )
+        problems = [Problem(*problem) for right, *problem in checks if not right]
         if problems:
             raise InvalidRequest(problems)
         self.store, self.size, self.key, self.part, self.test = store, size, key, part, test
