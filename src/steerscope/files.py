@@ -71,7 +71,8 @@ def lock(handle: int, *, wait: bool) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Run the block in one thread of one process at a time. The file at the path is created and stays."""
+    """Run the block in one thread of one process at a time. The file is created and stays: removing it would let two
+    in."""
     with path.open("ab") as file:
         lock(file.fileno(), wait=True)
         yield

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steerscope.files import lock
+from steerscope.files import locked
 from steerscope.specs.errors import ModelNotFound, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -117,9 +117,7 @@ def _default_model(cache_dir: Path, progress: Callable[[str], None] | None) -> P
         return target
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        # The lock file stays behind on purpose: removing it would let two holders in.
-        with target.with_name(f"{target.name}.lock").open("w") as held:
-            lock(held.fileno(), wait=True)
+        with locked(target.with_name(f"{target.name}.lock")):
             if not _is_complete(target):  # another process may have converted it meanwhile
                 if progress:
                     progress(f"converting {DEFAULT_MODEL} once into {target} (10 to 60 s, 270 MB)")
@@ -141,8 +139,7 @@ def _convert_under_lock(source: Path, target: Path) -> None:
     partial = target.with_name(f"{target.name}.partial")
     # Only the holder of the lock writes here, so these are leftovers of a crash or a cache cleaner.
     for leftover in (partial, target):
-        if leftover.exists():
-            shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
     try:
         partial.mkdir()
         _convert(source, partial)
