@@ -34,7 +34,7 @@ from steerscope.specs.base import Spec
 from steerscope.specs.errors import BadFile
 from steerscope.specs.steering import Site, VectorData
 from steerscope.vectors.legacy import load_chatspace, load_pt, plain_tensor
-from steerscope.vectors.vector import DTYPES, Json, SteeringVector
+from steerscope.vectors.vector import Json, SteeringVector
 
 FORMAT, VERSION = "steerscope-vector", "1"
 CONTROL_VECTOR = "controlvector"
@@ -56,9 +56,6 @@ def save(vector: SteeringVector, path: str | Path) -> None:
     """
     path = Path(path)
     check_target(path, vector.layers, vector.site)
-    for direction in vector.directions.values():
-        if direction.dtype not in DTYPES:
-            raise BadFile(f"cannot write {path}: its dtype is {direction.dtype}; convert it to float32")
     if path.suffix.lower() == ".gguf":
         _save_gguf(vector, path)
     else:
@@ -237,9 +234,6 @@ def _load_safetensors(path: Path) -> SteeringVector:
         return plain_tensor(path, tensor, {"tensor": name})
     if header.get("version") != VERSION:
         raise BadFile(f"{path} has format version {header.get('version')}, known is {VERSION}; update steerscope")
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
-            raise BadFile(f"{path}: {name} has dtype {tensor.dtype}; expected float32, bfloat16, float16 or float64")
     directions = {None if name == "shared" else _layer(name, "layer", path): t for name, t in tensors.items()}
     return _Metadata.parse(json.loads(header.get("metadata", ""))).vector(directions)
 

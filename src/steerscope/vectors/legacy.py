@@ -17,7 +17,7 @@ from torch import Tensor
 from steerscope.files import reading
 from steerscope.specs.errors import BadFile
 from steerscope.specs.steering import Cap, Steering, VectorData
-from steerscope.vectors.vector import DTYPES, Json, SteeringVector
+from steerscope.vectors.vector import Json, SteeringVector
 
 # Of traits and roles; the first that is there.
 DEFAULT_KEYS = ("pos_neg_50", "pos_neg", "pos_3-default_1", "pos_all-default_1")
@@ -252,13 +252,11 @@ def _vector(
     for layer, direction in directions.items():
         if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or layer < 0):
             raise BadFile(f"{path}: {layer!r} is not a layer; layers are numbers from 0")
-        if not isinstance(direction, Tensor) or direction.dtype not in DTYPES:
-            found = direction.dtype if isinstance(direction, Tensor) else type(direction).__name__
+        if not isinstance(direction, Tensor):
             where = "the vector" if layer is None else f"layer {layer}"
-            raise BadFile(f"{path}: {where} is {found}; expected a tensor of floats")
+            raise BadFile(f"{path}: {where} is {type(direction).__name__}; expected a tensor of floats")
     with reading(path, "vector"):
-        copies = {layer: direction.detach().clone() for layer, direction in directions.items()}
-        return SteeringVector(copies, model=model, method=method, provenance=about)
+        return SteeringVector(directions, model=model, method=method, provenance=about)
 
 
 def _list(keys: Mapping) -> str:
