@@ -133,12 +133,9 @@ class TrainingPasses:
         ]
         index = torch.tensor(found, dtype=torch.long, device=self.model.device)
         columns = {tap_of(layer, ops.site): ops.columns(layer, len(found)) for layer in ops.layers}
-        self._taps.attach(columns)
-        try:
-            with self._taps.during(Pass(steered=SteeredTokens(index, columns=columns)), any_thread=self.checkpointing):
-                yield
-        finally:
-            self._taps.attach(())
+        now = Pass(steered=SteeredTokens(index, columns=columns))
+        with self._taps.attached(columns), self._taps.during(now, any_thread=self.checkpointing):
+            yield
 
     # --- cached streams
 

@@ -210,23 +210,17 @@ class Probe:
     @contextlib.contextmanager
     def inside(self, blocks: tuple[Block, ...]) -> Iterator[None]:
         """Replace and record in the forwards inside the block."""
-        handles = []
-        for i, block in enumerate(blocks):
-            handles.append(block.module.register_forward_pre_hook(self._enter(i), with_kwargs=True))
-            for module, values in (
-                (block.attn_addend, self.attn),
-                (block.mlp_part, self.part),
-                (block.mlp_addend, self.mlp),
-            ):
-                if module is not None:
-                    keep = module is (block.mlp_part or block.mlp_addend)
-                    handles.append(module.register_forward_hook(self._replace(i, values, block.multiplier, keep)))
-            handles.append(block.module.register_forward_hook(keep_output(self.returned, i)))
-        try:
+        with contextlib.ExitStack() as hooks:
+            for i, block in enumerate(blocks):
+                hooks.enter_context(block.module.register_forward_pre_hook(self._enter(i), with_kwargs=True))
+                addends = (block.attn_addend, self.attn), (block.mlp_part, self.part), (block.mlp_addend, self.mlp)
+                for module, values in addends:
+                    if module is not None:
+                        keep = module is (block.mlp_part or block.mlp_addend)
+                        replace = self._replace(i, values, block.multiplier, keep)
+                        hooks.enter_context(module.register_forward_hook(replace))
+                hooks.enter_context(block.module.register_forward_hook(keep_output(self.returned, i)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def terms(self, i: int, block: Block) -> Tensor:
         """What block `i` should sum up, in float64: [stream, attention, MLP; tokens; hidden]."""

@@ -7,7 +7,6 @@ cache, must give the logits of plain forwards. Pieces: a random prompt computed 
 the logits of the same prompt computed at once; else prompts are computed whole.
 """
 
-import contextlib
 import itertools
 import logging
 from collections.abc import Sequence
@@ -101,14 +100,14 @@ def _tapped(
     now = Pass(captured=[staged], steered=SteeredTokens(entries=entry))
     entered: dict[int, Tensor] = {}
     left: dict[int, Tensor] = {}
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(probe.inside(blocks.blocks))
-        undo.callback(taps.attach, ())
-        taps.attach(keys)
+    with (
+        probe.inside(blocks.blocks),
+        taps.attached(keys),
         # Hooks run in the order of their registration: these see what leaves the first tap and the last.
-        undo.callback(blocks[0].module.register_forward_pre_hook(keep_input(entered, 0), with_kwargs=True).remove)
-        undo.callback(blocks[len(blocks) - 1].module.register_forward_hook(keep_output(left, 0)).remove)
-        undo.enter_context(taps.during(now))
+        blocks[0].module.register_forward_pre_hook(keep_input(entered, 0), with_kwargs=True),
+        blocks[len(blocks) - 1].module.register_forward_hook(keep_output(left, 0)),
+        taps.during(now),
+    ):
         forward(model)
     return dict(zip(keys, staged.stage.unbind(1), strict=True)), entered[0][0], left[0][0]
 
@@ -205,12 +204,9 @@ def _in_pieces(
     cache, kept = DynamicCache(), dict[int, Tensor]()
     rows: list[Tensor] = []
     logits = torch.empty(0)
-    hook = blocks[len(blocks) - 1].module.register_forward_hook(keep_output(kept, 0))
-    try:
+    with blocks[len(blocks) - 1].module.register_forward_hook(keep_output(kept, 0)):
         for start, stop in itertools.pairwise(cuts):
             inputs = prefill_inputs([ids[start:stop]], start, model.device)
             logits = model(**inputs, past_key_values=cache, **last_only, use_cache=True).logits[0]
             rows.append(kept[0][0].float())
-    finally:
-        hook.remove()
     return torch.cat(rows), logits.float()

@@ -59,6 +59,15 @@ class Taps:
         ]
         self._keys = wanted
 
+    @contextlib.contextmanager
+    def attached(self, keys: Iterable[Key]) -> Iterator[None]:
+        """Hook these taps during the block, and none afterwards."""
+        try:
+            self.attach(keys)
+            yield
+        finally:
+            self.attach(())
+
     def _hook(self, layer: int, wanted: frozenset[Key]) -> Iterable[RemovableHandle]:
         block = self.blocks[layer]
         mid, pre = (layer, "resid_mid") in wanted, (layer, "resid_pre") in wanted
