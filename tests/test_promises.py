@@ -104,15 +104,15 @@ def steering_happens(start: Start, _: Path) -> None:
 
 def self_test_notices(_: Start, __: Path) -> None:
     """3: a tap that does not reach the model is found at start-up, not by the user."""
-    real = taps.Taps._output
-    taps.Taps._output = lambda *_: lambda *_: None  # type: ignore[method-assign,assignment]
+    real = taps.Taps._addend
+    taps.Taps._addend = lambda *_: lambda *_: None  # type: ignore[method-assign,assignment]
     try:
         with pytest.raises(UnsupportedModel, match="self-test"):
             HFEngine(tiny.model(), tiny.tokenizer(), name="llama")
     except pytest.fail.Exception as error:
         raise AssertionError("a dead tap went unnoticed") from error
     finally:
-        taps.Taps._output = real  # type: ignore[method-assign]
+        taps.Taps._addend = real  # type: ignore[method-assign]
 
 
 def refused_before_it_runs(start: Start, _: Path) -> None:
@@ -196,6 +196,8 @@ def one_bad_request_hurts_nobody(start: Start, _: Path) -> None:
         else:
             raise AssertionError("an overflow went unnoticed")
         assert [d.token_ids for d in engine.generate(prompts, samplings)] == wanted
+    short_first = engine.generate(prompts[1::-1], samplings[1::-1])  # the long request moves to the place of the short
+    assert [d.token_ids for d in short_first] == [wanted[1], wanted[0]]
 
 
 def long_prompts_do_not_stop_streams(start: Start, _: Path) -> None:
