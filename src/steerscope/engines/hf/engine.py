@@ -30,7 +30,7 @@ from steerscope.engines.hf.prefill import PrefillQueue, prefill_inputs
 from steerscope.engines.hf.sampler import choose
 from steerscope.engines.hf.selftest import can_continue, self_test
 from steerscope.engines.hf.sequence import HFContext, Row, TokenSpan
-from steerscope.engines.hf.settings import check_options, context_of, eos_ids, no_bars
+from steerscope.engines.hf.settings import HFSettings, context_of, eos_ids, no_bars
 from steerscope.engines.hf.taps import Taps
 from steerscope.engines.packs import Packs
 from steerscope.engines.plan import Facts
@@ -55,19 +55,13 @@ class HFEngine(ThreadedEngine[Row]):
         tokenizer: PreTrainedTokenizerBase,
         *,
         name: str | None = None,
-        max_batch: int = 64,
-        prefill_chunk: int = 512,
-        max_columns: int = 16,
-        slots: int = 128,
-        capture_budget: int = 4 << 30,
-        capture_wait: float = 60.0,
-        capture_ttl: float = 600.0,
+        **options: float,
     ) -> None:
-        super().__init__(ByteBudget(capture_budget, capture_wait))
-        check_options(max_batch, prefill_chunk, max_columns, slots, capture_budget, capture_ttl)
+        """Start the engine; `options` are the fields of `HFSettings`."""
+        self.settings = HFSettings.parse(options)
+        super().__init__(ByteBudget(self.settings.capture_budget, self.settings.capture_wait))
         self.model, self.tokenizer = model.eval(), tokenizer
         self.dtype, self.device = model.dtype, model.device
-        self.capture_ttl, self.max_batch = capture_ttl, max_batch
         self.blocks = find_blocks(model)
         config = model.config.get_text_config(decoder=True)
         self.facts = Facts(
@@ -76,19 +70,19 @@ class HFEngine(ThreadedEngine[Row]):
             hidden=config.hidden_size,
             vocab=config.vocab_size,
             context=context_of(config),
-            max_columns=max_columns,
+            max_columns=self.settings.max_columns,
             refused_sites=self.blocks.refused,
         )
-        self._prepare(slots)
+        self._prepare()
         self_test(model, self._taps, self._table)
-        self._prompts = PrefillQueue(prefill_chunk, can_continue(model, self.blocks, self._last_only))
+        self._prompts = PrefillQueue(self.settings.prefill_chunk, can_continue(model, self.blocks, self._last_only))
         self._run()
 
-    def _prepare(self, slots: int) -> None:
-        model, hidden = self.model, self.facts.hidden
-        self._table = SlotTable(hidden, slots, self.device)
+    def _prepare(self) -> None:
+        model, hidden, settings = self.model, self.facts.hidden, self.settings
+        self._table = SlotTable(hidden, settings.slots, self.device)
         self._taps = Taps(self.blocks, self._table)
-        self.monitor = Monitor(self.device, slots=self.max_batch)
+        self.monitor = Monitor(self.device, slots=settings.max_batch)
         self._lenses = Packs(MonitorStore(self.monitor), self._call, self._put, self._packs_in_use)
         self._taps.gates = self.monitor.rules.gates
         self._passes = PassBuilder(self._table, hidden, self.dtype)
@@ -98,7 +92,7 @@ class HFEngine(ThreadedEngine[Row]):
             decoder=Decoder(self.tokenizer),
             eos=eos_ids(model, self.tokenizer),
             budget=self.budget,
-            capture_ttl=self.capture_ttl,
+            capture_ttl=settings.capture_ttl,
             model=model,
             table=self._table,
             monitor=self.monitor,
@@ -217,7 +211,7 @@ class HFEngine(ThreadedEngine[Row]):
         needs no slot may overtake one that waits for it, and any request one whose pack is being loaded."""
         blocked: Row | None = None
         for row in list(self._waiting):
-            if len(self._admitted) >= self.max_batch:
+            if len(self._admitted) >= self.settings.max_batch:
                 break
             if blocked is not None and not self._overtakes(row, blocked, place_is_free=True):
                 continue

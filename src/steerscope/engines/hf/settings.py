@@ -4,29 +4,27 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from steerscope.specs.errors import InvalidRequest, Problem, UnsupportedModel
+from steerscope.specs.base import Spec
+from steerscope.specs.errors import UnsupportedModel
 
 _FINAL_NORMS = ("norm", "final_layer_norm", "ln_f")
 
 
-def check_options(
-    max_batch: int, prefill_chunk: int, max_columns: int, slots: int, capture_budget: int, capture_ttl: float
-) -> None:
-    least = (
-        ("max_batch", max_batch, 1),
-        ("prefill_chunk", prefill_chunk, 1),
-        ("max_columns", max_columns, 1),
-        ("slots", slots, 2),
-        ("capture_budget", capture_budget, 0),
-        ("capture_ttl", capture_ttl, 0),
-    )
-    problems = [Problem(name, f"is {value}", f"give at least {low}") for name, value, low in least if value < low]
-    if problems:
-        raise InvalidRequest(problems)
+class HFSettings(Spec):
+    """The options of the engine."""
+
+    max_batch: int = Field(default=64, ge=1)  # sequences that decode together
+    prefill_chunk: int = Field(default=512, ge=1)  # tokens of prompts between two steps of running streams
+    max_columns: int = Field(default=16, ge=1)  # ops of one token at one site
+    slots: int = Field(default=128, ge=2)  # vectors in use at once; slot 0 does nothing
+    capture_budget: int = Field(default=4 << 30, ge=0)  # bytes of rows that may wait to be fetched
+    capture_wait: float = 60.0  # seconds that a request waits for room in the budget
+    capture_ttl: float = Field(default=600.0, ge=0)  # seconds until rows that were not fetched are dropped
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
