@@ -251,7 +251,7 @@ def test_one_long_text_does_not_bloat_the_cache_of_those_after_it(start: Start) 
     engine = start("llama", max_position_embeddings=4096)
     engine.generate("word " * 1300, Sampling(max_tokens=2))
     engine.generate([PROMPT] * 4, SHORT)
-    keys = engine.aio._batch.cache.own[0].keys  # type: ignore[attr-defined]
+    keys = engine.aio._cache.own[0].keys  # type: ignore[attr-defined]
     assert keys.shape[-2] <= 1024
 
 

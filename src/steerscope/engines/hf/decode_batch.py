@@ -1,4 +1,4 @@
-"""The requests that decode together, and their keys and values: each has a row of the cache, at the same index.
+"""Keys and values of the requests that decode together: each has a row of the cache.
 
 All rows end at the same column, so the batch is left-padded and the model's own masks and positions apply; a row that
 joins is copied to end there too, a row that leaves is replaced by the last one. Buffers are written in place, never
@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
-
-from steerscope.engines.hf.sequence import Row
 
 _FIRST_COLUMNS = 256
 
@@ -57,7 +55,7 @@ def _buffers(layer: object) -> tuple[Tensor, Tensor]:
 
 
 class BatchCache(Cache):
-    """The cache of the running batch."""
+    """The cache of the running batch, whose rows have the same order as the engine's list of requests."""
 
     def __init__(self, layers: int) -> None:
         self.window = Window()
@@ -163,30 +161,3 @@ def _columns(end: int) -> int:
     while columns <= end:
         columns *= 2
     return columns
-
-
-class DecodeBatch:
-    def __init__(self, layers: int) -> None:
-        self._layers = layers
-        self.rows: list[Row] = []
-        self.cache = BatchCache(layers)
-
-    def join(self, rows: Sequence[Row], prefilled: DynamicCache) -> None:
-        """Add requests whose prompts were computed together. If this raises, none has joined."""
-        self.cache.join(prefilled, [row.prompt_length for row in rows])
-        self.rows += rows
-
-    def leave(self, row: Row) -> None:
-        """Remove a request; the last one takes its place."""
-        at = self.rows.index(row)
-        self.cache.leave(at)
-        self.rows[at] = self.rows[-1]
-        self.rows.pop()
-
-    def clear(self) -> None:
-        self.rows = []
-        self.cache = BatchCache(self._layers)
-
-    def inputs(self, device: torch.device) -> dict[str, object]:
-        """Return the inputs of the next step."""
-        return self.cache.inputs([row.history[-1] for row in self.rows], device)

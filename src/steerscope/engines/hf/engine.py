@@ -23,7 +23,7 @@ from steerscope.core.slot_table import SlotTable
 from steerscope.engines.detokenizer import Decoder
 from steerscope.engines.engine_thread import ThreadedEngine
 from steerscope.engines.hf.blocks import find_blocks
-from steerscope.engines.hf.decode_batch import DecodeBatch
+from steerscope.engines.hf.decode_batch import BatchCache
 from steerscope.engines.hf.forward_index import Pass, PassBuilder, deliver
 from steerscope.engines.hf.lenses import MonitorStore, read
 from steerscope.engines.hf.prefill import PrefillQueue, prefill_inputs
@@ -86,7 +86,7 @@ class HFEngine(ThreadedEngine[Row]):
         self._lenses = Packs(MonitorStore(self.monitor), self._call, self._put, self._packs_in_use)
         self._taps.gates = self.monitor.rules.gates
         self._passes = PassBuilder(self._table, hidden, self.dtype)
-        self._batch = DecodeBatch(self.facts.layers)
+        self._clear_batch()
         self.context = HFContext(
             facts=self.facts,
             decoder=Decoder(self.tokenizer),
@@ -175,18 +175,26 @@ class HFEngine(ThreadedEngine[Row]):
     @property
     def _streaming(self) -> bool:
         """Return whether a stream runs: prompts and decoding take turns then. Else prompts go first."""
-        return any(row.job.stream for row in self._batch.rows)
+        return any(row.job.stream for row in self._decoding)
 
     def _clear(self) -> list[Row]:
         """Remove all admitted requests and return them; requests that wait for a place keep waiting."""
         rows = list(dict.fromkeys(self._admitted))
-        self._batch.clear()
+        self._clear_batch()
         self._prompts.rows = []
         return rows
 
+    def _clear_batch(self) -> None:
+        self._decoding: list[Row] = []
+        self._cache = BatchCache(self.facts.layers)
+
+    def _inputs(self) -> dict[str, object]:
+        """Return the inputs of the next decoding step."""
+        return self._cache.inputs([row.history[-1] for row in self._decoding], self.device)
+
     @property
     def _admitted(self) -> list[Row]:
-        return [*self._batch.rows, *self._prompts.rows]
+        return [*self._decoding, *self._prompts.rows]
 
     def _all_requests(self) -> list[Row]:
         return [*self._admitted, *self._waiting]
@@ -243,7 +251,8 @@ class HFEngine(ThreadedEngine[Row]):
             inputs = prefill_inputs(texts, spans[0].start, self.device)
             logits = self._forward(spans, **inputs, past_key_values=cache)
             if first.fed == first.prompt_length:
-                self._batch.join(rows, cache)
+                self._cache.join(cache, [row.prompt_length for row in rows])
+                self._decoding += rows
         except Exception as error:
             self._prefill_failed(spans, error)
             return
@@ -271,16 +280,16 @@ class HFEngine(ThreadedEngine[Row]):
             one.row.restart()
 
     def _decode(self) -> None:
-        if not self._batch.rows:
+        if not self._decoding:
             return
-        rows = list(self._batch.rows)
+        rows = list(self._decoding)
         spans = [TokenSpan.rest(row) for row in rows]
         try:
-            logits = self._forward(spans, **self._batch.inputs(self.device))
+            logits = self._forward(spans, **self._inputs())
         except Exception as error:
             self._end_step(self._culprits(spans) or rows, error)
             return
-        self._batch.cache.advance()
+        self._cache.advance()
         self._counts["steps"] += 1
         self._accept(rows, logits)
 
@@ -291,7 +300,7 @@ class HFEngine(ThreadedEngine[Row]):
         def fails(asked: list[TokenSpan]) -> bool:
             try:
                 some = [one if one in asked else one.muted for one in spans]
-                self._compute(some, **self._batch.inputs(self.device))
+                self._compute(some, **self._inputs())
             except Exception:
                 return True
             return False
@@ -309,10 +318,10 @@ class HFEngine(ThreadedEngine[Row]):
 
     def _end_step(self, rows: list[Row], error: Exception) -> None:
         """End these requests; the engine goes on."""
-        if len(rows) == len(self._batch.rows):
-            self._batch.clear()
+        if len(rows) == len(self._decoding):
+            self._clear_batch()
         for row in rows:
-            if row in self._batch.rows:
+            if row in self._decoding:
                 self._leave(row)
             self._failed(row, RequestFailed(f"a step of {self.facts.name} failed: {error}"))
 
@@ -368,4 +377,7 @@ class HFEngine(ThreadedEngine[Row]):
         if row in self._prompts.rows:
             self._prompts.rows.remove(row)
         else:
-            self._batch.leave(row)
+            at = self._decoding.index(row)
+            self._cache.leave(at)
+            self._decoding[at] = self._decoding[-1]
+            self._decoding.pop()
