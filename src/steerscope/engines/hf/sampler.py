@@ -26,10 +26,7 @@ class Chooser:
 
     @classmethod
     def of(cls, sampling: Sampling, history: list[int], device: torch.device) -> "Chooser":
-        if sampling.greedy:
-            return cls(sampling, None, history, len(history))
-        generator = torch.Generator(device=device)
-        generator.manual_seed(sampling.seed or 0)
+        generator = None if sampling.greedy else torch.Generator(device).manual_seed(sampling.seed or 0)
         return cls(sampling, generator, history, len(history))
 
 
