@@ -266,23 +266,22 @@ def stream_scale(block: Block) -> float:
     return float(scale) if isinstance(scale, Tensor) and scale.numel() == 1 else 1.0
 
 
-def is_sum(found: Tensor, terms: Tensor, eps: float, exact: bool) -> tuple[bool, str]:
-    """Whether `found` is the sum of `terms`, and what it is instead.
+def other_than_sum(found: Tensor, terms: Tensor, eps: float, exact: bool) -> str | None:
+    """Return None where `found` is the sum of `terms`, else what it is instead.
 
     Without multipliers it must be, bit by bit. Else rounding is averaged out: each term must be in it once, within the
     dtype's precision, and the rest must be rounding of numbers as large as the terms.
     """
     if exact and torch.equal(found, terms.sum(0)):
-        return True, ""
+        return None
     columns = terms.flatten(1).T.cpu()
     shares = torch.linalg.lstsq(columns, found.flatten().unsqueeze(1).cpu()).solution
     rest = float((found.flatten().cpu() - (columns @ shares)[:, 0]).norm() / columns[:, 1].norm())
-    whole = bool((shares - 1).abs().max() <= eps)
-    if not exact and whole and rest <= _ROUNDING * eps:
-        return True, ""
+    if not exact and bool((shares - 1).abs().max() <= eps) and rest <= _ROUNDING * eps:
+        return None
     names = ("its input", "attention", "MLP")
     parts = " + ".join(f"{float(share):.3g} × {name}" for share, name in zip(shares, names, strict=True))
-    return False, parts + (" + something else" if rest > _ROUNDING * eps else "")
+    return parts + (" + something else" if rest > _ROUNDING * eps else "")
 
 
 def _refused(model: PreTrainedModel, blocks: tuple[Block, ...]) -> dict[Site, str]:
@@ -326,10 +325,11 @@ def _why_not_additive(i: int, block: Block, run: Probe) -> str | None:
     scale = stream_scale(block)
     found = run.returned[i][0].double() / scale
     eps = torch.finfo(run.returned[i].dtype).eps
-    fits, instead = is_sum(found, run.terms(i, block), eps, exact=scale == block.multiplier == 1)
-    if fits:
-        return None
-    return f"what layer {i} ({name}) adds to the stream is not its attention's and MLP's output: it returns {instead}"
+    instead = other_than_sum(found, run.terms(i, block), eps, exact=scale == block.multiplier == 1)
+    return (
+        instead
+        and f"what layer {i} ({name}) adds to the stream is not its attention's and MLP's output: it returns {instead}"
+    )
 
 
 def _is_parallel(mlp: Tensor, moved: Tensor) -> bool:

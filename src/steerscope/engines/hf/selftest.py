@@ -24,9 +24,9 @@ from steerscope.engines.hf.blocks import (
     Blocks,
     Probe,
     forward,
-    is_sum,
     keep_input,
     keep_output,
+    other_than_sum,
     stream_scale,
 )
 from steerscope.engines.hf.decode_batch import BatchCache
@@ -131,8 +131,7 @@ def _lost(
             return site
     tapped = [site for site, facts in TABLE.items() if (layer, site) in added and facts.term is not None]
     if "attn_out" not in blocks.refused and tapped:
-        fits, _ = is_sum(returned.double() / scale, terms, eps, exact)
-        if not fits:
+        if other_than_sum(returned.double() / scale, terms, eps, exact):
             return " or ".join(tapped)
     if (layer, "resid_post") not in added:
         return None
