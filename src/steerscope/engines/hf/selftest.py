@@ -130,9 +130,8 @@ def _lost(
         if not error <= (0 if exact else 2 * eps):
             return site
     tapped = [site for site, facts in TABLE.items() if (layer, site) in added and facts.term is not None]
-    if "attn_out" not in blocks.refused and tapped:
-        if other_than_sum(returned.double() / scale, terms, eps, exact):
-            return " or ".join(tapped)
+    if "attn_out" not in blocks.refused and tapped and other_than_sum(returned.double() / scale, terms, eps, exact):
+        return " or ".join(tapped)
     if (layer, "resid_post") not in added:
         return None
     wanted = (returned.float() + added[layer, "resid_post"]).to(returned.dtype)
