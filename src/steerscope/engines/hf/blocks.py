@@ -326,10 +326,9 @@ def _why_not_additive(i: int, block: Block, run: Probe) -> str | None:
     found = run.returned[i][0].double() / scale
     eps = torch.finfo(run.returned[i].dtype).eps
     instead = other_than_sum(found, run.terms(i, block), eps, exact=scale == block.multiplier == 1)
-    return (
-        instead
-        and f"what layer {i} ({name}) adds to the stream is not its attention's and MLP's output: it returns {instead}"
-    )
+    if instead is None:
+        return None
+    return f"what layer {i} ({name}) adds to the stream is not its attention's and MLP's output: it returns {instead}"
 
 
 def _is_parallel(mlp: Tensor, moved: Tensor) -> bool:
