@@ -73,8 +73,8 @@ class ReservedFile:
             log.error("the rows of %s were not saved as %s: %s", handle.request_id, self.path, error)
             self.release(_why(error))
         else:
+            self._held.close()  # first: a caller that sees the result may ask for the name again
             self.saved.set_result(self.path)
-            self.release()
 
     def release(self, why: str = "its text did not end normally") -> None:
         """Free the name. `why` is the reason where the rows were not saved."""
