@@ -7,7 +7,7 @@ share the folder, and ends with the process that holds it: after a crash the nam
 import logging
 import os
 from concurrent.futures import Executor, Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from steerscope.capture.handle import CaptureHandle
@@ -73,7 +73,8 @@ class ReservedFile:
             log.error("the rows of %s were not saved as %s: %s", handle.request_id, self.path, error)
             self.release(_why(error))
         else:
-            self._held.close()  # first: a caller that sees the result may ask for the name again
+            with suppress(OSError):  # the rows are saved, whatever becomes of the lock
+                self._held.close()  # first: a caller that sees the result may ask for the name again
             self.saved.set_result(self.path)
 
     def release(self, why: str = "its text did not end normally") -> None:
