@@ -196,7 +196,7 @@ class Reductions:
     """Reductions of captured rows.
 
     An engine that schedules ahead computes rows past the end of a text before it hears of the end, and these must not
-    be reduced: the newest `hold` rows of a request are kept apart. `core.reductions.HeldBack` is the definition, and
+    be reduced: the newest `hold` rows of a request are kept apart. `core.rows.HeldBack` is the definition, and
     the implementation on a CPU; on a GPU one kernel reduces the rows of all requests.
     """
 
