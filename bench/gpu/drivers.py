@@ -13,8 +13,7 @@ from bench.gpu.steps import StepTimes
 from bench.random_packs import make_pack
 from steerscope.bench.drivers import BareVLLM, Ours, Prompts, TimedRound, check_copies, clocked, vllm_environment
 from steerscope.bench.workload import NotMeasured, Setup
-from steerscope.capture.handle import CaptureHandle
-from steerscope.capture.private import private
+from steerscope.capture.handle import CaptureHandle, private
 from steerscope.capture.transport import shared_folder
 from steerscope.engines.results import Generation
 from steerscope.lenses.stack import Weights
