@@ -257,7 +257,8 @@ class Engine(Scopes, ABC):
         watches = per_prompt(watch, (Watch,), count, many, "watch", problems)
         if problems:
             raise InvalidRequest(problems)
-        around, usual = self.surrounding(), Sampling()
+        around = self.surrounding()
+        usual = Sampling()
         return [
             RequestSpecs(sampling or usual, around.then(as_steering(steer)), capture, watch)
             for sampling, steer, capture, watch in zip(samplings, steers, captures, watches, strict=True)

@@ -48,8 +48,10 @@ def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> ThreadedEn
     """
     _check(options)
     given: dict[str, Any] = dict(options)
-    kind, progress = given.pop("engine", "hf"), given.pop("progress", None)
-    taps, vllm = given.pop("taps", {}), given.pop("vllm", {})
+    kind = given.pop("engine", "hf")
+    progress = given.pop("progress", None)
+    taps = given.pop("taps", {})
+    vllm = given.pop("vllm", {})
     if kind == "vllm":
         return _vllm(model, progress, {**taps}, vllm, given)
     from steerscope.engines.hf import HFEngine

@@ -94,8 +94,9 @@ def render_chat(
         try:
             return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=prompt, **options)
         except Exception as error:  # templates raise what they like; the message is theirs
-            what, remedy = f"the chat template refuses this chat ({error})", "change the roles, or use generate()"
-            raise InvalidRequest([Problem("messages", what, f"{remedy} with your own text")]) from error
+            what = f"the chat template refuses this chat ({error})"
+            remedy = "change the roles, or use generate() with your own text"
+            raise InvalidRequest([Problem("messages", what, remedy)]) from error
 
     contents = [message.content for message in messages]
     text = render(contents, not continue_final)

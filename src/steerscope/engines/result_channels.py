@@ -110,7 +110,8 @@ class LoopChannel(ResultChannel):
     def __init__(self, waker: "LoopWaker", pause: Pause | None = None) -> None:
         super().__init__()
         self._waker, self._pause = waker, pause
-        self._arrived, self._ended = asyncio.Event(), asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._ended = asyncio.Event()
         self._due = 0.0
 
     def put(self, job: EngineJob, outcome: Outcome) -> None:

@@ -19,7 +19,8 @@ from steerscope.specs.steering import Site
 # Minor versions in bench/results/vllm_surface.json, which tests hold our wrappers against. docs/vllm.md says which of
 # them ran where.
 SUPPORTED = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32", "0.33")
-_OFF, _ONE = "switch it off", "set it to 1"
+_OFF = "switch it off"
+_ONE = "set it to 1"
 _PART_OF_ROWS = "with sequence parallelism a rank holds only part of the rows"
 
 
