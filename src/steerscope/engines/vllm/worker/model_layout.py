@@ -40,10 +40,10 @@ class Place:
     paired: bool = False  # there is a residual
     scale: float = 1.0  # the layer adds `scale · delta` to the stream
 
-    def tensors(self, args: tuple, kwargs: dict[str, Any], output: object) -> tuple[Tensor, Tensor | None]:
-        """Return delta and residual of one call."""
-        found = functools.partial(_tensor_at, self.when == "after", args, kwargs, output)
-        return found(self.delta), found(self.residual) if self.paired else None
+    def tensors(self, values: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Return delta and residual of one call, with the values that it was given or has returned."""
+        delta = _tensor_at(self.delta, values, kwargs)
+        return delta, _tensor_at(self.residual, values, kwargs) if self.paired else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +115,12 @@ def hook_at(place: Place, visit: Callable[[Place, Tensor, Tensor | None], None])
     if place.when == "before":
 
         def before(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            visit(place, *place.tensors(args, kwargs, None))
+            visit(place, *place.tensors(args, kwargs))
 
         return place.module.register_forward_pre_hook(before, with_kwargs=True)
 
-    def after(_module: nn.Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
-        visit(place, *place.tensors(args, kwargs, output))
+    def after(_module: nn.Module, _args: tuple, kwargs: dict[str, Any], output: object) -> None:
+        visit(place, *place.tensors(output, kwargs))
 
     return place.module.register_forward_hook(after, with_kwargs=True)
 
@@ -136,13 +136,10 @@ def _visit(name: str, place: Place, delta: Tensor, residual: Tensor | None) -> N
     delta += (added - before) / place.scale  # zero, and so no change of the model, unless the tap steers
 
 
-def _tensor_at(returned: bool, args: tuple, kwargs: dict[str, Any], output: Any, where: Where) -> Tensor:
+def _tensor_at(where: Where, values: Any, kwargs: dict[str, Any]) -> Tensor:
     if isinstance(where, str):
         return kwargs[where]
-    if returned:
-        return output if where is None else output[where]
-    assert where is not None
-    return args[where]
+    return values if where is None else values[where]
 
 
 def returned(layer: nn.Module) -> str:
