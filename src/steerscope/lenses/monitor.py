@@ -103,7 +103,9 @@ class Monitor:
 
     def admit(self, plan: WatchPlan) -> Seat:
         """Return a seat for a request, whose pack is kept."""
-        pack, compiled, slot = self._packs[plan.registered.digest], plan.compiled, 0
+        pack = self._packs[plan.registered.digest]
+        compiled = plan.compiled
+        slot = 0
         if compiled.rules:
             slot = self.rules.admit(compiled, [plan.registered.column(term.lens) for term in compiled.terms])
         pack.seats += 1

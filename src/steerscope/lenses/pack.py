@@ -80,7 +80,8 @@ class Pack:
         manifest, concepts, tensors = own.read(Path(path), verify)
         pack = cls.__new__(cls)
         pack._set(manifest.info, concepts, tensors)
-        pack.entries, pack.folder = manifest.entries, Path(path).absolute()
+        pack.entries = manifest.entries
+        pack.folder = Path(path).absolute()
         return pack
 
     def save(self, path: str | Path) -> None:
@@ -192,7 +193,8 @@ class Pack:
         `layer` and `site`, if given, must be those of the pack. `any_model` accepts another model's name (a fine-tune,
         a local copy) and nothing else.
         """
-        info, name, found = self.info, self.info.name, []
+        info, name = self.info, self.info.name
+        found: list[Problem] = []
         other = "use a pack made for this model"
         if info.hidden != hidden:
             what = f"pack {name!r} reads rows of size {info.hidden}, the model has {hidden}"

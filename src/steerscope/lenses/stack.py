@@ -58,8 +58,12 @@ class Stack:
         if weights not in get_args(Weights):
             known = ", ".join(get_args(Weights))
             raise InvalidRequest([Problem("weights", f"{weights!r} is unknown", f"choose one of {known}")])
-        self.pack, self.info = pack, pack.info
-        self.slots, self.device, self.weights, self.workspace = slots, device, weights, workspace
+        self.pack = pack
+        self.info = pack.info
+        self.slots = slots
+        self.device = device
+        self.weights = weights
+        self.workspace = workspace
         # The kinds of inputs that lenses take: normalised once more (True) or not (False).
         self.normed = sorted(set(pack.tensors["normed"].tolist())) if "normed" in pack.tensors else [False]
         self.calibrated = pack.calibration is not None

@@ -79,7 +79,10 @@ class WarmCache:
     """Least recently used cache of encoded lenses in host memory."""
 
     def __init__(self, pack: Pack, stack: Stack, max_bytes: int, stats: Stats) -> None:
-        self.pack, self.stack, self.max_bytes, self.stats = pack, stack, max_bytes, stats
+        self.pack = pack
+        self.stack = stack
+        self.max_bytes = max_bytes
+        self.stats = stats
         self.nbytes = 0
         self._parts: OrderedDict[tuple[int, ...], dict[str, Tensor]] = OrderedDict()
 
@@ -123,13 +126,15 @@ class Tiers:
         workspace: int = WORKSPACE,
         at_once: bool | None = None,
     ) -> None:
-        self.pack, self.device = pack, torch.device(device)
+        self.pack = pack
+        self.device = torch.device(device)
         self.groups = Groups(pack, base_levels, self.device)
         self.pinned = [pack.index(each) if isinstance(each, str) else range(len(pack))[each] for each in pinned]
         always = list(dict.fromkeys([*self.groups.base, *self.pinned]))
         self._always = range(len(always))  # slots
         count = self._slots_for(budget, budget_bytes, len(always), weights)
-        self.slots, self.stats = LensSlots(count, always), Stats()
+        self.slots = LensSlots(count, always)
+        self.stats = Stats()
         self._stack = Stack(pack, count, self.device, weights, workspace)
         self._stack.fill(always)
         self._warm = WarmCache(pack, self._stack, warm_bytes, self.stats)
@@ -206,7 +211,8 @@ class Tiers:
         """Load lenses, siblings together, over the least recently used ones."""
         for _, siblings in itertools.groupby(lenses, key=lambda lens: self.pack.hierarchy.parents[lens][0]):
             unit = tuple(siblings)
-            encoded, done = self._warm.get(unit), 0
+            encoded = self._warm.get(unit)
+            done = 0
             for run in slot_ranges(self.slots.place(unit)):
                 part = {name: tensor[done : done + len(run)] for name, tensor in encoded.items()}
                 self._stack.write(slice(run.start, run.stop), part, non_blocking=True)
@@ -224,7 +230,8 @@ class _HotPass:
     """One pass over all slots of a stack, and its CUDA graphs. The result holds if all used groups are hot."""
 
     def __init__(self, stack: Stack, groups: Groups) -> None:
-        self._stack, self._groups = stack, groups
+        self._stack = stack
+        self._groups = groups
         self._nowhere = len(groups.pack)  # column of empty slots
         self._lens_of = torch.full((stack.slots,), self._nowhere, device=stack.device)
         self._changes: int | None = None
@@ -259,7 +266,8 @@ class _HotPass:
 
     def _captured(self, rows: Tensor, top_k: int, depth: int) -> _Graph:
         static = rows.clone()
-        here, side = torch.cuda.current_stream(rows.device), torch.cuda.Stream(rows.device)
+        here = torch.cuda.current_stream(rows.device)
+        side = torch.cuda.Stream(rows.device)
         side.wait_stream(here)
         with torch.cuda.stream(side):
             self._run(static, top_k, depth)  # libraries initialise here, which a capture cannot
