@@ -85,7 +85,8 @@ class Colours:
             sizes = np.concatenate([-sizes[:0:-1], sizes])
             places = (np.concatenate([-places[:0:-1], places]) + 1) / 2
         stops = (sizes - lowest) / (self.limit - lowest)
-        stops[-1] = 1.0  # without a rounding error
+        stops[0] = 0.0  # without a rounding error
+        stops[-1] = 1.0
         colours = list(map(list, zip(stops.tolist(), sample_colorscale(self.scale, places.tolist()), strict=True)))
         return {"colorscale": colours, "zmin": lowest, "zmax": self.limit, "showscale": False}
 
