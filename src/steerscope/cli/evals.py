@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -216,11 +217,8 @@ def parity(
 def _items(sources: str, limit: int | None) -> "list[Item]":
     from steerscope.evals.items import load_items
 
-    return [
-        item
-        for found in o.together(*(lambda one=one: load_items(one) for one in o.parts(sources)))
-        for item in found[:limit]
-    ]
+    sets = o.together(*(partial(load_items, one) for one in o.parts(sources)))
+    return [item for found in sets for item in found[:limit]]
 
 
 def _persona(source: str) -> "Persona":

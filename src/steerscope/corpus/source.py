@@ -93,10 +93,6 @@ class Corpus:
     shard_documents: int
 
     @property
-    def lines(self) -> int:
-        return sum(file.lines for file in self.files)
-
-    @property
     def shards(self) -> int:
         return sum(-(-file.lines // self.shard_documents) for file in self.files)
 
