@@ -97,7 +97,8 @@ def _clients() -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        orders, answers = process.stdin, process.stdout
+        orders = process.stdin
+        answers = process.stdout
 
         def play(order: dict[str, Any]) -> dict[str, Any]:
             orders.write(json.dumps(order) + "\n")

@@ -174,7 +174,9 @@ def engine_table(result: dict[str, Any], engine: str) -> tuple[tuple[str, ...], 
 
 def workload(result: dict[str, Any]) -> str:
     """Return a sentence about model, batch and machine."""
-    work, hardware, versions = result["workload"], result["hardware"], result["versions"]
+    work = result["workload"]
+    hardware = result["hardware"]
+    versions = result["versions"]
     made = str(work["decode"])
     if work.get("stagger"):
         made = f"{work['decode'] - work['stagger']} to {made} (bare generate computes all as long as the longest)"

@@ -117,7 +117,8 @@ class _Server:
 
         began = time.perf_counter()
         pieces = self._client.stream_chat(messages, self._sampling, **asked)
-        text, n_tokens = "", 0
+        text = ""
+        n_tokens = 0
         answer: Answer | None = None
         try:
             for piece in pieces:
