@@ -20,16 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bench.machine import commit, machine
 from steerscope.analysis.checkpoint import Checkpoint
-from steerscope.analysis.directions import Directions, components, load_directions
-from steerscope.analysis.projections import project
+from steerscope.analysis.directions import Directions, components, load_directions, project
 from steerscope.analysis.report import analysis_page, by_side, extremes, strongest
 from steerscope.analysis.results import load_results
 from steerscope.analysis.susceptibility import susceptibility
 from steerscope.engines.load import load
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction import load_contrast_set, sentences
-from steerscope.extraction.contrast import sentence_rows
 from steerscope.extraction.data import shipped_sets
+from steerscope.extraction.extract import sentence_rows
 from steerscope.extraction.personas.definitions import load_personas, load_questions
 from steerscope.extraction.reading import last, read_rows
 from steerscope.models import resolve

@@ -32,7 +32,6 @@ from steerscope.evals.classifier import Classifier, Embedder, Labelled, load_lab
 from steerscope.evals.conditions import baselines, caps, prepared, steered
 from steerscope.evals.forced import ModelScorer
 from steerscope.evals.items import load_items
-from steerscope.evals.judge import JudgeScorer
 from steerscope.evals.report import write_report
 from steerscope.evals.run import (
     OPPOSITE,
@@ -45,8 +44,8 @@ from steerscope.evals.run import (
     load_run,
     load_vectors,
 )
-from steerscope.evals.scoring import score
-from steerscope.evals.summary import compare
+from steerscope.evals.scorers import JudgeScorer
+from steerscope.evals.scoring import compare, score
 from steerscope.extraction import Examples, extract, load_contrast_set
 from steerscope.extraction.endpoint import Endpoint
 from steerscope.extraction.personas.definitions import load_personas

@@ -18,12 +18,10 @@ from rich.console import Console
 from torch import Tensor
 
 from bench.machine import commit, machine
-from steerscope.analysis.attention import attention_pass, see
-from steerscope.analysis.attention_tables import BEYOND, columns
+from steerscope.analysis.attention import BEYOND, attention_pass, layer_tables, see
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions, components, load_directions
-from steerscope.analysis.layerwise import Inputs, along, z_by_rank
-from steerscope.analysis.mlp import mlp_pass
+from steerscope.analysis.layerwise import Inputs, along, mlp_pass, z_by_rank
 from steerscope.analysis.onelayer import OneLayer
 from steerscope.analysis.report import analysis_page
 from steerscope.analysis.results import AnalysisResult, load_results, where
@@ -36,11 +34,12 @@ MODEL, NAMED, RANDOM, DISTANCE, COMPONENTS = "smollm2-135m", 200, 1024, 1, 10
 
 def calibration(progress: Callable[[str], None]) -> dict[str, dict[str, float]]:
     """Per cent of random directions beyond |z| = 3, on average and in the worst layer; `plain` is (x − mean) / std."""
-    model = OneLayer(Checkpoint(MODEL))
-    rows = np.random.default_rng(1).standard_normal((1, NAMED, model.hidden)).astype(np.float32)
+    checkpoint = Checkpoint(MODEL)
+    model = OneLayer(checkpoint)
+    rows = np.random.default_rng(1).standard_normal((1, NAMED, checkpoint.hidden)).astype(np.float32)
     inputs = Inputs.of(Directions(tuple(map(str, range(NAMED))), ("",) * NAMED, (None,), rows), 0, RANDOM, 0)
     shares: dict[str, list[float]] = {}
-    for layer in range(len(model)):
+    for layer in range(checkpoint.layers):
         with model.at(layer):
             added, seen = along(inputs.units, model.mlp(inputs.rows)), see(model, inputs, DISTANCE)
         measured = {"MLP, parallel": added["parallel"], "MLP, norm": added["norm"]}
@@ -51,9 +50,9 @@ def calibration(progress: Callable[[str], None]) -> dict[str, dict[str, float]]:
             plain = (values - baseline.mean(-1, keepdim=True)) / baseline.std(-1, keepdim=True)
             shares.setdefault(f"{name} (plain)", []).append(_beyond(plain))
             shares.setdefault(name, []).append(_beyond(z_by_rank(values, baseline)))
-        pairs = columns(inputs, layer, [seen])["beyond"]["percent"]
+        pairs = layer_tables(inputs, layer, [seen])["beyond"]["percent"].to_numpy()
         shares.setdefault("pairs, single heads", []).append(float(pairs[:-1].mean()))
-        progress(f"calibration, layer {layer + 1} of {len(model)}")
+        progress(f"calibration, layer {layer + 1} of {checkpoint.layers}")
     return {name: {"mean": float(np.mean(found)), "worst": max(found)} for name, found in shares.items()}
 
 

@@ -30,8 +30,7 @@ from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.runs import write_json
 from steerscope.specs import Sampling
 from steerscope.training.course import Course
-from steerscope.training.learnable import Learnable
-from steerscope.training.passes import CachedStreams
+from steerscope.training.passes import CachedStreams, Learnable
 from steerscope.training.settings import TrainSettings
 from steerscope.training.sweep import plan, sweep
 from steerscope.training.texts import TrainingSample, load_training_set, samples

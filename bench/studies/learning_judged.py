@@ -23,8 +23,7 @@ from steerscope.evals.conditions import steered
 from steerscope.evals.forced import ModelScorer
 from steerscope.evals.items import Item
 from steerscope.evals.run import PROMPTED, UNSTEERED, Condition, EvalRun, generate
-from steerscope.evals.scoring import question_means, score, scored_answers
-from steerscope.evals.summary import summarise
+from steerscope.evals.scoring import question_means, score, scored_answers, summarise
 from steerscope.extraction.personas.definitions import load_personas
 from steerscope.extraction.runs import RolloutSettings
 from steerscope.vectors.vector import SteeringVector

@@ -23,16 +23,11 @@ from sklearn.metrics import roc_auc_score
 from bench.machine import commit, machine
 from steerscope.engines.load import load
 from steerscope.engines.sync import SyncEngine
-from steerscope.extraction.answers import conversation
-from steerscope.extraction.personas.axis import cap_layers, floor, thresholds
-from steerscope.extraction.personas.build import build, gather
+from steerscope.extraction.personas.build import Answers, build, cap_layers, floor, gather, thresholds
 from steerscope.extraction.personas.definitions import Persona, load_default, load_personas, load_questions, names
-from steerscope.extraction.personas.folder import Folder
 from steerscope.extraction.personas.judges import Judged, KeywordJudge
-from steerscope.extraction.personas.keys import Answers
-from steerscope.extraction.personas.rollouts import rollouts
-from steerscope.extraction.personas.run import PersonaRun, generate, load_run
-from steerscope.extraction.runs import RolloutSettings
+from steerscope.extraction.personas.run import Folder, PersonaRun, generate, load_run, rollouts
+from steerscope.extraction.runs import RolloutSettings, conversation
 from steerscope.specs import Sampling, Steering
 from steerscope.vectors.files import load as load_vector
 from steerscope.vectors.legacy import load_capping, load_persona

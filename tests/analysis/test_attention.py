@@ -12,8 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from analysis.families import FAMILIES, family, named, negated, saved, unit_rows, watching
-from steerscope.analysis.attention import attention_pass
-from steerscope.analysis.attention_tables import ALL
+from steerscope.analysis.attention import ALL, attention_pass
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
 from steerscope.analysis.layerwise import z_by_rank

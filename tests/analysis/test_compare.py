@@ -11,7 +11,7 @@ import torch
 
 from steerscope.analysis import compare as module
 from steerscope.analysis.compare import Comparison, save_tables, vector_files
-from steerscope.analysis.compare_page import comparison_page
+from steerscope.analysis.report import comparison_page
 from steerscope.specs.errors import InvalidRequest
 from steerscope.vectors.files import save
 from steerscope.vectors.vector import SteeringVector

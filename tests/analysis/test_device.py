@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from analysis.families import FAMILIES, family, named, saved
 from steerscope.analysis.attention import attention_pass
 from steerscope.analysis.checkpoint import Checkpoint
-from steerscope.analysis.mlp import mlp_pass
+from steerscope.analysis.layerwise import mlp_pass
 from steerscope.analysis.susceptibility import susceptibility
 
 pytestmark = pytest.mark.slow  # make test-fast leaves this file out

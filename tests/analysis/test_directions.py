@@ -8,8 +8,7 @@ import torch
 from scipy import stats
 from sklearn.decomposition import PCA
 
-from steerscope.analysis.directions import Directions, components, load_directions
-from steerscope.analysis.projections import project
+from steerscope.analysis.directions import Directions, components, load_directions, project
 from steerscope.analysis.report import extremes
 from steerscope.analysis.results import load_results
 from steerscope.specs.errors import BadFile, InvalidRequest

@@ -11,7 +11,7 @@ from analysis.families import family, named, saved
 from steerscope.analysis import figures
 from steerscope.analysis.attention import attention_pass
 from steerscope.analysis.checkpoint import Checkpoint
-from steerscope.analysis.mlp import mlp_pass
+from steerscope.analysis.layerwise import mlp_pass
 from steerscope.analysis.report import analysis_page
 from steerscope.analysis.results import AnalysisResult, load_results, where
 

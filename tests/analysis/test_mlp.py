@@ -13,16 +13,18 @@ from torch import nn
 from analysis.families import FAMILIES, family, named, negated, saved
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
-from steerscope.analysis.findings import component_ranks, group_tests, ranking
-from steerscope.analysis.layerwise import p_by_rank, z_by_rank
-from steerscope.analysis.mlp import mlp_pass
-from steerscope.analysis.results import joined, where
+from steerscope.analysis.layerwise import component_ranks, group_tests, mlp_pass, p_by_rank, ranking, z_by_rank
+from steerscope.analysis.results import where
 from steerscope.specs.errors import InvalidRequest
 from support import tiny
 
 pytestmark = pytest.mark.slow  # make test-fast leaves this file out
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+def joined(parts: list[dict[str, np.ndarray]]) -> pa.Table:
+    return pa.table({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
 
 def plainly(layer: nn.Module, row: torch.Tensor) -> torch.Tensor:
@@ -164,7 +166,7 @@ def test_groups_are_compared_with_welchs_test_corrected_over_measures() -> None:
         }
         for layer, row in enumerate(values)
     ]
-    ranked = ranking(pa.table(joined(parts)), ("x", "y", "same"))
+    ranked = ranking(joined(parts), ("x", "y", "same"))
     top = ranked.slice(0, 1).to_pylist()[0]
     means = values.mean(0)
     assert top["name"] == f"v{means.argmax()}"
@@ -185,7 +187,7 @@ def test_the_first_component_is_special_only_where_it_is() -> None:
         names = np.array([*(f"components/pc{k}" for k in range(1, 21)), "other"], object)
         blank = np.full(21, "", object)
         parts = [{"layer": np.full(21, i), "name": names, "group": blank, "z": row} for i, row in enumerate(z)]
-        return component_ranks(pa.table(joined(parts)), ("z",))
+        return component_ranks(joined(parts), ("z",))
 
     assert [one["component"] for one in table(1.0)] == list(range(1, 21))
     assert table(8.0)[0]["p"] == 0.05

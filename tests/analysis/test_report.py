@@ -10,8 +10,7 @@ import torch
 
 from steerscope.analysis import figures
 from steerscope.analysis.checkpoint import Checkpoint
-from steerscope.analysis.directions import Directions, components
-from steerscope.analysis.projections import project
+from steerscope.analysis.directions import Directions, components, project
 from steerscope.analysis.report import analysis_page, by_side, extremes, strongest
 from steerscope.analysis.results import AnalysisResult, load_results, pivot
 from steerscope.analysis.susceptibility import susceptibility

@@ -71,28 +71,6 @@ def test_intervals_agree_with_scipy(n: int) -> None:
         assert ours.low < np.median(values) < ours.high
 
 
-def test_groups_of_one_size_are_as_good_as_their_means_and_groups_of_one_value_are_none() -> None:
-    table = RANDOM.normal(RANDOM.normal(0, 1, (7, 1)), 0.3, (7, 5))
-    by_group = mean_interval(table.ravel(), groups=np.repeat(np.arange(7), 5).tolist())
-    of_means, alone = mean_interval(table.mean(1)), mean_interval(table[0], groups=list("abcde"))
-    assert (by_group.low, by_group.high) == pytest.approx((of_means.low, of_means.high))
-    assert (alone.low, alone.high) == pytest.approx((mean_interval(table[0]).low, mean_interval(table[0]).high))
-
-
-def test_values_that_hang_together_need_groups_of_any_size() -> None:
-    covered = {"alone": 0, "groups": 0}
-    runs, sizes = 1_000, [1, 2, 2, 3, 3, 4, 4, 5]
-    labels = np.repeat(np.arange(len(sizes)), sizes).tolist()
-    for seed in range(runs):
-        random = np.random.default_rng(seed)
-        values = random.normal(0, 1, len(sizes))[labels] + random.normal(0, 0.3, len(labels))
-        for name, groups in (("alone", None), ("groups", labels)):
-            found = mean_interval(values, groups=groups)
-            covered[name] += found.low <= 0 <= found.high
-    assert covered["groups"] / runs == pytest.approx(0.94, abs=0.025)
-    assert covered["alone"] / runs < 0.85
-
-
 @pytest.mark.parametrize("n", range(1, 21))
 def test_intervals_of_shares_cover_the_truth_also_where_all_values_are_the_same(n: int) -> None:
     found = [share_interval([1.0] * ones + [0.0] * (n - ones)) for ones in range(n + 1)]
@@ -105,7 +83,7 @@ def test_intervals_of_shares_cover_the_truth_also_where_all_values_are_the_same(
 
 
 def test_one_value_says_nothing_of_how_far_it_is_off() -> None:
-    for found in (mean_interval([3.0]), median_interval([3.0]), mean_interval([3.0, 4.0], groups=["a", "a"])):
+    for found in (mean_interval([3.0]), median_interval([3.0])):
         assert (found.low, found.high) == (-np.inf, np.inf)
 
 
@@ -158,7 +136,5 @@ def test_z_scores_of_noise_are_noise():
 def test_what_cannot_be_computed_is_said():
     with pytest.raises(ValueError, match="at least one number"):
         mean_interval([])
-    with pytest.raises(ValueError, match="give each value its group"):
-        mean_interval([1, 2], groups=["a"])
     with pytest.raises(ValueError, match="at least two"):
         z_scores(1.0, [2.0])

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steerscope.analysis.changes import ChangeSums, facing
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
-from steerscope.analysis.susceptibility import susceptibility
+from steerscope.analysis.susceptibility import ChangeSums, facing, susceptibility
 from steerscope.specs.errors import BadFile, InvalidRequest
 from support import tiny
 

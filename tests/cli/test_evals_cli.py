@@ -9,7 +9,7 @@ import torch
 from typer.testing import Result
 
 from steerscope import SteeringVector, save_vector
-from steerscope.extraction.personas.axis import write_capping
+from steerscope.extraction.personas.build import write_capping
 from support.fake_endpoint import endpoint, says
 
 Cli = Callable[..., Result]

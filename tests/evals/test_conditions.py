@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from steerscope.evals.conditions import baselines, caps, parse_scales, prepared, steered
-from steerscope.extraction.personas.axis import floor, write_capping
+from steerscope.extraction.personas.build import floor, write_capping
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.specs.errors import InvalidRequest
 from steerscope.vectors.vector import SteeringVector

@@ -9,9 +9,9 @@ import pytest
 from evals.conftest import QUICK, a_run
 from steerscope.engines.sync import SyncEngine
 from steerscope.evals import scorers as s
-from steerscope.evals.judge import JudgeScorer
 from steerscope.evals.report import write_report
 from steerscope.evals.run import EvalRun, generate
+from steerscope.evals.scorers import JudgeScorer
 from steerscope.evals.scoring import score
 from steerscope.extraction.endpoint import Endpoint
 from steerscope.extraction.runs import Interrupted

@@ -13,9 +13,8 @@ from evals.conftest import QUICK, a_run
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.sync import SyncEngine
 from steerscope.evals import scoring
-from steerscope.evals.judge import JudgeScorer, rubric
 from steerscope.evals.run import EvalRun, answers_of, generate
-from steerscope.evals.scorers import Scored
+from steerscope.evals.scorers import JudgeScorer, Scored, rubric
 from steerscope.evals.scoring import score, scored_answers, scorer_facts
 from steerscope.extraction.endpoint import Endpoint
 from steerscope.extraction.personas.definitions import Persona

@@ -12,8 +12,7 @@ from steerscope.evals.forced import ModelScorer
 from steerscope.evals.items import Item
 from steerscope.evals.report import _table, curve_figure, frontier_figure, write_report
 from steerscope.evals.run import Condition, EvalRun, generate
-from steerscope.evals.scoring import score
-from steerscope.evals.summary import compare
+from steerscope.evals.scoring import compare, score
 from steerscope.specs.errors import InvalidRequest
 from steerscope.vectors.vector import SteeringVector
 

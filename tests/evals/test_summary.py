@@ -12,8 +12,7 @@ from statsmodels.stats.multitest import multipletests
 from bench.studies.evals import simulated
 from steerscope.evals.items import Item
 from steerscope.evals.run import Condition, EvalRun
-from steerscope.evals.scoring import mean_of
-from steerscope.evals.summary import compare, out_of_reach
+from steerscope.evals.scoring import compare, mean_of, out_of_reach
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "eval_study.json"
 

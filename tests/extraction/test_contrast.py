@@ -1,4 +1,4 @@
-"""What `extraction.contrast` promises: the textbook mean difference, and wrong inputs refused by name."""
+"""What `mean_difference` promises: the textbook mean difference, and wrong inputs refused by name."""
 
 from collections.abc import Iterator
 

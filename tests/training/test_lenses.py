@@ -16,7 +16,8 @@ from steerscope.lenses.bank import Bank
 from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, FitSettings, logits, normalise
 from steerscope.specs import Capture, Sampling
 from steerscope.specs.errors import BadFile, InvalidRequest
-from steerscope.training import generated, lenses, rows
+from steerscope.training import concepts as texts_module
+from steerscope.training import lenses, rows
 from steerscope.training.concepts import ConceptSet, ConceptTexts
 from steerscope.training.lenses import LensSettings, fit_pack, shuffled_labels
 from steerscope.training.rows import RowChoice, read_texts
@@ -214,8 +215,10 @@ def kept(engine: SyncEngine, concepts: ConceptSet, folder: Path) -> tuple[lenses
     """The data and weights of a fit, from its folder, in the order of the concepts."""
     choice = RowChoice(layers=(1,))
     found = read_texts(engine, [example.text for example in concepts.examples], folder, choice)
-    data = lenses._data(found, 1, concepts.examples, concepts.parts())
-    return data, lenses._fit_groups(data, concepts.relations, SETTINGS, folder, "", lambda *_: None).weights
+    parts, relations = concepts.parts(), concepts.relations
+    fitting = lenses._Fitting(SETTINGS, concepts.examples, parts, relations, found, folder, lambda *_: None)
+    data = fitting.data(1)
+    return data, fitting.fit(data, "").weights
 
 
 def test_the_same_seed_gives_the_same_pack_and_another_seed_another(
@@ -276,11 +279,11 @@ def test_the_control_keeps_texts_apart_and_counts_equal(
 def test_generated_texts_are_written_once_and_only_trained_on(
     engine: SyncEngine, concepts: ConceptSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generated, "_SHORTEST", 5)
+    monkeypatch.setattr(texts_module, "_SHORTEST", 5)
     settings = SETTINGS.model_copy(update={"generate": 2})
     pack = fit_pack(engine, concepts, tmp_path / "pack", settings).pack
     assert pack.info.training["texts"] == len(concepts.examples) + 8
-    again = generated.generated_examples(engine, concepts, 2, tmp_path / "pack.work")
+    again = texts_module.generated_examples(engine, concepts, 2, tmp_path / "pack.work")
     assert {example.form for example in again} == {"generated"}
     assert [example.concept for example in again] == [0, 0, 1, 1, 2, 2, 3, 3]
     found = read_texts(
@@ -289,7 +292,9 @@ def test_generated_texts_are_written_once_and_only_trained_on(
         tmp_path / "pack.work",
         RowChoice(layers=(1,)),
     )
-    data = lenses._data(found, 1, [*concepts.examples, *again], concepts.parts())
+    examples, parts, relations = [*concepts.examples, *again], concepts.parts(), concepts.relations
+    fitting = lenses._Fitting(SETTINGS, examples, parts, relations, found, tmp_path, lambda *_: None)
+    data = fitting.data(1)
     assert (data.part[len(concepts.examples) :] == TRAIN).all()
 
 

@@ -21,8 +21,7 @@ from steerscope.specs import Capture, Sampling, Steering
 from steerscope.specs.errors import InvalidRequest, SteerscopeError
 from steerscope.specs.steering import Site
 from steerscope.training.course import Course
-from steerscope.training.learnable import Learnable
-from steerscope.training.passes import TrainingPasses
+from steerscope.training.passes import Learnable, TrainingPasses
 from steerscope.training.settings import TrainSettings
 from steerscope.training.texts import Completion, TrainingSample, TrainingSet, load_training_set, samples
 from steerscope.training.vectors import train

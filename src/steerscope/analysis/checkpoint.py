@@ -7,8 +7,10 @@ layer and closed again: its pages are mapped, and a mapping that stays open keep
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -55,26 +57,24 @@ class Checkpoint:
         if not 0 <= number < self.layers:
             what = f"layer {number} is out of range"
             raise InvalidRequest([Problem("layer", what, f"{self.name} has layers 0-{self.layers - 1}")])
-        start = f"{self._prefix}{number}."
-        return {name.removeprefix(start): tensor for name, tensor in self.tensors(self._layers[number])}
-
-    def tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield copies of tensors by their whole names, one file after the other."""
+        start, names = f"{self._prefix}{number}.", self._layers[number]
+        found = {}
         for file in sorted({self._files[name] for name in names}):
-            with reading(file, "safetensors file"), safe_open(str(file), framework="pt") as opened:
+            with _opened(file) as opened:
                 for name in names:
                     if self._files[name] == file:
-                        yield name, _checked(opened.get_tensor(name).clone(), name, file)
+                        found[name.removeprefix(start)] = _checked(opened.get_tensor(name).clone(), name, file)
+        return found
 
     def rows(self, name: str, step: int = 8192) -> Iterator[Tensor]:
         """Yield a large tensor in parts of `step` rows."""
         file = self._files[name]
-        with reading(file, "safetensors file"):
-            with safe_open(str(file), framework="pt") as opened:
-                length = opened.get_slice(name).get_shape()[0]
-            for start in range(0, length, step):
-                with safe_open(str(file), framework="pt") as opened:
-                    yield _checked(opened.get_slice(name)[start : start + step].clone(), name, file)
+        with _opened(file) as opened:
+            length = opened.get_slice(name).get_shape()[0]
+        for start in range(0, length, step):
+            with _opened(file) as opened:
+                part = opened.get_slice(name)[start : start + step].clone()
+            yield _checked(part, name, file)
 
     @cached_property
     def embedding(self) -> str:
@@ -147,21 +147,26 @@ def _files(folder: Path) -> dict[str, Path]:
             index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
             files = {str(name): folder / Path(str(file)).name for name, file in index.items()}
     elif (folder / _ONE).is_file():
-        files = dict.fromkeys(_names(folder / _ONE), folder / _ONE)
+        with _opened(folder / _ONE) as opened:
+            files = dict.fromkeys(opened.keys(), folder / _ONE)
     else:
         raise BadFile(f"{folder} has no {_ONE} and no {_INDEX}; save the model with save_pretrained")
-    held = {file: set(_names(file)) for file in set(files.values())}
+    held = {}
+    for file in set(files.values()):
+        if not file.is_file():
+            raise BadFile(f"{file} does not exist, but the index names it; the checkpoint is incomplete")
+        with _opened(file) as opened:
+            held[file] = set(opened.keys())
     missing = [name for name, file in files.items() if name not in held[file]]
     if missing:
         raise BadFile(f"{files[missing[0]]} lacks {len(missing)} tensors of the index, {missing[0]} among them")
     return files
 
 
-def _names(file: Path) -> list[str]:
-    if not file.is_file():
-        raise BadFile(f"{file} does not exist, but the index names it; the checkpoint is incomplete")
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     with reading(file, "safetensors file"), safe_open(str(file), framework="pt") as opened:
-        return list(opened.keys())
+        yield opened
 
 
 def _checked(tensor: Tensor, name: str, file: Path) -> Tensor:

@@ -5,6 +5,7 @@ A vector takes part at the layers it has; one that is the same on every layer ta
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -92,22 +93,19 @@ def compare(names: Sequence[str], vectors: Sequence[SteeringVector]) -> Comparis
 def save_tables(found: Comparison, folder: Path) -> list[Path]:
     """Write `cosine.parquet` (a, b, layer, cosine) and `vectors.parquet` (name, method, cluster, layer, norm)."""
     names = np.array(found.names, object)
+    layers = pa.array(found.layers, pa.int32())
     k, b, a = np.nonzero(~np.isnan(found.cosine) & np.tri(len(names), k=-1, dtype=bool))
-    cosine = {"a": names[a], "b": names[b], "layer": _numbers(found, k), "cosine": found.cosine[k, b, a]}
+    cosine = {"a": names[a], "b": names[b], "layer": layers.take(k), "cosine": found.cosine[k, b, a]}
     i, k = np.nonzero(~np.isnan(found.norms.T))
     vectors = {
         "name": names[i],
-        "method": pa.array([found.methods[one] for one in i], pa.string()),
+        "method": pa.array(found.methods, pa.string()).take(i),
         "cluster": np.array(found.clusters)[i],
-        "layer": _numbers(found, k),
+        "layer": layers.take(k),
         "norm": found.norms[k, i],
     }
     tables = {"cosine": cosine, "vectors": vectors}
     return [save_table(pa.table(columns), folder / f"{name}.parquet") for name, columns in tables.items()]
-
-
-def _numbers(found: Comparison, places: np.ndarray) -> pa.Array:
-    return pa.array([found.layers[place] for place in places], pa.int32())
 
 
 def _layers(names: Sequence[str], vectors: Sequence[SteeringVector]) -> tuple[int | None, ...]:
@@ -170,14 +168,13 @@ def _cluster(mean: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _agreement(
     names: Sequence[str], methods: Sequence[str | None], layers: Sequence[int | None], cosine: np.ndarray
 ) -> tuple[Agreement, ...]:
-    averaged = [i for i, method in enumerate(methods) if method not in LEARNED]
+    learned, averaged = ([i for i, one in enumerate(methods) if (one in LEARNED) == yes] for yes in (True, False))
     found = []
-    for i in (i for i, method in enumerate(methods) if method in LEARNED):
-        for j in (j for j in averaged if Path(names[j]).stem == Path(names[i]).stem):
-            for k, layer in enumerate(layers):
-                near = cosine[k, i, averaged][~np.isnan(cosine[k, i, averaged])]
-                own = cosine[k, i, j]
-                if not np.isnan(own):
-                    rank = 1 + int((near > own).sum())
-                    found.append(Agreement(names[i], names[j], layer, float(own), rank, len(near)))
+    for i, j in product(learned, averaged):
+        for k, layer in enumerate(layers if Path(names[j]).stem == Path(names[i]).stem else ()):
+            near = cosine[k, i, averaged][~np.isnan(cosine[k, i, averaged])]
+            own = cosine[k, i, j]
+            if not np.isnan(own):
+                rank = 1 + int((near > own).sum())
+                found.append(Agreement(names[i], names[j], layer, float(own), rank, len(near)))
     return tuple(found)

@@ -1,7 +1,11 @@
-"""Named sets of directions: loading, scaling, random sets of the same lengths, and their principal components.
+"""Named sets of directions: loading, random sets of the same lengths, principal components, projections.
 
 Vectors of any known file take part at the layers that all of them have. The folder a file lies in is its group
 (`roles`, `traits`), so that groups can be told apart later.
+
+`project` tells what a vector means in terms of named ones: its cosine with each of them, and how much of it they span.
+Chance is exact: the cosine c of any fixed direction with a random one in n dimensions makes c·√((n−1)/(1−c²)) a t of
+n−1 degrees of freedom, whatever the lengths are, and a span of k dimensions holds k/n of a random direction on average.
 """
 
 from collections import Counter
@@ -12,9 +16,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
+from scipy import stats
 
 from steerscope.analysis.compare import load_found, unlike, vector_files
 from steerscope.analysis.results import AnalysisResult, long_table
+from steerscope.analysis.statistics import benjamini_hochberg
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 from steerscope.specs.steering import Site
 from steerscope.vectors.vector import SteeringVector
@@ -36,9 +42,9 @@ class Directions:
     def of(cls, vectors: dict[str, SteeringVector], groups: Sequence[str] | None = None) -> "Directions":
         """Return the vectors at the layers all of them have."""
         layers = _common_layers(vectors)
-        rows = np.stack([np.stack([_at(vector, layer) for vector in vectors.values()]) for layer in layers])
+        rows = [[vector[layer or 0].float().numpy() for vector in vectors.values()] for layer in layers]
         site = next(iter(vectors.values())).site
-        return cls(tuple(vectors), tuple(groups or [""] * len(vectors)), layers, rows, site)
+        return cls(tuple(vectors), tuple(groups or [""] * len(vectors)), layers, np.array(rows), site)
 
     @property
     def hidden(self) -> int:
@@ -49,10 +55,10 @@ class Directions:
         """Return the lengths, [layers, vectors]."""
         return np.linalg.norm(self.rows, axis=2)
 
-    def has(self, layer: int) -> bool:
+    def has(self, layer: int | None) -> bool:
         return self.layers == (None,) or layer in self.layers
 
-    def at(self, layer: int) -> np.ndarray:
+    def at(self, layer: int | None) -> np.ndarray:
         """Return the vectors of one layer, [vectors, hidden]."""
         if not self.has(layer):
             known = ", ".join(map(str, self.layers))
@@ -89,11 +95,6 @@ def _names(files: Sequence[Path]) -> list[str]:
     while max(Counter(part[-depth:] for part in parts).values(), default=1) > 1 and depth < max(map(len, parts)):
         depth += 1
     return ["/".join(part[-depth:]) for part in parts]
-
-
-def _at(vector: SteeringVector, layer: int | None) -> np.ndarray:
-    found = next(iter(vector.directions.values())) if layer is None else vector[layer]
-    return found.float().numpy()
 
 
 def _common_layers(vectors: dict[str, SteeringVector]) -> tuple[int | None, ...]:
@@ -147,10 +148,10 @@ class Components:
             "scores": long_table([layers, names, numbers], {"score": self.scores}),
         }
         size = len(source.names)
-        depth = len(source.layers)
-        summary = f"{size} directions at {depth} layers; random sets of the same lengths: {self.draws}."
-        about = {"summary": summary, "vectors": size, "site": source.site, "draws": self.draws}
-        return AnalysisResult("directions", about, tables)
+        summary = f"{size} directions at {len(source.layers)} layers; random sets of the same lengths: {self.draws}."
+        return AnalysisResult(
+            "directions", {"summary": summary, "vectors": size, "site": source.site, "draws": self.draws}, tables
+        )
 
 
 def components(
@@ -204,3 +205,47 @@ def _signs(scores: np.ndarray, positive: int | None) -> np.ndarray:
     for before, after in zip(scores[:-1], scores[1:], strict=True):
         signs.append(signs[-1] * np.where((before * after).sum(0) < 0, -1.0, 1.0))
     return np.stack(signs)
+
+
+def project(vectors: Directions, onto: Directions) -> AnalysisResult:
+    """Return `cosines` with each named vector (p is corrected over the table) and `spans`, at every layer both have."""
+    problems = []
+    if vectors.hidden != onto.hidden:
+        what = f"{vectors.hidden} against {onto.hidden}"
+        problems.append(Problem("hidden", what, "project vectors of one model"))
+    known = onto.layers if vectors.layers == (None,) else vectors.layers
+    layers = [layer for layer in known if vectors.has(layer) and onto.has(layer)]
+    if not layers:
+        problems.append(Problem("layers", "none is common to the vectors and the named set", "see vectors show"))
+    if problems:
+        raise InvalidRequest(problems)
+    pairs = [(_unit(vectors.at(layer)), _unit(onto.at(layer))) for layer in layers]
+    cosine = np.stack([a @ b.T for a, b in pairs])
+    share, chance = np.stack([_inside(a, b) for a, b in pairs], axis=1)
+    freedom = vectors.hidden - 1
+    t = cosine * np.sqrt(freedom / np.maximum(1 - cosine**2, 1e-15))
+    p = benjamini_hochberg(2 * stats.t.sf(np.abs(t.ravel()), freedom))
+    at = {"layer": pa.array(layers, pa.int32())}
+    names = {"vector": vectors.names}
+    named = {"onto": onto.names, "group": onto.groups}
+    values = {"cosine": cosine, "z": cosine * np.sqrt(vectors.hidden), "p": p}
+    tables = {
+        "cosines": long_table([at, names, named], values),
+        "spans": long_table([at, names], {"share": share, "chance": chance}),
+    }
+    summary = f"{len(vectors.names)} vectors projected on {len(onto.names)} named ones at {len(layers)} layers."
+    return AnalysisResult("projections", {"summary": summary}, tables)
+
+
+def _unit(rows: np.ndarray) -> np.ndarray:
+    """Return rows of length 1 in float64; zero stays zero, and its cosine with anything is 0."""
+    exact = rows.astype(np.float64)
+    lengths = np.linalg.norm(exact, axis=1, keepdims=True)
+    return exact / np.where(lengths == 0, 1.0, lengths)
+
+
+def _inside(units: np.ndarray, named: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the share of each unit vector's squared length in the span of the named ones, and what chance gives."""
+    _, lengths, basis = np.linalg.svd(named, full_matrices=False)
+    basis = basis[lengths > 1e-6 * lengths.max(initial=0.0)]
+    return ((units @ basis.T) ** 2).sum(1), np.full(len(units), len(basis) / units.shape[1])

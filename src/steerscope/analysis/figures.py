@@ -7,7 +7,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pyarrow as pa
 
-from steerscope.analysis.attention_tables import ALL
+from steerscope.analysis.attention import ALL
 from steerscope.analysis.results import AnalysisResult, column, pivot, where
 from steerscope.report.colours import AXIS, BAND, INK, PALETTE
 from steerscope.report.plots import add_menu, framed, heat_figure, label, lines_figure

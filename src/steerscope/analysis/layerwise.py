@@ -1,30 +1,38 @@
-"""What the passes through MLPs and attention share: directions in, what comes out along them, random baselines.
+"""Passes of directions through layers: what goes in, what comes out along it, random baselines, findings over layers.
 
 Every direction goes in at a length of √hidden (root mean square 1): the norm in front of an MLP or attention takes the
 length away, and at this one its epsilon does not count. The opposite of each direction goes in, too, and so do random
 directions and those given to compare with, against which every measure gets a z-score by its rank among them.
+
+The MLP pass is here. What the MLP adds to the stream is split into its part along the direction (positive: the layer
+reinforces it) and across it. Between two checkpoints the absolute (L2) and angular (1 − cosine) changes are measured,
+and the layers where they are largest come out as focus layers.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, TypeVar
+from itertools import combinations
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import torch
+from scipy import stats
 from scipy.special import ndtri
 from torch import Tensor
 
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
-from steerscope.analysis.findings import component_ranks, group_tests, peaks, ranking
 from steerscope.analysis.onelayer import OneLayer
-from steerscope.analysis.results import AnalysisResult, Columns
+from steerscope.analysis.results import AnalysisResult, long_table, pivot, where
+from steerscope.analysis.statistics import holm
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.vectors.vector import Json
 
 FEWEST_RANDOM, FEWEST_GIVEN = 100, 8
+_COMPONENT = re.compile(r"(?:^|/)pc(\d+)$")
 Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
 
@@ -82,66 +90,6 @@ class Inputs:
         return found if len(self.others) > self.drawn else {"": found[""]}
 
 
-def checked_layers(
-    base: Checkpoint,
-    tuned: Checkpoint | None,
-    directions: Directions,
-    layer: int | None,
-    random: int,
-    against: Directions | None = None,
-    fewest: int = FEWEST_RANDOM,
-) -> list[int]:
-    """Return the layers of a pass: those all directions have, or all if directions of one `layer` go through all."""
-    sets = {"directions": directions}
-    if against is not None:
-        sets["against"] = against
-    problems = _differences(base, tuned) if tuned else []
-    for name, found in sets.items():
-        problems += _unfit(base, name, found, layer)
-    if random < fewest:
-        problems.append(Problem("random", f"{random} are too few for a baseline", f"take {fewest} or more"))
-    if against is not None and len(against.names) < FEWEST_GIVEN:
-        what = f"{len(against.names)} are too few for a baseline"
-        problems.append(Problem("against", what, f"give {FEWEST_GIVEN} or more"))
-    layers = [i for i in range(base.layers) if layer is not None or all(one.has(i) for one in sets.values())]
-    if not layers:
-        problems.append(Problem("directions", f"have no layer of {base.name}", f"it has 0-{base.layers - 1}"))
-    if problems:
-        raise InvalidRequest(problems)
-    return layers
-
-
-def _differences(base: Checkpoint, tuned: Checkpoint) -> list[Problem]:
-    problems = []
-    if (tuned.layers, tuned.hidden) != (base.layers, base.hidden):
-        what = f"has {tuned.layers} layers of {tuned.hidden} against {base.layers} of {base.hidden} in {base.name}"
-        problems.append(Problem("tuned", f"{tuned.name} {what}", "give two checkpoints of one model"))
-    if tuned.path == base.path:
-        problems.append(Problem("tuned", f"{tuned.name} is the base itself", "give the checkpoint after training"))
-    return problems
-
-
-def _unfit(base: Checkpoint, name: str, found: Directions, layer: int | None) -> list[Problem]:
-    problems = []
-    if found.hidden != base.hidden:
-        what = f"have {found.hidden} numbers, {base.name} has {base.hidden}"
-        problems.append(Problem(name, what, "make them with this model"))
-    if layer is not None and not found.has(layer):
-        problems.append(Problem(name, f"have no layer {layer}", f"they have {', '.join(map(str, found.layers))}"))
-    return problems
-
-
-class PassOptions(TypedDict, total=False):
-    """Options of every pass; see `LayerPass`."""
-
-    layer: int | None
-    random: int
-    against: Directions | None
-    seed: int
-    device: str
-    progress: Progress | None
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerPass:
     """A pass of directions through the layers of a checkpoint, or of two."""
@@ -156,9 +104,49 @@ class LayerPass:
     device: str = "cpu"
     progress: Progress | None = None
 
+    def checked_layers(self, fewest: int = FEWEST_RANDOM) -> list[int]:
+        """Return the layers of the pass: those all directions have, or all if directions of one `layer` go through."""
+        base, tuned, layer = self.base, self.tuned, self.layer
+        sets = {"directions": self.directions} | ({"against": self.against} if self.against else {})
+        problems = []
+        if tuned and (tuned.layers, tuned.hidden) != (base.layers, base.hidden):
+            what = f"has {tuned.layers} layers of {tuned.hidden} against {base.layers} of {base.hidden} in {base.name}"
+            problems.append(Problem("tuned", f"{tuned.name} {what}", "give two checkpoints of one model"))
+        if tuned and tuned.path == base.path:
+            problems.append(Problem("tuned", f"{tuned.name} is the base itself", "give the checkpoint after training"))
+        for name, found in sets.items():
+            if found.hidden != base.hidden:
+                what = f"have {found.hidden} numbers, {base.name} has {base.hidden}"
+                problems.append(Problem(name, what, "make them with this model"))
+            if layer is not None and not found.has(layer):
+                known = ", ".join(map(str, found.layers))
+                problems.append(Problem(name, f"have no layer {layer}", f"they have {known}"))
+        counts = [("random", self.random, fewest, "take")]
+        counts += [("against", len(self.against.names), FEWEST_GIVEN, "give")] if self.against else []
+        for name, count, least, verb in counts:
+            if count < least:
+                problems.append(Problem(name, f"{count} are too few for a baseline", f"{verb} {least} or more"))
+        layers = [i for i in range(base.layers) if layer is not None or all(one.has(i) for one in sets.values())]
+        if not layers:
+            problems.append(Problem("directions", f"have no layer of {base.name}", f"it has 0-{base.layers - 1}"))
+        if problems:
+            raise InvalidRequest(problems)
+        return layers
+
+    @property
+    def about(self) -> dict[str, Json]:
+        return {
+            "base": self.base.name,
+            "tuned": self.tuned.name if self.tuned else None,
+            "against": len(self.against.names) if self.against else 0,
+            "layer": self.layer,
+            "random": self.random,
+            "seed": self.seed,
+        }
+
     def layers(self, what: str, measure: Callable[[OneLayer, Inputs], T]) -> Iterator[tuple[int, Inputs, list[T]]]:
         """Yield the number and the inputs of every layer, and what `measure` finds in each checkpoint."""
-        layers = checked_layers(self.base, self.tuned, self.directions, self.layer, self.random, self.against)
+        layers = self.checked_layers()
         models = [OneLayer(checkpoint, self.device) for checkpoint in (self.base, self.tuned) if checkpoint]
         for done, number in enumerate(layers, 1):
             source = number if self.layer is None else self.layer
@@ -185,19 +173,32 @@ class LayerPass:
         principal components are compared by `measures`."""
         second = f", and of {self.tuned.name}" if self.tuned else ""
         ranks = ranking(measured, ranked)
-        about = {
+        found: dict[str, Json] = {
             "summary": f"{len(self.directions.names)} directions through the {what} of {self.base.name}{second}.",
-            "base": self.base.name,
-            "tuned": self.tuned.name if self.tuned else None,
-            "against": len(self.against.names) if self.against else 0,
-            "layer": self.layer,
-            "random": self.random,
-            "seed": self.seed,
             "focus": peaks(tables["written"], ("change", "turn") if self.tuned else ("norm", "parallel")),
             "groups": group_tests(ranks),
             "components": component_ranks(measured, [f"z_{name}" for name in measures]),
         }
-        return AnalysisResult(kind, about | more, {**tables, "ranking": ranks})
+        return AnalysisResult(kind, self.about | found | more, {**tables, "ranking": ranks})
+
+
+def mlp_pass(
+    base: Checkpoint, directions: Directions, tuned: Checkpoint | None = None, **options: Any
+) -> AnalysisResult:
+    """Return the tables `written` (layer, direction, sign) and `ranking` (direction).
+
+    Directions of layer i go through layer i, or those of `layer` through all. z is against `random` random directions,
+    and against those of `against`, if given; see `LayerPass` for all options.
+    """
+    run = LayerPass(base=base, directions=directions, tuned=tuned, **options)
+    layers = run.layers("MLP", lambda model, inputs: model.mlp(inputs.rows))
+    table = pa.concat_tables([written(inputs, number, outs) for number, inputs, outs in layers])
+    measures = ("parallel", "norm")
+    ranked = ("change", "turn", *measures) if tuned else measures
+    return run.result("mlp", "MLPs", {"written": table}, table, ranked, measures)
+
+
+# --- measures
 
 
 def z_by_rank(values: Tensor, baseline: Tensor) -> Tensor:
@@ -260,18 +261,89 @@ def along(units: Tensor, out: Tensor, tuned: Tensor | None = None) -> dict[str, 
     return found
 
 
-def written(inputs: Inputs, layer: int, outs: Sequence[Tensor]) -> Columns:
+def with_z(inputs: Inputs, name: str, values: Tensor, n: int) -> dict[str, np.ndarray]:
+    """Return the first n of the last axis of values, and their z among the others for each baseline."""
+    found = {name: values[..., :n].cpu().numpy()}
+    for prefix, part in inputs.baselines.items():
+        found[f"{prefix}z_{name}"] = z_by_rank(values[..., :n], values[..., n:][..., part]).cpu().numpy()
+    return found
+
+
+def written(inputs: Inputs, layer: int, outs: Sequence[Tensor]) -> pa.Table:
     """Return the columns `along` of every named direction and its opposite (sign −1), with z-scores."""
-    n = len(inputs)
-    measures = along(inputs.units.to(outs[0].device), outs[0], outs[1] if len(outs) > 1 else None)
-    columns: Columns = {
-        "layer": np.full(2 * n, layer, np.int32),
-        "name": np.array([*inputs.names, *inputs.names], object),
-        "group": np.array([*inputs.groups, *inputs.groups], object),
-        "sign": np.repeat(np.array([1, -1], np.int8), n),
-    }
-    for name, values in measures.items():
-        columns[name] = values[: 2 * n].cpu().numpy()
-        for prefix, part in inputs.baselines.items():
-            columns[f"{prefix}z_{name}"] = z_by_rank(values[: 2 * n], values[2 * n :][part]).cpu().numpy()
-    return columns
+    columns: dict[str, np.ndarray] = {}
+    for name, values in along(inputs.units.to(outs[0].device), *outs).items():
+        columns |= with_z(inputs, name, values, 2 * len(inputs))
+    axes = [{"layer": np.array([layer], np.int32)}, {"sign": np.array([1, -1], np.int8)}]
+    return long_table([*axes, {"name": inputs.names, "group": inputs.groups}], columns)
+
+
+# --- findings
+
+
+def over_layers(table: pa.Table, measure: str) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Return names, layers, and [names, layers] of a measure; opposites are left out."""
+    mine = where(table, "sign", 1) if "sign" in table.column_names else table
+    names, layers, values = pivot(mine, "name", "layer", measure)
+    return names, np.array(layers, np.int32), values
+
+
+def ranking(table: pa.Table, measures: Sequence[str]) -> pa.Table:
+    """Return every direction by its mean over layers, largest first, with std and maximum over layers."""
+    groups = dict(zip(table["name"].to_pylist(), table["group"].to_pylist(), strict=True))
+    parts = []
+    for measure in measures:
+        names, layers, values = over_layers(table, measure)
+        order = np.argsort(-values.mean(1), kind="stable")
+        columns = {
+            "name": np.array(names, object),
+            "group": np.array([groups[name] for name in names], object),
+            "mean": values.mean(1),
+            "std": values.std(1),
+            "max": values.max(1),
+            "max_layer": layers[values.argmax(1)],
+        }
+        first = {"measure": [measure] * len(names), "rank": np.arange(1, len(names) + 1)}
+        parts.append(pa.table(first | {name: column[order] for name, column in columns.items()}))
+    return pa.concat_tables(parts)
+
+
+def group_tests(ranked: pa.Table) -> list[Json]:
+    """Return Welch's t-test of means over layers between every two groups of directions; p by Holm over all tests.
+
+    A group needs two directions. Where neither group varies (nothing was tuned) there is no test."""
+    found: list[dict[str, Json]] = []
+    for measure in dict.fromkeys(ranked["measure"].to_pylist()):
+        mine = where(ranked, "measure", measure)
+        of = {group: where(mine, "group", group)["mean"].to_numpy() for group in sorted(set(mine["group"].to_pylist()))}
+        for a, b in combinations([group for group, values in of.items() if len(values) > 1], 2):
+            if np.ptp(of[a]) or np.ptp(of[b]):
+                t, p = np.array(stats.ttest_ind(of[a], of[b], equal_var=False)).tolist()
+                one: dict[str, Json] = {"measure": measure, "a": a, "b": b, "t": t}
+                found.append({**one, "mean_a": of[a].mean().item(), "mean_b": of[b].mean().item(), "p": p})
+    corrected = holm(np.array([one["p"] for one in found]))
+    return [{**one, "p": float(p)} for one, p in zip(found, corrected, strict=True)]
+
+
+def component_ranks(table: pa.Table, measures: Sequence[str]) -> list[Json]:
+    """Return the mean |z| over layers of every component, and p: the share of components with as large a mean.
+
+    Components, not layers, are the cases: what one does in a layer it does in the next."""
+    found: list[Json] = []
+    for measure in measures:
+        names, _, z = over_layers(table, measure)
+        numbers = {int(match[1]): i for i, name in enumerate(names) if (match := _COMPONENT.search(name))}
+        size = {number: float(np.abs(z[i]).mean()) for number, i in sorted(numbers.items())}
+        for number, mean in size.items():
+            p = sum(other >= mean for other in size.values()) / len(size)
+            found.append({"measure": measure, "component": number, "mean": mean, "p": p})
+    return found
+
+
+def peaks(table: pa.Table, measures: Sequence[str]) -> dict[str, Json]:
+    """Return the layer where the mean over directions is largest, for each measure."""
+    found: dict[str, Json] = {}
+    for measure in measures:
+        _, layers, values = over_layers(table, measure)
+        found[measure] = int(layers[np.abs(values).mean(0).argmax()])
+    return found

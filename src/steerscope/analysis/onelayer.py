@@ -38,6 +38,9 @@ class Heads:
         """Query heads that share a key head."""
         return self.queries.shape[1] // self.keys.shape[1]
 
+    def part(self, rows: slice) -> "Heads":
+        return Heads(self.queries[rows], self.keys[rows], self.values[rows], self.scaling, self.softcap)
+
 
 @dataclass(frozen=True, slots=True)
 class Writing:
@@ -64,15 +67,11 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Stand-in for transformers' attention: queries are [1, heads, rows, dim], the answer [1, rows, heads, dim]."""
     answer: Callable[[Heads], Tensor] = module.steerscope_answer  # type: ignore[assignment]
-    scaling = options.get("scaling")
-    softcap = options.get("softcap")
-    heads = Heads(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        float(scaling) if isinstance(scaling, int | float) else query.shape[-1] ** -0.5,
-        float(softcap) if isinstance(softcap, int | float) else None,
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    scaling, softcap = (
+        float(given) if isinstance(given, int | float) else None for given in map(options.get, ("scaling", "softcap"))
     )
+    heads = Heads(queries, keys, values, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
     return answer(heads).unsqueeze(0), None
 
 
@@ -100,11 +99,7 @@ class OneLayer:
                 setattr(self._model, name, type(child)(config=config).to(self.device))  # type: ignore[call-arg]
         for i in range(len(self._modules)):
             self._layers[i] = _Skipped()
-        self.hidden: int = config.hidden_size
         self._block: Block | None = None
-
-    def __len__(self) -> int:
-        return len(self._modules)
 
     @contextmanager
     def at(self, layer: int) -> Iterator["OneLayer"]:
@@ -126,12 +121,7 @@ class OneLayer:
 
     def mlp(self, rows: Tensor) -> Tensor:
         """Return what the MLP adds to a stream of `rows` [n, hidden] while the attention adds nothing."""
-        block = self._loaded()
-        parts = [
-            self._run(part, torch.zeros(len(part)), block.mlp_addend, block.attn_addend, _nothing)
-            for part in rows.split(_ROWS)
-        ]
-        return torch.cat(parts)
+        return torch.cat([self._run(part, _nothing, of_mlp=True) for part in rows.split(_ROWS)])
 
     def heads(self, rows: Tensor, positions: Tensor) -> Heads:
         """Return queries, keys and values of rows at `positions`, behind q/k norms and RoPE."""
@@ -139,58 +129,46 @@ class OneLayer:
 
         def keep(heads: Heads) -> Tensor:
             seen.append(heads)
-            return torch.zeros_like(heads.queries)
+            return _nothing(heads)
 
-        block = self._loaded()
-        self._run(rows, positions, block.attn_addend, block.mlp_addend, keep)
+        self._run(rows, keep, positions)
         return seen[0]
 
     def attention(self, rows: Tensor) -> Tensor:
         """Return what the attention adds to the stream of a token all of whose heads look at a token with `rows`."""
-        block = self._loaded()
-
-        def copy(heads: Heads) -> Tensor:
-            return heads.values.repeat_interleave(heads.group, 1)
-
-        return self._run(rows, torch.zeros(len(rows)), block.attn_addend, block.mlp_addend, copy)
+        return self._run(rows, lambda heads: heads.values.repeat_interleave(heads.group, 1))
 
     def writing(self) -> Writing:
         """Return the output projection (before a post-norm), read by sending unit vectors of every head through it."""
-        block = self._loaded()
-        shape = self.heads(torch.ones(1, self.hidden), torch.zeros(1)).queries.shape[1:]
+        hidden = self.checkpoint.hidden
+        shape = self.heads(torch.ones(1, hidden), torch.zeros(1)).queries.shape[1:]
         size = shape.numel()
         units = torch.cat([torch.zeros(1, size), torch.eye(size)]).view(-1, *shape).to(self.device)
         kept: dict[int, Tensor] = {}
-        assert block.attention is not None
-        handle = block.attention.register_forward_hook(keep_output(kept, 0))
+        handle = self._loaded()[1].register_forward_hook(keep_output(kept, 0))
         try:
-            zeros = torch.zeros(len(units))
-            self._run(torch.ones(len(units), self.hidden), zeros, block.attn_addend, block.mlp_addend, lambda _: units)
+            self._run(torch.ones(len(units), hidden), lambda _: units)
         finally:
             handle.remove()
         bias = kept[0][0, 0]
         return Writing((kept[0][0, 1:] - bias).view(*shape, -1), bias)
 
-    def _loaded(self) -> Block:
-        assert self._block is not None, "a layer is run inside `with … .at(layer)`"
-        if self._block.attn_addend is None or self._block.mlp_addend is None or self._block.attention is None:
-            raise UnsupportedModel(f"no attention and MLP were found in {type(self._block.module).__name__}")
-        return self._block
+    def _loaded(self) -> tuple[Block, nn.Module, nn.Module, nn.Module]:
+        """Return the block with weights, its attention, and what its attention and its MLP add to the stream."""
+        block = self._block
+        assert block is not None, "a layer is run inside `with … .at(layer)`"
+        if block.attention is None or block.attn_addend is None or block.mlp_addend is None:
+            raise UnsupportedModel(f"no attention and MLP were found in {type(block.module).__name__}")
+        return block, block.attention, block.attn_addend, block.mlp_addend
 
     @torch.no_grad()
     def _run(
-        self,
-        rows: Tensor,
-        positions: Tensor,
-        kept: nn.Module | None,
-        silenced: nn.Module | None,
-        answer: Callable[[Heads], Tensor],
+        self, rows: Tensor, answer: Callable[[Heads], Tensor], positions: Tensor | None = None, *, of_mlp: bool = False
     ) -> Tensor:
-        """Run the decoder once; return what `kept` adds to the stream, which must be all that is added."""
-        block = self._loaded()
-        assert kept is not None
-        assert silenced is not None
-        assert block.attention is not None
+        """Run the decoder once; return what attention or MLP adds to the stream while the other adds nothing."""
+        block, attention, silenced, kept = self._loaded()
+        if not of_mlp:
+            kept, silenced = silenced, kept
         stream = rows.to(self.device, torch.float32).unsqueeze(0)
         found: dict[str, Tensor] = {}
 
@@ -205,11 +183,11 @@ class OneLayer:
                 block.module.register_forward_hook(keep_output(found, "after")),
             ):
                 hooks.callback(handle.remove)
-            if silenced is block.mlp_addend and block.mlp is not None:
+            if not of_mlp and block.mlp is not None:
                 block.mlp.forward = torch.zeros_like  # its output is not used, and it is most of the work
                 hooks.callback(delattr, block.mlp, "forward")
-            block.attention.steerscope_answer = answer  # type: ignore[assignment]
-            at = positions.to(self.device, torch.long).unsqueeze(0)
+            attention.steerscope_answer = answer  # type: ignore[assignment]
+            at = (torch.zeros(len(rows)) if positions is None else positions).to(self.device, torch.long).unsqueeze(0)
             name = type(block.module).__name__
             try:
                 self._model(inputs_embeds=stream, position_ids=at, use_cache=False)

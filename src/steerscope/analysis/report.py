@@ -1,16 +1,26 @@
-"""All results in a folder as one page. Each kind has a function from its result to sections, heading → HTML."""
+"""All results in a folder as one page. Each kind has a function from its result to sections, heading → HTML.
+
+`comparison_page` shows vectors side by side: heat map of cosines, norms over layers, clusters, agreement of learned and
+averaged ones.
+"""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 import plotly.graph_objects as go
 
 from steerscope.analysis import figures
+from steerscope.analysis.compare import TOGETHER, Comparison
+from steerscope.analysis.figures import layer_name
 from steerscope.analysis.results import AnalysisResult, where
+from steerscope.report.colours import Colours
 from steerscope.report.page import Html, div, fill, page, section, table
+from steerscope.report.plots import heat_figure, lines_figure
+from steerscope.vectors.files import SUFFIXES
 
 Sections = Mapping[str, str]
 _STRONGEST = 3  # cells of a direction
@@ -42,14 +52,18 @@ def analysis_page(results: Mapping[str, AnalysisResult]) -> str:
     return page("How directions meet weights", about, sections)
 
 
+def _records(columns: Mapping[str, str | tuple[str, str]], rows: Iterable[Mapping]) -> Html:
+    """Return a table of some fields of records: field → title of its column, or (title, format)."""
+    return table(list(columns.values()), ([row.get(field) for field in columns] for row in rows))
+
+
 # --- directions
 
 
 def directions(result: AnalysisResult) -> Sections:
     rows = extremes(result)
     layer = rows[0]["layer"] if rows else None
-    head = ("component", ("share", ".1%"), ("chance", ".1%"), "lowest", "highest")
-    listed = map(itemgetter("component", "variance", "chance_high", "lowest", "highest"), rows)
+    columns = {"component": "component", "variance": ("share", ".1%"), "chance_high": ("chance", ".1%")}
     ends = "Who lies at the ends" if layer is None else f"Who lies at the ends at layer {layer}"
     return {
         "Components": section(
@@ -60,7 +74,7 @@ def directions(result: AnalysisResult) -> Sections:
         ),
         ends: section(
             "The vectors with the lowest and the highest scores, the outermost first. Signs agree from layer to layer.",
-            table(head, listed),
+            _records({**columns, "lowest": "lowest", "highest": "highest"}, rows),
             div(figures.plane_figure(result), "plot-plane"),
         ),
     }
@@ -95,6 +109,12 @@ def projections(result: AnalysisResult) -> Sections:
 def susceptibility(result: AnalysisResult) -> Sections:
     against = "against_z" in result.tables["cells"].column_names
     least = 1 / (1 + cast("int", result.about["random"]))
+    given = {"against_z": ("z, given vectors", "+.1f")} if against else {}
+    sides = {"direction": "direction", "side": "", "counted": "p ≤ 0.05", "z": ("median z", "+.1f")}
+    sides |= {field: (f"median {title}", form) for field, (title, form) in given.items()}
+    cells = {"direction": "direction", "layer": "layer", "matrix": "matrix", "side": ""}
+    cells |= {"alignment": ("alignment", ".3f"), "ratio": ("× chance", ".1f"), "z": ("z", "+.1f"), "p": ("p", ".3f")}
+    cells |= given
     found = {
         "How much each matrix changed": section(
             "Length of the change over the length of the weights. The embedding stands at the first layer, the head at "
@@ -107,8 +127,8 @@ def susceptibility(result: AnalysisResult) -> Sections:
             f"direction reaches as large a z anywhere; with {result.about['random']} of them it is {least:.2g} or "
             "more. First all matrices that read the stream, or write to it; then the three strongest ones of each "
             "direction.",
-            _sides(result, against),
-            _cells(result, against),
+            _records(sides, by_side(result)),
+            _records(cells, [{**row, "ratio": row["alignment"] / row["chance"]} for row in strongest(result)]),
             div(figures.susceptibility_figure(result), "plot-cells"),
         ),
         "Over layers": section(
@@ -120,27 +140,6 @@ def susceptibility(result: AnalysisResult) -> Sections:
         drawn = div(figures.susceptibility_figure(result, "against_z"), "plot-against")
         found["Against the vectors given for that"] = section(_GIVEN.format("vectors that were given"), drawn)
     return found
-
-
-def _sides(result: AnalysisResult, against: bool) -> Html:
-    head = ["direction", "", "p ≤ 0.05", ("median z", "+.1f")]
-    head += [("median z, given vectors", "+.1f")] if against else []
-    rows = [
-        (row["direction"], row["side"], f"{row['significant']} of {row['matrices']}", row["z"], row.get("against_z"))
-        for row in by_side(result)
-    ]
-    return table(head, rows)
-
-
-def _cells(result: AnalysisResult, against: bool) -> Html:
-    head = ["direction", "layer", "matrix", "", ("alignment", ".3f"), ("× chance", ".1f"), ("z", "+.1f"), ("p", ".3f")]
-    head += [("z, given vectors", "+.1f")] if against else []
-    place = itemgetter("direction", "layer", "matrix", "side")
-    rows = [
-        (*place(row), row["alignment"], row["alignment"] / row["chance"], row["z"], row["p"], row.get("against_z"))
-        for row in strongest(result)
-    ]
-    return table(head, rows)
 
 
 def strongest(result: AnalysisResult, count: int = _STRONGEST) -> list[dict]:
@@ -155,16 +154,13 @@ def by_side(result: AnalysisResult) -> list[dict]:
     found: dict[tuple[str, str], list[dict]] = {}
     for row in result.tables["cells"].to_pylist():
         found.setdefault((row["direction"], row["side"]), []).append(row)
-    return [
-        {
-            "direction": direction,
-            "side": side,
-            "matrices": len(rows),
-            "significant": sum(row["p"] <= _LEVEL for row in rows),
-            **{key: statistics.median(row[key] for row in rows) for key in ("z", "against_z") if key in rows[0]},
-        }
-        for (direction, side), rows in sorted(found.items())
-    ]
+    sides = []
+    for (direction, side), rows in sorted(found.items()):
+        n_significant = sum(row["p"] <= _LEVEL for row in rows)
+        medians = {key: statistics.median(row[key] for row in rows) for key in ("z", "against_z") if key in rows[0]}
+        counts = {"matrices": len(rows), "significant": n_significant, "counted": f"{n_significant} of {len(rows)}"}
+        sides.append({"direction": direction, "side": side, **counts, **medians})
+    return sides
 
 
 # --- MLPs and attention
@@ -251,9 +247,9 @@ def _ranks(result: AnalysisResult) -> tuple[str, Html]:
     ranked = result.tables["ranking"]
     measure = ranked["measure"][0].as_py()
     rows = where(ranked, "measure", measure).slice(0, _SHOWN).to_pylist()
-    head = ("rank", "direction", "group", ("mean", ".3g"), ("std", ".3g"), ("max", ".3g"), "at layer")
-    values = map(itemgetter("rank", "name", "group", "mean", "std", "max", "max_layer"), rows)
-    return f"By the mean over layers of: {_MEASURES[measure]}.", table(head, values)
+    columns = {"rank": "rank", "name": "direction", "group": "group"}
+    columns |= {name: (name, ".3g") for name in ("mean", "std", "max")} | {"max_layer": "at layer"}
+    return f"By the mean over layers of: {_MEASURES[measure]}.", _records(columns, rows)
 
 
 def _significant(result: AnalysisResult, p: str) -> str:
@@ -287,8 +283,8 @@ def self_significance(result: AnalysisResult) -> str:
 def _top(result: AnalysisResult, by: str) -> Html:
     value = "affinity" if by == "z" else "change"
     rows = where(result.tables["top"], "by", by).slice(0, _SHOWN).to_pylist()
-    head = ("layer", "head", "looks", "at", (value, "+.2f"), ("z", "+.1f"))
-    return table(head, map(itemgetter("layer", "head", "query", "key", value, by), rows))
+    columns = {"layer": "layer", "head": "head", "query": "looks", "key": "at"}
+    return _records({**columns, value: (value, "+.2f"), by: ("z", "+.1f")}, rows)
 
 
 def _groups(result: AnalysisResult) -> tuple[str, ...]:
@@ -300,9 +296,9 @@ def _groups(result: AnalysisResult) -> tuple[str, ...]:
         "t-test, p corrected by Holm for all of them):"
     )
     smallest = sorted(tests, key=itemgetter("p"))[:_SHOWN]
-    head = ("measure", "group", ("mean", ".3g"), "group", ("mean", ".3g"), ("t", "+.2f"), ("p", ".3g"))
-    values = itemgetter("a", "mean_a", "b", "mean_b", "t", "p")
-    return said, table(head, [(_MEASURES[one["measure"]], *values(one)) for one in smallest])
+    columns = {"measure": "measure", "a": "group", "mean_a": ("mean", ".3g"), "b": "group", "mean_b": ("mean", ".3g")}
+    columns |= {"t": ("t", "+.2f"), "p": ("p", ".3g")}
+    return said, _records(columns, [{**one, "measure": _MEASURES[one["measure"]]} for one in smallest])
 
 
 def _components(result: AnalysisResult) -> Html:
@@ -326,3 +322,73 @@ SECTIONS: dict[str, Callable[[AnalysisResult], Sections]] = {
     "mlp": mlp,
     "attention": attention,
 }
+
+
+def comparison_page(found: Comparison) -> str:
+    names = _short(found.names)
+    shown = "all layers" if found.layers == (None,) else f"{len(found.layers)} layers"
+    sections = {
+        "Cosines": section(
+            "Cosine of each pair: the mean over the layers both have, or one layer at a time. Near vectors stand "
+            "together. Blank: no common layer.",
+            div(cosine_figure(found, names), "plot-heat"),
+        ),
+        "Norms": section("Length of each direction.", div(norm_figure(found, names), "plot-norms")),
+        "Clusters": section(
+            f"Vectors whose mean cosine is at least {TOGETHER:g} on average are put together.", _clusters(found, names)
+        ),
+        "Learned and averaged": _agree(found, names),
+    }
+    about = f"{len(names)} vectors at {shown}, in {len(set(found.clusters))} clusters."
+    return page("Steering vectors compared", about, sections)
+
+
+def _short(names: tuple[str, ...]) -> list[str]:
+    """Return names without the folder that all share and without suffixes, where they stay distinct."""
+    paths = [Path(name) for name in names]
+    parts = [(path.with_suffix("") if path.suffix.lower() in SUFFIXES else path).parts for path in paths]
+    common = 0
+    while all(len(part) > common + 1 for part in parts) and len({part[common] for part in parts}) == 1:
+        common += 1
+    short = ["/".join(part[common:]) for part in parts]
+    if all(short) and len(set(short)) == len(names):
+        return short
+    return [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
+
+
+def cosine_figure(found: Comparison, names: list[str]) -> go.Figure:
+    """Mean cosines, and those of each layer behind a menu."""
+    views = {"mean": found.mean}
+    if len(found.layers) > 1:
+        views |= {f"layer {layer}": view for layer, view in zip(found.layers, found.cosine, strict=True)}
+    grids = {title: view[np.ix_(found.order, found.order)] for title, view in views.items()}
+    labels = [names[i] for i in found.order]
+    figure = heat_figure(grids, labels, labels, across="with", hover="%{z:+.4f}", colours=Colours(1.0), slant=-45)
+    return figure.update_traces(texttemplate="%{z:.2f}" if len(names) <= 14 else None)
+
+
+def norm_figure(found: Comparison, names: list[str]) -> go.Figure:
+    lines = {}
+    for i, name in enumerate(names):
+        there = np.flatnonzero(~np.isnan(found.norms[:, i]))
+        lines[name] = [layer_name(found.layers[k]) for k in there], found.norms[there, i]
+    return lines_figure(lines, across="layer", up="norm").update_yaxes(type="log", dtick="D2")
+
+
+def _clusters(found: Comparison, names: list[str]) -> Html:
+    groups: dict[int, list[str]] = {}
+    for i in found.order:
+        groups.setdefault(found.clusters[i], []).append(names[i])
+    return table(("cluster", "vectors"), [(number, ", ".join(group)) for number, group in groups.items()])
+
+
+def _agree(found: Comparison, names: list[str]) -> Html:
+    if not found.agreement:
+        return section("No learned vector has an averaged one of the same name beside it.")
+    short = dict(zip(found.names, names, strict=True))
+    rows = [
+        (short[one.learned], short[one.averaged], layer_name(one.layer), one.cosine, f"{one.rank} of {one.of}")
+        for one in found.agreement
+    ]
+    said = "Rank 1: of all averaged vectors none is nearer to the learned one than that of the same name."
+    return section(said, table(("learned", "averaged", "layer", ("cosine", "+.4f"), "rank"), rows))

@@ -19,7 +19,6 @@ from steerscope.specs.errors import BadFile
 from steerscope.vectors.vector import Json
 
 FORMAT = "steerscope-analysis-1"
-Columns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,11 +73,6 @@ def long_table(axes: Sequence[Mapping[str, Any]], values: Mapping[str, np.ndarra
     for axis, place in zip(axes, places, strict=True):
         found |= {name: pa.array(labels).take(place) for name, labels in axis.items()}
     return pa.table(found | {name: grid.ravel() for name, grid in values.items()})
-
-
-def joined(parts: Sequence[Columns]) -> Columns:
-    """Return the columns of all parts, one below the other."""
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def column(table: pa.Table, name: str) -> np.ndarray:

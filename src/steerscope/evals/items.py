@@ -18,7 +18,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from steerscope.extraction.jsonl import numbered_lines, parse_all, parse_json
+from steerscope.extraction.data import names_in, numbered_lines, parse_all, parse_json
 from steerscope.extraction.personas.definitions import load_persona_file, load_questions
 from steerscope.files import reading
 from steerscope.specs.base import Spec
@@ -53,7 +53,7 @@ class Item(Spec):
 
 
 def shipped() -> list[str]:
-    return ["personas", *sorted(Path(file.name).stem for file in _SHIPPED.iterdir() if file.name.endswith(".jsonl"))]
+    return ["personas", *names_in(_SHIPPED, ".jsonl")]
 
 
 def load_items(source: str | Path) -> list[Item]:
@@ -103,9 +103,7 @@ def _item(entry: object, dataset: str) -> Item:
     try:
         return Item.parse(fields)
     except InvalidRequest as error:
-        raise InvalidRequest([_as_written(problem) for problem in error.problems]) from None
-
-
-def _as_written(problem: Problem) -> Problem:
-    field = _WRITTEN.get(problem.field) or problem.field.replace("expected", "answer", 1)
-    return Problem(field, problem.what, problem.remedy)
+        raise InvalidRequest(
+            Problem(_WRITTEN.get(one.field) or one.field.replace("expected", "answer", 1), one.what, one.remedy)
+            for one in error.problems
+        ) from None

@@ -32,7 +32,10 @@ def continued(
     engine: SyncEngine, questions: Sequence[str], conditions: Conditions, tokens: int
 ) -> dict[str, list[Step]]:
     """Greedy answers under each condition, as steps."""
-    _check(conditions)
+    partly = [name for name, one in conditions.items() if one and any(op.tokens != "all" for op in one.ops)]
+    if partly:
+        what = f"{', '.join(partly)} acts on some tokens only"
+        raise InvalidRequest([Problem("steer", what, "steer all: here every step is a prompt of its own")])
     found = {}
     for name, steering in conditions.items():
         prompts = [engine.aio.render([Message(role="user", content=question)]) for question in questions]
@@ -43,13 +46,6 @@ def continued(
             for i, logprobs in enumerate(one.choices[0].logprobs)
         ]
     return found
-
-
-def _check(conditions: Conditions) -> None:
-    partly = [name for name, one in conditions.items() if one and any(op.tokens != "all" for op in one.ops)]
-    if partly:
-        what = f"{', '.join(partly)} acts on some tokens only"
-        raise InvalidRequest([Problem("steer", what, "steer all: here every step is a prompt of its own")])
 
 
 def agreement(
@@ -87,13 +83,9 @@ def _likeliest(engine: SyncEngine, steps: Sequence[Step], steering: Steering | N
 
 def _apart(steps: Sequence[Step], others: Sequence[Mapping[int, float]]) -> np.ndarray:
     """Differences of the tokens that both return."""
+    pairs = zip(steps, others, strict=True)
     return np.array(
-        [
-            abs(step.top[token] - other[token])
-            for step, other in zip(steps, others, strict=True)
-            for token in step.top
-            if token in other
-        ]
+        [abs(step.top[token] - other[token]) for step, other in pairs for token in step.top if token in other]
     )
 
 

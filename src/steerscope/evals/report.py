@@ -7,8 +7,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from steerscope.evals.run import OPPOSITE, PROMPTED, UNSTEERED, EvalRun, answers_of, load_run
-from steerscope.evals.scoring import UNFIT
-from steerscope.evals.summary import out_of_reach, summarise
+from steerscope.evals.scoring import UNFIT, out_of_reach, summarise
 from steerscope.files import write_text
 from steerscope.report.colours import AXIS, GRID, INK, NEUTRAL, PALETTE
 from steerscope.report.page import Html, div, fill, page, table
@@ -101,7 +100,14 @@ def curve_figure(entries: Sequence[Entry], name: str, run: EvalRun, height: int 
     origin = [{**one, "at": 0.0} for one in entries if adds and one["condition"] == UNSTEERED]
     for i, (series, own) in enumerate(_series(entries).items()):
         points = sorted([*own, *origin], key=lambda one: one["at"])
-        _add_series(figure, points, series, PALETTE[i % len(PALETTE)])
+        colour = PALETTE[i % len(PALETTE)]
+        known = [one for one in points if one["low"] is not None]
+        at, low, high = ([one[key] for one in known] for key in ("at", "low", "high"))
+        add_band(figure, at, low, high, colour)
+        at, means = ([one[key] for one in points] for key in ("at", "mean"))
+        hover = f"{label(series)} %{{x:g}}<br>%{{y:.3g}} (%{{customdata}})"
+        marker, intervals = {"size": 8, "color": colour}, [interval_of(one) for one in points]
+        add_line(figure, at, means, series, colour, hover=hover, customdata=intervals, marker=marker)
     places = [one["at"] for one in entries if one["at"] is not None] or [0.0, 1.0]
     ends = [min(places), max(places)]
     for one in entries:
@@ -116,22 +122,6 @@ def curve_figure(entries: Sequence[Entry], name: str, run: EvalRun, height: int 
     return figure.update_yaxes(zeroline=False, type="log" if name == "perplexity" else "linear")
 
 
-def _add_series(figure: go.Figure, points: Sequence[Entry], name: str, colour: str) -> None:
-    known = [one for one in points if one["low"] is not None]
-    at, low, high = ([one[key] for one in known] for key in ("at", "low", "high"))
-    add_band(figure, at, low, high, colour)
-    add_line(
-        figure,
-        [one["at"] for one in points],
-        [one["mean"] for one in points],
-        name,
-        colour,
-        hover=f"{label(name)} %{{x:g}}<br>%{{y:.3g}} (%{{customdata}})",
-        customdata=[interval_of(one) for one in points],
-        marker={"size": 8, "color": colour},
-    )
-
-
 def interval_of(one: Entry) -> str:
     return "unknown" if one["low"] is None else f"{one['low']:.3g} – {one['high']:.3g}"
 
@@ -143,6 +133,8 @@ def frontier_figure(scores: Sequence[Entry], costs: Sequence[Entry], name: str) 
     for i, (title, own) in enumerate(groups.items()):
         points = [one for one in own if one["condition"] in cost]
         alone = own[0]["series"] is None
+        above = [None if one["low"] is None else one["high"] - one["mean"] for one in points]
+        below = [None if one["low"] is None else one["mean"] - one["low"] for one in points]
         colour, _ = _LINES.get(own[0]["condition"], (PALETTE[i % len(PALETTE)], ""))
         add_line(
             figure,
@@ -154,19 +146,13 @@ def frontier_figure(scores: Sequence[Entry], costs: Sequence[Entry], name: str) 
             mode="markers+text" if alone else "lines+markers+text",
             text=[label(title) if alone else f"{one['at']:g}" for one in points],
             textposition="top right",
-            error_y=_error_bars(points),
+            error_y={"type": "data", "array": above, "arrayminus": below, "thickness": 1, "width": 3},
             marker={"size": 10, "symbol": "diamond" if alone else "circle", "color": colour},
             line={"color": colour, "width": 1, "dash": "dot"},
         )
     framed(figure, "perplexity", name, 480, legend={})
     figure.update_xaxes(type="log")
     return figure.update_yaxes(zeroline=False)
-
-
-def _error_bars(points: Sequence[Entry]) -> dict[str, object]:
-    above = [None if one["low"] is None else one["high"] - one["mean"] for one in points]
-    below = [None if one["low"] is None else one["mean"] - one["low"] for one in points]
-    return {"type": "data", "array": above, "arrayminus": below, "thickness": 1, "width": 3}
 
 
 def _table(entries: Sequence[Entry], name: str) -> Html:
@@ -193,19 +179,15 @@ def _counts(summary: Mapping[str, Any]) -> str:
     name, rows = summary["score"], []
     for one in summary["counts"]:
         present = _bold(one["present"], one["present"] != one["expected"])
-        rows.append((one["dataset"], one["condition"], one["expected"], present, one["judged"][name], _unjudged(one)))
+        parts = []
+        for scorer, left in one["unjudged"].items():
+            reasons = ", ".join(f"{why} {count}" for why, count in left.items() if why != UNFIT)
+            parts += [f"{scorer}: {reasons}"] if reasons else []
+        cells = (one["dataset"], one["condition"], one["expected"], present, one["judged"][name], "; ".join(parts))
+        rows.append(cells)
     missing = summary["missing"]
     text = fill("<p><b>{}.</b></p>", missing) if missing else "<p>Nothing is missing.</p>"
     return text + table(("questions", "condition", "expected", "present", f"with {name}", "without"), rows)
-
-
-def _unjudged(one: Mapping[str, Any]) -> str:
-    """Return, by scorer, why answers of a condition have no score."""
-    parts = []
-    for scorer, left in one["unjudged"].items():
-        reasons = ", ".join(f"{why} {count}" for why, count in left.items() if why != UNFIT)
-        parts += [f"{scorer}: {reasons}"] if reasons else []
-    return "; ".join(parts)
 
 
 def _samples(out: Path, run: EvalRun, entries: Sequence[Entry], main: str) -> str:
@@ -229,9 +211,6 @@ def _scorers(scorers: Mapping[str, Mapping[str, Any]]) -> str:
     for name, facts in scorers.items():
         about = {key: value for key, value in facts["about"].items() if key != "spent"}
         about |= facts["about"].get("spent", {})
-        rows.append((name, _listed(facts["counts"]), _listed(about)))
+        listed = ("; ".join(f"{key}: {value}" for key, value in one.items()) for one in (facts["counts"], about))
+        rows.append((name, *listed))
     return table(("scorer", "answers", "about it"), rows)
-
-
-def _listed(values: Mapping[str, object]) -> str:
-    return "; ".join(f"{key}: {value}" for key, value in values.items())

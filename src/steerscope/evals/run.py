@@ -21,7 +21,6 @@ from steerscope.engines.results import Generation
 from steerscope.engines.sync import SyncEngine
 from steerscope.evals.items import Item
 from steerscope.extraction import runs
-from steerscope.extraction.answers import conversation, generate_each, takes_system
 from steerscope.extraction.personas.definitions import Persona
 from steerscope.files import lock_folder
 from steerscope.specs import Message, Problem, Sampling, Steering
@@ -183,11 +182,11 @@ def generate(
 
 def _answer(engine: SyncEngine, run: EvalRun, out: Path, batch: int, progress: runs.Progress) -> list[str]:
     ledger, failures = runs.Ledger(out / "rollouts.jsonl"), list[str]()
-    with_system = takes_system(engine)
+    with_system = runs.takes_system(engine)
 
     def work(part: Sequence[EvalRollout]) -> Iterator[list[runs.Record]]:
         asked = [_request(engine, run, one, with_system) for one in part]
-        done, reason = generate_each(
+        done, reasons = runs.generate_each(
             lambda start, stop: engine.generate(
                 [prompt for prompt, _, _ in asked[start:stop]],
                 [sampling for _, sampling, _ in asked[start:stop]],
@@ -195,7 +194,8 @@ def _answer(engine: SyncEngine, run: EvalRun, out: Path, batch: int, progress: r
             ),
             [one.item.question for one in part],
         )
-        failures.extend([reason] if reason else [])
+        if reasons:
+            failures.append("\n".join(reasons))
         each = zip(part, asked, done, strict=True)
         yield [_record(one, found, letters) for one, (_, _, letters), found in each if found]
 
@@ -213,10 +213,9 @@ def _request(
     engine: SyncEngine, run: EvalRun, one: EvalRollout, with_system: bool
 ) -> tuple[Prompt, Sampling, tuple[int, int] | None]:
     """Return a prompt, its sampling, and the tokens of the letters of a choice."""
-    chat = conversation(one.system, one.item.question, with_system)
+    chat = runs.conversation(one.system, one.item.question, with_system)
     if one.item.choices is None:
-        seed = int(runs.digest(run.rollouts.seed, one.item.question, one.sample)[:12], 16)
-        return engine.aio.render(chat), Sampling.parse({**run.rollouts.model_dump(), "seed": seed}), None
+        return engine.aio.render(chat), run.rollouts.sampling(one.item.question, one.sample), None
     prompt, letters = _letters(engine, chat, one.item.choices)
     return prompt, Sampling(max_tokens=1, logprobs=20), letters
 

@@ -5,23 +5,36 @@ OUT/scores/NAME.json    facts about the scorer, and how many answers have a scor
 OUT/answers.parquet     every answer with all its scores
 OUT/questions.parquet   means over the answers to a question, under each condition
 OUT/datasets.parquet    means over those, of each set of questions
+OUT/summary.json        of each condition a mean, an interval, and the difference from the unsteered model
+
+A question is the unit of statistics, because answers to one question are alike: intervals (Student's t) come from the
+means of questions. One question, or several with the same mean, have no interval; scores that are 0 or 1 have that of a
+share. A difference is tested by exchanging the two conditions within questions, which gives no p below
+2 / 2 ** questions; that least p is reported with each. All differences of one score are corrected together (Holm).
+Perplexities are averaged and tested as logarithms.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from steerscope.evals.run import EvalRun, answers_of
+from steerscope.analysis.statistics import holm, least_paired_p, mean_interval, permutation, share_interval
+from steerscope.evals.run import UNSTEERED, EvalRun, answers_of, wanted
 from steerscope.evals.scorers import Scored, Scorer
 from steerscope.extraction import runs
 from steerscope.files import lock_folder
+from steerscope.specs.errors import InvalidRequest, Problem
 
 _AT_ONCE = 64
 JUDGED, PENDING, UNFIT = "scored", "not scored yet", "does not apply"
 Row = dict[str, Any]
+_PREFERRED = ("classifier", "judge", "keywords", "choice", "correct", "regex", "refusal")
+_FEWEST = 2  # questions a test takes
+_SHARES = ("correct", "refusal", "regex")  # scores that are 0 or 1
+Means = dict[str, tuple[float, int]]  # question → mean, and over how many answers
 
 
 def score(out: Path, run: EvalRun, scorers: Sequence[Scorer], progress: runs.Progress = runs.no_progress) -> None:
@@ -142,12 +155,142 @@ def write_tables(out: Path, run: EvalRun) -> None:
     for name in names:
         means: dict[tuple[str, str], list[float]] = {}
         for (condition, dataset, question), values in question_means(rows, name).items():
-            mean = mean_of(name, values)
-            means.setdefault((condition, dataset), []).append(mean)
-            about = {"score": name, "condition": condition, "dataset": dataset}
-            questions.append({**about, "question": question, "mean": mean, "n": len(values)})
-        for (condition, dataset), own in means.items():
-            about = {"score": name, "condition": condition, "dataset": dataset}
-            datasets.append({**about, "mean": mean_of(name, own), "questions": len(own)})
+            means.setdefault((condition, dataset), []).append(mean_of(name, values))
+            about = {"score": name, "condition": condition, "dataset": dataset, "question": question}
+            questions.append({**about, "mean": means[condition, dataset][-1], "n": len(values)})
+        datasets += [
+            {"score": name, "condition": one, "dataset": dataset, "mean": mean_of(name, own), "questions": len(own)}
+            for (one, dataset), own in means.items()
+        ]
     for name, table in (("answers", answers), ("questions", questions), ("datasets", datasets)):
         runs.write_table(out / f"{name}.parquet", table)
+
+
+# --- how complete a run is
+
+
+def count_answers(rows: Sequence[Row], run: EvalRun) -> list[dict[str, Any]]:
+    """Count, by condition and set, the answers of the run (`expected`), those on the disk (`present`), those with each
+    score (`judged`), and the others by scorer and reason (`unjudged`)."""
+    expected = Counter((one.condition.name, one.item.dataset) for one in wanted(run))
+    names = score_names(rows)
+    scorers = sorted({name for row in rows for name in row["status"]})
+    found = []
+    for (condition, dataset), count in expected.items():
+        own = [row for row in rows if (row["condition"], row["dataset"]) == (condition, dataset)]
+        judged = {name: sum(name in row["scores"] for row in own) for name in names}
+        reasons = {scorer: Counter(row["status"][scorer] for row in own) for scorer in scorers}
+        for left in reasons.values():
+            left.pop(JUDGED, None)
+        unjudged = {scorer: dict(sorted(left.items())) for scorer, left in reasons.items() if left}
+        about = {"condition": condition, "dataset": dataset, "expected": count, "present": len(own)}
+        found.append({**about, "judged": judged, "unjudged": unjudged})
+    return found
+
+
+def what_is_missing(counts: Sequence[Mapping[str, Any]]) -> str:
+    """Return which answers and scores a run lacks; empty where it has all. A score that a scorer could not give, for a
+    reason of its own, is not missing."""
+    parts = []
+    short = [one for one in counts if one["present"] < one["expected"]]
+    if short:
+        expected, present = (sum(one[key] for one in counts) for key in ("expected", "present"))
+        each = ", ".join(
+            f"{one['condition']} on {one['dataset']} {one['present']} of {one['expected']}" for one in short
+        )
+        parts.append(f"{expected - present} of {expected} answers are not there ({each}): eval rollouts --resume")
+    pending: Counter[str] = Counter()
+    for one in counts:
+        pending.update({scorer: left.get(PENDING, 0) for scorer, left in one["unjudged"].items()})
+    waiting = [f"{scorer} {count}" for scorer, count in pending.items() if count]
+    if waiting:
+        parts.append(f"answers are not scored yet ({', '.join(waiting)}): eval score")
+    return f"PARTIAL RUN: {'; '.join(parts)}" if parts else ""
+
+
+def summarise(out: Path, run: EvalRun, main: str | None = None) -> dict[str, Any]:
+    """Writes OUT/summary.json and returns what is in it."""
+    rows = scored_answers(out, run)
+    names = score_names(rows)
+    if not names or (main is not None and main not in names):
+        what = "there are no scores" if not names else f"there is no score {main!r}"
+        remedy = "run steerscope eval score first" if not names else f"choose from {', '.join(names)}"
+        raise InvalidRequest([Problem(str(out), what, remedy)])
+    counts = count_answers(rows, run)
+    missing = what_is_missing(counts)
+    summary = {
+        "partial": bool(missing),
+        "missing": missing,
+        "counts": counts,
+        "score": main or next((name for name in _PREFERRED if name in names), names[0]),
+        "model": run.model.model_dump() if run.model else None,
+        "n": run.n,
+        "sampling": run.rollouts.model_dump(),
+        "marks": run.marks,
+        "answers": len(rows),
+        "scorers": scorer_facts(out),
+        "conditions": [entry for name in names for entry in compare(rows, run, name)],
+    }
+    runs.write_json(out / "summary.json", summary)
+    return summary
+
+
+def compare(rows: Sequence[Row], run: EvalRun, name: str) -> list[dict[str, Any]]:
+    """Return the entries of one score: every condition on every set, with its difference from the unsteered model."""
+    log = name == "perplexity"
+    cells: dict[tuple[str, str], Means] = {}
+    for (condition, dataset, question), values in question_means(rows, name).items():
+        mean = float(np.mean(np.log(values) if log else values))
+        cells.setdefault((dataset, condition), {})[question] = mean, len(values)
+    places = {one.name: {"series": one.series, "at": one.at} for one in run.conditions}
+    found = []
+    for (dataset, condition), means in cells.items():
+        entry: dict[str, Any] = {"score": name, "dataset": dataset, "condition": condition, **places[condition]}
+        bounds = _interval([mean for mean, _ in means.values()], share=name in _SHARES)
+        for key, value in zip(("mean", "low", "high"), bounds, strict=True):
+            entry[key] = float(np.exp(value)) if log and value is not None else value
+        entry |= {"questions": len(means), "answers": sum(n for _, n in means.values())}
+        base = cells.get((dataset, UNSTEERED), {})
+        both = [question for question in means if question in base]
+        if condition != UNSTEERED and len(both) >= _FEWEST:
+            entry |= _difference([means[q][0] for q in both], [base[q][0] for q in both])
+        found.append(entry)
+    tested = [entry for entry in found if "p" in entry]
+    for p in ("p", "least_p") if tested else ():
+        for entry, corrected in zip(tested, holm([entry[p] for entry in tested]), strict=True):
+            entry[f"{p}_corrected"] = float(corrected)
+    return found
+
+
+def _interval(values: Sequence[float], share: bool = False) -> tuple[float, float | None, float | None]:
+    """Return the mean and its bounds; None where the values do not determine them."""
+    if share and set(values) <= {0.0, 1.0}:
+        found = share_interval(values)
+    else:
+        found = mean_interval(values)
+        if len(set(values)) < 2:
+            return found.estimate, None, None
+    return found.estimate, found.low, found.high
+
+
+def _difference(own: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
+    """Compare paired values; of perplexities the difference is the logarithm of a ratio."""
+    apart = np.subtract(own, base)
+    difference, low, high = _interval(apart.tolist())
+    p = permutation(own, base, paired=True) if apart.any() else 1.0
+    found: dict[str, Any] = {"difference": difference, "difference_low": low, "difference_high": high}
+    return found | {"compared": len(apart), "p": p, "least_p": least_paired_p(own, base)}
+
+
+def out_of_reach(entries: Sequence[Mapping[str, Any]], level: float = 0.05) -> str:
+    """Return which differences of one score cannot be significant, however large; empty where all can be."""
+    beyond = [one for one in entries if one.get("least_p_corrected", 0.0) >= level]
+    if not beyond:
+        return ""
+    n_tests = sum("p" in one for one in entries)
+    fewest = min(one["compared"] for one in beyond)
+    least = max(one["least_p_corrected"] for one in beyond)
+    return (
+        f"{len(beyond)} of {n_tests} differences cannot reach p < {level:g} after correction, however large they are: "
+        f"with {fewest} questions, less those scored alike, p is at least {least:.2g}. Ask more questions."
+    )

@@ -1,6 +1,5 @@
 """Contrast data in, steering vectors out."""
 
-from steerscope.extraction.contrast import mean_difference, row_norms, sentence_rows
 from steerscope.extraction.data import (
     ContrastPair,
     ContrastSet,
@@ -10,7 +9,7 @@ from steerscope.extraction.data import (
     load_examples,
     sentences,
 )
-from steerscope.extraction.extract import Extraction, extract
+from steerscope.extraction.extract import Extraction, extract, mean_difference, row_norms, sentence_rows
 from steerscope.extraction.quality import LayerQuality
 
 __all__ = [

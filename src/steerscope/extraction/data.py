@@ -7,18 +7,23 @@ one example a line:
     {"text": "I love it.", "label": "positive"}                                a labelled text
     {"messages": [{"role": "user", "content": "…"}, …], "label": "negative"}   a labelled chat
 
-`positive` and `negative` of a pair may be lists of messages too.
+`positive` and `negative` of a pair may be lists of messages too. All problems of a file are reported together.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any, TypeVar
 
-from steerscope.extraction.jsonl import numbered_lines, parse_json, parse_some
+from steerscope.files import reading
 from steerscope.specs.chat import Chat, parse_chat
-from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.errors import InvalidRequest, Problem, not_json
+
+T = TypeVar("T")
+E = TypeVar("E")
 
 Text = str | Chat  # plain text, or messages for the model's chat template
 _LABELS = {"positive": True, "negative": False}
@@ -112,7 +117,7 @@ _SHIPPED = resources.files("steerscope.extraction") / "data"
 
 
 def shipped_sets() -> list[str]:
-    return sorted(file.name.removesuffix(".json") for file in _SHIPPED.iterdir() if file.name.endswith(".json"))
+    return names_in(_SHIPPED)
 
 
 def load_contrast_set(name: str = "happy_sad") -> ContrastSet:
@@ -154,10 +159,9 @@ def _entry(line: str) -> DatasetEntry | tuple[Text, bool]:
     keys = set(data) if isinstance(data, dict) else set()
     if keys == {"positive", "negative"}:
         return DatasetEntry(**data)
-    if keys not in ({"text", "label"}, {"messages", "label"}):
-        what = f"has {', '.join(sorted(keys)) or 'no fields'}"
-        raise InvalidRequest([Problem("", what, forms)])
-    field = "text" if "text" in data else "messages"
+    field = "text" if "text" in keys else "messages"
+    if keys != {field, "label"}:
+        raise InvalidRequest([Problem("", f"has {', '.join(sorted(keys)) or 'no fields'}", forms)])
     problems = _check(data[field], field)
     if not isinstance(data["label"], str) or data["label"] not in _LABELS:
         problems.append(Problem("label", f"is {data['label']!r}", "write positive or negative"))
@@ -174,3 +178,45 @@ def _check(text: object, name: str) -> list[Problem]:
     except InvalidRequest as error:
         return [problem.under(name) for problem in error.problems]
     return []
+
+
+# --- JSON Lines and shipped files
+
+
+def names_in(folder: Traversable, suffix: str = ".json") -> list[str]:
+    """Return the names of the files with this suffix, without it."""
+    return sorted(file.name.removesuffix(suffix) for file in folder.iterdir() if file.name.endswith(suffix))
+
+
+def numbered_lines(path: Path | Traversable, what: str) -> list[tuple[str, str]]:
+    """Return the lines that are not blank, each with `path:number`; `what` names the kind of file in errors."""
+    with reading(str(path), what):
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON strings may hold U+2028
+    return [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def parse_json(text: str, remedy: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest([Problem("", not_json(error), remedy)]) from None
+
+
+def parse_some(entries: Iterable[tuple[str, E]], parse: Callable[[E], T]) -> tuple[list[T], list[Problem]]:
+    """Parse named entries; return those that are right, and the problems of the others under their names."""
+    parsed: list[T] = []
+    problems: list[Problem] = []
+    for name, entry in entries:
+        try:
+            parsed.append(parse(entry))
+        except InvalidRequest as error:
+            problems += [problem.under(name) for problem in error.problems]
+    return parsed, problems
+
+
+def parse_all(entries: Iterable[tuple[str, E]], parse: Callable[[E], T]) -> list[T]:
+    """Parse named entries, or raise one error with the problems of all."""
+    parsed, problems = parse_some(entries, parse)
+    if problems:
+        raise InvalidRequest(problems)
+    return parsed

@@ -24,11 +24,13 @@ _REFUSED = (400, 413, 422)  # of one prompt, for example because it is too long
 _SHOWN = 300  # characters of an error
 _REQUEST_NUMBER = re.compile(r"\s*\(?request[ _-]?id[:= ]\s*[\w-]+\)?", re.I)
 _GO_ON = "mend that and go on with --resume (eval score: give it again), what was judged is kept"
-# Settings and their lower bounds.
-_WHOLE = {"max_tokens": 1, "max_completion_tokens": 1, "at_once": 1, "tries": 1, "same_refusals": 0}
-_FRACTIONAL = {"temperature": 0, "pause_s": 0, "timeout_s": 0.001}
+# Settings, their lower bounds, and whether they are whole numbers.
+_BOUNDS: dict[str, tuple[float, bool]] = dict.fromkeys(
+    ("max_tokens", "max_completion_tokens", "at_once", "tries"), (1, True)
+)
+_BOUNDS |= {"same_refusals": (0, True), "temperature": (0, False), "pause_s": (0, False), "timeout_s": (0.001, False)}
 _OPTIONAL = ("max_completion_tokens", "temperature")
-SETTINGS = (*_WHOLE, *_FRACTIONAL)
+SETTINGS = tuple(_BOUNDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +51,20 @@ class EndpointUsage:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, outcome: str, usage: object = None) -> None:
-        used = usage if isinstance(usage, dict) else {}
         with self._lock:
             self.outcomes[outcome] += 1
-            self.prompt_tokens += _whole(used.get("prompt_tokens"))
-            self.completion_tokens += _whole(used.get("completion_tokens"))
+            for name in ("prompt_tokens", "completion_tokens"):
+                spent = usage.get(name) if isinstance(usage, dict) else None
+                if isinstance(spent, int):
+                    setattr(self, name, getattr(self, name) + spent)
 
     def count_refusal(self, reply: str | NoReply) -> None:
         """Count equal refusals in a row; any other reply ends the row."""
         refusal = reply.refusal if isinstance(reply, NoReply) else None
         with self._lock:
-            if refusal is None:
-                self.n_same_refusals = 0
-            else:
-                self.n_same_refusals = self.n_same_refusals + 1 if refusal == self.refusal else 1
-                self.refusal = refusal
-
-
-def _whole(number: object) -> int:
-    return number if isinstance(number, int) else 0
+            before = self.n_same_refusals if refusal == self.refusal else 0
+            self.n_same_refusals = 0 if refusal is None else before + 1
+            self.refusal = refusal or self.refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +88,8 @@ class Endpoint:
     def __post_init__(self) -> None:
         problems = []
         if not _is_address(self.url):
-            what = f"{self.url!r} is not an address"
-            problems.append(Problem("judge", what, "write it like http://127.0.0.1:8000/v1, or keyword, or none"))
+            remedy = "write it like http://127.0.0.1:8000/v1, or keyword, or none"
+            problems.append(Problem("judge", f"{self.url!r} is not an address", remedy))
         if not self.model:
             problems.append(Problem("judge model", "is not named", "name a model that the endpoint serves"))
         problems += [problem for name in SETTINGS if (problem := _setting_problem(name, getattr(self, name)))]
@@ -173,11 +170,8 @@ class Endpoint:
 
     def _body(self, prompt: str) -> dict[str, object]:
         body: dict[str, object] = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
-        if self.temperature is not None:
-            body["temperature"] = self.temperature
-        if self.max_completion_tokens is None:
-            return body | {"max_tokens": self.max_tokens}
-        return body | {"max_completion_tokens": self.max_completion_tokens}
+        body |= {name: getattr(self, name) for name in _OPTIONAL if getattr(self, name) is not None}
+        return body if "max_completion_tokens" in body else body | {"max_tokens": self.max_tokens}
 
     def _content(self, response: httpx.Response) -> str | NoReply:
         try:
@@ -191,12 +185,14 @@ class Endpoint:
 
 
 def _setting_problem(name: str, value: object) -> Problem | None:
-    whole = name in _WHOLE
-    least = _WHOLE[name] if whole else _FRACTIONAL[name]
-    fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if (value is None and name in _OPTIONAL) or (fits and least <= cast("float", value) < math.inf):
+    least, whole = _BOUNDS[name]
+    optional = name in _OPTIONAL
+    if value is None and optional:
         return None
-    wanted = f"a {'whole ' if whole else ''}number of {least:g} or more{', or none' if name in _OPTIONAL else ''}"
+    fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if fits and least <= cast("float", value) < math.inf:
+        return None
+    wanted = f"a {'whole ' if whole else ''}number of {least:g} or more{', or none' if optional else ''}"
     return Problem(f"judge {name}", f"cannot be {value!r:.60}", f"give {wanted}")
 
 

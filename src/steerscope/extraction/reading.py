@@ -13,8 +13,7 @@ from torch import Tensor
 from steerscope.capture.rows import Rows
 from steerscope.engines.plan import Prompt
 from steerscope.engines.sync import SyncEngine
-from steerscope.extraction.data import Text
-from steerscope.extraction.jsonl import parse_all
+from steerscope.extraction.data import Text, parse_all
 from steerscope.specs import Capture, InvalidRequest, Problem, Sampling
 from steerscope.specs.chat import parse_chat
 from steerscope.specs.steering import LayersLike, Site, checked_layers
@@ -72,18 +71,17 @@ def parse_choice(text: str) -> TokenChoice:
     the others."""
     name, _, value = text.partition("=")
     number = int(value) if re.fullmatch(r"-?\d{1,9}", value) else None
-    if name == "marker":
-        return _marker(value)
-    if text == "response":
-        return _response
-    if text == "all":
-        return lambda *_: "prompt & !positions=[0]"
-    if text == "last":
-        return last()
-    if name == "last" and number is not None:
-        return last(number)
-    if name == "position" and number is not None:
-        return lambda *_: f"positions=[{number}]"
+    match name:
+        case "marker":
+            return _marker(value)
+        case "response" if name == text:
+            return _response
+        case "all" if name == text:
+            return lambda *_: "prompt & !positions=[0]"
+        case "last" if number is not None or name == text:
+            return last(1 if number is None else number)
+        case "position" if number is not None:
+            return lambda *_: f"positions=[{number}]"
     forms = "write last, last=3, all, response, marker=TEXT or position=-2"
     raise InvalidRequest([Problem("tokens", f"cannot read {text!r}", forms)])
 
@@ -112,7 +110,7 @@ def read_rows(
         try:
             rows = captured(engine, list(prompts[start : start + _BATCH]), captures[start : start + _BATCH])
         except InvalidRequest as error:
-            raise InvalidRequest([_renamed(problem, name, start) for problem in error.problems]) from None
+            raise InvalidRequest(_renamed(problem, name, start) for problem in error.problems) from None
         found += [torch.stack([one[layer] for layer in one.layers]).cpu() for one in rows]
     return torch.stack(found)
 

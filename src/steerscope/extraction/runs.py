@@ -15,10 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
+from steerscope.engines.results import Generation
 from steerscope.engines.sync import SyncEngine
 from steerscope.files import atomic_path, reading, write_text
+from steerscope.specs import Message, Sampling
 from steerscope.specs.base import Spec
-from steerscope.specs.errors import BadFile, InvalidRequest, Problem, SteerscopeError
+from steerscope.specs.errors import BadFile, InvalidRequest, Problem, RequestFailed, SteerscopeError
 
 T = TypeVar("T")
 Record = Mapping[str, Any]
@@ -75,8 +77,13 @@ class Ledger:
         raw = path.read_bytes() if path.is_file() else b""
         kept = []
         for line in raw.splitlines(keepends=True):
-            record = _record(line)
-            if record is not None and record["id"] not in self.records and is_valid(record):
+            try:
+                record = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:  # UnicodeDecodeError is one
+                continue
+            if not isinstance(record, dict) or not isinstance(record.get("id"), str):
+                continue
+            if record["id"] not in self.records and is_valid(record):
                 self.records[record["id"]] = record
                 kept.append(line)
         self._kept = b"".join(kept)
@@ -98,14 +105,6 @@ class Ledger:
         except OSError as error:
             raise BadFile(f"cannot write {self._path}: {error.strerror}") from error
         self.records.update((record["id"], record) for record in records)
-
-
-def _record(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:  # UnicodeDecodeError is one
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("id"), str) else None
 
 
 def store_missing(
@@ -141,6 +140,10 @@ class RolloutSettings(Spec):
     temperature: float = Field(default=0.7, ge=0.0, le=2.0)
     top_p: float = Field(default=0.9, gt=0.0, le=1.0)
     seed: int = Field(default=0, ge=0)
+
+    def sampling(self, *asked: object) -> Sampling:
+        """Return the sampling of an answer, whose seed depends on what is asked."""
+        return Sampling.parse({**self.model_dump(), "seed": int(digest(self.seed, *asked)[:12], 16)})
 
 
 class ModelFacts(Spec):
@@ -208,3 +211,47 @@ class AnswerRun(Spec):
             return None
         with reading(path, cls.kind):
             return cls.from_json(path.read_bytes())
+
+
+# --- asking
+
+
+def takes_system(engine: SyncEngine) -> bool:
+    """Whether the chat template renders a system message; some templates refuse it, some drop it."""
+    question = Message(role="user", content="Hello")
+    try:
+        first, second = (
+            engine.aio.render([Message(role="system", content=text), question]) for text in ("A.", "Be a fox.")
+        )
+    except InvalidRequest:
+        return False
+    return first.token_ids != second.token_ids
+
+
+def conversation(system: str, question: str, takes_system: bool) -> list[Message]:
+    """Put `system` into a system message, or before the question where the template takes none."""
+    if system and takes_system:
+        return [Message(role="system", content=system), Message(role="user", content=question)]
+    return [Message(role="user", content=f"{system}\n\n{question}" if system else question)]
+
+
+def generate_each(
+    generate: Callable[[int, int], Sequence[Generation]], questions: Sequence[str], start: int = 0
+) -> tuple[list[Generation | None], list[str]]:
+    """Return the finished answers, None where one failed, and why they failed.
+
+    `generate` answers the questions of a range. The engine refuses a call as a whole, so a refused range is halved
+    until the refused question is alone."""
+    half, reasons = len(questions) // 2, list[str]()
+    try:
+        done = generate(start, start + len(questions))
+    except RequestFailed as error:
+        done = error.completed or [None] * len(questions)
+        reasons.append(str(error))
+    except InvalidRequest as error:
+        if not half:
+            return [None], [f"{questions[0][:60]!r}: {error}"]
+        first, first_reasons = generate_each(generate, questions[:half], start)
+        second, second_reasons = generate_each(generate, questions[half:], start + half)
+        return first + second, first_reasons + second_reasons
+    return [one if one and one.finish_reason != "cancelled" else None for one in done], reasons

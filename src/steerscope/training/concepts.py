@@ -5,6 +5,10 @@
 
 Tests are split by the form of a text (question, dialogue, headline, …): a lens that is tested on forms it has never
 seen cannot have learnt the form. A text also counts for every ancestor of its concept, so a parent needs none.
+
+The model itself can write texts about a concept (`generated_examples`): for training only, never for measuring. They
+are written once and kept in the work folder, then read without the prompt that asked for them: a lens must not learn
+to see the request.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,15 +20,20 @@ from pathlib import Path
 
 from pydantic import Field
 
-from steerscope.extraction.jsonl import numbered_lines, parse_all, parse_json
+from steerscope.engines.sync import SyncEngine
+from steerscope.extraction.data import numbered_lines, parse_all, parse_json
+from steerscope.extraction.runs import Progress, batches, digest, no_progress, read_json, write_json
 from steerscope.lenses import Concept
 from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, Relations
 from steerscope.lenses.hierarchy import problems_of
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.sampling import Sampling
 
 FOLDS = 4
 GENERATED = "generated"  # the form of texts a model wrote: for training only
+_BATCH = 32  # texts that the model writes together
+_SHORTEST = 40  # characters of such a text
 PARTS = {TRAIN: "training", VALIDATION: "validation", TEST: "test"}
 
 
@@ -194,3 +203,36 @@ def _text_problems(concepts: Sequence[ConceptTexts]) -> Iterator[Problem]:
                 elif text in owner:
                     yield Problem(where, f"{text[:40]!r} is also a text of {owner[text]!r}", "use a text once")
                 owner[text] = concept.id
+
+
+def generated_examples(
+    engine: SyncEngine, concepts: ConceptSet, each: int, folder: Path, progress: Progress = no_progress
+) -> list[Example]:
+    """Write up to `each` texts for every concept that has texts of its own, without short and repeated ones."""
+    wanted = [
+        (i, n, f"A short text about {concept.name or concept.id} ({concept.definition}):\n\n")
+        for i, concept in enumerate(concepts.concepts)
+        if concept.texts and concept.definition
+        for n in range(each)
+    ]
+    known = {example.text.strip() for example in concepts.examples}
+    examples = []
+    n_done = 0
+    for batch in batches(wanted, _BATCH):
+        for (concept, _, _), text in zip(batch, _texts(engine, batch, folder), strict=True):
+            if len(text) >= _SHORTEST and text not in known:
+                known.add(text)
+                examples.append(Example(text, concept, GENERATED))
+        n_done += len(batch)
+        progress("generating texts", n_done, len(wanted))
+    return examples
+
+
+def _texts(engine: SyncEngine, batch: Sequence[tuple[int, int, str]], folder: Path) -> list[str]:
+    path = folder / f"generated-{digest(engine.facts.name, [[n, prompt] for _, n, prompt in batch])}.json"
+    if path.is_file():
+        return list(read_json(path, "file of generated texts")["texts"])
+    samplings = [Sampling(max_tokens=48, temperature=0.9, top_p=0.95, seed=n) for _, n, _ in batch]
+    texts = [done.text.strip() for done in engine.generate([prompt for _, _, prompt in batch], samplings)]
+    write_json(path, {"texts": texts})
+    return texts

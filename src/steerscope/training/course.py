@@ -15,8 +15,7 @@ from steerscope.extraction.extract import PART_OF_NORM
 from steerscope.extraction.runs import digest
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.steering import Site
-from steerscope.training.learnable import Learnable
-from steerscope.training.passes import CachedStreams, TrainingPasses
+from steerscope.training.passes import CachedStreams, Learnable, TrainingPasses
 from steerscope.training.settings import TrainSettings
 from steerscope.training.texts import Source, TrainingSample, TrainingSet, samples
 from steerscope.vectors.files import load as load_vector
@@ -118,22 +117,18 @@ class Course:
         if examples is None:
             what = f"{self.data.name} has no other side"
             raise InvalidRequest([Problem("init", what, "give pairs of positive and negative texts, or begin at zero")])
-        examples = _without(examples, self._held_out)
+        # Without held-out texts and the other sides of their pairs.
+        pairs = examples.pairs or tuple(range(len(examples)))
+        out = {pair for pair, text in zip(pairs, examples.texts, strict=True) if text in self._held_out}
+        left = [i for i, pair in enumerate(pairs) if pair not in out]
+        texts, positive = tuple(examples.texts[i] for i in left), tuple(examples.positive[i] for i in left)
+        examples = Examples(texts, positive, examples.pairs and tuple(pairs[i] for i in left))
         chats = not any(isinstance(text, str) for text in examples.texts)
         tokens = "response" if chats else "all"
         found = extract(self.engine, examples, tokens=tokens, layers=list(layers), site=site).vector
         norms = row_norms(self.engine, examples.texts[:_NORM_TEXTS], layers=list(layers), site=site)
         share = PART_OF_NORM / len(layers)
         return {layer: found[layer] * (share * norms[layer] / float(found[layer].norm())) for layer in layers}
-
-
-def _without(examples: Examples, held_out: Sequence[Source]) -> Examples:
-    """Leave out texts that are held out, and the other sides of their pairs."""
-    pairs = examples.pairs or tuple(range(len(examples)))
-    out = {pair for pair, text in zip(pairs, examples.texts, strict=True) if text in held_out}
-    left = [i for i, pair in enumerate(pairs) if pair not in out]
-    texts, positive = tuple(examples.texts[i] for i in left), tuple(examples.positive[i] for i in left)
-    return Examples(texts, positive, examples.pairs and tuple(pairs[i] for i in left))
 
 
 def _up_to(pairs: Pairs, n_tokens: int | None) -> Pairs:

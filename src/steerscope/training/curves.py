@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from steerscope.report.colours import INK, NEUTRAL, PALETTE, POSITIVE
 from steerscope.report.svg import HEIGHT, Axes, drawing, text
 from steerscope.training.course import Baselines
-from steerscope.training.learnable import perplexity
+from steerscope.training.passes import perplexity
 
 _WIDTH, _WORDS = 640, 130  # of a plot, and of the room for words on its right
 _COLOURS = (*PALETTE[:4], INK)
@@ -25,11 +25,12 @@ def loss_plot(lines: Sequence[Mapping[str, float]], baselines: Baselines) -> str
     last = max(1.0, *(line["step"] for line in lines))
     values = [*(y for _, y in (*batches, *judged)), *levels.values()]
     axes = Axes((0, last), _span(values), _WIDTH - _WORDS, log_y=True)
-    best = min(judged, key=lambda point: point[1])
-    drawn = axes.frame("perplexity", "step", _whole(last), _ticks(values)) + _levels(axes, levels)
-    drawn += axes.curve(_finite(batches), "#e3b493") + axes.curve(_finite(judged), POSITIVE)
-    drawn += axes.dots(_finite(judged), POSITIVE, 3) + axes.dots(_finite([best]), POSITIVE, 6)
-    return drawing(drawn + _beside(axes, best[1], f"steered {best[1]:.1f}", POSITIVE), _WIDTH, HEIGHT)
+    _, best = min(judged, key=lambda point: point[1])
+    every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if last / step <= 8)
+    steps = [float(step) for step in range(0, int(last) + 1, every)]
+    drawn = axes.frame("perplexity", "step", steps, _ticks(values)) + _levels(axes, levels)
+    drawn += axes.curve(_finite(batches), "#e3b493") + _marked(axes, _finite(judged), POSITIVE)
+    return drawing(drawn + _beside(axes, best, f"steered {best:.1f}", POSITIVE), _WIDTH, HEIGHT)
 
 
 def sweep_plot(curves: Mapping[str, Points], levels: Mapping[str, float]) -> str:
@@ -45,10 +46,15 @@ def sweep_plot(curves: Mapping[str, Points], levels: Mapping[str, float]) -> str
     drawn = axes.frame("validation perplexity", "learning rate", rates, _ticks(values)) + _levels(axes, levels)
     for i, (name, curve) in enumerate(found.items()):
         if curve:
-            colour, best = _COLOURS[i % len(_COLOURS)], min(curve, key=lambda point: point[1])
-            drawn += axes.curve(curve, colour) + axes.dots(curve, colour, 3) + axes.dots([best], colour, 6)
-            drawn += _beside(axes, curve[-1][1], name, colour)
+            colour = _COLOURS[i % len(_COLOURS)]
+            drawn += _marked(axes, curve, colour) + _beside(axes, curve[-1][1], name, colour)
     return drawing(drawn, _WIDTH, HEIGHT)
+
+
+def _marked(axes: Axes, curve: Points, colour: str) -> str:
+    """Draw a curve with a dot at every point, and a large one at the lowest."""
+    best = sorted(curve, key=lambda point: point[1])[:1]
+    return axes.curve(curve, colour) + axes.dots(curve, colour, 3) + axes.dots(best, colour, 6)
 
 
 def _levels(axes: Axes, levels: Mapping[str, float]) -> str:
@@ -70,11 +76,6 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
     finite = [value for value in values if math.isfinite(value)]
     room = max(10**0.05, (max(finite) / min(finite)) ** 0.06)
     return min(finite) / room, max(finite) * room
-
-
-def _whole(last: float) -> list[float]:
-    every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if last / step <= 8)
-    return [float(x) for x in range(0, int(last) + 1, every)]
 
 
 def _ticks(values: Sequence[float]) -> list[float]:

@@ -12,20 +12,19 @@ from pathlib import Path
 import numpy as np
 import torch
 from pydantic import Field
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.reading import layer_numbers
 from steerscope.extraction.runs import Progress, digest, no_progress
-from steerscope.files import atomic_path, reading
+from steerscope.files import reading
 from steerscope.lenses import Architecture, Pack, PackInfo
 from steerscope.lenses.calibrate import FLOOR_QUANTILE, Measures, best_thresholds, calibrate, measure, score
 from steerscope.lenses.fit import TEST, TRAIN, VALIDATION, Fit, FitSettings, LabelledRows, Relations, fit
 from steerscope.lenses.tensors import checksum
-from steerscope.training.concepts import PARTS, ConceptSet, Example
-from steerscope.training.generated import generated_examples
-from steerscope.training.rows import RowChoice, TextRows, read_texts
+from steerscope.training.concepts import PARTS, ConceptSet, Example, generated_examples
+from steerscope.training.rows import RowChoice, TextRows, read_texts, write_tensors
 
 _GROUP = 256  # lenses that are fitted together
 _QUICK = FitSettings(widths=(), learning_rate=1e-3, epochs=20)  # to compare layers
@@ -75,18 +74,17 @@ def fit_pack(
     examples = [*concepts.examples, *generated_examples(engine, concepts, settings.generate, folder, progress)]
     choice = RowChoice(**settings.model_dump(include=set(RowChoice.model_fields)))
     rows = read_texts(engine, [example.text for example in examples], folder, choice, progress)
-    parts = concepts.parts(settings.fold)
-    layers = _try_layers(rows, examples, parts, concepts.relations, settings, progress)
+    work_on = _Fitting(settings, examples, concepts.parts(settings.fold), concepts.relations, rows, folder, progress)
+    layers = work_on.try_layers()
     layer = max(settings.layers, key=lambda layer: layers.get(layer, 0.0))
-    data = _data(rows, layer, examples, parts, settings.device)
-    done = _fit_groups(data, concepts.relations, settings, folder, "fitting", progress)
+    data = work_on.data(layer)
+    done = work_on.fit(data, "fitting")
     validation, _ = score(done.weights, data, concepts.relations, VALIDATION)
-    by_row, by_text = _measured(done, data, concepts.relations)
+    by_row, by_text = work_on.measured(done, data)
     control = None
     if settings.control:
         shuffled = shuffled_labels(data, examples, settings.seed)
-        wrong = _fit_groups(shuffled, concepts.relations, settings, folder, "fitting the control", progress)
-        control = _measured(wrong, shuffled, concepts.relations)
+        control = work_on.measured(work_on.fit(shuffled, "fitting the control"), shuffled)
     info = PackInfo(
         name=settings.name,
         model=engine.facts.name,
@@ -94,7 +92,7 @@ def fit_pack(
         layer=layer,
         site=settings.site,
         architecture=Architecture(widths=settings.fit.widths),
-        training=_notes(settings, examples, parts, layers, by_row, by_text, control),
+        training=work_on.notes(layers, {"": (by_row, by_text)} | ({"control_": control} if control else {})),
         calibration={"rows": "validation", "floor_quantile": FLOOR_QUANTILE},
     )
     metrics = [by_row.of(i) | {f"text_{name}": x for name, x in by_text.of(i).items()} for i in range(len(concepts))]
@@ -112,96 +110,79 @@ def shuffled_labels(data: LabelledRows, examples: Sequence[Example], seed: int) 
     return LabelledRows(data.rows, data.text, concept, data.part)
 
 
-def _data(
-    rows: TextRows, layer: int, examples: Sequence[Example], parts: dict[str, int], device: str | None = None
-) -> LabelledRows:
-    found, text = rows.at(layer)
-    concept = torch.tensor([example.concept for example in examples])
-    part = torch.tensor([parts.get(example.form, TRAIN) for example in examples])  # generated ones are in no part
-    return LabelledRows(found.float().to(device), text.to(device), concept.to(device), part.to(device))
+@dataclass(frozen=True, slots=True)
+class _Fitting:
+    """Steps of one fit, and what they share; `parts` has the part of each form of texts."""
 
+    settings: LensSettings
+    examples: Sequence[Example]
+    parts: dict[str, int]
+    relations: Relations
+    rows: TextRows
+    folder: Path
+    progress: Progress
 
-def _try_layers(
-    rows: TextRows,
-    examples: Sequence[Example],
-    parts: dict[str, int],
-    relations: Relations,
-    settings: LensSettings,
-    progress: Progress,
-) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for i, layer in enumerate(settings.layers if len(settings.layers) > 1 else ()):
-        data = _data(rows, layer, examples, parts, settings.device)
-        probes = fit(data, relations, _QUICK, seed=settings.seed)
-        judged, _ = score(probes.weights, data, relations, VALIDATION)
-        found[layer] = _median(measure(judged, np.zeros(len(relations.positive))))
-        progress("comparing layers", i + 1, len(settings.layers))
-    return found
+    def data(self, layer: int) -> LabelledRows:
+        found, text = self.rows.at(layer)
+        concept = torch.tensor([example.concept for example in self.examples])
+        part = torch.tensor([self.parts.get(example.form, TRAIN) for example in self.examples])  # generated: in no part
+        device = self.settings.device
+        return LabelledRows(found.float().to(device), text.to(device), concept.to(device), part.to(device))
 
+    def try_layers(self) -> dict[int, float]:
+        """Return the median AUROC of linear probes on validation rows, if there are several layers."""
+        found: dict[int, float] = {}
+        layers = self.settings.layers
+        for layer in layers if len(layers) > 1 else ():
+            data = self.data(layer)
+            probes = fit(data, self.relations, _QUICK, seed=self.settings.seed)
+            judged, _ = score(probes.weights, data, self.relations, VALIDATION)
+            found[layer] = _median(measure(judged, np.zeros(len(self.relations.positive))))
+            self.progress("comparing layers", len(found), len(layers))
+        return found
 
-def _fit_groups(
-    data: LabelledRows, relations: Relations, settings: LensSettings, folder: Path, what: str, progress: Progress
-) -> Fit:
-    """Fit lenses in groups, which do not depend on each other; finished groups are on disk."""
-    groups = [range(i, min(i + _GROUP, len(relations.positive))) for i in range(0, len(relations.positive), _GROUP)]
-    done, total = [], settings.fit.epochs * len(groups)
-    for i, group in enumerate(groups):
-        path = folder / f"lenses-{_key(data, relations, settings, group)}.safetensors"
-        if not path.is_file():
+    def fit(self, data: LabelledRows, what: str) -> Fit:
+        """Fit lenses in groups, which do not depend on each other; finished groups are on disk."""
+        settings, n_lenses = self.settings, len(self.relations.positive)
+        groups = [range(i, min(i + _GROUP, n_lenses)) for i in range(0, n_lenses, _GROUP)]
+        done, total = [], settings.fit.epochs * len(groups)
+        for i, group in enumerate(groups):
+            path = self.folder / f"lenses-{self._key(data, group)}.safetensors"
+            if not path.is_file():
 
-            def tell(epoch: int, _: int, before: int = i * settings.fit.epochs) -> None:
-                progress(what, before + epoch, total)
+                def tell(epoch: int, _: int, before: int = i * settings.fit.epochs) -> None:
+                    self.progress(what, before + epoch, total)
 
-            _save(fit(data, relations, settings.fit, seed=settings.seed, lenses=group, progress=tell), path)
-        with reading(path, "group of fitted lenses"):
-            done.append(load_file(path, device=str(data.rows.device)))
-    progress(what, total, total)
-    joined = {name: torch.cat([group[name] for group in done]) for name in done[0]}
-    return Fit({name: t for name, t in joined.items() if name[0] in "wb"}, joined["loss"], joined["epoch"])
+                made = fit(data, self.relations, settings.fit, seed=settings.seed, lenses=group, progress=tell)
+                write_tensors({**made.weights, "loss": made.loss, "epoch": made.epoch}, path)
+            with reading(path, "group of fitted lenses"):
+                done.append(load_file(path, device=str(data.rows.device)))
+        self.progress(what, total, total)
+        joined = {name: torch.cat([group[name] for group in done]) for name in done[0]}
+        return Fit({name: t for name, t in joined.items() if name[0] in "wb"}, joined["loss"], joined["epoch"])
 
+    def _key(self, data: LabelledRows, group: range) -> str:
+        """Return a hash of everything that the weights of a group depend on."""
+        settings, relations = self.settings, self.relations
+        chosen = [settings.fit.model_dump(), settings.seed, str(data.rows.device), group.start, group.stop]
+        tensors: list[Tensor] = [data.rows, data.text, data.concept, data.part]
+        tensors += [relations.positive, relations.siblings, relations.opposites, relations.distant]
+        return digest(chosen, [checksum(tensor.cpu()) for tensor in tensors])
 
-def _key(data: LabelledRows, relations: Relations, settings: LensSettings, group: range) -> str:
-    """Return a hash of everything that the weights of a group depend on."""
-    chosen = [settings.fit.model_dump(), settings.seed, str(data.rows.device), group.start, group.stop]
-    tensors: list[Tensor] = [data.rows, data.text, data.concept, data.part]
-    tensors += [relations.positive, relations.siblings, relations.opposites, relations.distant]
-    return digest(chosen, [checksum(tensor.cpu()) for tensor in tensors])
+    def measured(self, done: Fit, data: LabelledRows) -> tuple[Measures, Measures]:
+        """Measure on test texts, per row and per text; thresholds come from validation texts."""
+        judged, tested = (score(done.weights, data, self.relations, part) for part in (VALIDATION, TEST))
+        return measure(tested[0], best_thresholds(judged[0])), measure(tested[1], best_thresholds(judged[1]))
 
-
-def _save(done: Fit, path: Path) -> None:
-    tensors = {**done.weights, "loss": done.loss, "epoch": done.epoch}
-    with atomic_path(path) as temporary:
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
-
-
-def _measured(done: Fit, data: LabelledRows, relations: Relations) -> tuple[Measures, Measures]:
-    """Measure on test texts, per row and per text; thresholds come from validation texts."""
-    validation, tested = (score(done.weights, data, relations, part) for part in (VALIDATION, TEST))
-    return tuple(measure(test, best_thresholds(judged)) for judged, test in zip(validation, tested, strict=True))  # type: ignore[return-value]
-
-
-def _notes(
-    settings: LensSettings,
-    examples: Sequence[Example],
-    parts: dict[str, int],
-    layers: dict[int, float],
-    by_row: Measures,
-    by_text: Measures,
-    control: tuple[Measures, Measures] | None,
-) -> dict[str, object]:
-    """Return the pack's account of its training: plain JSON."""
-    notes: dict[str, object] = {
-        "settings": settings.model_dump(mode="json"),
-        "texts": len(examples),
-        "forms": {name: sorted(form for form, part in parts.items() if part == at) for at, name in PARTS.items()},
-        "median_auroc": _median(by_row),
-        "median_text_auroc": _median(by_text),
-    }
-    if layers:
-        notes["validation_auroc_of_layers"] = {str(layer): value for layer, value in layers.items()}
-    if control:
-        notes["control_median_auroc"], notes["control_median_text_auroc"] = map(_median, control)
-    return notes
+    def notes(self, layers: dict[int, float], measured: dict[str, tuple[Measures, Measures]]) -> dict[str, object]:
+        """Return the pack's account of its training: plain JSON."""
+        at = {name: sorted(form for form, one in self.parts.items() if one == part) for part, name in PARTS.items()}
+        notes = {"settings": self.settings.model_dump(mode="json"), "texts": len(self.examples), "forms": at}
+        if layers:
+            notes["validation_auroc_of_layers"] = {str(layer): value for layer, value in layers.items()}
+        for prefix, (by_row, by_text) in measured.items():
+            notes |= {f"{prefix}median_auroc": _median(by_row), f"{prefix}median_text_auroc": _median(by_text)}
+        return notes
 
 
 def _median(measures: Measures) -> float:

@@ -71,7 +71,7 @@ def read_texts(
     for shard in batches([texts[i] for i in order], _SHARD):
         path = folder / f"rows-{_key(engine, shard, choice)}.safetensors"
         if path.name not in ledger.records:
-            _write(_read(engine, list(shard), choice), path)
+            write_tensors(_read(engine, list(shard), choice), path)
             ledger.append([{"id": path.name, "sha256": file_digest(path)}])
         paths.append(path)
         n_read += len(shard)
@@ -111,9 +111,9 @@ def _spread(n: int, most: int) -> Tensor:
     return torch.linspace(0, n - 1, most).round().long() if n > most > 1 else torch.arange(max(0, n - most), n)
 
 
-def _write(tensors: dict[str, Tensor], path: Path) -> None:
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     with atomic_path(path) as temporary:
-        save_file(tensors, temporary, {"format": "pt"})
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
 
 
 def _check_probe(engine: SyncEngine, folder: Path, choice: RowChoice) -> None:
@@ -121,7 +121,7 @@ def _check_probe(engine: SyncEngine, folder: Path, choice: RowChoice) -> None:
     found = _read(engine, [_PROBE], choice)
     path = folder / f"probe-{_key(engine, [_PROBE], choice)}.safetensors"
     if not path.is_file():
-        _write(found, path)
+        write_tensors(found, path)
         return
     with reading(path, "probe of a row folder"):
         known = load_file(path)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,11 @@ def plan(
     root: str | Path, model: str, sets: Sequence[TrainingSet], settings: Sequence[TrainSettings]
 ) -> list[SweepRun]:
     """Combine all sets with all settings; runs that would share a folder are refused."""
-    runs = [
-        SweepRun(data, one, Path(root) / Path(model).name / data.name / _name(one)) for data in sets for one in settings
-    ]
+    folder = Path(root) / Path(model).name
+    runs = [SweepRun(data, one, folder / data.name / _name(one)) for data in sets for one in settings]
     folders = [run.folder for run in runs]
-    twice = sorted({str(folder) for folder in folders if folders.count(folder) > 1})
-    if twice:
-        problems = [Problem(folder, "is asked for twice", "name sets, layers and rates once") for folder in twice]
-        raise InvalidRequest(problems)
+    if twice := sorted({str(one) for one in folders if folders.count(one) > 1}):
+        raise InvalidRequest(Problem(one, "is asked for twice", "name sets, layers and rates once") for one in twice)
     return runs
 
 
@@ -103,15 +101,11 @@ def _on(
                 if course is None or course.data is not run.data or course.settings.shared != run.settings.shared:
                     course = Course(engine, run.data, run.settings, prompts)
 
-                def tell(line: Line, max_steps: int, run: SweepRun = run) -> None:
-                    if told:
-                        told(run, line, max_steps)
-
+                tell = partial(told, run) if told else None
                 yield SweepOutcome(run, train_on(course, run.folder, run.settings, tell).result)
-            except SteerscopeError as error:
-                yield SweepOutcome(run, None, str(error))
             except Exception as error:  # the other runs go on
-                yield SweepOutcome(run, None, f"{type(error).__name__}: {error}")
+                kind = "" if isinstance(error, SteerscopeError) else f"{type(error).__name__}: "
+                yield SweepOutcome(run, None, f"{kind}{error}")
 
 
 def _report(folder: Path, outcomes: Sequence[SweepOutcome]) -> None:
@@ -125,14 +119,10 @@ def _report(folder: Path, outcomes: Sequence[SweepOutcome]) -> None:
         row = {"run": one.run.name, "learning_rate": settings.learning_rate, "layers": list(settings.layers)}
         rows[one.run.name] = row | ({"error": one.error} if one.result is None else one.result.model_dump(mode="json"))
     write_json(path, {"runs": list(rows.values())})
-    write_text(folder / "sweep.svg", _plot(list(rows.values())))
-
-
-def _plot(rows: Sequence[dict[str, Any]]) -> str:
     curves: dict[str, list[tuple[float, float]]] = {}
     levels: dict[str, float] = {}
-    single = len({row["run"].partition("/")[0] for row in rows}) == 1
-    for row in rows:
+    single = len({name.partition("/")[0] for name in rows}) == 1
+    for row in rows.values():
         name, _, run = row["run"].partition("/")
         prefix = "" if single else f"{name} "
         if "error" not in row:
@@ -140,4 +130,4 @@ def _plot(rows: Sequence[dict[str, Any]]) -> str:
             levels[f"{prefix}unsteered"] = row["unsteered"]
             if row["prompted"] is not None:
                 levels[f"{prefix}prompted"] = row["prompted"]
-    return sweep_plot(curves, levels)
+    write_text(folder / "sweep.svg", sweep_plot(curves, levels))

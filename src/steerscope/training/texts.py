@@ -18,10 +18,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from steerscope.engines.hf import HFEngine
-from steerscope.extraction.answers import takes_system
-from steerscope.extraction.data import DatasetEntry, Examples, Text, load_examples
-from steerscope.extraction.jsonl import numbered_lines, parse_all, parse_json
+from steerscope.extraction.data import (
+    DatasetEntry,
+    Examples,
+    Text,
+    load_examples,
+    names_in,
+    numbered_lines,
+    parse_all,
+    parse_json,
+)
 from steerscope.extraction.personas.definitions import load_personas
+from steerscope.extraction.runs import takes_system
 from steerscope.specs.base import Spec
 from steerscope.specs.chat import Message, parse_chat
 from steerscope.specs.errors import InvalidRequest, Problem
@@ -68,7 +76,7 @@ class TrainingSample:
 
 
 def shipped_training_sets() -> list[str]:
-    return sorted(file.name.removesuffix(".json") for file in _SHIPPED.iterdir() if file.name.endswith(".json"))
+    return names_in(_SHIPPED)
 
 
 def load_training_set(source: str | Path) -> TrainingSet:
@@ -82,7 +90,11 @@ def load_training_set(source: str | Path) -> TrainingSet:
     lines = numbered_lines(path, "file of training texts")
     if not lines:
         raise InvalidRequest([Problem(str(path), "holds no text", _FORMS)])
-    if _is_contrast(lines[0][1]):
+    try:
+        first = parse_json(lines[0][1], _FORMS)
+    except InvalidRequest:  # reported with all others
+        first = None
+    if isinstance(first, dict) and not {"label", "positive"}.isdisjoint(first):
         examples = load_examples(path)
         positive = [text for text, yes in zip(examples.texts, examples.positive, strict=True) if yes]
         return TrainingSet(path.stem, tuple(positive), examples=examples)
@@ -100,14 +112,6 @@ def _shipped(name: str) -> TrainingSet:
 
 def _chat(question: str, answer: str) -> list[Message]:
     return [Message(role="user", content=question), Message(role="assistant", content=answer)]
-
-
-def _is_contrast(line: str) -> bool:
-    try:
-        data = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(data, dict) and not {"label", "positive"}.isdisjoint(data)
 
 
 def _source(line: str) -> Source:
@@ -178,7 +182,11 @@ def _completion(engine: HFEngine, source: Completion, prompt: str | None) -> _To
 def _spoken(engine: HFEngine, chat: Sequence, prompt: str | None) -> _Tokens:
     messages = parse_chat(chat)
     if prompt:
-        messages = _prompted(engine, messages, prompt)
+        head, *rest = messages
+        if head.role != "system" and takes_system(engine.sync):
+            messages = [Message(role="system", content=prompt), *messages]
+        else:
+            messages = [Message(role=head.role, content=f"{prompt}\n\n{head.content}"), *rest]
     rendered = engine.render(messages)
     if rendered.messages is None:
         what = f"the chat template of {engine.facts.name} rewrites messages, so answers cannot be told apart"
@@ -193,11 +201,3 @@ def _spoken(engine: HFEngine, chat: Sequence, prompt: str | None) -> _Tokens:
             targets += range(start, stop + ends)
             last = i
     return _Tokens(ids, targets, spans[last].content[0], spans[:last])
-
-
-def _prompted(engine: HFEngine, messages: list[Message], prompt: str) -> list[Message]:
-    """Add a system message, or put the prompt into the first one where the template takes none."""
-    head, *rest = messages
-    if head.role != "system" and takes_system(engine.sync):
-        return [Message(role="system", content=prompt), *messages]
-    return [Message(role=head.role, content=f"{prompt}\n\n{head.content}"), *rest]

@@ -12,24 +12,89 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
 from steerscope.core.sites import refusal
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.reading import layer_numbers
 from steerscope.extraction.runs import read_json, write_json
-from steerscope.files import lock_folder, reading, write_text
+from steerscope.files import atomic_path, lock_folder, reading, write_text
 from steerscope.specs import InvalidRequest, Problem, Steering, SteerscopeError
 from steerscope.training.course import Course
 from steerscope.training.curves import loss_plot
-from steerscope.training.learnable import Learnable, perplexity
-from steerscope.training.passes import CachedStreams
+from steerscope.training.passes import CachedStreams, Learnable, perplexity
 from steerscope.training.settings import TrainResult, TrainSettings
-from steerscope.training.state import State
-from steerscope.training.texts import TrainingSample, TrainingSet
+from steerscope.training.texts import TrainingSet
 from steerscope.vectors.files import save as save_vector
 from steerscope.vectors.vector import SteeringVector
 
 Line = dict[str, float]  # of train.jsonl: step, epoch, loss, learning_rate, norm, and validation at an epoch's end
 Told = Callable[[Line, int], None]  # called after each step with its line and the largest number of steps
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_COUNTED = ("step", "best_epoch", "epochs", "best_loss")
+
+
+class State:
+    """Ops, Adam's moments and the best ops so far, in one small file."""
+
+    def __init__(self, ops: Learnable) -> None:
+        self.ops, self.optimizer = ops, torch.optim.Adam(ops.parameters())
+        self.step = self.best_epoch = 0
+        self.epochs = -1  # that were validated; before the first step 0
+        self.best_loss = math.inf
+        self.best: dict[str, Tensor] = self._copy()
+
+    def judge(self, loss: float, epoch: int) -> None:
+        """Keep a copy of the current ops if they are the best so far."""
+        self.epochs = epoch
+        if loss < self.best_loss:
+            self.best_loss, self.best_epoch, self.best = loss, epoch, self._copy()
+
+    def advance(self, learning_rate: float, tokens: int) -> None:
+        """Take one step along the gradients of a loss that was summed over `tokens` tokens."""
+        for parameter in self.ops.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= tokens
+        self.optimizer.param_groups[0]["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+
+    def use_best(self) -> None:
+        self.ops.load_state_dict(self.best)
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.ops.state_dict().items()}
+
+    def save(self, path: Path) -> None:
+        tensors = {f"now.{name}": tensor for name, tensor in self._copy().items()}
+        tensors |= {f"best.{name}": tensor for name, tensor in self.best.items()}
+        for name, parameter in self.ops.named_parameters():
+            for moment in _MOMENTS if self.step else ():
+                tensors[f"{moment}.{name}"] = self.optimizer.state[parameter][moment].cpu()
+        # JSON has no infinity; a state is saved only after it was judged, by a number
+        about = {key: getattr(self, key) for key in _COUNTED}
+        data = safetensors.torch.save(tensors, {"format": "steerscope-training", "state": json.dumps(about)})
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(data)
+
+    def load(self, path: Path) -> None:
+        """Restore the state that `save` wrote."""
+        with reading(path, "checkpoint of a training run"):
+            with safe_open(str(path), framework="pt") as file:
+                about = json.loads((file.metadata() or {})["state"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            self.ops.load_state_dict({name: tensors[f"now.{name}"] for name in self.best})
+            self.best = {name: tensors[f"best.{name}"] for name in self.best}
+            for key in _COUNTED:
+                setattr(self, key, about[key])
+            for name, parameter in self.ops.named_parameters():
+                if self.step:
+                    found = {moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in _MOMENTS}
+                    self.optimizer.state[parameter] = {"step": torch.tensor(float(self.step)), **found}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +121,10 @@ def train(
 
 def train_on(course: Course, out: str | Path, settings: TrainSettings, told: Told | None = None) -> Learned:
     """Train on texts that are already loaded."""
-    _check(course, settings)
+    facts = course.engine.facts
+    layer_numbers(course.engine, list(settings.layers))
+    if settings.site in facts.refused_sites:
+        raise InvalidRequest([refusal("site", settings.site, facts.name, facts.refused_sites[settings.site])])
     folder = Path(out)
     about = _checked_about(folder / "settings.json", course, settings)
     run = TrainingRun(course, settings, folder)
@@ -69,13 +137,6 @@ def train_on(course: Course, out: str | Path, settings: TrainSettings, told: Tol
     run.state.load(run.checkpoint)
     run.state.use_best()
     return Learned(run.vector(), run.steering(), result)
-
-
-def _check(course: Course, settings: TrainSettings) -> None:
-    facts = course.engine.facts
-    layer_numbers(course.engine, list(settings.layers))
-    if settings.site in facts.refused_sites:
-        raise InvalidRequest([refusal("site", settings.site, facts.name, facts.refused_sites[settings.site])])
 
 
 def _checked_about(path: Path, course: Course, settings: TrainSettings) -> dict[str, object]:
@@ -115,15 +176,17 @@ class TrainingRun:
 
     def train(self, told: Told | None) -> None:
         """Train to the end, from the checkpoint where there is one, and write the results."""
-        state = self.state
+        state, patience = self.state, self.settings.patience or math.inf
         if self.checkpoint.is_file():
             state.load(self.checkpoint)
-        self._drop_lines_after(state.step if state.epochs >= 0 else -1)
+        # Lines after the checkpoint are repeated.
+        lines = [line for line in self._lines() if state.epochs >= 0 and line["step"] <= state.step]
+        write_text(self.folder / "train.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
         streams = self.course.keep(state.ops)
         if state.epochs < 0:
             first = self._validate(streams, "begin with a smaller vector")
             self._store({"step": 0, "epoch": 0, "validation": first})
-        while state.step < self.max_steps and not self._patience_is_over():
+        while state.step < self.max_steps and state.epochs - state.best_epoch < patience:
             line = self._step(streams)
             if state.step % self.steps_per_epoch == 0:
                 line["validation"] = self._validate(streams)
@@ -138,38 +201,26 @@ class TrainingRun:
         return loss
 
     def _step(self, streams: CachedStreams | None) -> Line:
-        state, rate = self.state, self._learning_rate()
-        batch = self._batch()
+        settings, state = self.settings, self.state
+        epoch, at = divmod(state.step, self.steps_per_epoch)
+        order = list(self.course.train)
+        random.Random(f"{settings.seed}.{epoch}").shuffle(order)
+        batch = order[at * settings.batch : (at + 1) * settings.batch]
+        rate = settings.learning_rate
+        if settings.schedule == "cosine":
+            rate *= (1 + math.cos(math.pi * state.step / self.max_steps)) / 2
         n_tokens = sum(len(sample.targets) for sample in batch)
         total = float(self.course.passes.loss(batch, state.ops, streams, backward=True))
         loss = self._finite(total / n_tokens, "loss")
         state.advance(rate, n_tokens)
         norm = self._finite(float(state.ops.added.detach().norm()), "vector's length")
-        epoch = (state.step - 1) // self.steps_per_epoch + 1
-        return {"step": state.step, "epoch": epoch, "loss": loss, "learning_rate": rate, "norm": norm}
+        return {"step": state.step, "epoch": epoch + 1, "loss": loss, "learning_rate": rate, "norm": norm}
 
     def _finite(self, number: float, what: str, remedy: str = "lower the learning rate") -> float:
         """Refuse numbers that JSON does not have."""
         if math.isfinite(number):
             return number
         raise SteerscopeError(f"{self.folder}: the {what} is not finite after step {self.state.step}: {remedy}")
-
-    def _batch(self) -> list[TrainingSample]:
-        """Return the texts of the next step; their order depends on the epoch and the seed."""
-        epoch, at = divmod(self.state.step, self.steps_per_epoch)
-        order = list(self.course.train)
-        random.Random(f"{self.settings.seed}.{epoch}").shuffle(order)
-        return order[at * self.settings.batch : (at + 1) * self.settings.batch]
-
-    def _learning_rate(self) -> float:
-        highest = self.settings.learning_rate
-        if self.settings.schedule == "constant":
-            return highest
-        return highest * (1 + math.cos(math.pi * self.state.step / self.max_steps)) / 2
-
-    def _patience_is_over(self) -> bool:
-        patience = self.settings.patience
-        return patience is not None and self.state.epochs - self.state.best_epoch >= patience
 
     def _store(self, line: Line) -> None:
         with (self.folder / "train.jsonl").open("a", encoding="utf-8") as file:
@@ -181,41 +232,15 @@ class TrainingRun:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         return [json.loads(line) for line in text.split("\n")[:-1]]  # an incomplete last line has no end
 
-    def _drop_lines_after(self, step: int) -> None:
-        """Remove lines of steps after the checkpoint: they are repeated."""
-        lines = [line for line in self._lines() if line["step"] <= step]
-        write_text(self.folder / "train.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-
     def _write_results(self) -> None:
-        self.state.use_best()
+        course, state, baselines = self.course, self.state, self.course.baselines
+        state.use_best()
         save_vector(self.vector(), self.folder / "vector.safetensors")
         if self.settings.rank:
             write_text(self.folder / "steering.json", self.steering().to_json() + "\n")
-        write_text(self.folder / "loss.svg", loss_plot(self._lines(), self.course.baselines))
-        write_text(self.folder / "result.json", self._result().to_json() + "\n")
-
-    def steering(self) -> Steering:
-        return Steering(ops=self.state.ops.ops(self.settings.tokens))
-
-    def vector(self) -> SteeringVector:
-        name = self.course.data.name
-        return SteeringVector(
-            self.state.ops.vectors(),
-            model=self.course.engine.facts.name,
-            site=self.settings.site,
-            method="learned",
-            provenance={
-                "name": name,
-                "data": name,
-                "best_epoch": self.state.best_epoch,
-                "settings": self.settings.model_dump(mode="json"),
-            },
-        )
-
-    def _result(self) -> TrainResult:
-        course, state, baselines = self.course, self.state, self.course.baselines
+        write_text(self.folder / "loss.svg", loss_plot(self._lines(), baselines))
         prompt = baselines.best_prompt
-        return TrainResult(
+        result = TrainResult(
             steered=perplexity(state.best_loss),
             unsteered=perplexity(baselines.unsteered),
             prompted=None if prompt is None else perplexity(baselines.prompted[prompt]),
@@ -226,4 +251,18 @@ class TrainingRun:
             train_tokens=sum(len(sample.targets) for sample in course.train),
             val_tokens=sum(len(sample.targets) for sample in course.validation),
             norms={layer: float(v.norm()) for layer, v in state.ops.vectors().items() if layer is not None},
+        )
+        write_text(self.folder / "result.json", result.to_json() + "\n")
+
+    def steering(self) -> Steering:
+        return Steering(ops=self.state.ops.ops(self.settings.tokens))
+
+    def vector(self) -> SteeringVector:
+        name, settings = self.course.data.name, self.settings.model_dump(mode="json")
+        return SteeringVector(
+            self.state.ops.vectors(),
+            model=self.course.engine.facts.name,
+            site=self.settings.site,
+            method="learned",
+            provenance={"name": name, "data": name, "best_epoch": self.state.best_epoch, "settings": settings},
         )

@@ -9,7 +9,7 @@ from sklearn.decomposition import PCA
 
 from steerscope import Capture, Sampling, SteeringVector
 from steerscope.engines.sync import SyncEngine
-from steerscope.extraction.personas.axis import (
+from steerscope.extraction.personas.build import (
     cap_layers,
     contrast_axis,
     floor,

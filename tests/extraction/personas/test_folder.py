@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from steerscope.extraction.personas.folder import Shards, write_pt
+from steerscope.extraction.personas.build import write_pt
+from steerscope.extraction.personas.run import Shards
 from steerscope.extraction.runs import Ledger
 
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from steerscope.extraction.personas.build import Answers, role_keys, trait_keys
 from steerscope.extraction.personas.judges import REFUSAL, Score
-from steerscope.extraction.personas.keys import Answers, role_keys, trait_keys
-from steerscope.extraction.personas.rollouts import Label, PersonaRollout
+from steerscope.extraction.personas.run import Label, PersonaRollout
 
 
 def ask(label: Label, prompt: int, question: int, persona: str = "fox") -> PersonaRollout:

@@ -10,11 +10,9 @@ from extraction.personas.conftest import role
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.results import Generation
 from steerscope.engines.sync import SyncEngine
-from steerscope.extraction.answers import conversation, takes_system
 from steerscope.extraction.personas.definitions import Persona
-from steerscope.extraction.personas.folder import Shards
-from steerscope.extraction.personas.rollouts import answer_all, rollouts, text_of
-from steerscope.extraction.runs import Ledger, RolloutSettings
+from steerscope.extraction.personas.run import Shards, answer_all, rollouts, text_of
+from steerscope.extraction.runs import Ledger, RolloutSettings, conversation, takes_system
 from steerscope.specs.errors import RequestFailed
 from support import tiny
 

@@ -22,9 +22,8 @@ from steerscope.engines.hf import HFEngine
 from steerscope.engines.sync import SyncEngine
 from steerscope.extraction.personas.build import build, gather
 from steerscope.extraction.personas.definitions import Keywords, Persona
-from steerscope.extraction.personas.folder import Folder
 from steerscope.extraction.personas.judges import EndpointJudge, Judged, KeywordJudge, Score
-from steerscope.extraction.personas.run import PersonaRun, generate
+from steerscope.extraction.personas.run import Folder, PersonaRun, generate
 from steerscope.extraction.runs import Interrupted, RolloutSettings
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem, RequestFailed
 from steerscope.vectors.legacy import load_capping, load_persona, read_pt

@@ -8,7 +8,7 @@ Shared questions are JSONL, an object with a `question` per line.
 
 import json
 from collections.abc import Sequence
-from functools import partial
+from contextlib import suppress
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Literal, Self
 
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
-from steerscope.extraction.jsonl import numbered_lines, parse_all
+from steerscope.extraction.data import names_in, numbered_lines, parse_all
 from steerscope.files import reading
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
@@ -77,29 +77,28 @@ def names(kind: Kind, folder: Path | None = None) -> list[str]:
     """Names in a folder of JSON files (default: the shipped one), without `default`."""
     if folder is not None and not folder.is_dir():
         raise BadFile(f"{folder} is not a folder of {kind}")
-    files = [file.name for file in (folder or _SHIPPED / kind).iterdir() if file.name.endswith(".json")]
-    return sorted({name.removesuffix(".json") for name in files} - {DEFAULT})
+    return [name for name in names_in(folder or _SHIPPED / kind) if name != DEFAULT]
 
 
 def load_personas(kind: Kind, wanted: Sequence[str], folder: Path | None = None) -> list[Persona]:
     """Load personas by name, or `all` of a kind; every wrong name and file is reported."""
     known = names(kind, folder)
+
+    def load(name: str) -> Persona:
+        if name not in known:
+            remedy = f"choose from {', '.join(known) or 'none'}"
+            raise InvalidRequest([Problem(kind, f"there is no {name!r}", remedy)])
+        try:
+            persona = load_persona_file((folder or _SHIPPED / kind) / f"{name}.json")
+        except BadFile as error:
+            raise InvalidRequest([Problem(kind, str(error), "correct the file")]) from None
+        if persona.kind != kind:
+            remedy = "every instruction of a trait has pos and neg, none of a role has neg"
+            raise InvalidRequest([Problem(kind, f"{name} is one of the {persona.kind}", remedy)])
+        return persona
+
     chosen = known if list(wanted) == ["all"] else dict.fromkeys(wanted)
-    return parse_all([("", name) for name in chosen], partial(_load_persona, kind, folder, known))
-
-
-def _load_persona(kind: Kind, folder: Path | None, known: Sequence[str], name: str) -> Persona:
-    if name not in known:
-        remedy = f"choose from {', '.join(known) or 'none'}"
-        raise InvalidRequest([Problem(kind, f"there is no {name!r}", remedy)])
-    try:
-        persona = load_persona_file((folder or _SHIPPED / kind) / f"{name}.json")
-    except BadFile as error:
-        raise InvalidRequest([Problem(kind, str(error), "correct the file")]) from None
-    if persona.kind != kind:
-        remedy = "every instruction of a trait has pos and neg, none of a role has neg"
-        raise InvalidRequest([Problem(kind, f"{name} is one of the {persona.kind}", remedy)])
-    return persona
+    return parse_all([("", name) for name in chosen], load)
 
 
 def load_default(folder: Path | None = None) -> Persona:
@@ -119,10 +118,8 @@ def load_questions(path: Path | None = None) -> list[str]:
 
 
 def _question(line: str) -> str:
-    try:
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         question = json.loads(line)["question"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        question = None
-    if isinstance(question, str) and question.strip():
-        return question
+        if isinstance(question, str) and question.strip():
+            return question
     raise InvalidRequest([Problem("", "holds no question", 'write {"question": "…"}')])

@@ -118,18 +118,14 @@ class EndpointJudge(Endpoint):
         return [problem.under(one.name) for one in personas for problem in check_rubric(one, "eval_prompt")]
 
     def __call__(self, persona: Persona, answers: Sequence[Judged]) -> Iterator[tuple[int, Score | NoScore]]:
-        highest = 3 if persona.kind == "roles" else 100
         for i, reply in self.ask([prompt_for(persona, one) for one in answers]):
-            yield i, _judgement(reply, highest)
-
-
-def _judgement(reply: str | NoReply, highest: int) -> Score | NoScore:
-    if isinstance(reply, NoReply):
-        return NoScore(reply.reason)
-    if without_thinking(reply) is None:
-        return NoScore("its thinking was cut off: give it more tokens")
-    score = parse_score(reply, highest)
-    return NoScore("its reply holds no score") if score is None else score
+            if isinstance(reply, NoReply):
+                yield i, NoScore(reply.reason)
+            elif without_thinking(reply) is None:
+                yield i, NoScore("its thinking was cut off: give it more tokens")
+            else:
+                score = parse_score(reply, 3 if persona.kind == "roles" else 100)
+                yield i, NoScore("its reply holds no score") if score is None else score
 
 
 def check_rubric(persona: Persona, field: str) -> list[Problem]:
