@@ -86,15 +86,7 @@ def extract(
         splits = heldout_split(len(examples), len(heldout))
         quality = measure(torch.cat(rows), labels, pairs, run, numbers, splits)
     at = numbers.index(best.layer)
-    length = float(made[at].norm())
-    if not length:
-        what = f"the direction at layer {best.layer} is zero"
-        raise InvalidRequest([Problem("examples", what, "the chosen tokens must differ between the two sides")])
-    scale = (
-        PART_OF_NORM
-        * row_norms(engine, examples.texts[:_NORM_TEXTS], layers=best.layer, site=site)[best.layer]
-        / length
-    )
+    scale = _scale(engine, examples, made[at], best.layer, site)
     about = {"name": name or strategy, "data": name, "examples": len(examples), "tokens": tokens}
     vector = SteeringVector(
         dict(zip(numbers, made, strict=True)),
@@ -104,6 +96,16 @@ def extract(
         provenance={**about, "recommended": {"layer": best.layer, "scale": scale, "auroc": quality[at].auroc}},
     )
     return Extraction(vector, quality, best.layer, scale)
+
+
+def _scale(engine: SyncEngine, examples: Examples, direction: Tensor, layer: int, site: Site) -> float:
+    """Return the scale at which a direction adds a part of a mean row's length."""
+    length = float(direction.norm())
+    if not length:
+        what = f"the direction at layer {layer} is zero"
+        raise InvalidRequest([Problem("examples", what, "the chosen tokens must differ between the two sides")])
+    norms = row_norms(engine, examples.texts[:_NORM_TEXTS], layers=layer, site=site)
+    return PART_OF_NORM * norms[layer] / length
 
 
 def recommended(quality: Sequence[LayerQuality]) -> LayerQuality:
