@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from steerscope.engines.sync import SyncEngine
-from steerscope.extraction import strategies
 from steerscope.extraction.data import ContrastPair, Examples, Text, parse_all, sentences
 from steerscope.extraction.quality import LayerQuality, folds, heldout_split, measure
 from steerscope.extraction.reading import (
@@ -23,6 +22,8 @@ from steerscope.extraction.reading import (
     parse_choice,
     read_rows,
 )
+from steerscope.extraction.strategies import mean_difference as gap_of_means
+from steerscope.extraction.strategies import strategy as strategy_of
 from steerscope.specs import Capture, InvalidRequest, Problem
 from steerscope.specs.steering import LayersLike, Site
 from steerscope.vectors.vector import SteeringVector
@@ -69,7 +70,7 @@ def extract(
         print(model.generate("The weather today is", ss.Sampling(max_tokens=10), steer=push).text)
     ```
     """
-    run, choice, numbers = strategies.strategy(strategy), parse_choice(tokens), layer_numbers(engine, layers)
+    run, choice, numbers = strategy_of(strategy), parse_choice(tokens), layer_numbers(engine, layers)
 
     def read(part: Examples) -> Tensor:
         return read_rows(engine, part.texts, choice, layers=layers, site=site, name=part.name)
@@ -126,7 +127,7 @@ def mean_difference(
     if not pairs:
         raise InvalidRequest([Problem("pairs", "there are none", "give at least one ContrastPair")])
     rows = sentence_rows(engine, sentences(pairs), layers=layers, last_tokens=last_tokens)
-    direction = strategies.mean_difference(rows, torch.arange(len(rows)) < len(pairs), None)
+    direction = gap_of_means(rows, torch.arange(len(rows)) < len(pairs), None)
     about = {"name": data_name or "mean_difference", "data": data_name, "pairs": len(pairs)}
     return SteeringVector(
         dict(zip(layer_numbers(engine, layers), direction, strict=True)),
