@@ -173,8 +173,9 @@ def measure(model: str, bars: ProgressBars, packs: Path, *, sweep_tokens: int = 
         swept, doses = sweep(subject, odds, sweep_tokens)
         step("unsteered, steered, capped, ablated")
         steered, caps = steerings(subject, swept[0.0])
-        asked = [(spec, Capture()) for spec in steered.values()]
-        shown = measures.answers(subject, SHOWN_PROMPTS, asked, answer_tokens)
+        shown = measures.answers(
+            subject, SHOWN_PROMPTS, [(spec, Capture()) for spec in steered.values()], answer_tokens
+        )
         step("projecting every token at every layer")
         looked = looks(subject, list(steered), shown)
         step(f"lenses for {', '.join(measures.CONCEPTS)}")

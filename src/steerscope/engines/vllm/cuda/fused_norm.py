@@ -43,6 +43,15 @@ from steerscope.engines.vllm.worker.index_layout import (
 )
 
 _TILE = 2  # tokens of a run that are computed at once
+_LAYOUT = {
+    "FLAG": FLAG,
+    "CELL": CELL,
+    "GROUP": GROUP,
+    "STRIDE": STRIDE,
+    "ENTRIES": ENTRIES,
+    "WATCHED": WATCHED,
+    "PRECOMPUTED": PRECOMPUTED,
+}
 
 
 @triton.jit
@@ -282,12 +291,9 @@ def cuda_tap_norm(
     normed, stream = (torch.empty(tokens, hidden, dtype=delta.dtype, device=delta.device) for _ in range(2))
     block = triton.next_power_of_2(hidden)
     sizes = delta.stride(0), residual.stride(0), index.shape[1], hidden, pool.shape[0] - index.shape[0], epsilon
-    known = {
-        "COLUMNS": (index.shape[1] - ENTRIES) // 3, "BLOCK": block, "ADDS_ONE": adds_one, "STEER": steer,
-        "LAST": last, "LARGE": min(torch.finfo(delta.dtype).max ** 2, torch.finfo(torch.float32).max), "FLAG": FLAG,
-        "CELL": CELL, "GROUP": GROUP, "STRIDE": STRIDE, "ENTRIES": ENTRIES, "WATCHED": WATCHED,
-        "PRECOMPUTED": PRECOMPUTED,
-    }  # fmt: skip
+    large = min(torch.finfo(delta.dtype).max ** 2, torch.finfo(torch.float32).max)
+    known = {"BLOCK": block, "ADDS_ONE": adds_one, "STEER": steer, "LAST": last, "LARGE": large, **_LAYOUT}
+    known["COLUMNS"] = (index.shape[1] - ENTRIES) // 3
     if tokens <= FEW:
         on_stage = capture and not steer and tokens <= len(staged)
         few_kernel[(tokens,)](  # type: ignore[index]
