@@ -65,8 +65,10 @@ class BatchCache(Cache):
 
     def join(self, prefilled: DynamicCache, lengths: Sequence[int]) -> None:
         """Add rows from a left-padded prefill. If this raises, none has joined."""
-        w, new = self.window, prefilled.get_seq_length()
-        rows, end = w.rows + len(lengths), max(w.end, new)
+        w = self.window
+        new = prefilled.get_seq_length()
+        rows = w.rows + len(lengths)
+        end = max(w.end, new)
         if not self._fits(rows, end):
             capacity = _buffers(self.own[0])[0].shape[0] if w.rows else 0
             self._move(prefilled.layers, max(rows, capacity), _columns(end), end)
@@ -146,7 +148,8 @@ class BatchCache(Cache):
             for buffer, old in zip(made[-1], _buffers(mine) if w.rows else (), strict=False):
                 buffer[: w.rows, :, start:end] = old[: w.rows, :, w.start : w.end]
         for layer, (keys, values) in zip(self.own, made, strict=True):
-            layer.keys, layer.values, layer.is_initialized = keys, values, True
+            layer.keys, layer.values = keys, values
+            layer.is_initialized = True
         w.start, w.end = start, end
 
 

@@ -79,7 +79,8 @@ class HFEngine(ThreadedEngine[Row]):
         self._run()
 
     def _prepare(self) -> None:
-        model, hidden, settings = self.model, self.facts.hidden, self.settings
+        model, settings = self.model, self.settings
+        hidden = self.facts.hidden
         self._table = SlotTable(hidden, settings.slots, self.device)
         self._taps = Taps(self.blocks, self._table)
         self.monitor = Monitor(self.device, slots=settings.max_batch)

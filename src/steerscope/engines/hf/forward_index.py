@@ -102,7 +102,9 @@ class PassBuilder:
         self._last = SteeredTokens()
 
     def build(self, spans: Sequence[TokenSpan], width: int) -> Pass:
-        now, device, n_tokens = index_forward(spans, width), self.table.device, len(spans) * width
+        now = index_forward(spans, width)
+        device = self.table.device
+        n_tokens = len(spans) * width
         for gather in (*now.captured, *now.watched):
             gather.allocate(n_tokens, self.hidden, self.dtype, device)
         if not now.entries:
@@ -115,7 +117,8 @@ class PassBuilder:
         entries = torch.tensor(list(now.entries.values()), device=device)
         now.steered = SteeredTokens(_numbers(list(now.entries), n_tokens, device), entries)
         if width == 1:  # prompts are never the same twice, and too large to keep
-            self._last_content, self._last = content, now.steered
+            self._last_content = content
+            self._last = now.steered
         return now
 
 
