@@ -183,13 +183,11 @@ def measure(model: str, bars: ProgressBars, packs: Path, *, sweep_tokens: int = 
         pack = measures.fit_small_pack(subject, packs)
         lenses = measures.watch(subject, pack, SHOWN_PROMPTS[0], {name: steered[name] for name in three}, answer_tokens)
         step("principal components")
-        both = {name: group + swept[three[name]] for name, group in zip(three, shown, strict=False)}
-        texts = {name: [generation.text for generation in group] for name, group in both.items()}
         return Results(
             **facts(subject, model),
             cap_at=(caps[subject.read_layer] - subject.middle[subject.read_layer]) / subject.norms[subject.read_layer],
             auroc=auroc,
-            plane=plane(subject, texts),
+            plane=plane(subject, texts_of(three, shown, swept)),
             doses=doses,
             control=tested,
             answers=[answer for answer, _ in looked],
@@ -197,6 +195,12 @@ def measure(model: str, bars: ProgressBars, packs: Path, *, sweep_tokens: int = 
             lenses=lenses,
             seconds=time.perf_counter() - began,
         )
+
+
+def texts_of(scales: dict[str, float], shown: list, swept: dict[float, list]) -> dict[str, list[str]]:
+    """Return the texts of the shown answers and of the sweep at these scales, by name."""
+    both = {name: group + swept[scales[name]] for name, group in zip(scales, shown, strict=False)}
+    return {name: [generation.text for generation in group] for name, group in both.items()}
 
 
 def facts(subject: Subject, model: str) -> dict[str, Any]:

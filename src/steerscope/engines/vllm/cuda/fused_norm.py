@@ -274,6 +274,11 @@ def sum_kernel(
             tl.store(out + at, total, mask=inside)
 
 
+def _check_runs(runs: Tensor | None, tokens: int, steer: bool, capture: bool) -> None:
+    if runs is not None and (tokens <= FEW or steer or not capture):
+        raise ValueError(f"a tap was to sum rows of {tokens} tokens, which it does not where it steers, or has few")
+
+
 def cuda_tap_norm(
     delta: Tensor, residual: Tensor, weight: Tensor, epsilon: float, adds_one: bool, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
@@ -286,8 +291,7 @@ def cuda_tap_norm(
     steer, capture = steer and mode.steer, capture and mode.capture
     tokens, hidden = check_shapes(delta, residual, index)
     runs = mode.runs
-    if runs is not None and (tokens <= FEW or steer or not capture):
-        raise ValueError(f"a tap was to sum rows of {tokens} tokens, which it does not where it steers, or has few")
+    _check_runs(runs, tokens, steer, capture)
     normed, stream = (torch.empty(tokens, hidden, dtype=delta.dtype, device=delta.device) for _ in range(2))
     block = triton.next_power_of_2(hidden)
     sizes = delta.stride(0), residual.stride(0), index.shape[1], hidden, pool.shape[0] - index.shape[0], epsilon
