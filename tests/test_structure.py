@@ -45,6 +45,17 @@ def rooms() -> list[str]:
     return [f"steerscope.{name.replace('/', '.')}" for name in found]
 
 
+def test_lazy_imports_name_modules_that_exist() -> None:
+    missing = [
+        f"{name}: {node.module}"
+        for name, nodes in MODULES.items()
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "steerscope"
+        if node.module not in MODULES
+    ]
+    assert not missing
+
+
 def test_no_module_imports_itself_through_others() -> None:
     graph = {name: set(imported(nodes)) - {name} for name, nodes in MODULES.items()}
     list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules

@@ -129,8 +129,7 @@ def suite(
 ) -> None:
     """Time all cells, each in new processes that alternate."""
     from steerscope.bench.one import write
-    from steerscope.bench.report import html_report
-    from steerscope.bench.suite import markdown, run_suite
+    from steerscope.bench.suite import html_report, markdown, run_suite
 
     result = run_suite(load.parse(), engines.split(","), repeats, iterations, cells or (), o.note)
     write(out, result)
