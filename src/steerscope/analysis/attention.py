@@ -25,7 +25,8 @@ from steerscope.specs.errors import InvalidRequest, Problem
 
 ALL = -1  # in place of a head's number: all heads together
 BEYOND = 3.0  # z-scores that few random directions reach
-_TOP, _TOP_OF_HEAD = 200, 20
+_TOP = 200
+_TOP_OF_HEAD = 20
 
 
 def attention_pass(

@@ -21,11 +21,13 @@ from steerscope.files import reading
 from steerscope.models import resolve
 from steerscope.specs.errors import BadFile, InvalidRequest, ModelNotFound, Problem, UnsupportedModel
 
-_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ONE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 _NUMBERED = re.compile(r"(?P<prefix>(?:[^.]+\.)*?)(?P<layer>\d+)\.(?P<name>.+)")
 _OTHER_TOWERS = ("vis", "audio")  # encoders of multimodal models, which may have as many layers
-_EMBEDDINGS, _HEADS = ("embed_tokens.weight", "wte.weight", "embed_in.weight"), ("lm_head.weight", "embed_out.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 class Checkpoint:
@@ -57,7 +59,8 @@ class Checkpoint:
         if not 0 <= number < self.layers:
             what = f"layer {number} is out of range"
             raise InvalidRequest([Problem("layer", what, f"{self.name} has layers 0-{self.layers - 1}")])
-        start, names = f"{self._prefix}{number}.", self._layers[number]
+        start = f"{self._prefix}{number}."
+        names = self._layers[number]
         found = {}
         for file in sorted({self._files[name] for name in names}):
             with _opened(file) as opened:

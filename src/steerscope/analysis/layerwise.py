@@ -31,7 +31,8 @@ from steerscope.analysis.statistics import holm
 from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.vectors.vector import Json
 
-FEWEST_RANDOM, FEWEST_GIVEN = 100, 8
+FEWEST_RANDOM = 100
+FEWEST_GIVEN = 8
 _COMPONENT = re.compile(r"(?:^|/)pc(\d+)$")
 Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
@@ -106,7 +107,9 @@ class LayerPass:
 
     def checked_layers(self, fewest: int = FEWEST_RANDOM) -> list[int]:
         """Return the layers of the pass: those all directions have, or all if directions of one `layer` go through."""
-        base, tuned, layer = self.base, self.tuned, self.layer
+        base = self.base
+        tuned = self.tuned
+        layer = self.layer
         sets = {"directions": self.directions} | ({"against": self.against} if self.against else {})
         problems = []
         if tuned and (tuned.layers, tuned.hidden) != (base.layers, base.hidden):

@@ -32,7 +32,8 @@ from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 
 _FEWEST_RANDOM = 20
 PEAK = 3.0  # z-scores, and how far a peak must stand out
-_NUMBER, _TEXT = pa.float64(), pa.string()
+_NUMBER = pa.float64()
+_TEXT = pa.string()
 _PEAKS = pa.schema(
     {"direction": _TEXT, "layer": pa.int64(), "z": _NUMBER, "prominence": _NUMBER, "matrix": _TEXT, "matrix_z": _NUMBER}
 )

@@ -23,7 +23,8 @@ class Reservation:
     """Bytes held by one capture until it is closed, dropped or expired."""
 
     def __init__(self, budget: "ByteBudget", size: int) -> None:
-        self._budget, self.size = budget, size
+        self._budget = budget
+        self.size = size
 
     def split(self, size: int) -> "Reservation":
         """Split off a part of this reservation."""
@@ -45,7 +46,8 @@ class Reservation:
 
 class ByteBudget:
     def __init__(self, total: int, wait_s: float) -> None:
-        self.total, self.wait_s = total, wait_s
+        self.total = total
+        self.wait_s = wait_s
         self.used = 0
         self.lock = threading.RLock()  # a finaliser may release while this thread holds the lock
         self.closed = False
@@ -65,7 +67,8 @@ class ByteBudget:
         turn = object()
         with self.lock:
             self._queue.append(turn)
-        moved, deadline = self.released, time.monotonic() + self.wait_s
+        moved = self.released
+        deadline = time.monotonic() + self.wait_s
         try:
             # In order: a large request must not starve behind small ones.
             while True:
@@ -75,7 +78,8 @@ class ByteBudget:
                 if self.closed:
                     raise EngineClosed("the engine was closed while a capture waited for room")
                 if moved != self.released:  # other captures finish, so waiting helps
-                    moved, deadline = self.released, time.monotonic() + self.wait_s
+                    moved = self.released
+                    deadline = time.monotonic() + self.wait_s
                 if time.monotonic() > deadline:
                     raise CapacityExceeded(
                         f"{what} needs {human(size)}, but open captures hold {human(self.used)} of {human(self.total)} "

@@ -37,13 +37,15 @@ class CaptureHandle:
     def __init__(
         self, request_id: str, count: int, load: Callable[[], Rows], budget: ByteBudget, held: Reservation, ttl_s: float
     ) -> None:
-        self.request_id, self.count = request_id, count
+        self.request_id = request_id
+        self.count = count
         self._load: Callable[[], Rows] | None = load
         self._rows: Rows | None = None
         self._gone: str | None = None
         self.saving: Future[Path] | None = None  # of a request with `save_as`
         self.own = False  # whether the rows are copies outside the budget
-        self._budget, self._held = budget, held
+        self._budget = budget
+        self._held = held
         self._lock = threading.RLock()  # user threads and the budget's sweep
         me = weakref.ref(self)  # the budget must not keep a dropped handle alive
 
@@ -64,7 +66,8 @@ class CaptureHandle:
             if self._rows is None:
                 if self._load is None:
                     raise CaptureClosed(f"the rows of {self.request_id} are gone: {self._gone}")
-                self._rows, self._load = self._load(), None
+                self._rows = self._load()
+                self._load = None
                 self._budget.forget(id(self))
             return self._rows
 
@@ -72,7 +75,8 @@ class CaptureHandle:
         """Replace the rows by this copy and release their budget."""
         with self._lock:
             if self._gone is None:
-                self._rows, self.own = rows, True
+                self._rows = rows
+                self.own = True
                 self._held.release()
             return rows
 
@@ -103,7 +107,9 @@ class CaptureHandle:
         """Release the budget. Rows that were already fetched stay valid."""
         with self._lock:
             if self._gone is None:
-                self._gone, self._load, self._rows = why, None, None
+                self._gone = why
+                self._load = None
+                self._rows = None
                 self._budget.forget(id(self))
                 self._held.release()
 

@@ -22,7 +22,8 @@ class ReservedFile:
 
     def __init__(self, path: Path) -> None:
         """Reserve the file, or raise NameInUse, or InvalidRequest when the folder cannot be written."""
-        self.path, self.name = path, path.stem
+        self.path = path
+        self.name = path.stem
         self.writing = False
         self.saved: Future[Path] = Future()
         self.saved.set_running_or_notify_cancel()  # a client that leaves does not cancel it
@@ -60,7 +61,8 @@ class ReservedFile:
 
     def write_in(self, executor: Executor, handle: CaptureHandle) -> None:
         """Save the rows in another thread. A handle whose rows were saved is closed; otherwise it keeps them."""
-        self.writing, handle.saving = True, self.saved
+        self.writing = True
+        handle.saving = self.saved
         executor.submit(self._write, handle)
 
     def _write(self, handle: CaptureHandle) -> None:

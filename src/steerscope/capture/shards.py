@@ -128,7 +128,8 @@ def part_path(folder: Path, part: str, shard: int) -> Path:
 
 def digest(path: Path, skip: int = 0) -> str:
     """Return the 128-bit XXH3 of a file. It finds faults of disks and networks at a tenth of the cost of SHA-256."""
-    found, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE))
+    found = xxhash.xxh3_128()
+    piece = memoryview(bytearray(_PIECE))
     with path.open("rb", buffering=0) as file:
         file.seek(skip)
         while got := file.readinto(piece):
@@ -142,8 +143,11 @@ class ShardWriter:
     commit: Commit
 
     def __init__(self, info: StoreInfo, shard: int, file: BinaryIO) -> None:
-        self.info, self.shard, self.rows = info, shard, 0
-        self._file, self._hash = file, xxhash.xxh3_128()
+        self.info = info
+        self.shard = shard
+        self.rows = 0
+        self._file = file
+        self._hash = xxhash.xxh3_128()
         self._index: list[pa.RecordBatch] = []
         self._documents: list[dict[str, Any]] = []
         file.seek(HEADER)
@@ -187,7 +191,8 @@ class ShardWriter:
 
     def finish_rows(self) -> str:
         """Write the header and return the checksum of the rows."""
-        size, shape = self.rows * self.info.row_bytes, [self.rows, len(self.info.keys), self.info.hidden]
+        size = self.rows * self.info.row_bytes
+        shape = [self.rows, len(self.info.keys), self.info.hidden]
         tensor = {"dtype": TYPES[self.info.torch_dtype], "shape": shape, "data_offsets": [0, size]}
         header = {"__metadata__": {"format": "pt", "model": self.info.model}, "rows": tensor}
         text = json.dumps(header).encode()

@@ -114,7 +114,8 @@ class ActivationStore:
 
     def shard(self, number: int) -> Tensor:
         """Return the rows [rows, keys, hidden] of one shard, memory-mapped."""
-        path, commit = part_path(self.folder, "rows", number), self.commits[self._place[number]]
+        path = part_path(self.folder, "rows", number)
+        commit = self.commits[self._place[number]]
         with reading(path, "shard of rows"):
             with safe_open(path, framework="pt") as file:
                 rows = file.get_tensor("rows")
@@ -136,7 +137,9 @@ class ActivationStore:
 
     def take(self, lines: pa.Table, layer: int | None = None, site: str | None = None) -> Tensor:
         """Return the rows of lines of the index, in order: [lines, keys, hidden], or [lines, hidden] of one layer."""
-        key, shards, rows = self.column(layer, site), lines["shard"].to_numpy(), lines["row"].to_numpy()
+        key = self.column(layer, site)
+        shards = lines["shard"].to_numpy()
+        rows = lines["row"].to_numpy()
         shape = (len(lines), len(self.keys), self.info.hidden) if key is None else (len(lines), self.info.hidden)
         out = torch.empty(shape, dtype=self.info.torch_dtype)
         for number in np.unique(shards):
@@ -155,7 +158,8 @@ class ActivationStore:
             what = f"{number} has no rows: {line['error']}"
             raise InvalidRequest.of("document", what, f"correct {line['file']}:{line['line']}")
         with reading(self.folder, "store"):
-            first, stop = line["first_row"], line["first_row"] + line["rows"]
+            first = line["first_row"]
+            stop = line["first_row"] + line["rows"]
             rows = self.shard(line["shard"])[first:stop]
             path = part_path(self.folder, "index", line["shard"])
             lines = ds.dataset(path).to_table(filter=(ds.field("row") >= first) & (ds.field("row") < stop))
@@ -269,8 +273,14 @@ class ShuffledRows(IterableDataset[Tensor]):
         problems = [Problem(*problem) for right, *problem in checks if not right]
         if problems:
             raise InvalidRequest(problems)
-        self.store, self.size, self.key, self.part, self.test = store, size, key, part, test
-        self.seed, self.rank, self.world = seed, rank, world
+        self.store = store
+        self.size = size
+        self.key = key
+        self.part = part
+        self.test = test
+        self.seed = seed
+        self.rank = rank
+        self.world = world
         # The keys of a row lie together on disk, so a run counts all of them, the buffer only those it keeps.
         row_bytes = store.info.row_bytes // (1 if key is None else len(store.info.keys))
         self.buffer = min(max(2 * size, _BUFFER_BYTES // row_bytes), max(2 * size, len(store)))
@@ -288,7 +298,8 @@ class ShuffledRows(IterableDataset[Tensor]):
             while len(rows):
                 count = min(len(rows), len(free))
                 held_bytes[free[:count].numpy()] = rows[:count].flatten(1).view(torch.uint8).numpy()
-                rows, free = rows[count:], free[count:]
+                rows = rows[count:]
+                free = free[count:]
                 if not len(free):  # one half stays, to be mixed with later rows
                     free = torch.randperm(self.buffer, generator=generator)[: self.buffer // 2 // self.size * self.size]
                     yield from (held.index_select(0, batch) for batch in free.split(self.size))

@@ -29,9 +29,16 @@ STAGES = 7  # workers that write to one region
 # Every region begins with counters, a cache line each: rows written, by stage; whether a stage failed; whether the
 # stage has left the region for good; whether it has seen the request; the owner of the region; the number of readings;
 # and whether the client has taken the result of a reduction.
-ROWS, FAILED, LEFT, MET, OWNER, READ = 0, STAGES, STAGES + 1, 2 * STAGES + 1, 3 * STAGES + 1, 3 * STAGES + 2
+ROWS = 0
+FAILED = STAGES
+LEFT = STAGES + 1
+MET = 2 * STAGES + 1
+OWNER = 3 * STAGES + 1
+READ = 3 * STAGES + 2
 TAKEN = READ + 1
-WHY, WHY_SIZE = (TAKEN + 1) * ALIGN, 256  # then, as text, the reason of a failure
+# then, as text, the reason of a failure
+WHY = (TAKEN + 1) * ALIGN
+WHY_SIZE = 256
 HEADER = WHY + WHY_SIZE
 _ZEROS = bytes(WHY)
 
@@ -56,7 +63,8 @@ class Arena:
     """A mapped file. Its first cache line holds the time of the last failure of a request."""
 
     def __init__(self, path: Path, size: int, *, create: bool) -> None:
-        self.path, self.size = path, size
+        self.path = path
+        self.size = size
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
         handle = os.open(path, flags, 0o600)
         try:
@@ -112,7 +120,10 @@ class Region:
     """A part of an arena, in use while this object or an array over it lives."""
 
     def __init__(self, regions: "Regions", offset: int, size: int, stages: tuple[int, ...]) -> None:
-        self._regions, self.offset, self.size, self.stages = regions, offset, size, stages
+        self._regions = regions
+        self.offset = offset
+        self.size = size
+        self.stages = stages
         self.owner = next(regions.owners)
         self.counters = regions.counters(offset)
 
@@ -182,7 +193,8 @@ class Regions:
     def __init__(self, arena: Arena, when_untidy: Callable[[], None] | None = None) -> None:
         """`when_untidy` is called, from any thread, at the first `free` after a merge: another thread can then `tidy`,
         which takes longer than allocating and would delay the next request."""
-        self.arena, self._when_untidy = arena, when_untidy
+        self.arena = arena
+        self._when_untidy = when_untidy
         self._lock = threading.RLock()  # a finaliser may run inside allocate
         self._free: list[tuple[int, int]] = [(ALIGN, arena.size - ALIGN)]  # (offset, size), ascending
         self._returned: list[Freed] = []
@@ -242,7 +254,8 @@ class Regions:
         """Merge freed memory that all stages have left. All parts are checked before the first is merged, because they
         hold the counters. A finaliser that runs meanwhile appends to the new list."""
         words = self.arena.words
-        parts, self._returned = self._returned, []
+        parts = self._returned
+        self._returned = []
         left = [all(words[(part.region + ALIGN * (LEFT + stage)) // 8] for stage in part.stages) for part in parts]
         returned = [(part.offset, part.size) for part, gone in zip(parts, left, strict=True) if gone]
         kept = [part for part, gone in zip(parts, left, strict=True) if not gone]

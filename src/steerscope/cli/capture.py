@@ -51,7 +51,8 @@ def run(
     from steerscope.specs.errors import BadFile
 
     asked = {"layers": layers, "sites": sites.split(","), "tokens": tokens, "reduce": reduce}
-    kind, device = engine.values["engine"], engine.values.get("device")
+    kind = engine.values["engine"]
+    device = engine.values.get("device")
     batch = batch or (256 if kind == "vllm" else 32)
     given = {"batch": batch, "max_tokens": max_tokens, "shard_documents": shard_documents}
     given |= {"model": model, "engine": kind, "dtype": engine.values.get("dtype")}
@@ -117,8 +118,10 @@ def _summary(folder: Path) -> None:
     from steerscope.capture.store import ActivationStore
 
     store = ActivationStore(folder)
-    info, commits = store.info, store.commits
-    bad, cut = sum(c.bad for c in commits), sum(c.cut for c in commits)
+    info = store.info
+    commits = store.commits
+    bad = sum(c.bad for c in commits)
+    cut = sum(c.cut for c in commits)
     facts = {
         "model": info.model,
         "keys": ", ".join(f"{layer} {site}" for layer, site in info.keys),

@@ -87,7 +87,8 @@ class _Engine:
     """An engine in this process."""
 
     def __init__(self, engine: "SyncEngine", sampling: "ss.Sampling") -> None:
-        self._engine, self._sampling = engine, sampling
+        self._engine = engine
+        self._sampling = sampling
 
     def try_out(self, **asked: Any) -> None:
         """Send a request of one token, which refuses steering and captures that do not fit the model."""
@@ -105,7 +106,8 @@ class _Server:
     """A server, used like an engine."""
 
     def __init__(self, client: "Client", sampling: "ss.Sampling") -> None:
-        self._client, self._sampling = client, sampling
+        self._client = client
+        self._sampling = sampling
 
     def try_out(self, **asked: Any) -> None:
         tried = self._client.chat(_TRIAL, ss.Sampling(max_tokens=1), **asked)
@@ -149,7 +151,9 @@ class _Session:
     """The conversation, steering and capture that the next answer depends on."""
 
     def __init__(self, partner: _Engine | _Server, system: str | None, vectors: list[str]) -> None:
-        self.partner, self.system, self.vectors = partner, system, vectors
+        self.partner = partner
+        self.system = system
+        self.vectors = vectors
         self.history: Messages = []
         self.steers: list[SteerArg] = []
         self.asked: dict[str, Any] = {"steer": ss.Steering(), "capture": None}

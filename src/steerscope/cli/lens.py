@@ -171,7 +171,8 @@ def _layers(text: str) -> list[int]:
 
 
 def _facts(pack: "Pack") -> dict[str, object]:
-    info, notes = pack.info, pack.info.training
+    info = pack.info
+    notes = pack.info.training
     widths = ", ".join(map(str, info.architecture.widths)) or "none (linear)"
     facts: dict[str, object] = {
         "model": info.model,
@@ -269,7 +270,8 @@ class _LiveText:
         else:
             self._print(self._waiting, _style(event.reading) if event.reading else "")
             self._flags(self._fired)
-        self._waiting, self._fired = event.text, []
+        self._waiting = event.text
+        self._fired = []
 
     def end(self) -> None:
         self._print((self._waiting or "") + "\n", "")

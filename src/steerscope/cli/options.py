@@ -56,8 +56,11 @@ class Fields:
         names: Mapping[str, tuple[str, ...]] | None = None,
         **defaults: object,
     ) -> None:
-        self.model, self.fields = settings, fields.split() or list(settings.model_fields)
-        self.panel, self.names, self.defaults = panel, names or {}, defaults
+        self.model = settings
+        self.fields = fields.split() or list(settings.model_fields)
+        self.panel = panel
+        self.names = names or {}
+        self.defaults = defaults
 
     def options(self) -> list[inspect.Parameter]:
         return [self._option(name, self.model.model_fields[name]) for name in self.fields]
@@ -204,7 +207,8 @@ def check_text(*texts: str) -> None:
 
 def together(*steps: Callable[[], object]) -> list[Any]:
     """Return the results of all steps, or raise all their errors as one group."""
-    results, errors = [], []
+    results = []
+    errors = []
     for step in steps:
         try:
             results.append(step())

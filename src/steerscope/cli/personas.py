@@ -32,7 +32,8 @@ def list_(roles_dir: RolesDir = None, traits_dir: TraitsDir = None) -> None:
     folders: tuple[tuple[Kind, Path | None], ...] = (("roles", roles_dir), ("traits", traits_dir))
     for kind, folder in folders:
         for one in load_personas(kind, ["all"], folder):
-            told, judged = f"{len(one.instructions)}", "yes" if one.keywords.pos else "no"
+            told = f"{len(one.instructions)}"
+            judged = "yes" if one.keywords.pos else "no"
             rows.append((kind, one.name, told, str(len(one.questions)), judged, one.instructions[0].pos))
     o.table(("kind", "name", "instructions", "questions", "keywords", "the first instruction"), rows)
 

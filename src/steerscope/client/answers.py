@@ -23,7 +23,9 @@ class ServerError(SteerscopeError):
 
     def __init__(self, status: int, message: str, code: str | None = None, retry_after: float | None = None) -> None:
         super().__init__(message)
-        self.status, self.code, self.retry_after = status, code, retry_after
+        self.status = status
+        self.code = code
+        self.retry_after = retry_after
 
 
 def _named(*path: str) -> FieldInfo:
@@ -170,7 +172,9 @@ class JobEvent:
 
 # --- from the wire
 
-_ANSWER, _CHOICE, _USAGE = TypeAdapter(ServerAnswer), TypeAdapter(ServerChoice), TypeAdapter(Usage | None)
+_ANSWER = TypeAdapter(ServerAnswer)
+_CHOICE = TypeAdapter(ServerChoice)
+_USAGE = TypeAdapter(Usage | None)
 job_of = TypeAdapter(JobRef).validate_python
 
 
@@ -223,8 +227,10 @@ class EventReader:
             elif name:
                 self._fields[name] = value
             return None
-        data, fields = self._data, self._fields
-        self._data, self._fields = [], {}
+        data = self._data
+        fields = self._fields
+        self._data = []
+        self._fields = {}
         return ServerEvent("\n".join(data), fields.get("event"), fields.get("id")) if data else None
 
 
@@ -254,7 +260,8 @@ class Gathered:
     def add(self, chunk: Json) -> list[StreamPiece]:
         if "error" in chunk:
             raise error_of(int(chunk["error"].get("status") or 500), chunk)
-        self._id, self._model = chunk.get("id", self._id), chunk.get("model", self._model)
+        self._id = chunk.get("id", self._id)
+        self._model = chunk.get("model", self._model)
         self._usage = _USAGE.validate_python(chunk.get("usage")) or self._usage
         found = []
         for choice in chunk.get("choices") or ():

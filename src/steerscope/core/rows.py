@@ -106,7 +106,8 @@ class RowBuffer:
     """Host memory [rows, keys, hidden] for the rows of one request, written by position."""
 
     def __init__(self, keys: Sequence[Key], positions: Positions, most: int, hidden: int, dtype: torch.dtype) -> None:
-        self.keys, self.positions = tuple(keys), positions
+        self.keys = tuple(keys)
+        self.positions = positions
         self._rows = torch.empty(positions.count(most), len(self.keys), hidden, dtype=dtype)
         self._written = 0
 
@@ -181,7 +182,8 @@ class HeldBack:
     """
 
     def __init__(self, reducer: Reducer, hold: int) -> None:
-        self.reducer, self.hold = reducer, hold
+        self.reducer = reducer
+        self.hold = hold
         self._positions: list[int] = []
         self._rows: list[Tensor] = []
         self._next = 0
@@ -198,7 +200,8 @@ class HeldBack:
         together = torch.cat(self._rows) if len(self._rows) > 1 else self._rows[0]
         if sure > 0:
             self.reducer.update(self._positions[:sure], together[:sure])
-            self._positions, together = self._positions[sure:], together[sure:]
+            self._positions = self._positions[sure:]
+            together = together[sure:]
         self._rows = [together.clone()]  # the engine reuses the memory of its rows
 
     def finish(self, rows: int) -> Reducer:
@@ -208,5 +211,6 @@ class HeldBack:
         counted = [position for position in self._positions if position < rows]
         if counted:
             self.reducer.update(counted, torch.cat(self._rows)[: len(counted)])
-        self._positions, self._rows = [], []
+        self._positions = []
+        self._rows = []
         return self.reducer

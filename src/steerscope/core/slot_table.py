@@ -94,7 +94,8 @@ class SlotPool:
     tuples without a cached hash, so `hold` looks a key up once and returns its `Slot` for `drop`."""
 
     def __init__(self, capacity: int, what: str) -> None:
-        self.capacity, self.what = capacity, what
+        self.capacity = capacity
+        self.what = what
         self._free = list(range(capacity - 1, 0, -1))
         self._slots: dict[Hashable, Slot] = {}
         self._idle: OrderedDict[int, Hashable] = OrderedDict()  # by number
@@ -106,11 +107,13 @@ class SlotPool:
 
     def hold(self, key: Hashable) -> tuple[Slot, bool]:
         """Return the slot of a content, to be released by `drop`, and whether it must be written first."""
-        slot, fresh = self._slots.get(key), False
+        slot = self._slots.get(key)
+        fresh = False
         if slot is None:
             if not self._free:
                 self._evict()
-            slot, fresh = Slot(self._free.pop(), key), True
+            slot = Slot(self._free.pop(), key)
+            fresh = True
             self._slots[key] = slot
         slot.users += 1
         self._idle.pop(slot.number, None)
@@ -156,7 +159,9 @@ class SlotTable:
     """Per (layer, site): vectors [slots, hidden] and coefficients [slots, 5]; slot numbers are shared over layers."""
 
     def __init__(self, hidden: int, capacity: int, device: torch.device) -> None:
-        self.hidden, self.capacity, self.device = hidden, capacity, device
+        self.hidden = hidden
+        self.capacity = capacity
+        self.device = device
         self._vector_slots = SlotPool(capacity, "vector")
         self._coefficient_slots = SlotPool(4 * capacity, "coefficient")
         self._tensors: dict[Key, tuple[Tensor, Tensor]] = {}
@@ -180,7 +185,8 @@ class SlotTable:
         return self._block
 
     def acquire(self, column: Column) -> Lease:
-        vector_key, coefficient_key = column.vector_key, column.coefficient_key
+        vector_key = column.vector_key
+        coefficient_key = column.coefficient_key
         for key in column.vectors:
             self.tensors(key)  # may run out of memory, so before any slot is taken
         vector_slot, new_vectors = self._vector_slots.acquire(vector_key)

@@ -24,7 +24,8 @@ class ShardActor:
     """One engine, in one process of the cluster."""
 
     def __init__(self, folder: str) -> None:
-        self.folder, self.reader = Path(folder), None
+        self.folder = Path(folder)
+        self.reader = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
         (shard,) = map(int, batch["id"])
@@ -46,7 +47,8 @@ def run_on_ray(folder: Path, address: str, workers: int, progress: Progress = no
         import ray.data
     except ImportError:
         raise InvalidRequest([Problem("ray", "Ray is not installed", "pip install 'steerscope[ray]'")]) from None
-    info, folder = read_info(folder), folder.resolve()
+    info = read_info(folder)
+    folder = folder.resolve()
     left = missing(folder, info)
     if left:
         started = not ray.is_initialized()
@@ -66,7 +68,8 @@ def _run(left: list[int], folder: Path, workers: int, progress: Progress) -> Non
     import ray.data
     from ray.exceptions import RayError
 
-    info, done = read_info(folder), committed(folder)
+    info = read_info(folder)
+    done = committed(folder)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     gpus = 1 if ray.cluster_resources().get("GPU") else 0
     shards = ray.data.from_items([{"id": shard} for shard in left], override_num_blocks=len(left))

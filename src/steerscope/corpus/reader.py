@@ -51,7 +51,9 @@ def open_engine(info: StoreInfo, device: str | None = None) -> SyncEngine:
 
 class ShardReader:
     def __init__(self, engine: SyncEngine, folder: Path) -> None:
-        self.engine, self.folder, self.info = engine, folder, read_info(folder)
+        self.engine = engine
+        self.folder = folder
+        self.info = read_info(folder)
         self.job = job_of(self.info)
         assert self.job.shard_documents is not None
         self.corpus = Corpus(self.job.files, self.job.shard_documents)
@@ -73,7 +75,8 @@ class ShardReader:
             size = self._row_bytes(document)
             if window and held + size > _WINDOW_BYTES:
                 yield window
-                window, held = [], 0
+                window = []
+                held = 0
             window.append(document)
             held += size
         yield window
@@ -187,7 +190,8 @@ def check_probe(engine: SyncEngine, folder: Path, info: StoreInfo) -> None:
             temporary.write_bytes(save({"rows": found.contiguous()}, facts))
         return
     with reading(path, "probe of a store"), safe_open(path, framework="pt") as file:
-        known, before = file.get_tensor("rows"), file.metadata() or {}
+        known = file.get_tensor("rows")
+        before = file.metadata() or {}
     for name, value in facts.items():
         if before.get(name) != value:
             raise BadFile(f"{folder} holds rows made with {name} {before.get(name)}, this engine has {value}: {_ELSE}")

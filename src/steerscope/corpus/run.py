@@ -63,7 +63,8 @@ def run_here(folder: Path, progress: Progress = no_progress, device: str | None 
 
 
 def read_shards(engine: SyncEngine, folder: Path, shards: list[int], progress: Progress = no_progress) -> None:
-    reader, commits = ShardReader(engine, folder), committed(folder)
+    reader = ShardReader(engine, folder)
+    commits = committed(folder)
     progress(status(reader.info, commits))
     for commit in reader.read(shards):
         commits.append(commit)

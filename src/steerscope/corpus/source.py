@@ -71,13 +71,17 @@ def scan(path: Path, shard_documents: int) -> SourceFile:
         if path.suffix == ".parquet":
             lines = pq.ParquetFile(path).metadata.num_rows
             return SourceFile(path=place, digest=digest(path), lines=lines)
-        found, lines, offsets, at = xxhash.xxh3_128(), 0, list[int](), 0
+        found = xxhash.xxh3_128()
+        lines = 0
+        offsets = list[int]()
+        at = 0
         with path.open("rb") as file:
             for line in file:
                 if lines % shard_documents == 0:
                     offsets.append(at)
                 found.update(line)
-                at, lines = at + len(line), lines + 1
+                at = at + len(line)
+                lines = lines + 1
     return SourceFile(path=place, digest=found.hexdigest(), lines=lines, offsets=tuple(offsets))
 
 
@@ -105,7 +109,8 @@ class Corpus:
                 lines = self._checked(file, shard)
                 yield from _documents(file, lines, shard * self.shard_documents, before)
                 return
-            shard, before = shard - count, before + file.lines
+            shard = shard - count
+            before = before + file.lines
 
     def _checked(self, file: SourceFile, shard: int) -> Iterator["_Line"]:
         """Check the number of lines: a file that was edited since the scan has other documents under the same
@@ -163,7 +168,9 @@ class _ParquetRows:
         self.file = pq.ParquetFile(path)
         groups = (self.file.metadata.row_group(group).num_rows for group in range(self.file.num_row_groups))
         self.begins = [*accumulate(groups, initial=0)]  # of row groups; the last is the end
-        self.at, self.held = 0, pa.table({})  # decoded rows, from `at` on
+        # decoded rows, from `at` on
+        self.at = 0
+        self.held = pa.table({})
         self.batches: Iterator[Any] = iter(())
 
     def after(self, first: int, stop: int) -> list[dict[str, Any]]:
@@ -173,10 +180,12 @@ class _ParquetRows:
             return []
         held = self.held.num_rows
         if not held or first < self.at or self.at + held < self.begins[group]:
-            self.at, self.held = self.begins[group], pa.table({})
+            self.at = self.begins[group]
+            self.held = pa.table({})
             self.batches = self.file.iter_batches(_ROWS, row_groups=[*range(group, self.file.num_row_groups)])
         while self.at + self.held.num_rows <= first:
-            self.at, self.held = self.at + self.held.num_rows, next(self.batches)
+            self.at = self.at + self.held.num_rows
+            self.held = next(self.batches)
         return self.held.slice(first - self.at, stop - first).to_pylist()
 
 

@@ -62,9 +62,11 @@ class Detokenizer:
         text = self._decoder.decode(self._window)
         if not text.endswith(_UNFINISHED):
             piece = text[self._n_shown :]
-            self._window, self._n_shown = [token_id], len(self._decoder.single(token_id))
+            self._window = [token_id]
+            self._n_shown = len(self._decoder.single(token_id))
             return piece
-        piece, self._n_shown = text[self._n_shown : -1], len(text) - 1
+        piece = text[self._n_shown : -1]
+        self._n_shown = len(text) - 1
         if len(self._window) > _LONGEST_WINDOW:
             self._window = self._window[-_UNDECIDED_TOKENS:]
             self._n_shown = len(self._decoder.decode(self._window)) - 1
@@ -73,7 +75,8 @@ class Detokenizer:
     def flush(self) -> str:
         """Return what was held back, now that nothing follows."""
         text = self._decoder.decode(self._window)
-        piece, self._n_shown = text[self._n_shown :], len(text)
+        piece = text[self._n_shown :]
+        self._n_shown = len(text)
         return piece
 
 
@@ -103,7 +106,8 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
     @staticmethod

@@ -132,7 +132,8 @@ class ThreadedEngine(Engine, Generic[S]):
         while True:
             if self._busy() and (due <= 0 or self._inbox.empty()):
                 return True
-            idle, parked = not self._busy() and not self._waiting, self._parked()
+            idle = not self._busy() and not self._waiting
+            parked = self._parked()
             untidy = idle and self._untidy()
             patience = _PARKED_S if parked else _TIDY_S if untidy else SWEEP_S
             try:

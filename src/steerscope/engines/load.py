@@ -60,7 +60,9 @@ def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> ThreadedEn
 
 
 def _check(options: LoadOptions) -> None:
-    kind, taps, vllm = options.get("engine", "hf"), options.get("taps"), options.get("vllm")
+    kind = options.get("engine", "hf")
+    taps = options.get("taps")
+    vllm = options.get("vllm")
     problems = []
     if kind not in ("hf", "vllm"):
         problems.append(Problem("engine", f"{kind!r} is unknown", "choose hf or vllm"))

@@ -36,7 +36,8 @@ class Store(Protocol):
 
 class Load:
     def __init__(self, registered: Registered, work: Callable[["Load"], None]) -> None:
-        self.registered, self.stopped = registered, threading.Event()
+        self.registered = registered
+        self.stopped = threading.Event()
         self.done: Future[None] = Future()  # resolved when the pack is installed
         self.until = time.monotonic() + LOAD_S
         self.thread = threading.Thread(target=work, args=(self,), name="steerscope-pack", daemon=True)
@@ -64,7 +65,10 @@ class Packs:
         put: Callable[[Callable[[], None]], None],
         used: Callable[[], set[str]],
     ) -> None:
-        self._store, self._call, self._put, self._used = store, call, put, used
+        self._store = store
+        self._call = call
+        self._put = put
+        self._used = used
         self._installed: OrderedDict[str, Registered] = OrderedDict()  # least recently used first
         self._loads: dict[str, Load] = {}
         self._stopped: list[Load] = []  # their threads may still run
@@ -77,7 +81,8 @@ class Packs:
     def register(self, registered: Registered, timeout_s: float, began: float) -> None:
         """Return when requests can use the pack. A registration that fails, or takes longer than `timeout_s` since
         `began`, leaves nothing behind."""
-        what, until = f"registering pack {registered.pack.info.name!r}", began + timeout_s
+        what = f"registering pack {registered.pack.info.name!r}"
+        until = began + timeout_s
         try:
             _ = registered.digest  # hashes the weights of a pack in memory
             load: Load | None = self._call(lambda: self._add(registered), what, _left(until))
@@ -117,7 +122,8 @@ class Packs:
         error of the load that the request has waited for."""
         if one.plan.watch is None:
             return True
-        load, one.load = one.load, None
+        load = one.load
+        one.load = None
         if load is not None and load.done.done():
             load.done.result()
         one.load = load = self._load_of(one.plan.watch.registered)
@@ -162,7 +168,8 @@ class Packs:
             load.end(error)
 
     def _loaded(self, load: Load, loaded: Any) -> None:
-        registered, digest = load.registered, load.registered.digest
+        registered = load.registered
+        digest = load.registered.digest
         discard = functools.partial(self._store.discard, registered, loaded)
         if self._loads.get(digest) is not load:
             _free(registered, discard)
@@ -192,7 +199,8 @@ class Packs:
             self._drop(other)
 
     def _drop(self, digest: str) -> None:
-        load, installed = self._loads.pop(digest, None), self._installed.pop(digest, None)
+        load = self._loads.pop(digest, None)
+        installed = self._installed.pop(digest, None)
         if load is not None:
             self._stopped = [other for other in self._stopped if other.thread.is_alive()] + [load]
             why = f"it took longer than {LOAD_S:g} s, or was unregistered; register it again"

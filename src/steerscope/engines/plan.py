@@ -149,7 +149,9 @@ class Planner:
     def __init__(
         self, facts: Facts, vectors: Mapping[str, VectorData], packs: Mapping[str, Registered] | None = None
     ) -> None:
-        self.facts, self.vectors, self.packs = facts, vectors, packs or {}
+        self.facts = facts
+        self.vectors = vectors
+        self.packs = packs or {}
         self.problems: list[Problem] = []
 
     def plan(
@@ -191,7 +193,8 @@ class Planner:
             self._problem(field, "the engine was started with taps that only write", "start it with capture on")
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> None:
-        ids, facts = prompt.token_ids, self.facts
+        ids = prompt.token_ids
+        facts = self.facts
         if not ids:
             self._problem("prompt", "the prompt is empty", "give at least one token")
         if not ids_exist(ids, facts.vocab):
@@ -252,7 +255,9 @@ class Planner:
         found = self._pack(watch)
         if found is None:
             return None
-        info, options, facts = found.pack.info, found.options, self.facts
+        info = found.pack.info
+        options = found.options
+        facts = self.facts
         misfits = found.pack.check(facts.hidden, facts.layers, model=facts.name, any_model=options.any_model)
         self.problems += [problem.under("watch.pack") for problem in misfits]
         self._check_site(info.site, "watch.pack")

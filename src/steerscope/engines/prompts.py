@@ -71,7 +71,8 @@ def rendered(tokenizer: Any, name: str, chat: Chat, options: ChatOptions, contex
         check_text(message.content, f"messages[{i}].content")
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidRequest([Problem("messages", f"{name} has no chat template", "use generate()")])
-    continued, extra = options.get("continue_final_message", False), options.get("template_options") or {}
+    continued = options.get("continue_final_message", False)
+    extra = options.get("template_options") or {}
     return render_chat(tokenizer, messages, continued, extra, context)
 
 

@@ -34,14 +34,16 @@ def together() -> Iterator[None]:
     try:
         yield
     finally:
-        held, _here.held = _here.held, None
+        held = _here.held
+        _here.held = None
         for waiting in held:
             waiting.wake()
 
 
 def in_this_thread(coroutine: Coroutine[object, object, T]) -> T:
     """Run a coroutine of an engine to its end without a loop: where it waits, this thread blocks."""
-    before, _here.waits = waits_here(), True
+    before = waits_here()
+    _here.waits = True
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -109,7 +111,8 @@ class LoopChannel(ResultChannel):
 
     def __init__(self, waker: "LoopWaker", pause: Pause | None = None) -> None:
         super().__init__()
-        self._waker, self._pause = waker, pause
+        self._waker = waker
+        self._pause = pause
         self._arrived = asyncio.Event()
         self._ended = asyncio.Event()
         self._due = 0.0
@@ -145,11 +148,13 @@ class LoopWaker:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.news: deque[tuple[LoopChannel, bool]] = deque()  # channels, and whether an end came
-        self._woken, self._lock = False, threading.Lock()
+        self._woken = False
+        self._lock = threading.Lock()
 
     def wake(self) -> None:
         with self._lock:
-            woken, self._woken = self._woken, True
+            woken = self._woken
+            self._woken = True
         if woken:
             return
         try:

@@ -92,7 +92,8 @@ class Scopes:
         began = time.monotonic()
         given = {**options, "pinned": tuple(options.get("pinned", ()))}
         found = Registered(pack if isinstance(pack, Pack) else Pack.load(pack), PackOptions(**given))  # type: ignore[arg-type]
-        facts, loaded = self.facts, found.pack
+        facts = self.facts
+        loaded = found.pack
         problems = loaded.check(facts.hidden, facts.layers, model=facts.name, any_model=found.options.any_model)
         problems += found.problems()
         if reason := facts.refused_sites.get(loaded.info.site):

@@ -35,7 +35,9 @@ class TextContext:
 class RunningText(ABC):
     def __init__(self, job: EngineJob, context: TextContext) -> None:
         plan = job.plan
-        self.job, self.plan, self._shared = job, plan, context
+        self.job = job
+        self.plan = plan
+        self._shared = context
         self.name = plan.request_id
         self.prompt_length = len(plan.prompt.token_ids)
         self.history = list(plan.prompt.token_ids)  # prompt and generated ids
@@ -170,7 +172,8 @@ class RunningText(ABC):
         elif reason == "cancelled":
             self._pieces.append(self._stops.push(self._detokenizer.flush()) + self._stops.flush())
         now = time.perf_counter()
-        admitted, first = self._admitted or now, self._first or now
+        admitted = self._admitted or now
+        first = self._first or now
         # The last sampled token has no row: what an engine saw beyond that does not belong to this text.
         readings, firings = self.notes.finish(len(self.history) - 1, self.history) if self.notes else ((), ())
         stopped = self.notes.stopped if self.notes and reason == "rule" else None
@@ -204,7 +207,8 @@ def captured(
     columns = taken()
     assert plan.capture is not None
     index = selected(plan.capture.positions, computed)
-    prompt, reduce = plan.prompt, plan.capture.spec.reduce
+    prompt = plan.prompt
+    reduce = plan.capture.spec.reduce
     labels = make_labels(plan.request_id, index, history, len(prompt.token_ids), prompt.messages, prompt.open_message)
     tensors = {key: columns[tap_of(*key)] for key in plan.capture.asked}
     return Rows(tensors, labels, model, reduce, prompt.messages)

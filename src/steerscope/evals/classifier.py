@@ -101,8 +101,10 @@ class Classifier:
     name = "classifier"
 
     def __init__(self, data: Labelled, embed: Embedder | None = None) -> None:
-        self._data, self._embed = data, embed or Embedder()
-        rows, labels = self._embed(data.texts), np.array(data.positive)
+        self._data = data
+        self._embed = embed or Embedder()
+        rows = self._embed(data.texts)
+        labels = np.array(data.positive)
         regression = LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000)
         self._model = regression.fit(rows, labels)
         self.auroc: float | None = None  # on texts whose group was left out of the training

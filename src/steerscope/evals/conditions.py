@@ -25,7 +25,9 @@ def parse_scales(text: str) -> list[float]:
     match = re.fullmatch(r"([^.,:]+(?:\.\d+)?)\.\.([^,:]+)(?::([^,:]+))?", text.strip())
     try:
         if match:
-            low, high, step = float(match[1]), float(match[2]), float(match[3] or 1)
+            low = float(match[1])
+            high = float(match[2])
+            step = float(match[3] or 1)
             count = math.floor((high - low) / step + 1e-9) + 1 if step > 0 and low <= high else 0
             found = [round(low + i * step, 9) for i in range(min(count, _MOST_SCALES + 2))]
         else:

@@ -75,7 +75,8 @@ class ModelScorer:
     name = "model"
 
     def __init__(self, engine: SyncEngine, vectors: Mapping[str, SteeringVector]) -> None:
-        self._engine, self._vectors = engine, vectors
+        self._engine = engine
+        self._vectors = vectors
         self._layers = {name: (vector.layers or (0,))[0] for name, vector in vectors.items()}
 
     @property

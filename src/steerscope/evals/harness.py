@@ -38,7 +38,8 @@ class SteeredLM(TemplateLM):
 
     def __init__(self, engine: SyncEngine, steer: SteerLike | None = None) -> None:
         super().__init__()
-        self.engine, self.steer = engine, steer
+        self.engine = engine
+        self.steer = steer
         self.tokenizer = engine.aio.tokenizer
 
     @property
@@ -113,7 +114,8 @@ class SteeredLM(TemplateLM):
         for start in range(0, len(requests), _AT_ONCE):
             part: list[tuple[str, dict]] = [request.args for request in requests[start : start + _AT_ONCE]]  # type: ignore
             asked = [self._fitting(text, options) for text, options in part]
-            prompts, samplings = [prompt for prompt, _ in asked], [sampling for _, sampling in asked]
+            prompts = [prompt for prompt, _ in asked]
+            samplings = [sampling for _, sampling in asked]
             done = self.engine.generate(prompts, samplings, steer=self.steer)
             found += [
                 postprocess_generated_text(one.text, _until(options), None)

@@ -58,7 +58,8 @@ def shipped() -> list[str]:
 
 def load_items(source: str | Path) -> list[Item]:
     """Load a shipped set by its name, or a file; each question of a set once."""
-    name, path = str(source), Path(source)
+    name = str(source)
+    path = Path(source)
     if name == "personas":
         return [Item(question=question, dataset=name) for question in load_questions()]
     if name in shipped():

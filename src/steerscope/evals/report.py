@@ -16,7 +16,9 @@ from steerscope.specs.steering import Add
 
 Entry = Mapping[str, Any]
 _LINES = {UNSTEERED: (NEUTRAL, "dash"), PROMPTED: (INK, "dot"), OPPOSITE: (AXIS, "dot")}
-_MAX_QUESTIONS, _MAX_COLUMNS = 6, 8  # of answers side by side
+# of answers side by side
+_MAX_QUESTIONS = 6
+_MAX_COLUMNS = 8
 
 
 def write_report(out: Path, main: str | None = None) -> dict[str, Any]:
@@ -106,7 +108,8 @@ def curve_figure(entries: Sequence[Entry], name: str, run: EvalRun, height: int 
         add_band(figure, at, low, high, colour)
         at, means = ([one[key] for one in points] for key in ("at", "mean"))
         hover = f"{label(series)} %{{x:g}}<br>%{{y:.3g}} (%{{customdata}})"
-        marker, intervals = {"size": 8, "color": colour}, [interval_of(one) for one in points]
+        marker = {"size": 8, "color": colour}
+        intervals = [interval_of(one) for one in points]
         add_line(figure, at, means, series, colour, hover=hover, customdata=intervals, marker=marker)
     places = [one["at"] for one in entries if one["at"] is not None] or [0.0, 1.0]
     ends = [min(places), max(places)]
@@ -128,7 +131,8 @@ def interval_of(one: Entry) -> str:
 
 def frontier_figure(scores: Sequence[Entry], costs: Sequence[Entry], name: str) -> go.Figure:
     """Draw every condition as a point: perplexity across, the score upwards."""
-    figure, cost = go.Figure(), {one["condition"]: one["mean"] for one in costs}
+    figure = go.Figure()
+    cost = {one["condition"]: one["mean"] for one in costs}
     groups = {**_series(scores), **{one["condition"]: [one] for one in scores if one["series"] is None}}
     for i, (title, own) in enumerate(groups.items()):
         points = [one for one in own if one["condition"] in cost]
@@ -163,7 +167,8 @@ def _table(entries: Sequence[Entry], name: str) -> Html:
     for one in entries:
         cells = [one["condition"], one["mean"], interval_of(one), one["questions"], one["answers"]]
         if "p" in one:
-            low, high = one["difference_low"], one["difference_high"]
+            low = one["difference_low"]
+            high = one["difference_high"]
             cells += [one["difference"], "unknown" if low is None else f"{low:+.3g} – {high:+.3g}", one["p"]]
             cells += [_bold(one["p_corrected"], one["p_corrected"] < 0.05, ".2g"), one["least_p_corrected"]]
         rows.append(cells)
@@ -176,7 +181,8 @@ def _bold(value: object, wanted: bool, form: str = "") -> object:
 
 def _counts(summary: Mapping[str, Any]) -> str:
     """Return the counts of answers, in bold where some are missing."""
-    name, rows = summary["score"], []
+    name = summary["score"]
+    rows = []
     for one in summary["counts"]:
         present = _bold(one["present"], one["present"] != one["expected"])
         parts = []

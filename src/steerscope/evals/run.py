@@ -31,7 +31,9 @@ from steerscope.vectors.files import save as save_vector
 from steerscope.vectors.vector import SteeringVector
 
 _COLUMNS = ("id", "condition", "dataset", "question", "sample", "system", "text", "finish_reason")
-UNSTEERED, PROMPTED, OPPOSITE = "unsteered", "prompted", "opposite"
+UNSTEERED = "unsteered"
+PROMPTED = "prompted"
+OPPOSITE = "opposite"
 Vectors = dict[str, SteeringVector]
 
 
@@ -181,7 +183,8 @@ def generate(
 
 
 def _answer(engine: SyncEngine, run: EvalRun, out: Path, batch: int, progress: runs.Progress) -> list[str]:
-    ledger, failures = runs.Ledger(out / "rollouts.jsonl"), list[str]()
+    ledger = runs.Ledger(out / "rollouts.jsonl")
+    failures = list[str]()
     with_system = runs.takes_system(engine)
 
     def work(part: Sequence[EvalRollout]) -> Iterator[list[runs.Record]]:

@@ -171,7 +171,9 @@ class JudgeScorer:
         if problems := judges.check_rubric(persona, "rubric"):
             raise InvalidRequest(problems)
         default = 3 if persona.kind == "roles" and persona.eval_prompt is None else 100
-        self.endpoint, self._persona, self._prices = endpoint, persona, prices
+        self.endpoint = endpoint
+        self._persona = persona
+        self._prices = prices
         self._highest = highest or default
 
     @property
@@ -208,7 +210,8 @@ class JudgeScorer:
     def _scored(self, reply: str | NoReply) -> Scored | None:
         if isinstance(reply, NoReply):
             return None
-        score, text = judges.parse_score(reply, self._highest), judges.without_thinking(reply)
+        score = judges.parse_score(reply, self._highest)
+        text = judges.without_thinking(reply)
         if text is None:
             return Scored({}, f"thinking cut off in {reply[:80]!r}")
         if judges.says_refusal(text) or (score is None and judges.refuses(text)):

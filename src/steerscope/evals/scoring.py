@@ -29,7 +29,9 @@ from steerscope.files import lock_folder
 from steerscope.specs.errors import InvalidRequest, Problem
 
 _AT_ONCE = 64
-JUDGED, PENDING, UNFIT = "scored", "not scored yet", "does not apply"
+JUDGED = "scored"
+PENDING = "not scored yet"
+UNFIT = "does not apply"
 Row = dict[str, Any]
 _PREFERRED = ("classifier", "judge", "keywords", "choice", "correct", "regex", "refusal")
 _FEWEST = 2  # questions a test takes
@@ -54,7 +56,8 @@ def score(out: Path, run: EvalRun, scorers: Sequence[Scorer], progress: runs.Pro
 
 def _score(out: Path, scorer: Scorer, answers: Sequence[runs.Record], progress: runs.Progress) -> None:
     ledger = runs.Ledger(out / "scores" / f"{scorer.name}.jsonl")
-    identity, before = scorer.identity, scorer_facts(out).get(scorer.name)
+    identity = scorer.identity
+    before = scorer_facts(out).get(scorer.name)
     keys = [_key(scorer.name, identity, one) for one in answers]
     items = dict(zip(keys, zip(keys, answers, strict=True), strict=True))  # equal answers are scored once
 
@@ -151,7 +154,8 @@ def write_tables(out: Path, run: EvalRun) -> None:
     answers = [
         {field: row[field] for field in fields} | {name: row["scores"].get(name) for name in names} for row in rows
     ]
-    questions, datasets = list[Row](), list[Row]()
+    questions = list[Row]()
+    datasets = list[Row]()
     for name in names:
         means: dict[tuple[str, str], list[float]] = {}
         for (condition, dataset, question), values in question_means(rows, name).items():

@@ -89,7 +89,8 @@ class Examples:
     def of_pairs(cls, entries: Sequence[DatasetEntry]) -> "Examples":
         """All positive examples, then all negative ones."""
         texts = [entry.positive for entry in entries] + [entry.negative for entry in entries]
-        numbers, n = tuple(range(len(entries))), len(entries)
+        numbers = tuple(range(len(entries)))
+        n = len(entries)
         return cls(tuple(texts), (True,) * n + (False,) * n, numbers * 2)
 
     def __len__(self) -> int:

@@ -70,7 +70,9 @@ def extract(
         print(model.generate("The weather today is", ss.Sampling(max_tokens=10), steer=push).text)
     ```
     """
-    run, choice, numbers = strategy_of(strategy), parse_choice(tokens), layer_numbers(engine, layers)
+    run = strategy_of(strategy)
+    choice = parse_choice(tokens)
+    numbers = layer_numbers(engine, layers)
 
     def read(part: Examples) -> Tensor:
         return read_rows(engine, part.texts, choice, layers=layers, site=site, name=part.name)

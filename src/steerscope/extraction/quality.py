@@ -14,7 +14,8 @@ from torch import Tensor
 
 from steerscope.extraction.strategies import Strategy
 
-FOLDS, DRAWS = 4, 5
+FOLDS = 4
+DRAWS = 5
 Split = tuple[Tensor, Tensor]  # indices of the rows a direction is made from, and of those it is measured on
 
 
@@ -95,7 +96,8 @@ def _of_split(
 
 def _effect(scores: Tensor, positive: Tensor) -> Tensor:
     """Return Cohen's d, 0 where neither side varies by more than rounding."""
-    a, b = scores[positive].double(), scores[~positive].double()
+    a = scores[positive].double()
+    b = scores[~positive].double()
     spread = ((a.var(0, correction=0) * len(a) + b.var(0, correction=0) * len(b)) / max(1, len(a) + len(b) - 2)).sqrt()
     varies = spread > 1e-6 * scores.abs().amax(0)
     return torch.where(varies, (a.mean(0) - b.mean(0)) / spread, 0.0).float()
@@ -116,7 +118,8 @@ def _halves(
 def _shuffled(positive: Tensor, pairs: Tensor | None, fit: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return rows to fit, and labels exchanged for exactly half of their pairs, or of each side without pairs, so
     that the trait cancels out. Of an odd number one is left out."""
-    changed, kept = positive.clone(), []
+    changed = positive.clone()
+    kept = []
     sides = [fit] if pairs is not None else [fit[positive[fit]], fit[~positive[fit]]]
     for side in sides:
         group = torch.arange(len(side)) if pairs is None else pairs[side].unique(return_inverse=True)[1]

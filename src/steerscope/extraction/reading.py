@@ -135,11 +135,13 @@ def captured(engine: SyncEngine, prompts: list[Prompt] | list[str], capture: Cap
 
 def layer_numbers(engine: SyncEngine, layers: LayersLike) -> tuple[int, ...]:
     """Return the layers, or refuse those that the model does not have."""
-    facts, wanted = engine.facts, checked_layers(layers)
+    facts = engine.facts
+    wanted = checked_layers(layers)
     if wanted == "all":
         return tuple(range(facts.layers))
     if beyond := [str(layer) for layer in wanted if layer >= facts.layers]:
-        what, remedy = f"{', '.join(beyond)} is out of range", f"{facts.name} has layers 0–{facts.layers - 1}"
+        what = f"{', '.join(beyond)} is out of range"
+        remedy = f"{facts.name} has layers 0–{facts.layers - 1}"
         raise InvalidRequest([Problem("layers", what, remedy)])
     return wanted
 

@@ -161,7 +161,8 @@ class ModelFacts(Spec):
 
     def same(self, other: "ModelFacts") -> bool:
         """Whether all facts that both have are equal."""
-        mine, theirs = self.model_dump(exclude_none=True), other.model_dump(exclude_none=True)
+        mine = self.model_dump(exclude_none=True)
+        theirs = other.model_dump(exclude_none=True)
         return all(mine[name] == theirs[name] for name in mine.keys() & theirs.keys())
 
 
@@ -188,7 +189,8 @@ class AnswerRun(Spec):
 
     def begin(self, out: Path, resume: bool, problems: Sequence[Problem]) -> Self:
         """Return the run that a folder will hold, or refuse it with all reasons; nothing is written."""
-        found, before = list(problems), self.load(out)
+        found = list(problems)
+        before = self.load(out)
         if before is not None:
             remedy = "or choose another folder"
             if not resume:
@@ -242,7 +244,8 @@ def generate_each(
 
     `generate` answers the questions of a range. The engine refuses a call as a whole, so a refused range is halved
     until the refused question is alone."""
-    half, reasons = len(questions) // 2, list[str]()
+    half = len(questions) // 2
+    reasons = list[str]()
     try:
         done = generate(start, start + len(questions))
     except RequestFailed as error:

@@ -52,7 +52,8 @@ def logistic_probe(rows: Tensor, positive: Tensor, pairs: Tensor | None) -> Tens
 def whitened(rows: Tensor, positive: Tensor, _: Tensor | None) -> Tensor:
     """The mean difference after whitening by the covariance within the classes, shrunk as Ledoit and Wolf do."""
     wide = rows.double()
-    gaps, inner = _gap(wide, positive), wide.clone()
+    gaps = _gap(wide, positive)
+    inner = wide.clone()
     for label in (True, False):
         inner[positive == label] -= wide[positive == label].mean(0)
     return _unit(torch.stack([_whiten(inner[:, layer], gaps[layer]) for layer in range(rows.shape[1])]))
@@ -74,7 +75,8 @@ STRATEGIES: dict[str, Strategy] = {
 
 def strategy(name: str) -> Strategy:
     if name not in STRATEGIES:
-        what, remedy = f"there is no strategy {name!r}", f"choose from {', '.join(STRATEGIES)}"
+        what = f"there is no strategy {name!r}"
+        remedy = f"choose from {', '.join(STRATEGIES)}"
         raise InvalidRequest([Problem("strategy", what, remedy)])
     return STRATEGIES[name]
 

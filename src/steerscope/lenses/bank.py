@@ -45,7 +45,8 @@ class Bank:
         weights: Weights = "fp32",
         workspace: int = WORKSPACE,
     ) -> None:
-        self.pack, self.device = pack, torch.device(device)
+        self.pack = pack
+        self.device = torch.device(device)
         self.lenses = _indices(pack, lenses)
         self._stack = Stack(pack, len(self.lenses), self.device, weights, workspace)
         self._stack.fill(self.lenses)
@@ -112,7 +113,8 @@ class Bank:
 
     def _chosen(self, logits: Tensor, k: int, views: Tensor, view: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return `best` of logits by the kernel, which turns them into scores in place."""
-        stack, output = self._stack, self.pack.info.architecture.output
+        stack = self._stack
+        output = self.pack.info.architecture.output
         assert stack.kernels is not None
         how = output, stack.tensors, stack.floored, stack.calibrated
         return *stack.kernels.choose(logits, k, *how, views, view), logits
@@ -135,7 +137,8 @@ class Bank:
 
     def _result(self, rows: Tensor, out: Tensor | None) -> Tensor:
         if rows.dim() != 2 or rows.shape[1] != self.pack.info.hidden:
-            what, wanted = f"have shape {list(rows.shape)}", f"give [n, {self.pack.info.hidden}]"
+            what = f"have shape {list(rows.shape)}"
+            wanted = f"give [n, {self.pack.info.hidden}]"
             raise InvalidRequest([Problem("rows", what, wanted)])
         if out is None:
             return torch.empty(len(rows), len(self), device=self.device)

@@ -52,7 +52,8 @@ class Groups:
         ]
         edges = [(child, parent) for child, above in enumerate(pack.hierarchy.parents) for parent in above]
         both = torch.tensor(edges, dtype=torch.long).reshape(-1, 2).to(device)
-        self.child, self.parent = both[:, 0].contiguous(), both[:, 1].contiguous()
+        self.child = both[:, 0].contiguous()
+        self.parent = both[:, 1].contiguous()
         self.has_group = torch.tensor([bool(members) for members in self._members], device=device)
 
     def of(self, parent: int) -> tuple[int, ...]:
@@ -134,7 +135,8 @@ def _suppress(groups: Groups, values: Tensor, lenses: Tensor) -> tuple[Tensor, T
     covered = _any_over(inside, groups.child, groups.parent).gather(1, lenses)
     kept = (values > 0) & ~covered
     first = (~kept).to(torch.uint8).argsort(dim=1, stable=True)
-    values, lenses = torch.where(kept, values, 0.0), torch.where(kept, lenses, -1)
+    values = torch.where(kept, values, 0.0)
+    lenses = torch.where(kept, lenses, -1)
     return values.gather(1, first), lenses.gather(1, first)
 
 
@@ -144,7 +146,8 @@ class BankExpander:
     def __init__(self, bank: Bank, base_levels: int = 2) -> None:
         if len(bank) != len(bank.pack) or list(bank.lenses) != list(range(len(bank.pack))):
             raise InvalidRequest([Problem("bank", "holds a part of its pack", "make it of the whole pack")])
-        self.bank, self.groups = bank, Groups(bank.pack, base_levels, bank.device)
+        self.bank = bank
+        self.groups = Groups(bank.pack, base_levels, bank.device)
 
     def expand(self, rows: Tensor, top_k: int = 10, depth: int = 5, keep_scores: bool = False) -> Expansion:
         """Return the top concepts of rows [n, hidden]."""

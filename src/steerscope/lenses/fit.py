@@ -19,7 +19,9 @@ from steerscope.lenses.spec import EPSILON
 from steerscope.specs.base import Spec
 from steerscope.specs.errors import InvalidRequest, Problem
 
-TRAIN, VALIDATION, TEST = 0, 1, 2
+TRAIN = 0
+VALIDATION = 1
+TEST = 2
 _WORKSPACE = 1 << 24  # values of a hidden layer in memory at once
 Weights = dict[str, Tensor]
 
@@ -76,7 +78,8 @@ class Relations:
     def of(cls, parents: Sequence[Sequence[int]], opposites: Sequence[Sequence[int]] | None = None) -> "Relations":
         """Derive relations from each concept's parents and opposites, as indices. Opposites are symmetric."""
         n = len(parents)
-        parent, against = torch.zeros(n, n, dtype=torch.bool), torch.zeros(n, n, dtype=torch.bool)
+        parent = torch.zeros(n, n, dtype=torch.bool)
+        against = torch.zeros(n, n, dtype=torch.bool)
         for i, above in enumerate(parents):
             parent[i, list(above)] = True
         for i, other in enumerate(opposites or ()):
@@ -161,11 +164,14 @@ def fit(
     settings = settings or FitSettings()
     which = torch.tensor(list(lenses if lenses is not None else range(len(relations.positive))))
     generator = torch.Generator(examples.rows.device).manual_seed(seed * 1_000_003 + int(which[0]))
-    sampler, judge = _Sampler(examples, relations, settings, which), _Judge(examples, relations, settings, which)
+    sampler = _Sampler(examples, relations, settings, which)
+    judge = _Judge(examples, relations, settings, which)
     now = _initial(len(which), examples.rows.shape[1], settings.widths, generator)
     best = {name: tensor.detach().clone() for name, tensor in now.items()}
-    loss, epoch_of = torch.full((len(which),), torch.inf, device=generator.device), torch.zeros_like(which)
-    active, adam = torch.arange(len(which), device=generator.device), _optimiser(now, settings)
+    loss = torch.full((len(which),), torch.inf, device=generator.device)
+    epoch_of = torch.zeros_like(which)
+    active = torch.arange(len(which), device=generator.device)
+    adam = _optimiser(now, settings)
     for epoch in range(1, settings.epochs + 1):
         for _ in range(settings.steps):
             rows, truth = sampler.draw(active, generator)
@@ -200,7 +206,8 @@ def _initial(lenses: int, hidden: int, widths: Sequence[int], generator: torch.G
 
 def _loss(weights: Weights, rows: Tensor, truth: Tensor, dropout: float, generator: torch.Generator) -> Tensor:
     """Return the summed loss. Lenses share no weight, so each gets the gradient of its own mean loss."""
-    hidden, last = rows, len(weights) // 2 - 1
+    hidden = rows
+    last = len(weights) // 2 - 1
     for i in range(last + 1):
         hidden = torch.baddbmm(weights[f"b{i}"].unsqueeze(1), hidden, weights[f"w{i}"].transpose(1, 2))
         if i < last:
@@ -232,9 +239,11 @@ class _Sampler:
     def __init__(self, examples: LabelledRows, relations: Relations, settings: FitSettings, which: Tensor) -> None:
         rows, concept = examples.of(TRAIN)
         order = concept.argsort(stable=True)
-        self._rows, device = rows[order], rows.device
+        self._rows = rows[order]
+        device = rows.device
         count = torch.bincount(concept.cpu(), minlength=relations.positive.shape[1])
-        self._count, self._start = count.to(device), (count.cumsum(0) - count).to(device)
+        self._count = count.to(device)
+        self._start = (count.cumsum(0) - count).to(device)
         positive = (relations.positive * count)[which].double()
         negative = relations.shares(settings, count > 0)[which].double()
         _refuse_unlearnable(which, positive, negative, "training")

@@ -20,7 +20,9 @@ ROWS = (16, 32, 64)  # largest numbers of rows; one kernel is compiled for each
 CHOSEN = (16, 32, 64)  # likewise for k
 MOST_LENSES = 8192  # that one program of `_choose` holds
 _LEAST = 16  # smallest side of a matrix product
-_MAX_WIDE, _MAX_NARROW = 256, 128  # widths of the two hidden layers, which stay in registers
+# widths of the two hidden layers, which stay in registers
+_MAX_WIDE = 256
+_MAX_NARROW = 128
 _LINE = 128  # bytes of a row of weights that are loaded together
 _MAX_INPUTS = 4096  # input values loaded with them, up to which three pipeline stages fit
 _OUTPUTS = {"sigmoid": 0, "relu": 1, "jumprelu": 2}
@@ -150,10 +152,12 @@ def evaluate(
     tensors: Mapping[str, Tensor], x: Tensor, start: int, stop: int, out: Tensor, how: Shape | None = None
 ) -> None:
     """Write logits of the lenses [start, stop) for rows [n, hidden], of the type of the arithmetic, to out."""
-    w0, deep = tensors["w0"], "w2" in tensors
+    w0 = tensors["w0"]
+    deep = "w2" in tensors
     names = ("w1", "s1", "b1", "w2", "b2") if deep else ("w0", "s0", "b0", "w1", "b1")
     later = [tensors.get(name, w0) for name in names]  # absent ones are not read
-    wide, narrow = w0.shape[1], tensors["w1"].shape[1]
+    wide = w0.shape[1]
+    narrow = tensors["w1"].shape[1]
     x, how = x.contiguous(), how or shape(w0.element_size(), len(x))
     with torch.cuda.device_of(x):  # Triton launches on the current device
         _evaluate[(stop - start,)](  # type: ignore[index]
@@ -184,7 +188,8 @@ def choose(
     `view` [n] is the line of `views` that marks the lenses that count for each row (None: all).
     """
     n, lenses = logits.shape
-    values, indices = logits.new_empty(n, k), torch.empty(n, k, dtype=torch.long, device=logits.device)
+    values = logits.new_empty(n, k)
+    indices = torch.empty(n, k, dtype=torch.long, device=logits.device)
     size = triton.next_power_of_2(lenses)
     names = ("threshold", "floor", "low", "high", "confidence")
     with torch.cuda.device_of(logits):

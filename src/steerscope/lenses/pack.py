@@ -50,7 +50,8 @@ class Pack:
     """
 
     def __init__(self, info: PackInfo, concepts: Sequence[Concept], tensors: Mapping[str, Tensor]) -> None:
-        concepts, tensors = tuple(concepts), dict(tensors)
+        concepts = tuple(concepts)
+        tensors = dict(tensors)
         described = {name: arrays.entry(tensor) for name, tensor in tensors.items()}
         problems = hierarchy.problems_of(concepts) + arrays.shape_problems(info, len(concepts), described)
         if not problems:
@@ -65,7 +66,9 @@ class Pack:
         self._set(info, concepts, {name: tensor.detach().cpu() for name, tensor in tensors.items()})
 
     def _set(self, info: PackInfo, concepts: tuple[Concept, ...], tensors: Mapping[str, Tensor]) -> None:
-        self.info, self.concepts, self.tensors = info, concepts, tensors
+        self.info = info
+        self.concepts = concepts
+        self.tensors = tensors
         self.hierarchy = Hierarchy.of(concepts)
         self.folder: Path | None = None  # source of the pack; may hold another one by now
 
@@ -193,7 +196,8 @@ class Pack:
         `layer` and `site`, if given, must be those of the pack. `any_model` accepts another model's name (a fine-tune,
         a local copy) and nothing else.
         """
-        info, name = self.info, self.info.name
+        info = self.info
+        name = self.info.name
         found: list[Problem] = []
         other = "use a pack made for this model"
         if info.hidden != hidden:

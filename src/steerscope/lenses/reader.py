@@ -61,7 +61,8 @@ class Registered:
         """Return the score column of each lens that is always on the device; None: all, at their index."""
         if not self.options.tiered:
             return None
-        pack, levels = self.pack, min(self.options.base_levels, self.pack.levels)
+        pack = self.pack
+        levels = min(self.options.base_levels, self.pack.levels)
         base = range(pack.level(levels - 1).stop)
         pinned = [pack.index(name) for name in self.options.pinned]
         return {lens: i for i, lens in enumerate(dict.fromkeys([*base, *pinned]))}
@@ -107,7 +108,8 @@ class Reader:
     """A registered pack on a device, as a bank or as tiers."""
 
     def __init__(self, registered: Registered, device: str | torch.device = "cpu") -> None:
-        self.registered, self.pack = registered, registered.pack
+        self.registered = registered
+        self.pack = registered.pack
         self.device = torch.device(device)
         options = registered.options
         kept: dict[str, Any] = {"device": self.device, "weights": options.weights, "workspace": options.workspace}
@@ -120,7 +122,8 @@ class Reader:
             self.bank.warm_up()
 
     def _tiers(self, options: PackOptions, kept: dict[str, Any]) -> Tiers:
-        levels, pinned = min(options.base_levels, self.pack.levels), list(self.registered.always or ())
+        levels = min(options.base_levels, self.pack.levels)
+        pinned = list(self.registered.always or ())
         budgets = {"budget": options.budget, "budget_bytes": options.budget_bytes}
         return Tiers(self.pack, **budgets, base_levels=levels, pinned=pinned, **kept)
 

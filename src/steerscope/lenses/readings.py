@@ -64,8 +64,11 @@ class Readings(Sequence[Reading]):
         self, pack: Pack, positions: np.ndarray, tokens: Sequence[int] | np.ndarray, values: np.ndarray,
         indices: np.ndarray,
     ) -> None:  # fmt: skip
-        self.pack, self.positions, self._tokens = pack, positions, tokens
-        self.values, self.indices = values, indices
+        self.pack = pack
+        self.positions = positions
+        self._tokens = tokens
+        self.values = values
+        self.indices = indices
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -117,7 +120,10 @@ class Notes:
     """Readings and firings of one request so far. An engine adds the rows of each step, in order."""
 
     def __init__(self, pack: Pack, compiled: Compiled, top_k: int, prompt_length: int) -> None:
-        self.pack, self.compiled, self.top_k, self.prompt_length = pack, compiled, top_k, prompt_length
+        self.pack = pack
+        self.compiled = compiled
+        self.top_k = top_k
+        self.prompt_length = prompt_length
         self.restart()
 
     @property
@@ -149,7 +155,8 @@ class Notes:
             return
         for i in np.flatnonzero((seen.on[start:stop] | seen.off[start:stop]).any(axis=1)).tolist():
             at = start + i
-            on, off = np.flatnonzero(seen.on[at]).tolist(), np.flatnonzero(seen.off[at]).tolist()
+            on = np.flatnonzero(seen.on[at]).tolist()
+            off = np.flatnonzero(seen.off[at]).tolist()
             self.fire(int(positions[i]), on, off, seen.scores[at])
 
     def fire(self, position: int, on: Iterable[int], off: Iterable[int], scores: np.ndarray) -> None:
@@ -170,8 +177,10 @@ class Notes:
 
     def news(self, history: list[int]) -> tuple[Readings, list[Firing]]:
         """Return readings and firings since the last call."""
-        parts, self._told = self._parts[self._told :], len(self._parts)
-        firings, self._fired = self._firings[self._fired :], len(self._firings)
+        parts = self._parts[self._told :]
+        self._told = len(self._parts)
+        firings = self._firings[self._fired :]
+        self._fired = len(self._firings)
         return self._readings(parts, history), firings
 
     def finish(self, rows: int, history: list[int]) -> tuple[Readings, tuple[Firing, ...]]:
@@ -187,7 +196,9 @@ class Notes:
             return Readings(self.pack, nothing, nothing, np.zeros((0, 0), np.float32), np.zeros((0, 0), np.int64))
         at, values, indices = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
         kept = len(at) if rows is None else int(np.searchsorted(at, rows))
-        at, values, indices = at[:kept], values[:kept], indices[:kept]
+        at = at[:kept]
+        values = values[:kept]
+        indices = indices[:kept]
         whole = len(at) and len(at) == at[-1] + 1 - at[0]
         tokens = history[int(at[0]) : int(at[-1]) + 1] if whole else [history[i] for i in at.tolist()]
         return Readings(self.pack, at, tokens, values, indices)

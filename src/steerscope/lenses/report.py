@@ -20,14 +20,16 @@ def html_report(
     readings: Readings, texts: Sequence[str], firings: Sequence[Firing], *, prompt_length: int, model: str
 ) -> str:
     """Return the page; `texts` are those of all tokens, prompt and generated."""
-    pack, best = readings.pack, _best(readings)
+    pack = readings.pack
+    best = _best(readings)
     rows = f"{len(readings)} rows of {model}"
     about = f"{rows}, read by {len(pack)} lenses of {pack.info.name} at layer {pack.info.layer}."
     heat = div(heat_figure(readings, texts, best, prompt_length), "plot-heat", max(700, 19 * len(readings)))
     over = f"""<p>How strongly each concept shows in the row of each token. White: not among the top
 {readings.values.shape[1]} of that row. The line is where the prompt ends.</p>"""
     tree = "<p>Concepts that were read, under their parents. Size and colour: mean over all rows.</p>"
-    prompt, generated = "".join(texts[:prompt_length]), "".join(texts[prompt_length:])
+    prompt = "".join(texts[:prompt_length])
+    generated = "".join(texts[prompt_length:])
     sections = {
         "Text": fill('<p class="text">{}<b>{}</b></p>', prompt, generated),
         "Concepts over tokens": over + heat,
@@ -56,7 +58,8 @@ def _best(readings: Readings) -> list[int]:
 
 def heat_figure(readings: Readings, texts: Sequence[str], best: Sequence[int], prompt_length: int) -> go.Figure:
     """Tokens from left to right, concepts from top to bottom."""
-    pack, shown = readings.pack, list(best[:_MOST_SHOWN])
+    pack = readings.pack
+    shown = list(best[:_MOST_SHOWN])
     values = np.array([readings.of(pack.concepts[lens].id) for lens in shown]).reshape(len(shown), len(readings))
     return token_figure(
         values,
@@ -71,7 +74,8 @@ def heat_figure(readings: Readings, texts: Sequence[str], best: Sequence[int], p
 
 def tree_figure(readings: Readings) -> go.Figure:
     """Every concept that was read, and its ancestors by first parents."""
-    pack, rows = readings.pack, max(1, len(readings))
+    pack = readings.pack
+    rows = max(1, len(readings))
     means = {lens: float(readings.of(pack.concepts[lens].id).sum()) / rows for lens in _best(readings)}
     inside = {above for lens in means for above in pack.hierarchy.path(lens)}
     weight = {lens: means.get(lens, 0.0) for lens in inside}
@@ -97,7 +101,8 @@ def tree_figure(readings: Readings) -> go.Figure:
 
 def curve_figure(readings: Readings, lenses: Sequence[int]) -> go.Figure:
     """What a probability becomes: noise floor, then calibration."""
-    pack, said = readings.pack, torch.linspace(0, 1, 201)
+    pack = readings.pack
+    said = torch.linspace(0, 1, 201)
     assert pack.calibration is not None
     floor = pack.tensors["floor"] if "floor" in pack.tensors else torch.full((len(pack),), -1.0)
     index = torch.tensor(list(lenses), dtype=torch.long)

@@ -25,7 +25,10 @@ from steerscope.lenses.pack import Pack
 from steerscope.specs.errors import CapacityExceeded, InvalidRequest, Problem
 from steerscope.specs.watch import AllOf, AnyOf, Condition, Not, Rule, Steer, When
 
-MOST_TERMS, MOST_RULES, MOST_CLAUSES = 32, 8, 16  # of one request; terms are bits of an int64
+# of one request; terms are bits of an int64
+MOST_TERMS = 32
+MOST_RULES = 8
+MOST_CLAUSES = 16
 _NOWHERE = float("inf")
 _NEVER = 1 << 62  # a bit that no row sets
 
@@ -71,7 +74,8 @@ def compile_rules(
     rules: Sequence[Rule], pack: Pack, readable: Callable[[int], bool] = lambda _: True
 ) -> tuple[Compiled, list[Problem]]:
     """Return compiled rules and their problems. `readable` tells whether a lens is scored on every row."""
-    made, problems = Compiled(), []
+    made = Compiled()
+    problems = []
     for i, rule in enumerate(rules):
         found = _problems(rule, pack, readable)
         problems += [problem.under(f"rules[{i}]") for problem in found]
@@ -126,7 +130,9 @@ def _rule(made: Compiled, rule: Rule, pack: Pack) -> CompiledRule:
     clauses = _clauses(made, condition, pack, negated=False)
     if not clauses:
         raise InvalidRequest([Problem("", "the condition contradicts itself and can never hold", "change it")])
-    action, off, off_for = rule.then, None, 1
+    action = rule.then
+    off = None
+    off_for = 1
     if isinstance(action, Steer):
         off_for = action.off_for
         if action.off_below is not None:
@@ -186,7 +192,10 @@ class Rules:
     def __init__(self, device: str | torch.device = "cpu", slots: int = 64) -> None:
         self.slots = slots
         self.device = torch.device(device)
-        s, t, r, c = slots + 2, MOST_TERMS, MOST_RULES, MOST_CLAUSES
+        s = slots + 2
+        t = MOST_TERMS
+        r = MOST_RULES
+        c = MOST_CLAUSES
         self._trash = s - 1  # slot whose states are never read
 
         def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
@@ -244,7 +253,8 @@ class Rules:
         self.off_by_failing[slot] = True
 
     def _write(self, slot: int, compiled: Compiled, columns: list[int]) -> None:
-        terms, rules = compiled.terms, compiled.rules
+        terms = compiled.terms
+        rules = compiled.rules
         count = len(terms)
         self.column[slot, :count] = torch.tensor(columns, dtype=torch.long).to(self.device)
         both = torch.tensor([[term.above, term.below] for term in terms]).reshape(-1, 2).to(self.device)

@@ -7,7 +7,8 @@ from pydantic import Field, model_validator
 from steerscope.specs.base import Spec
 from steerscope.specs.steering import Site
 
-FORMAT, VERSION = "steerscope-pack", 1
+FORMAT = "steerscope-pack"
+VERSION = 1
 Output = Literal["sigmoid", "relu", "jumprelu", "topk"]
 Normalisation = Literal["layernorm", "none"]
 EPSILON = 1e-5  # of every LayerNorm here, torch's default

@@ -138,7 +138,8 @@ class Stack:
         lenses = len(tensors["w0"])
         result: dict[str, Tensor] = {}
         for i in range(self.depth):
-            weight, bias = tensors[f"w{i}"], tensors[f"b{i}"]
+            weight = tensors[f"w{i}"]
+            bias = tensors[f"b{i}"]
             if self._stored(i) == torch.int8:
                 weight, scale = quantise(weight)
                 result[f"s{i}"] = scale.to(self._computed(i))
@@ -179,7 +180,8 @@ class Stack:
         most = max(1, min(rows, _MAX_ROWS))
         while most > 1 and self.workspace_bytes(most, min(8, self.slots)) > self.workspace:
             most = (most + 1) // 2
-        inputs, one = self.workspace_bytes(most, 0), self.workspace_bytes(most, 1)
+        inputs = self.workspace_bytes(most, 0)
+        one = self.workspace_bytes(most, 1)
         lenses = (self.workspace - inputs) // (one - inputs)
         return Tiles(most, max(1, min(lenses, self.slots)))
 
@@ -198,7 +200,8 @@ class Stack:
         most = self.slots if kernels and len(self.normed) == 1 else tiles.lenses  # a kernel needs no workspace
         for first in range(0, len(rows), tiles.rows):
             inputs = self.inputs(rows[first : first + tiles.rows])
-            target, column = out[first : first + tiles.rows], 0
+            target = out[first : first + tiles.rows]
+            column = 0
             for part in (slots[at : at + most] for slots in ranges for at in range(0, len(slots), most)):
                 self._evaluate(inputs, part, target[:, column : column + len(part)], kernels)
                 column += len(part)
@@ -260,7 +263,8 @@ class Stack:
 
     def _linear(self, i: int, slots: slice, h: Tensor) -> Tensor:
         """Apply layer i to h, [hidden, n] for the first layer and [lenses, in, n] for the others."""
-        w, b = self.tensors[f"w{i}"][slots], self.tensors[f"b{i}"][slots].unsqueeze(-1)
+        w = self.tensors[f"w{i}"][slots]
+        b = self.tensors[f"b{i}"][slots].unsqueeze(-1)
         if w.dtype == h.dtype and i == 0:
             return torch.addmm(b.flatten(0, 1), w.flatten(0, 1), h).unflatten(0, w.shape[:2])
         if w.dtype == h.dtype:

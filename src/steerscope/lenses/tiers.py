@@ -68,7 +68,8 @@ class LensSlots:
             evicted, _ = self._recent.popitem(last=False)
             self._free.append(self.of.pop(evicted))
         self._free.sort()
-        slots, self._free = self._free[: len(lenses)], self._free[len(lenses) :]
+        slots = self._free[: len(lenses)]
+        self._free = self._free[len(lenses) :]
         self.of.update(zip(lenses, slots, strict=True))
         self._recent.update(dict.fromkeys(lenses))
         self.changes += 1

@@ -11,8 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-INK, SOFT, AXIS, GRID, BAND = "#1f2430", "#59606e", "#9aa1ac", "#e6e8ec", "rgba(31,36,48,0.06)"
-POSITIVE, NEGATIVE, NEUTRAL = "#c2560c", "#2468a8", "#6b7280"
+INK = "#1f2430"
+SOFT = "#59606e"
+AXIS = "#9aa1ac"
+GRID = "#e6e8ec"
+BAND = "rgba(31,36,48,0.06)"
+POSITIVE = "#c2560c"
+NEGATIVE = "#2468a8"
+NEUTRAL = "#6b7280"
 PALETTE = (POSITIVE, NEGATIVE, "#2f7d5b", "#7c4d9e", "#8a6d1d", NEUTRAL, "#b03a5b", "#1f7a8c")
 DIVERGING = [[0.0, "#17497c"], [0.25, "#6ea3d4"], [0.5, "#ffffff"], [0.75, "#f0a35e"], [1.0, "#a94606"]]
 SEQUENTIAL = [[0.0, "#ffffff"], [0.5, "#f0a35e"], [1.0, "#a94606"]]

@@ -7,8 +7,13 @@ from html import escape
 
 from steerscope.report.colours import GRID, INK
 
-WIDTH, HEIGHT = 320, 250  # of one panel
-_LEFT, _TOP, _BOTTOM = 46, 34, HEIGHT - 42  # of the plot in it, beside room for words
+# of one panel
+WIDTH = 320
+HEIGHT = 250
+# of the plot in it, beside room for words
+_LEFT = 46
+_TOP = 34
+_BOTTOM = HEIGHT - 42
 
 
 def drawing(content: str, width: int, height: int) -> str:

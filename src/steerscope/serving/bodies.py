@@ -109,7 +109,8 @@ def _joined(value: object) -> object:
         return value
     if len(value) > _MAX_PARTS:
         raise ValueError(f"the content has {len(value)} parts; join them to at most {_MAX_PARTS}")
-    texts, problems = [], []
+    texts = []
+    problems = []
     for i, part in enumerate(value):
         try:
             texts.append(TextPart.parse(part).text)

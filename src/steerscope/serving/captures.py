@@ -140,9 +140,11 @@ def _range(asked: str | None, size: int) -> tuple[int, int] | None:
         return None
     first, last = (int(part) if part else None for part in found.groups())
     if first is None:  # the last bytes
-        start, stop = max(0, size - (last or 0)), size
+        start = max(0, size - (last or 0))
+        stop = size
     else:
-        start, stop = first, size if last is None else min(size, last + 1)
+        start = first
+        stop = size if last is None else min(size, last + 1)
     if last is not None and first is not None and last < first:
         return None
     if start >= size:

@@ -67,7 +67,8 @@ class Extras:
             self._read(event.readings)
 
     def take(self) -> dict[str, list[dict[str, object]]]:
-        found, self._found = self._found, {"tokens": []}
+        found = self._found
+        self._found = {"tokens": []}
         return found
 
     def last(self, choice: Choice, more: Mapping[str, object]) -> dict[str, object]:

@@ -28,8 +28,12 @@ _OPEN = ("/health", "/ready", "/")  # need no key: they show nothing of requests
 _ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(?::[0-9]*)?")
 _BODIES = 4  # limit on all bodies of unanswered requests, in bodies of the largest allowed size
-_SMALL_BYTES, _SMALL_S = 64 << 10, 1.0  # a rest up to this is dropped, if it arrives in this time
-_LINGER_BYTES, _LINGER_S = 16 << 20, 1.0  # dropped of a larger one while the client reads the answer
+# a rest up to this is dropped, if it arrives in this time
+_SMALL_BYTES = 64 << 10
+_SMALL_S = 1.0
+# dropped of a larger one while the client reads the answer
+_LINGER_BYTES = 16 << 20
+_LINGER_S = 1.0
 _UPLOAD_TIMES = 10  # an upload may take this many times as long as another body
 # The page needs no more than this; plotly writes style elements of its own. No other page may frame it.
 _POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-uri 'none'; "
@@ -202,7 +206,9 @@ class Guard:
 
     def _record(self, scope: Scope, status: int, seconds: float) -> None:
         """Count and log the request."""
-        state, path, metrics = scope["state"], scope["path"], self.serving.metrics
+        state = scope["state"]
+        path = scope["path"]
+        metrics = self.serving.metrics
         route = getattr(scope.get("route"), "path", "other")  # clients can make up any number of paths
         metrics.requests.labels(route, str(status)).inc()
         if status >= 400 or "error" in state:  # the error of a stream comes after its headers

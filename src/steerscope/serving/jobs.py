@@ -76,7 +76,8 @@ class ServerJob:
 
     def _piece(self, at: int) -> list[bytes]:
         """Return events from `at` on, not more than are sent at once: each listener has a copy of them."""
-        size, stop = 0, at
+        size = 0
+        stop = at
         while stop < len(self.events) and size < PIECE_BYTES:
             size += len(self.events[stop])
             stop += 1
@@ -173,7 +174,8 @@ class ServerJob:
         self.events.append(event)
 
     def _wake(self) -> None:
-        news, self._news = self._news, asyncio.Event()
+        news = self._news
+        self._news = asyncio.Event()
         news.set()
 
 

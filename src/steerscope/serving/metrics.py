@@ -113,7 +113,8 @@ class RequestTimes:
             self._last[prompt, choice] = now
             if before is None:
                 self._metrics.first.observe(now - self._started)
-                before, count = now, count - 1
+                before = now
+                count = count - 1
             if count:
                 self._metrics.gap((now - before) / count, count)
 

@@ -73,7 +73,8 @@ async def prepare(request: Request, body: ChatBody | CompletionBody, name: str |
 
     def render(chat: ChatBody) -> list[Prompt]:
         messages = [message.plain() for message in chat.messages]
-        final, options = chat.continue_final_message, chat.chat_template_kwargs
+        final = chat.continue_final_message
+        options = chat.chat_template_kwargs
         return [engine.render(messages, continue_final_message=final, template_options=options)]
 
     def tokenize(completion: CompletionBody) -> list[Prompt]:
@@ -81,7 +82,8 @@ async def prepare(request: Request, body: ChatBody | CompletionBody, name: str |
 
     if isinstance(body, ChatBody):
         size = sum(_MESSAGE + len(message.content) for message in body.messages)
-        prompts, echoes = await in_thread_if_long(lambda: render(body), size), [""]
+        prompts = await in_thread_if_long(lambda: render(body), size)
+        echoes = [""]
     else:
         prompts = await in_thread_if_long(lambda: tokenize(body), sum(map(len, body.prompts)))
         echoes = [_echo(serving, one) if body.echo else "" for one in body.prompts]
@@ -138,7 +140,8 @@ class GenerationRequest:
     def _plan(self, options: SteerscopeOptions) -> list[AsyncGenerator[list[Event]]]:
         problems: list[Problem] = []
         streams: list[AsyncGenerator[list[Event]]] = []
-        capture, watch = options.capture, options.whole_watch
+        capture = options.capture
+        watch = options.whole_watch
         pause = self.serving.pause if self.body.stream else None
         try:
             if options.project:

@@ -223,7 +223,8 @@ async def upload_vector(request: Request, serving: Shared, name: str | None = No
     engine = serving.engine
     if request.headers.get("content-type", "").startswith("multipart/form-data"):
         async with request.form(max_files=1, max_fields=4) as form:
-            file, field = form.get("file"), form.get("name")
+            file = form.get("file")
+            field = form.get("name")
             if not isinstance(file, UploadFile):
                 raise InvalidRequest([Problem("file", "is missing", "send the vector file in this field")])
             data = await file.read()

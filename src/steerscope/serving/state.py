@@ -30,9 +30,12 @@ from steerscope.specs.steering import Steering
 
 log = logging.getLogger("steerscope.serving")
 Start = Callable[[], Engine]
-_WRITES_PER_S, _LONGEST_PAUSE_S = 1000.0, 0.05
+_WRITES_PER_S = 1000.0
+_LONGEST_PAUSE_S = 0.05
 _MEMORY = 0.9  # weight of earlier requests in the mean duration of requests
-_RESTARTS, _WITHIN_S, _LOOK_S = 3, 600.0, 0.5
+_RESTARTS = 3
+_WITHIN_S = 600.0
+_LOOK_S = 0.5
 
 
 class Admission:

@@ -110,7 +110,8 @@ async def vectors(taps: Taps) -> dict:
 @router.post("/v1/vectors", status_code=201)
 async def upload(request: Request, taps: Taps, name: str = "") -> dict:
     """A safetensors or GGUF file as the raw body. It replaces a vector of the same name for later requests."""
-    folder, data = _folder(taps, "vectors"), bytearray()
+    folder = _folder(taps, "vectors")
+    data = bytearray()
     _check_name(name)
     async for block in request.stream():
         data += block

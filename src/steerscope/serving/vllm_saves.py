@@ -15,7 +15,8 @@ from steerscope.engines.vllm.client.stock_frontend import SAVES, Saves
 from steerscope.serving.errors import api_error
 from steerscope.specs.errors import SaveFailed
 
-_DONE, _ERROR = b"data: [DONE]", b'data: {"error"'
+_DONE = b"data: [DONE]"
+_ERROR = b'data: {"error"'
 
 
 class SaveReports:
@@ -46,7 +47,8 @@ class ReportingSend:
         self._reported = False
 
     async def __call__(self, message: Message) -> None:
-        saves, kind = self._saves, message["type"]
+        saves = self._saves
+        kind = message["type"]
         if not (saves.files or saves.refused):
             await self._send(message)
         elif kind == "http.response.start" and _is_json(message):
@@ -64,7 +66,8 @@ class ReportingSend:
         body = self._body.rstrip()
         if self._saves.refused and start["status"] == 400:
             refusal = api_error(self._saves.refused)
-            start, body = {**start, "status": refusal.status}, refusal.json().encode()
+            start = {**start, "status": refusal.status}
+            body = refusal.json().encode()
         elif start["status"] == 200 and body.endswith(b"}"):
             body = body[:-1] + b',"steerscope":' + json.dumps(await self._report()).encode() + b"}"
         headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]

@@ -185,7 +185,8 @@ def _problems(detail: ErrorDetails) -> list[Problem]:
 
 def _fault(detail: ErrorDetails) -> tuple[str, str]:
     """Return the fault and the remedy."""
-    kind, shown = detail["type"], repr(detail["input"])
+    kind = detail["type"]
+    shown = repr(detail["input"])
     context = {name: _plain(value) for name, value in detail.get("ctx", {}).items()}
     context["input"] = shown if len(shown) <= 60 else shown[:57] + "…"
     if kind == "json_invalid":

@@ -48,7 +48,8 @@ def parse_layers(value: object) -> tuple[int, ...] | Literal["all"]:
             match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", item) if isinstance(part, str) else None
             if match is None:
                 raise ValueError(f"{part!r} is not a layer; write 12, '10-14', '4,8,10-14' or 'all'")
-            first, last = int(match[1]), int(match[2] or match[1])
+            first = int(match[1])
+            last = int(match[2] or match[1])
             if last < first:
                 raise ValueError(f"layer range {item.strip()!r} runs backwards; write '{last}-{first}'")
             named += last + 1 - first

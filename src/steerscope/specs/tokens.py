@@ -55,7 +55,8 @@ class Positions:
     def within(self, start: int, stop: int) -> Iterator[Interval]:
         """Yield the parts of the intervals that lie in [start, stop), in order."""
         for a, b in self.intervals:
-            low, high = max(a, start), min(b, stop)
+            low = max(a, start)
+            high = min(b, stop)
             if low < high:
                 yield low, high
 
@@ -99,7 +100,8 @@ _LANGUAGE = (
 
 
 def _lex(text: str) -> list[str]:
-    tokens, at = [], 0
+    tokens = []
+    at = 0
     text = text.strip()
     while at < len(text):
         match = _TOKEN.match(text, at)
@@ -122,7 +124,10 @@ class _Parser:
     """A recursive-descent parser. With a context it evaluates to Positions; without, it only checks."""
 
     def __init__(self, text: str, context: _Context | None) -> None:
-        self.text, self.context, self.tokens, self.at = text, context, _lex(text), 0
+        self.text = text
+        self.context = context
+        self.tokens = _lex(text)
+        self.at = 0
         self.depth = 0
 
     def run(self) -> Positions:

@@ -44,7 +44,10 @@ class Course:
         """Of the settings only the `shared` ones matter. `prompts` replace those of the set."""
         if not isinstance(engine.aio, HFEngine):
             raise InvalidRequest([Problem("engine", "vLLM does not train", "load the model with engine='hf'")])
-        self.engine, self.hf, self.data, self.settings = engine, engine.aio, data, settings
+        self.engine = engine
+        self.hf = engine.aio
+        self.data = data
+        self.settings = settings
         self.prompts = data.prompts if prompts is None else prompts
         self.passes = TrainingPasses(engine.aio, settings.batch, settings.gradient_checkpointing)
         self._streams: dict[tuple[Site, int], CachedStreams | None] = {}
@@ -121,7 +124,8 @@ class Course:
         pairs = examples.pairs or tuple(range(len(examples)))
         out = {pair for pair, text in zip(pairs, examples.texts, strict=True) if text in self._held_out}
         left = [i for i, pair in enumerate(pairs) if pair not in out]
-        texts, positive = tuple(examples.texts[i] for i in left), tuple(examples.positive[i] for i in left)
+        texts = tuple(examples.texts[i] for i in left)
+        positive = tuple(examples.positive[i] for i in left)
         examples = Examples(texts, positive, examples.pairs and tuple(pairs[i] for i in left))
         chats = not any(isinstance(text, str) for text in examples.texts)
         tokens = "response" if chats else "all"

@@ -8,7 +8,9 @@ from steerscope.report.svg import HEIGHT, Axes, drawing, text
 from steerscope.training.course import Baselines
 from steerscope.training.passes import perplexity
 
-_WIDTH, _WORDS = 640, 130  # of a plot, and of the room for words on its right
+# of a plot, and of the room for words on its right
+_WIDTH = 640
+_WORDS = 130
 _COLOURS = (*PALETTE[:4], INK)
 
 Points = Sequence[tuple[float, float]]

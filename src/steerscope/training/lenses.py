@@ -103,7 +103,8 @@ def fit_pack(
 
 def shuffled_labels(data: LabelledRows, examples: Sequence[Example], seed: int) -> LabelledRows:
     """Shuffle the concepts of each form's texts: every concept keeps its number of texts."""
-    generator, concept = torch.Generator().manual_seed(seed + 1), data.concept.clone()
+    generator = torch.Generator().manual_seed(seed + 1)
+    concept = data.concept.clone()
     for form in sorted({example.form for example in examples}):
         index = torch.tensor([i for i, example in enumerate(examples) if example.form == form])
         concept[index] = data.concept[index[torch.randperm(len(index), generator=generator)]]
@@ -143,9 +144,11 @@ class _Fitting:
 
     def fit(self, data: LabelledRows, what: str) -> Fit:
         """Fit lenses in groups, which do not depend on each other; finished groups are on disk."""
-        settings, n_lenses = self.settings, len(self.relations.positive)
+        settings = self.settings
+        n_lenses = len(self.relations.positive)
         groups = [range(i, min(i + _GROUP, n_lenses)) for i in range(0, n_lenses, _GROUP)]
-        done, total = [], settings.fit.epochs * len(groups)
+        done = []
+        total = settings.fit.epochs * len(groups)
         for i, group in enumerate(groups):
             path = self.folder / f"lenses-{self._key(data, group)}.safetensors"
             if not path.is_file():
@@ -163,7 +166,8 @@ class _Fitting:
 
     def _key(self, data: LabelledRows, group: range) -> str:
         """Return a hash of everything that the weights of a group depend on."""
-        settings, relations = self.settings, self.relations
+        settings = self.settings
+        relations = self.relations
         chosen = [settings.fit.model_dump(), settings.seed, str(data.rows.device), group.start, group.stop]
         tensors: list[Tensor] = [data.rows, data.text, data.concept, data.part]
         tensors += [relations.positive, relations.siblings, relations.opposites, relations.distant]

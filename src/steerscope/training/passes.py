@@ -38,9 +38,11 @@ class Learnable(nn.Module):
     ) -> None:
         """Layers without a vector in `start` begin at zero."""
         super().__init__()
-        self.layers, self.rank = tuple(layers), rank
+        self.layers = tuple(layers)
+        self.rank = rank
         self.site: Site = site
-        zero, generator = torch.zeros(hidden), torch.Generator().manual_seed(seed)
+        zero = torch.zeros(hidden)
+        generator = torch.Generator().manual_seed(seed)
         self.added = nn.Parameter(torch.stack([start.get(layer, zero).float() for layer in self.layers]))
         if rank:
             drawn = torch.randn(len(self.layers), rank, hidden, generator=generator)
@@ -103,7 +105,9 @@ class TrainingPasses:
 
     def __init__(self, engine: HFEngine, batch: int, checkpointing: bool = False) -> None:
         self._engine = engine
-        self.model, self.batch, self.checkpointing = engine.model, batch, checkpointing
+        self.model = engine.model
+        self.batch = batch
+        self.checkpointing = checkpointing
         self.blocks = engine.blocks
         self._taps = Taps(self.blocks, SlotTable(engine.facts.hidden, 2, engine.model.device))
         self._selects = "logits_to_keep" in inspect.signature(engine.model.forward).parameters

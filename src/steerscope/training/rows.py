@@ -50,7 +50,8 @@ class TextRows:
 
     def at(self, layer: int) -> tuple[Tensor, Tensor]:
         """Load the rows [n, hidden] of a layer and the index of each row's text."""
-        rows, counts = [], []
+        rows = []
+        counts = []
         for shard in self.shards:
             with reading(shard, "shard of rows"), safe_open(shard, framework="pt") as file:
                 rows.append(file.get_tensor(f"layer.{layer}"))

@@ -168,7 +168,8 @@ def _completion(engine: HFEngine, source: Completion, prompt: str | None) -> _To
     def encode(text: str, special: bool = False) -> list[int]:
         return list(engine.tokenizer(text, add_special_tokens=special)["input_ids"]) if text else []  # type: ignore[arg-type]
 
-    before, body = encode(source.prompt), encode(source.response)
+    before = encode(source.prompt)
+    body = encode(source.response)
     whole = encode(source.response, special=True)
     n_special = len(whole) - len(body)
     lead = whole[:n_special] if whole[n_special:] == body else []  # the token that begins every text, if there is one
@@ -191,7 +192,8 @@ def _spoken(engine: HFEngine, chat: Sequence, prompt: str | None) -> _Tokens:
     if rendered.messages is None:
         what = f"the chat template of {engine.facts.name} rewrites messages, so answers cannot be told apart"
         raise InvalidRequest([Problem("messages", what, "give prompt and response as plain text")])
-    ids, spans = rendered.token_ids, rendered.messages
+    ids = rendered.token_ids
+    spans = rendered.messages
     targets: list[int] = []
     last = 0
     for i, span in enumerate(spans):

@@ -41,7 +41,8 @@ class State:
     """Ops, Adam's moments and the best ops so far, in one small file."""
 
     def __init__(self, ops: Learnable) -> None:
-        self.ops, self.optimizer = ops, torch.optim.Adam(ops.parameters())
+        self.ops = ops
+        self.optimizer = torch.optim.Adam(ops.parameters())
         self.step = self.best_epoch = 0
         self.epochs = -1  # that were validated; before the first step 0
         self.best_loss = math.inf
@@ -164,11 +165,14 @@ class TrainingRun:
     """One vector in training, its folder and its state."""
 
     def __init__(self, course: Course, settings: TrainSettings, folder: Path) -> None:
-        self.course, self.settings, self.folder = course, settings, folder
+        self.course = course
+        self.settings = settings
+        self.folder = folder
         self.checkpoint = folder / "checkpoint.safetensors"
         resumed = self.checkpoint.is_file()
         start = {} if resumed else course.start(settings.init, settings.layers, settings.site)
-        hidden, device = course.engine.facts.hidden, course.hf.model.device
+        hidden = course.engine.facts.hidden
+        device = course.hf.model.device
         ops = Learnable(settings.layers, settings.site, start, hidden, settings.rank, settings.seed).to(device)
         self.state = State(ops)
         self.steps_per_epoch = math.ceil(len(course.train) / settings.batch)
@@ -176,7 +180,8 @@ class TrainingRun:
 
     def train(self, told: Told | None) -> None:
         """Train to the end, from the checkpoint where there is one, and write the results."""
-        state, patience = self.state, self.settings.patience or math.inf
+        state = self.state
+        patience = self.settings.patience or math.inf
         if self.checkpoint.is_file():
             state.load(self.checkpoint)
         # Lines after the checkpoint are repeated.
@@ -201,7 +206,8 @@ class TrainingRun:
         return loss
 
     def _step(self, streams: CachedStreams | None) -> Line:
-        settings, state = self.settings, self.state
+        settings = self.settings
+        state = self.state
         epoch, at = divmod(state.step, self.steps_per_epoch)
         order = list(self.course.train)
         random.Random(f"{settings.seed}.{epoch}").shuffle(order)
@@ -233,7 +239,9 @@ class TrainingRun:
         return [json.loads(line) for line in text.split("\n")[:-1]]  # an incomplete last line has no end
 
     def _write_results(self) -> None:
-        course, state, baselines = self.course, self.state, self.course.baselines
+        course = self.course
+        state = self.state
+        baselines = self.course.baselines
         state.use_best()
         save_vector(self.vector(), self.folder / "vector.safetensors")
         if self.settings.rank:
@@ -258,7 +266,8 @@ class TrainingRun:
         return Steering(ops=self.state.ops.ops(self.settings.tokens))
 
     def vector(self) -> SteeringVector:
-        name, settings = self.course.data.name, self.settings.model_dump(mode="json")
+        name = self.course.data.name
+        settings = self.settings.model_dump(mode="json")
         return SteeringVector(
             self.state.ops.vectors(),
             model=self.course.engine.facts.name,

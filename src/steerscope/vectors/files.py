@@ -36,7 +36,8 @@ from steerscope.specs.steering import Site, VectorData
 from steerscope.vectors.legacy import load_chatspace, load_pt, plain_tensor
 from steerscope.vectors.vector import Json, SteeringVector
 
-FORMAT, VERSION = "steerscope-vector", "1"
+FORMAT = "steerscope-vector"
+VERSION = "1"
 CONTROL_VECTOR = "controlvector"
 _MOST_LAYERS = 10_000
 _ZIP = b"PK\x03\x04"  # how a .pt begins
@@ -65,7 +66,8 @@ def save(vector: SteeringVector, path: str | Path) -> None:
 def check_target(path: str | Path, layers: Sequence[int] | Literal["all"] | None, site: Site) -> None:
     """Refuse a file that cannot hold a vector of these layers (None: one for all) at this site. Commands check before
     they compute a vector; `save` checks again."""
-    path, instead = Path(path), "save it as .safetensors"
+    path = Path(path)
+    instead = "save it as .safetensors"
     check_folder(path)
     suffix = path.suffix.lower()
     if suffix not in (".safetensors", ".gguf"):
@@ -98,7 +100,8 @@ def load(path: str | Path) -> SteeringVector:
 def load_upload(data: bytes, name: str, layers: int, hidden: int) -> SteeringVector:
     """Read an uploaded vector for a model of `layers` layers: safetensors or GGUF, by the first bytes. Pickles, and
     files larger than a vector of this model, are refused unread."""
-    gguf, most = data.startswith(b"GGUF"), layers * hidden * 8 + _ABOUT_BYTES
+    gguf = data.startswith(b"GGUF")
+    most = layers * hidden * 8 + _ABOUT_BYTES
     if not gguf and (data[8:9] != b"{" or data.startswith(_ZIP)):
         raise BadFile(f"{name} is neither safetensors nor GGUF: convert it first, e.g. with steerscope vectors convert")
     if len(data) > most:
@@ -186,7 +189,8 @@ def _metadata(vector: SteeringVector, path: Path, **more: dict[str, str]) -> str
         text = json.dumps(data, sort_keys=True)
         survives = json.loads(text) == data
     except (TypeError, ValueError, RecursionError):
-        survives, text = False, ""
+        survives = False
+        text = ""
     if not survives:
         raise BadFile(f"cannot write {path}: the provenance is not plain JSON; use text, numbers, lists and text keys")
     return text
@@ -221,10 +225,12 @@ def _with_sorted_header(data: bytes) -> bytes:
 
 def _load_safetensors(path: Path) -> SteeringVector:
     with safe_open(str(path), framework="pt") as file:
-        header, names = file.metadata() or {}, file.keys()
+        header = file.metadata() or {}
+        names = file.keys()
         foreign = header.get("format") != FORMAT
         if foreign and len(names) != 1:  # perhaps a whole model: no tensor is read
-            shown, wanted = ", ".join(sorted(names)[:8]), "give a file with one tensor, [hidden] or [layers, hidden]"
+            shown = ", ".join(sorted(names)[:8])
+            wanted = "give a file with one tensor, [hidden] or [layers, hidden]"
             raise BadFile(f"{path} was not written by steerscope and holds {len(names)} tensors ({shown}); {wanted}")
         if len(names) > _MOST_LAYERS:
             raise BadFile(f"{path} holds {len(names)} tensors; a vector has at most {_MOST_LAYERS} layers")
@@ -287,7 +293,8 @@ def _load_gguf(path: Path) -> SteeringVector:
             shape = tensor.shape.tolist()
             raise BadFile(f"{path}: {tensor.name} is {tensor.tensor_type.name} {shape}; expected F32 [hidden]")
         directions[layer] = torch.from_numpy(np.array(tensor.data, dtype=np.float32))
-    own, hint = reader.get_field("steerscope.metadata"), reader.get_field(f"{CONTROL_VECTOR}.model_hint")
+    own = reader.get_field("steerscope.metadata")
+    hint = reader.get_field(f"{CONTROL_VECTOR}.model_hint")
     if own is None:  # the hint names an architecture ("mistral"), not a model
         about = {"name": path.stem, "file": path.name, "model_hint": hint and hint.contents()}
         return SteeringVector(directions, provenance=about)

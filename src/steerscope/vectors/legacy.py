@@ -21,7 +21,9 @@ from steerscope.vectors.vector import Json, SteeringVector
 
 # Of traits and roles; the first that is there.
 DEFAULT_KEYS = ("pos_neg_50", "pos_neg", "pos_3-default_1", "pos_all-default_1")
-_VECTOR_FILE, _CONFIG_FILE, _DEFAULTS_FILE = "steering_vector.pt", "steering_config.json", "default_vectors.pt"
+_VECTOR_FILE = "steering_vector.pt"
+_CONFIG_FILE = "steering_config.json"
+_DEFAULTS_FILE = "default_vectors.pt"
 
 
 def load_pt(path: str | Path) -> SteeringVector:
@@ -122,7 +124,8 @@ def load_capping(path: str | Path) -> dict[str, Steering]:
 
 
 def _cap(path: Path, experiment: str, intervention: Mapping[str, object], vectors: Mapping[object, VectorData]) -> Cap:
-    vector, cap = intervention.get("vector"), intervention.get("cap")
+    vector = intervention.get("vector")
+    cap = intervention.get("cap")
     cap = cap.item() if isinstance(cap, Tensor) and not cap.dim() else cap
     if vector not in vectors:
         raise BadFile(f"{path}: experiment {experiment!r} caps unknown vector {vector!r}; known are {_list(vectors)}")

@@ -79,7 +79,8 @@ def _known(body: str, names: Sequence[str]) -> tuple[str, str] | None:
 def split(body: str) -> tuple[str, str]:
     """Return the longest prefix that is a path, and the rest; a slash in the rest means that the path is wrong."""
     for cut in [len(body), *(sign.start() for sign in reversed([*re.finditer("[@:#]", body)]))]:
-        path, rest = body[:cut], body[cut:]
+        path = body[:cut]
+        rest = body[cut:]
         if os.path.exists(path) and ("/" not in rest or (rest[0] == "#" and os.path.isfile(path))):
             return path, rest
     path = re.sub(r"(@(all|[\d, -]+))?(:[^:/]*)?$|#[^/]*$", "", body, count=1)

@@ -149,7 +149,8 @@ class SteeringVector:
         self._same_shape(other)
         result = {}
         for layer, direction in self.directions.items():
-            a, b = direction.double(), other.directions[layer].double()
+            a = direction.double()
+            b = other.directions[layer].double()
             scale = float(a.norm() * b.norm())
             result[layer] = float(a @ b) / scale if scale else 0.0
         return result
@@ -164,7 +165,8 @@ class SteeringVector:
         names = ("model", "site", "method", "provenance")
         if any(getattr(self, name) != getattr(other, name) for name in names):
             return False
-        mine, theirs = self.directions, other.directions
+        mine = self.directions
+        theirs = other.directions
         return mine.keys() == theirs.keys() and all(_same_bits(mine[layer], theirs[layer]) for layer in mine)
 
     # --- ops

@@ -111,7 +111,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def block_of(module: nn.Module) -> Block:
-    attention, mlp = _named(module, *_ATTENTION), _named(module, *_MLP)
+    attention = _named(module, *_ATTENTION)
+    mlp = _named(module, *_MLP)
     attn_names = _ATTENTION_NORMS
     if _named(module, *_NORMS_AROUND_MLP) is not None:
         attn_names = (*attn_names, "post_attention_layernorm")
@@ -119,7 +120,8 @@ def block_of(module: nn.Module) -> Block:
     mlp_addend = _named(module, *_MLP_NORMS) or _projection(mlp)
     mlp_part = None
     if per_layer := _named(module, "post_per_layer_input_norm"):  # Gemma 4 adds this to what the MLP has added
-        mlp_part, mlp_addend = mlp_addend, per_layer
+        mlp_part = mlp_addend
+        mlp_addend = per_layer
     found = [value for name in _MULTIPLIERS if isinstance(value := getattr(module, name, None), int | float)]
     multiplier = float(found[0]) if found else 1.0
     return Block(module, attention, mlp, attn_addend, mlp_addend, multiplier, mlp_part)

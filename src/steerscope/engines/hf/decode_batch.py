@@ -76,7 +76,8 @@ class BatchCache(Cache):
             for buffer, fresh in zip(_buffers(mine), _buffers(theirs), strict=True):
                 clear(buffer[w.rows : rows, :, : end - new])
                 buffer[w.rows : rows, :, end - new : end] = fresh
-        w.rows, w.end = rows, end
+        w.rows = rows
+        w.end = end
         self.lengths += lengths
         self._narrow()
 
@@ -148,9 +149,11 @@ class BatchCache(Cache):
             for buffer, old in zip(made[-1], _buffers(mine) if w.rows else (), strict=False):
                 buffer[: w.rows, :, start:end] = old[: w.rows, :, w.start : w.end]
         for layer, (keys, values) in zip(self.own, made, strict=True):
-            layer.keys, layer.values = keys, values
+            layer.keys = keys
+            layer.values = values
             layer.is_initialized = True
-        w.start, w.end = start, end
+        w.start = start
+        w.end = end
 
 
 def clear(padding: Tensor) -> None:

@@ -60,8 +60,10 @@ class HFEngine(ThreadedEngine[Row]):
         """Start the engine; `options` are the fields of `HFSettings`."""
         self.settings = HFSettings.parse(options)
         super().__init__(ByteBudget(self.settings.capture_budget, self.settings.capture_wait))
-        self.model, self.tokenizer = model.eval(), tokenizer
-        self.dtype, self.device = model.dtype, model.device
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.dtype = model.dtype
+        self.device = model.device
         self.blocks = find_blocks(model)
         config = model.config.get_text_config(decoder=True)
         self.facts = Facts(
@@ -79,7 +81,8 @@ class HFEngine(ThreadedEngine[Row]):
         self._run()
 
     def _prepare(self) -> None:
-        model, settings = self.model, self.settings
+        model = self.model
+        settings = self.settings
         hidden = self.facts.hidden
         self._table = SlotTable(hidden, settings.slots, self.device)
         self._taps = Taps(self.blocks, self._table)

@@ -97,7 +97,9 @@ class PassBuilder:
     """Makes the pass of each forward."""
 
     def __init__(self, table: SlotTable, hidden: int, dtype: torch.dtype) -> None:
-        self.table, self.hidden, self.dtype = table, hidden, dtype
+        self.table = table
+        self.hidden = hidden
+        self.dtype = dtype
         self._last_content: object = None
         self._last = SteeredTokens()
 
@@ -137,7 +139,8 @@ def index_forward(spans: Sequence[TokenSpan], width: int) -> Pass:
         row = span.row
         first = number * width + width - span.stop  # flat number of position 0
         _add_entries(entries, span, first, n_columns)
-        capture, watch = row.plan.capture, row.plan.watch
+        capture = row.plan.capture
+        watch = row.plan.watch
         if capture is not None:
             how = capture.keys, capture.spec.before_steering
             captured.setdefault(how, Gather(*how)).add(span, first, capture.positions)

@@ -19,7 +19,8 @@ class PrefillQueue:
     """Rows that were admitted and are not in the batch yet, oldest first."""
 
     def __init__(self, chunk_tokens: int, in_pieces: bool) -> None:
-        self.chunk_tokens, self.in_pieces = chunk_tokens, in_pieces
+        self.chunk_tokens = chunk_tokens
+        self.in_pieces = in_pieces
         self.rows: list[Row] = []
         self._long_is_next = True
 

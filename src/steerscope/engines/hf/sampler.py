@@ -71,7 +71,8 @@ def _penalise(row: Tensor, chooser: Chooser) -> None:
     """Divide positive and multiply negative logits of tokens seen in the window (as transformers and vLLM do)."""
     window = chooser.sampling.repetition_window
     seen = torch.tensor(sorted(set(chooser.history[-window:] if window else chooser.history)), device=row.device)
-    values, penalty = row[seen], chooser.sampling.repetition_penalty
+    values = row[seen]
+    penalty = chooser.sampling.repetition_penalty
     row[seen] = torch.where(values > 0, values / penalty, values * penalty)
 
 

@@ -116,8 +116,10 @@ def _lost(
     layer: int, blocks: Blocks, probe: Probe, given: Tensor, rows: dict[Key, Tensor], added: dict[Key, Tensor]
 ) -> str | None:
     """The sites of a layer whose rows, or what the next block is given, are not what their vectors make of them."""
-    block, returned = blocks[layer], probe.returned[layer][0]
-    scale, eps = stream_scale(block), torch.finfo(returned.dtype).eps
+    block = blocks[layer]
+    returned = probe.returned[layer][0]
+    scale = stream_scale(block)
+    eps = torch.finfo(returned.dtype).eps
     exact = scale == block.multiplier == 1
     terms = probe.terms(layer, block)
     for site, facts in TABLE.items():
@@ -142,8 +144,10 @@ def _lost(
 def _batching(model: PreTrainedModel, layers: int) -> None:
     # Ordinary tokens: the first ids are special, and in bfloat16 SmolLM2's rows of those round ten times as coarsely.
     a, b, c, last = (len(model.get_input_embeddings().weight) // part for part in (2, 3, 5, 7))  # type: ignore[arg-type]
-    device, texts = model.device, ([a, b, c], [b])
-    prefilled, cache = DynamicCache(), BatchCache(layers)
+    device = model.device
+    texts = ([a, b, c], [b])
+    prefilled = DynamicCache()
+    cache = BatchCache(layers)
     model(**prefill_inputs(texts, 0, device), past_key_values=prefilled, use_cache=True)
     cache.join(prefilled, [3, 1])
     together = model(**cache.inputs([last, last], device), use_cache=True).logits[:, -1]
@@ -199,7 +203,8 @@ def _in_pieces(
     model: PreTrainedModel, blocks: Blocks, ids: list[int], cuts: Sequence[int], last_only: dict[str, int]
 ) -> tuple[Tensor, Tensor]:
     """Return the rows [tokens, hidden] that leave the last block, and logits of the last tokens."""
-    cache, kept = DynamicCache(), dict[int, Tensor]()
+    cache = DynamicCache()
+    kept = dict[int, Tensor]()
     rows: list[Tensor] = []
     logits = torch.empty(0)
     with blocks[len(blocks) - 1].module.register_forward_hook(keep_output(kept, 0)):

@@ -57,7 +57,8 @@ class Row(RunningText):
         capture = self.plan.capture
         if capture is None:
             return
-        model, hidden = self.context.model, self.context.facts.hidden
+        model = self.context.model
+        hidden = self.context.facts.hidden
         if capture.spec.reduce:
             self.kept = Reducer(capture.spec.reduce, len(capture.keys), hidden, model.device)
         else:
@@ -87,8 +88,10 @@ class Row(RunningText):
 
     def restart(self) -> None:
         """Forget what a prefill that failed has computed: the prompt will be run again, alone, from its first token."""
-        self.fed, self.fault = 0, None
-        self.prefilled, self.alone = None, True
+        self.fed = 0
+        self.fault = None
+        self.prefilled = None
+        self.alone = True
         if self.kept is not None:
             self.kept.restart()
         if self.seat is not None and self.seat.slot:
@@ -97,7 +100,8 @@ class Row(RunningText):
             self.notes.restart()
 
     def _handle(self) -> CaptureHandle | None:
-        capture, held = self.plan.capture, self.job.held
+        capture = self.plan.capture
+        held = self.job.held
         if capture is None or held is None:
             return None
         # The last sampled token is never fed: p + g − 1 rows, and none at all for what was never started.

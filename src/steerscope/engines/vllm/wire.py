@@ -20,7 +20,8 @@ from steerscope.specs.tokens import Positions
 
 FIRST_POSITION = "steerscope_from"  # beside that entry: nothing is asked below this position
 OVERFLOW = "its steering makes the hidden states not finite; lower the strength"  # why a worker gives a request up
-_MAX_BODIES, _MAX_RECENT = 256, 4096
+_MAX_BODIES = 256
+_MAX_RECENT = 4096
 
 
 class WireColumn(msgspec.Struct, array_like=True):

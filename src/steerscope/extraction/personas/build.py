@@ -119,7 +119,8 @@ def principal_axis(roles: Tensor, default: Tensor, model: str | None = None) -> 
     spread = roles.double() - roles.double().mean(0)
     means = torch.cat([roles, default[None]])
     first = towards(first_axis(spread), means, torch.arange(len(means)) == len(roles))
-    along, whole = (spread * first).sum(-1).square().sum(0), spread.square().sum((0, 2))
+    along = (spread * first).sum(-1).square().sum(0)
+    whole = spread.square().sum((0, 2))
     explained = [round(float(share), 4) for share in along / whole.clamp_min(1e-30)]  # 0 where all roles are alike
     return SteeringVector(
         dict(enumerate(first)),
@@ -242,7 +243,8 @@ class _Build:
 
     def persona_files(self, persona: Persona) -> Summary:
         """Write the keys of a persona and its steering vector; return its summary."""
-        run, answers = self.run, gather(self.run, Folder(self.out), persona)
+        run = self.run
+        answers = gather(self.run, Folder(self.out), persona)
         is_role = persona.kind == "roles"
         keys = role_keys(answers) if is_role else trait_keys(answers, len(run.default.instructions))
         keys = {key: found for key, found in keys.items() if key in _NEED_NO_SCORE or found[1] >= TRUSTED}
@@ -268,7 +270,8 @@ class _Build:
     def axis_files(self, layers: Sequence[int], percentiles: Sequence[float]) -> Summary:
         """Write both axes and caps: floors at percentiles of the projections of the default's answers."""
         roles = torch.stack(list(self.means.values()))
-        axis, contrast = principal_axis(roles, self.ground, self.model), contrast_axis(roles, self.ground, self.model)
+        axis = principal_axis(roles, self.ground, self.model)
+        contrast = contrast_axis(roles, self.ground, self.model)
         _save(axis, self._path("steering/axis.safetensors"))
         _save(contrast, self._path("steering/axis-contrast.safetensors"))
         # As in public capping configs: the first layer, and the one after the last.

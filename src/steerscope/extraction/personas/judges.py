@@ -78,7 +78,8 @@ class KeywordJudge:
         return [self._score(persona, one.answer) for one in answers]
 
     def _score(self, persona: Persona, answer: str) -> Score:
-        pos, neg = _count(persona.keywords.pos, answer), _count(persona.keywords.neg, answer)
+        pos = _count(persona.keywords.pos, answer)
+        neg = _count(persona.keywords.neg, answer)
         if persona.kind == "traits":
             if refuses(answer) and not pos and not neg:
                 return REFUSAL

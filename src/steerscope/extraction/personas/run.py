@@ -224,7 +224,8 @@ def _answer(engine: SyncEngine, run: PersonaRun, folder: Folder, batch: int, pro
     total = sum(len(run.asked(one)) for one in run.all_personas)
     n_done = n_answered = 0
     for persona in run.all_personas:
-        ledger, reasons = folder.answers(persona), list[str]()
+        ledger = folder.answers(persona)
+        reasons = list[str]()
         for n in answer_all(engine, run.asked(persona), run.rollouts, ledger, folder.shards, batch, reasons):
             n_done += n
             progress("answers", n_done, total)
@@ -297,7 +298,9 @@ def text_of(record: runs.Record) -> str:
 
 def judge_answers(run: PersonaRun, out: Path, judge: Judge, progress: runs.Progress = runs.no_progress) -> list[str]:
     """Make the missing scores; return which personas have answers without one."""
-    folder, unjudged, n_done = Folder(out), list[str](), 0
+    folder = Folder(out)
+    unjudged = list[str]()
+    n_done = 0
     total = sum(len(run.judged(one)) for one in run.personas)
     texts = {id: text_of(record) for one in run.all_personas for id, record in folder.answers(one).records.items()}
     for persona in run.personas:

@@ -228,7 +228,8 @@ def _calibration(path: Path, records: list[_Record]) -> dict[str, Tensor]:
 def _curve(entry: object) -> tuple[float, float, float]:
     if not isinstance(entry, Mapping):
         return IDENTITY
-    own, other = float(entry["self_mean"]), float(entry.get("cross_mean") or 0.0)
+    own = float(entry["self_mean"])
+    other = float(entry.get("cross_mean") or 0.0)
     low = other if other > 0 else own / 2
     return (low, own, float(entry.get("confidence", 1.0))) if own > low else IDENTITY
 

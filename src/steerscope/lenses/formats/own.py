@@ -24,7 +24,9 @@ from steerscope.lenses import tensors as arrays
 from steerscope.lenses.spec import Concept, ConceptList, FileEntry, HierarchySummary, Manifest, PackInfo, TensorEntry
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 
-MANIFEST, CONCEPTS, TENSORS = "pack.json", "concepts.json", "lenses.safetensors"
+MANIFEST = "pack.json"
+CONCEPTS = "concepts.json"
+TENSORS = "lenses.safetensors"
 
 
 def digest(info: PackInfo, concepts: Sequence[Concept], entries: Mapping[str, TensorEntry]) -> str:

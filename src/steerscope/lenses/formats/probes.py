@@ -78,7 +78,8 @@ def load_probes(
         w, b = (arrays.get(key, arrays.get(f"{key}_")) for key in ("coef", "intercept"))
         if w is None or b is None:
             raise BadFile(f"{path} holds {', '.join(arrays) or 'nothing'}; expected coef_ and intercept_")
-        w, b = np.atleast_2d(w).astype(np.float32), np.atleast_1d(b).astype(np.float32)
+        w = np.atleast_2d(w).astype(np.float32)
+        b = np.atleast_1d(b).astype(np.float32)
         if w.ndim != 2 or b.shape != (len(w),):
             raise BadFile(f"{path}: coef_ is {list(w.shape)}, intercept_ {list(b.shape)}; expected [n, hidden] and [n]")
         chosen = [str(each) for each in names or arrays.get("names", range(len(w)))]

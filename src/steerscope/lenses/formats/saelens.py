@@ -106,13 +106,17 @@ def _shape_problems(architecture: str, weights: Mapping[str, Tensor]) -> list[Pr
 
 
 def _pack(path: Path, config: Mapping, weights: Mapping[str, Tensor], model: str, layer: int, site: Site) -> Pack:
-    output, encoder, decoder = _OUTPUTS[_architecture(config)], weights["W_enc"], weights["W_dec"]
+    output = _OUTPUTS[_architecture(config)]
+    encoder = weights["W_enc"]
+    decoder = weights["W_dec"]
     bias = weights["b_enc"]
     if config.get("apply_b_dec_to_input", True):
         bias = (bias.double() - weights["b_dec"].double() @ encoder.double()).float()
     if config.get("rescale_acts_by_decoder_norm"):
         norms = decoder.norm(dim=-1)
-        encoder, bias, decoder = encoder * norms, bias * norms, decoder / norms.unsqueeze(-1)
+        encoder = encoder * norms
+        bias = bias * norms
+        decoder = decoder / norms.unsqueeze(-1)
     tensors = {"w0": encoder.T.unsqueeze(1).contiguous(), "b0": bias.unsqueeze(1), "decoder": decoder}
     if output == "jumprelu":
         threshold = weights["log_threshold"].exp() if "log_threshold" in weights else weights["threshold"]
@@ -139,6 +143,7 @@ def feature(pack: Pack, i: int | str) -> SteeringVector:
     place = pack.index(i) if isinstance(i, str) else i
     if not 0 <= place < len(pack):
         raise InvalidRequest([Problem("feature", f"{i} does not exist", f"the pack has 0–{len(pack) - 1}")])
-    info, about = pack.info, f"{pack.info.name}/{pack.concepts[place].id}"
+    info = pack.info
+    about = f"{pack.info.name}/{pack.concepts[place].id}"
     direction = pack.tensors["decoder"][place]
     return SteeringVector({info.layer: direction}, info.model, info.site, "sae decoder", {"name": about})

@@ -69,7 +69,9 @@ class VLLMTemplate:
     def _wire_capture(self, hold: int) -> WireCapture | None:
         if self._capture is None:
             return None
-        keys, positions, spec = self._capture.keys, self._capture.positions, self._capture.spec
+        keys = self._capture.keys
+        positions = self._capture.positions
+        spec = self._capture.spec
         return WireCapture(keys, positions, spec.before_steering, spec.reduce, hold, self._most_rows)
 
     def contents(self) -> tuple[bytes, ...]:
@@ -127,7 +129,9 @@ class Capacity:
     def __init__(
         self, facts: Facts, dtype: torch.dtype, settings: VLLMSettings, stage: Mapping[Key, int], regions: Regions
     ) -> None:
-        self.facts, self.dtype, self.regions = facts, dtype, regions
+        self.facts = facts
+        self.dtype = dtype
+        self.regions = regions
         self.salts = Salts()
         self.stage = stage  # the pipeline stage that holds each tap
         self.stages = sorted(set(stage.values()))
@@ -152,7 +156,8 @@ class Allocation:
     """The slots and shared memory of one request that steers, captures or is watched."""
 
     def __init__(self, capacity: Capacity, plan: Plan) -> None:
-        self.capacity, self.plan = capacity, plan
+        self.capacity = capacity
+        self.plan = plan
         self.region: Region | None = None
         self.shared = capacity.shared(plan)
         self.held: list[tuple[SlotPool, Slot]] = []
@@ -209,13 +214,16 @@ class Allocation:
 
     def readings(self, start: int, stop: int) -> HostStepReadings:
         """Return readings [start, stop), in memory of their own."""
-        watch, region = self.shared.watch, self.region
+        watch = self.shared.watch
+        region = self.region
         assert watch is not None
         assert region is not None
-        size, k = 4 * watch.words, watch.kept
+        size = 4 * watch.words
+        k = watch.kept
         words = region.part(watch.place + start * size, watch.place + stop * size).view(np.int32)
         words = words.reshape(-1, watch.words).copy()
-        values, indices = words[:, :k].view(np.float32), words[:, k : 2 * k].astype(np.int64)
+        values = words[:, :k].view(np.float32)
+        indices = words[:, k : 2 * k].astype(np.int64)
         if not watch.compiled.rules:
             return HostStepReadings(values, indices)
         on, off = ((words[:, 2 * k + i, None] >> np.arange(MOST_RULES) & 1).astype(bool) for i in range(2))
@@ -225,7 +233,8 @@ class Allocation:
         """Return the number of rows that every stage of the capture has written."""
         assert self.region is not None
         assert self.plan.capture is not None
-        stages, counters = self.capacity.stages_of(self.plan.capture.keys), self.region.counters
+        stages = self.capacity.stages_of(self.plan.capture.keys)
+        counters = self.region.counters
         return counters[stages[0]] if len(stages) == 1 else min(counters[stage] for stage in stages)
 
     def left(self) -> bool:
@@ -236,11 +245,13 @@ class Allocation:
         """Return a function that makes each tap's rows, the number of captured rows, and the bytes they need from now
         on, for a text that has ended after `computed` rows. The function keeps the memory, which this lets go. Raises
         RequestFailed when rows did not arrive."""
-        capture, region = self.plan.capture, self.region
+        capture = self.plan.capture
+        region = self.region
         assert capture is not None
         assert region is not None
         count = capture.positions.count(computed)
-        found, reduce = self.arrived(), capture.spec.reduce
+        found = self.arrived()
+        reduce = capture.spec.reduce
         region.counters[TAKEN] = 1
         if region.failed or (found != count if reduce else found < count):
             raise RequestFailed(f"{count - found} of {count} rows did not arrive")
@@ -256,7 +267,9 @@ class Allocation:
         """A region holds one block [rows, taps, hidden] per pipeline stage, in the order of stages; a reduction is one
         row of float32."""
         assert self.plan.capture is not None
-        capture, hidden, reduce = self.plan.capture, self.capacity.facts.hidden, self.plan.capture.spec.reduce
+        capture = self.plan.capture
+        hidden = self.capacity.facts.hidden
+        reduce = self.plan.capture.spec.reduce
         if reduce and not count:
             return {key: torch.full((hidden,), torch.nan) for key in capture.keys}
         total = 1 if reduce else capture.positions.count(self.plan.most_rows)
@@ -264,7 +277,8 @@ class Allocation:
         if len(stages) == 1 and not reduce:
             total = count  # the rest was given back
         flat = region.tensor((total * len(capture.keys), hidden), torch.float32 if reduce else self.capacity.dtype)
-        found, start = {}, 0
+        found = {}
+        start = 0
         for stage in stages:
             mine = [key for key in capture.keys if self.capacity.stage[key] == stage]
             block = flat[start : start + total * len(mine)].view(total, len(mine), hidden)

@@ -75,7 +75,8 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
             raise
 
     def _begin(self, config: Any, name: str, capture_budget: int) -> None:
-        self.dtype, self.device = config.model_config.dtype, start.device_of_workers()
+        self.dtype = config.model_config.dtype
+        self.device = start.device_of_workers()
         self.mode = start.mode_of(config)
         self.facts = facts_of(config, self.settings, name)
         regions = self._share(capture_budget)
@@ -243,7 +244,8 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
 
     def _forget(self) -> bool:
         """Tell the workers which requests have ended, before the next step does; return whether any have."""
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         if ended:
             with contextlib.suppress(Exception):  # a dead engine fails the next step, or the next request
                 self._rpc("forget", ended)
@@ -307,7 +309,8 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
         return True
 
     def _step(self) -> None:
-        ended, outputs = len(self._ended), self.outputs.step()
+        ended = len(self._ended)
+        outputs = self.outputs.step()
         del self._ended[:ended]  # the step said so
         self._counts["steps"] += 1
         if self._without_token:

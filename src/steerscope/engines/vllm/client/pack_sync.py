@@ -25,13 +25,15 @@ class WorkerStore:
     """The packs of all workers. Each load has a number, by which the workers know it until it is installed."""
 
     def __init__(self, rpc: Callable[..., list[Any]], call: Callable[..., Any]) -> None:
-        self._rpc, self._call = rpc, call
+        self._rpc = rpc
+        self._call = call
         self._load_ids = itertools.count()
 
     # --- the load's thread
 
     def load(self, registered: Registered, stopped: threading.Event) -> int:
-        load_id, options = next(self._load_ids), dataclasses.asdict(registered.options)
+        load_id = next(self._load_ids)
+        options = dataclasses.asdict(registered.options)
         with _folder_of(registered) as folder:
             try:
                 self._ask("load_pack", load_id, str(folder), registered.pack.digest, options)

@@ -20,7 +20,9 @@ from steerscope.specs.errors import CapacityExceeded, RequestFailed
 _LATE = 8  # steps after which the workers have looked whether steered rows are finite
 _PATIENCE = 5.0  # seconds, for a reading whose token is there; then it is missing
 _HOLD = 4  # rows a reduction keeps back: vLLM may run a step or two past the end of a text
-_HOLD_LATE, _HOLD_BYTES = 64, 64 << 20  # the same where vLLM learns of the end from this process, some steps late
+# the same where vLLM learns of the end from this process, some steps late
+_HOLD_LATE = 64
+_HOLD_BYTES = 64 << 20
 Lack = Literal["rows", "answer"]  # rows come with the steps that follow; for an answer the workers have to be asked
 
 
@@ -123,7 +125,8 @@ class VLLMText(RunningText):
     def _note(self, rows: int) -> bool:
         """Take over the readings of the first rows; return whether all were there. Later readings may not belong to
         the text."""
-        watch, allocation = self.plan.watch, self.allocation
+        watch = self.plan.watch
+        allocation = self.allocation
         if watch is None or allocation is None or allocation.region is None or self.notes is None:
             return True
         wanted = watch.positions.count(rows)
@@ -162,7 +165,9 @@ class VLLMText(RunningText):
     def lacks(self, until: float = 0.0) -> Lack | None:
         """Return what of a text that has ended is not here. The reduced rows of a text with `max_tokens` tokens are
         written beside the last one: these are waited for, until then."""
-        allocation, plan, count = self.allocation, self.plan, self.count
+        allocation = self.allocation
+        plan = self.plan
+        count = self.count
         if allocation is None or allocation.region is None:
             return None
         if not count or allocation.region.failed:  # it may be in the very step that runs now
@@ -173,7 +178,8 @@ class VLLMText(RunningText):
             return "answer"
         if plan.capture is None:
             return None
-        wanted, arrived = plan.capture.positions.count(self.computed), allocation.arrived()
+        wanted = plan.capture.positions.count(self.computed)
+        arrived = allocation.arrived()
         if not plan.capture.spec.reduce:
             if arrived >= wanted:
                 return None
@@ -191,7 +197,8 @@ class VLLMText(RunningText):
         return [self.key, self.computed, self.allocation.region.offset, bool(self.plan.columns)]
 
     def _handle(self) -> CaptureHandle | None:
-        capture, held = self.plan.capture, self.job.held
+        capture = self.plan.capture
+        held = self.job.held
         if capture is None or held is None:
             if held is not None:  # there were readings, which have been taken over
                 held.release()

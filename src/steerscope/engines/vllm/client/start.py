@@ -54,8 +54,11 @@ def batched_tokens(config: Any) -> int:
     of the device's memory: of a large model, all layers of 8,192 tokens would leave little for keys and values."""
     from vllm.platforms import current_platform
 
-    scheduler, model, settings = config.scheduler_config, config.model_config, asked_for(config)
-    tokens, least = scheduler.max_num_batched_tokens, max(_LEAST_TOKENS, scheduler.max_num_seqs)
+    scheduler = config.scheduler_config
+    model = config.model_config
+    settings = asked_for(config)
+    tokens = scheduler.max_num_batched_tokens
+    least = max(_LEAST_TOKENS, scheduler.max_num_seqs)
     if settings is None or not settings.capture or not scheduler.enable_chunked_prefill:
         return tokens
     row_bytes = model.get_hidden_size() * model.dtype.itemsize

@@ -17,7 +17,9 @@ from steerscope.specs.errors import SteerscopeError, UnsupportedModel
 from steerscope.specs.sampling import Sampling
 from steerscope.specs.steering import Add, Site, Steering
 
-_PROMPT, _TOKENS, _TOKENS_READ = [1, 2, 3, 4, 5], 3, "last_prompt | generated"
+_PROMPT = [1, 2, 3, 4, 5]
+_TOKENS = 3
+_TOKENS_READ = "last_prompt | generated"
 _STRENGTH = 0.5  # of a row's own norm, so that it stands out of rounding in any dtype
 
 
@@ -40,7 +42,8 @@ def self_test(engine: SyncEngine, settings: VLLMSettings) -> None:
 
 
 def _check_site(engine: SyncEngine, site: Site, layers: list[int]) -> None:
-    prompt, sampling = TokenPrompt(_PROMPT), Sampling(max_tokens=_TOKENS, ignore_eos=True)
+    prompt = TokenPrompt(_PROMPT)
+    sampling = Sampling(max_tokens=_TOKENS, ignore_eos=True)
     captures = [
         Capture(layers=layers, sites=site, tokens=_TOKENS_READ, before_steering=before) for before in (True, False)
     ]

@@ -70,7 +70,8 @@ SAVES: ContextVar[Saves | None] = ContextVar("saves", default=None)
 
 class Front:
     def __init__(self, config: Any, settings: VLLMSettings) -> None:
-        self.settings, self.facts = settings, facts_of(config, settings)
+        self.settings = settings
+        self.facts = facts_of(config, settings)
         self.vectors = named(settings.vectors)
         self.budget = ByteBudget(settings.capture_budget, 0.0)
         self.arena = new_arena(settings.capture_budget)
@@ -88,7 +89,8 @@ class Front:
         """A request that vLLM has accepted, judged. Raises InvalidRequest."""
         text = isinstance(given, str | bytes)  # as it comes over HTTP
         asked = RequestEntry.from_json(given) if text else RequestEntry.parse(given)  # type: ignore[arg-type]
-        ids, params = request.prompt_token_ids, request.sampling_params
+        ids = request.prompt_token_ids
+        params = request.sampling_params
         if ids is None or getattr(request, "resumable", False):
             what = "its tokens are not all known now"
             raise InvalidRequest([Problem("prompt", what, "send one complete prompt of text or tokens")])
@@ -169,7 +171,9 @@ class Text:
     """One text of a request, until its end. Its slots and memory come back when it is garbage-collected."""
 
     def __init__(self, front: Front, plan: Plan, file: ReservedFile | None) -> None:
-        self.front, self.plan, self.file = front, plan, file
+        self.front = front
+        self.plan = plan
+        self.file = file
         self.held: Reservation | None = None
         self.allocation = Allocation(self.front.capacity, self.plan)
         if size := self.allocation.shared.n_bytes:
@@ -189,7 +193,8 @@ class Text:
             return None
         history = [*self.plan.prompt.token_ids, *token_ids]
         count = self.plan.capture.positions.count(len(history) - 1)
-        held, self.held = self.held, None
+        held = self.held
+        self.held = None
         load = functools.partial(self._load, history, held)
         handle = CaptureHandle(self.plan.request_id, count, load, self.front.budget, held, _TTL_S)
         if self.file is not None:
@@ -247,7 +252,8 @@ def stages_of(config: Any, settings: VLLMSettings) -> dict[Key, int]:
     """The pipeline stage of each tap, as vLLM divides the layers."""
     from vllm.distributed.utils import get_pp_indices
 
-    size, count = config.parallel_config.pipeline_parallel_size, layer_count(config)
+    size = config.parallel_config.pipeline_parallel_size
+    count = layer_count(config)
     parts = [range(*get_pp_indices(count, rank, size)) for rank in range(size)]
     return {key: next(s for s, part in enumerate(parts) if key[0] in part) for key in settings.keys(count)}
 
@@ -272,7 +278,8 @@ def entry_of(request: Any) -> Any:
 
 def process_inputs(inner: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     request = inner(self, *args, **kwargs)
-    params, given = request.sampling_params, entry_of(request)
+    params = request.sampling_params
+    given = entry_of(request)
     if given is None:
         return request
     front = front_of(self)
@@ -309,7 +316,8 @@ def refusal(problems: list[Problem], kind: type[InvalidRequest] = InvalidRequest
 
 
 def add_request(inner: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    params, ticket = request.sampling_params, entry_of(request)
+    params = request.sampling_params
+    ticket = entry_of(request)
     if not isinstance(ticket, Ticket):
         return inner(self, request, *args, **kwargs)
     text = ticket.texts.pop(0) if ticket.texts else None
@@ -335,7 +343,8 @@ def process_outputs(inner: Any, self: Any, outputs: list, *args: Any, **kwargs: 
             if why == OVERFLOW:
                 text.front.capacity.salts.spoil(text.allocation.shared)
             stopped += [] if output.finished else [output.request_id]
-            output.finish_reason, output.stop_reason = FinishReason.ERROR, why
+            output.finish_reason = FinishReason.ERROR
+            output.stop_reason = why
     result = inner(self, outputs, *args, **kwargs)
     result.reqs_to_abort.extend(stopped)
     return result

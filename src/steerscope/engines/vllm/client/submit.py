@@ -100,7 +100,9 @@ class WorkerVectors:
     """The vectors that every worker has, so that requests name them by the hash of their content."""
 
     def __init__(self, rpc: Callable[..., Any], in_use: Callable[[], set[bytes]], most: int) -> None:
-        self._rpc, self._in_use, self._most = rpc, in_use, most
+        self._rpc = rpc
+        self._in_use = in_use
+        self._most = most
         self._given: dict[bytes, None] = {}  # last used last
 
     def give(self, column: "Column") -> None:

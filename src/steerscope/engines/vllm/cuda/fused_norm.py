@@ -274,9 +274,16 @@ def sum_kernel(
             tl.store(out + at, total, mask=inside)
 
 
-def _check_runs(runs: Tensor | None, tokens: int, steer: bool, capture: bool) -> None:
-    if runs is not None and (tokens <= FEW or steer or not capture):
+def _checked_runs(mode: tap.TapMode, tokens: int, steer: bool, capture: bool) -> Tensor | None:
+    """Return the runs of rows that the taps of this step sum."""
+    if mode.runs is not None and (tokens <= FEW or steer or not capture):
         raise ValueError(f"a tap was to sum rows of {tokens} tokens, which it does not where it steers, or has few")
+    return mode.runs
+
+
+def _large(dtype: torch.dtype) -> float:
+    """Return a sum of squares below which no value of a row can be an infinity in this dtype."""
+    return min(torch.finfo(dtype).max ** 2, torch.finfo(torch.float32).max)
 
 
 def cuda_tap_norm(
@@ -286,17 +293,24 @@ def cuda_tap_norm(
     and to end the step."""
     precomputed, staged, stage, orders = arguments[:4]
     tables, (steer, capture, last) = tap.TapTables(*arguments[4:-3]), arguments[-3:]
-    pool, index = tables.pool, tables.step_index
+    pool = tables.pool
+    index = tables.step_index
     mode = tap.mode_of(index)
-    steer, capture = steer and mode.steer, capture and mode.capture
+    steer = steer and mode.steer
+    capture = capture and mode.capture
     tokens, hidden = check_shapes(delta, residual, index)
-    runs = mode.runs
-    _check_runs(runs, tokens, steer, capture)
+    runs = _checked_runs(mode, tokens, steer, capture)
     normed, stream = (torch.empty(tokens, hidden, dtype=delta.dtype, device=delta.device) for _ in range(2))
     block = triton.next_power_of_2(hidden)
     sizes = delta.stride(0), residual.stride(0), index.shape[1], hidden, pool.shape[0] - index.shape[0], epsilon
-    large = min(torch.finfo(delta.dtype).max ** 2, torch.finfo(torch.float32).max)
-    known = {"BLOCK": block, "ADDS_ONE": adds_one, "STEER": steer, "LAST": last, "LARGE": large, **_LAYOUT}
+    known = {
+        "BLOCK": block,
+        "ADDS_ONE": adds_one,
+        "STEER": steer,
+        "LAST": last,
+        "LARGE": _large(delta.dtype),
+        **_LAYOUT,
+    }
     known["COLUMNS"] = (index.shape[1] - ENTRIES) // 3
     if tokens <= FEW:
         on_stage = capture and not steer and tokens <= len(staged)

@@ -152,9 +152,11 @@ def _kernel(
 
 def cuda_tap(delta: Tensor, residual: Tensor | None, *arguments: Any) -> None:
     tables, (steer, capture) = tap.TapTables(*arguments[:-2]), arguments[-2:]
-    pool, index = tables.pool, tables.step_index
+    pool = tables.pool
+    index = tables.step_index
     mode = tap.mode_of(index)
-    steer, capture = steer and mode.steer, capture and mode.capture
+    steer = steer and mode.steer
+    capture = capture and mode.capture
     if not (steer or capture):
         return
     tokens, hidden = check_shapes(delta, residual, index)
@@ -185,7 +187,8 @@ def n_warps(block: int) -> int:
 
 def make_stage(taps: int, max_requests: int, cells: Tensor) -> Tensor:
     """Return [taps, rows, hidden] for one row of each decoding request, or for as many as there is memory."""
-    hidden, size = cells.shape[1], cells.dtype.itemsize
+    hidden = cells.shape[1]
+    size = cells.dtype.itemsize
     rows = min(max_requests, _MAX_STAGE_BYTES // max(1, taps * hidden * size))
     return torch.zeros(taps, rows, hidden, dtype=cells.dtype, device=cells.device)
 

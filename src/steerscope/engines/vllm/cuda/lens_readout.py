@@ -81,7 +81,9 @@ def write_readings(work: Tensor, seen: StepReadings[Tensor]) -> None:
     ruled = seen.scores is not None and seen.on is not None and seen.off is not None
     scores = seen.scores if seen.scores is not None else seen.values
     on, off = (part.view(torch.uint8) if part is not None else seen.values for part in (seen.on, seen.off))
-    found, terms, rules = seen.values.shape[1], scores.shape[1], on.shape[1]
+    found = seen.values.shape[1]
+    terms = scores.shape[1]
+    rules = on.shape[1]
     _write[(len(work),)](  # type: ignore[index]
         work, seen.values, seen.indices, scores, on, off, found, terms, rules,
         K=triton.next_power_of_2(found), T=triton.next_power_of_2(terms), R=triton.next_power_of_2(rules), RULED=ruled,
@@ -129,10 +131,15 @@ class _Buffer:
 
 class LensReadout:
     def __init__(self, monitor: Monitor, cells: Tensor, first: int, delivery: Delivery) -> None:
-        self.monitor, self._cells, self._first, self._delivery = monitor, cells, first, delivery
+        self.monitor = monitor
+        self._cells = cells
+        self._first = first
+        self._delivery = delivery
         self._current = CurrentStream(cells.device)
-        self._side, self._capturing = torch.cuda.Stream(cells.device), torch.cuda.Stream(cells.device)
-        self._rows_stored, self._done = torch.cuda.Event(), torch.cuda.Event()
+        self._side = torch.cuda.Stream(cells.device)
+        self._capturing = torch.cuda.Stream(cells.device)
+        self._rows_stored = torch.cuda.Event()
+        self._done = torch.cuda.Event()
         self._buffers: dict[tuple[ReadKind, int], _Buffer] = {}
         self._pools = {ruled: GraphPool() for ruled in (False, True)}  # graphs of one stream run one after the other
         delivery.when_read = self.event
@@ -166,7 +173,8 @@ class LensReadout:
             self._fill_targets(request, mine, a, b)
             done += b - a
         reader = seats[0].reader
-        ruled, viewed = bool(lines[:, SLOT].any()), bool(lines[:, VIEW].any())
+        ruled = bool(lines[:, SLOT].any())
+        viewed = bool(lines[:, VIEW].any())
         kind = ReadKind(reader, len(reader.views), max(seat.top_k for seat in seats), ruled, viewed)
         return DeviceRead(
             kind, [request for request, *_ in parts], torch.from_numpy(lines).pin_memory(), max(counts) == 1
@@ -182,7 +190,8 @@ class LensReadout:
         mine[:, NUMBER] = number + np.arange(stop - first)
         mine[:, MOST], mine[:, KEPT] = watched.max_readings, watch.kept
         mine[:, TERMS] = len(watch.compiled.terms) if watch.compiled.rules else -1
-        fresh, watched.until = mine[:, NUMBER] >= watched.published, max(watched.until, stop)
+        fresh = mine[:, NUMBER] >= watched.published
+        watched.until = max(watched.until, stop)
         if not self._delivery.writes or request.arena is None or request.left or until <= watched.published:
             return
         region = request.arena.address + request.wire.offset
@@ -236,7 +245,8 @@ class LensReadout:
             return
         # Of this step; libraries also need it before a capture.
         write_readings(buffer.lines, self._look(kind, buffer.rows, buffer.lines))
-        here, graph = torch.cuda.current_stream(self._cells.device), torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream(self._cells.device)
+        graph = torch.cuda.CUDAGraph()
         self._capturing.wait_stream(here)
         pool = self._pools[kind.ruled]
         with torch.cuda.stream(self._capturing):  # as torch.cuda.graph does, which also waits and collects garbage

@@ -26,14 +26,17 @@ class CudaPool(RowCopies):
     ) -> None:  # fmt: skip
         register()
         super().__init__(device, cells, max_flags, hidden, dtype, index, runner)
-        self.index, self._host_index = torch.zeros(index.shape, dtype=torch.int32, device=device), index
+        self.index = torch.zeros(index.shape, dtype=torch.int32, device=device)
+        self._host_index = index
         self._stages = [torch.zeros(index.shape, dtype=torch.int32, pin_memory=True) for _ in range(_STAGES)]
         self._copied = [torch.cuda.Event() for _ in range(_STAGES)]
-        self._turn, self._last_tokens = 0, 0
+        self._turn = 0
+        self._last_tokens = 0
         self._precomputed: PrecomputedOps | None = None
         self._host_flags = torch.zeros(max_flags, dtype=torch.int32, pin_memory=True)
         self._flags_copied = torch.cuda.Event()
-        self._copying_flags, self._steps = False, 0
+        self._copying_flags = False
+        self._steps = 0
 
     # --- what the taps read
 
@@ -57,10 +60,12 @@ class CudaPool(RowCopies):
 
     def _copy_index(self, tokens: int) -> None:
         """Copy index rows [0, tokens) to the device, and zeros over the rest of the last upload."""
-        count, self._last_tokens = max(tokens, self._last_tokens), tokens
+        count = max(tokens, self._last_tokens)
+        self._last_tokens = tokens
         if not count:
             return
-        turn, self._turn = self._turn, (self._turn + 1) % _STAGES
+        turn = self._turn
+        self._turn = (self._turn + 1) % _STAGES
         self._copied[turn].synchronize()  # waits only if _STAGES steps were prepared ahead
         stage = self._stages[turn][:count]
         stage.numpy()[:] = self._host_index[:count]

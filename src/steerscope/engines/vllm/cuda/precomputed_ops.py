@@ -16,7 +16,9 @@ from steerscope.engines.vllm.worker.index_layout import ENTRIES, GROUP
 
 # Numbers behind a row, a whole cache line: its kind, the five coefficients of an op, the place in the group, and
 # whether the group captures before steering.
-TAIL, PLACE, BEFORE = 16, 6, 7
+TAIL = 16
+PLACE = 6
+BEFORE = 7
 _MAX_BYTES = 128 << 20
 
 
@@ -77,8 +79,12 @@ class PrecomputedOps:
         self, vectors: Tensor, coefficients: Tensor, orders: Tensor, before: Tensor, index: Tensor, max_requests: int
     ) -> None:
         taps, _, hidden = vectors.shape
-        self._vectors, self._coefficients, self._index = vectors, coefficients, index
-        self._orders, self._before = orders, before  # [taps, groups], [groups]
+        self._vectors = vectors
+        self._coefficients = coefficients
+        self._index = index
+        # [taps, groups], [groups]
+        self._orders = orders
+        self._before = before
         self.rows = min(max_requests, _MAX_BYTES // (4 * taps * (hidden + TAIL)))  # tokens of a step, at most
         self.table = torch.zeros(taps, self.rows, hidden + TAIL, device=vectors.device)
         self.table[:, :, hidden] = -1
@@ -86,7 +92,8 @@ class PrecomputedOps:
 
     def compute(self, tokens: int) -> None:
         """Compute the ops of the first tokens from the index on the device, and invalidate those of the others."""
-        count, self._tokens = max(tokens, self._tokens), tokens
+        count = max(tokens, self._tokens)
+        self._tokens = tokens
         if not count:
             return
         taps, slots, hidden = self._vectors.shape

@@ -25,7 +25,11 @@ from steerscope.specs.errors import RequestFailed
 # Columns of a work list: addresses of the sum and the ring, the rows, and the place of a result.
 TOTAL, RING, WIDTH, HOLD, LAST, CELL, FIRST, COUNT = range(8)
 SUMMED = 8  # number of leading rows that exist only as partial sums, in front of the cells of the others
-TARGET, SURE, COUNTED, COUNTER = CELL, FIRST, COUNT, SUMMED  # of requests that end; COUNTER may be 0
+# of requests that end; COUNTER may be 0
+TARGET = CELL
+SURE = FIRST
+COUNTED = COUNT
+COUNTER = SUMMED
 _LINE = 9
 _BLOCK = 1024
 _MAX_SPARE_BYTES = 64 << 20
@@ -139,7 +143,9 @@ class CudaReductions(Reductions):
         self._pushed: torch.cuda.Event | None = None  # after added rows, whose cells the next forward may write to
 
     def start(self, capture: WireCapture, width: int) -> PartialResult:
-        hidden, device, last = self._cells.shape[1], self._cells.device, capture.reduce == "last"
+        hidden = self._cells.shape[1]
+        device = self._cells.device
+        last = capture.reduce == "last"
         if spare := self._spare.get((width, capture.hold)):
             used = spare.pop()
             self._spare_bytes -= used.nbytes
@@ -159,7 +165,8 @@ class CudaReductions(Reductions):
                 raise RequestFailed("rows that were captured before were recomputed in sums")
             if count > 0:
                 lines.append(partial.line(part.cell + known * part.request.width, partial.count, count, part.summed))
-                partial.next, partial.count = part.stop, partial.count + count
+                partial.next = part.stop
+                partial.count = partial.count + count
         if lines:
             self._pushed = self._launch(
                 _add_kernel, lines, CELL=CELL, FIRST=FIRST, COUNT=COUNT, SUMMED=SUMMED, ROWS=ROWS,
@@ -208,12 +215,15 @@ class CudaReductions(Reductions):
         self._fence = None
         for partial in self._finished:
             self.release(partial)
-        self._ending, self._finished = [], []
+        self._ending = []
+        self._finished = []
 
     def release(self, partial: PartialResult) -> None:
         """Keep the memory for another request, whose kernels run later on the same stream."""
         if self._spare_bytes + partial.nbytes > _MAX_SPARE_BYTES:
-            self._spare, self._spare_bytes = {}, 0  # of requests that ended earlier
+            # of requests that ended earlier
+            self._spare = {}
+            self._spare_bytes = 0
         if partial.nbytes <= _MAX_SPARE_BYTES:
             self._spare.setdefault((partial.total.shape[0], partial.hold), []).append(partial)
             self._spare_bytes += partial.nbytes

@@ -44,12 +44,14 @@ class Pace:
         self.rate = 0.0  # bytes per millisecond, of the last rows that arrived
         self._steps: dict[int, tuple[float, float]] = {}  # milliseconds of the last two steps of a size
         self._excess = 0  # bytes copied beyond what was allowed
-        self._turn, self._new = 0, False
+        self._turn = 0
+        self._new = False
 
     def timed(self, tokens: int) -> bool:
         """Return whether the copies beside the next step are timed. A step lasts from one mark to the next, so the step
         after one of unknown size is timed too."""
-        before, self._new = self._new, not self.rate or tokens.bit_length() not in self._steps
+        before = self._new
+        self._new = not self.rate or tokens.bit_length() not in self._steps
         self._turn += 1
         return before or self._new or self._turn % _TIMED_EVERY < 2
 
@@ -111,11 +113,14 @@ class RowCopies(RowPool):
     ) -> None:  # fmt: skip
         """`runner` is vLLM's model runner."""
         super().__init__(device, cells, max_flags, hidden, dtype, index)
-        self._address, self._cell_bytes = self.cells.data_ptr(), hidden * dtype.itemsize
-        self._runner, self._current = runner, CurrentStream(device)
+        self._address = self.cells.data_ptr()
+        self._cell_bytes = hidden * dtype.itemsize
+        self._runner = runner
+        self._current = CurrentStream(device)
         self._copy_bytes = runtime_copy() or self._copy_by_torch
         self._side = torch.cuda.Stream(device)
-        self._forward_done, self._tokens_copied = torch.cuda.Event(), torch.cuda.Event()
+        self._forward_done = torch.cuda.Event()
+        self._tokens_copied = torch.cuda.Event()
         self._token_stream: torch.cuda.Stream | None = None  # on which vLLM copies the sampled tokens
         self._spare_events: list[torch.cuda.Event] = []
         self._steps_since_prompt = _PROMPT_STEPS
@@ -131,7 +136,8 @@ class RowCopies(RowPool):
 
     def copy_rows(self, part: RowSlice, n_cells: int, offset: int, publish: Callable[[], None]) -> None:
         assert part.request.arena is not None
-        source, target = self._address + part.cell * self._cell_bytes, part.request.arena.address + offset
+        source = self._address + part.cell * self._cell_bytes
+        target = part.request.arena.address + offset
         copy = RowCopy(part.request, publish, part.freed, source, target, n_cells * self._cell_bytes)
         self._copies.append(copy)
         self._waiting.append(copy)
@@ -183,11 +189,13 @@ class RowCopies(RowPool):
         """Launch a batch beside a step, unless more than _MAX_BATCHES are under way or the device waits for the host
         after a prompt."""
         self._collect_batches()
-        step_before, self._mark = self._mark, None
+        step_before = self._mark
+        self._mark = None
         self._steps_since_prompt = 0 if tokens > FEW else self._steps_since_prompt + 1
         if not self._waiting or self._must_wait(step_before):
             return
-        timed, free = self.pace.timed(tokens), len(self._batches) <= _MAX_BATCHES
+        timed = self.pace.timed(tokens)
+        free = len(self._batches) <= _MAX_BATCHES
         mark = _timed_event() if timed else self._forward_done
         if timed or free:
             mark.record(self._current())
@@ -201,7 +209,8 @@ class RowCopies(RowPool):
         self._ready = len(self._waiting)
         allowed = self.pace.beside(tokens)
         if timed:
-            begin, end = _timed_event(), _timed_event()
+            begin = _timed_event()
+            end = _timed_event()
             begin.record(self._side)
             size = self._launch(allowed, end)
             batch = CopyBatch(end, size, begin, step_before, mark)
@@ -281,7 +290,8 @@ class RowCopies(RowPool):
 
     def _launch(self, n_bytes: int, done: torch.cuda.Event) -> int:
         """Launch copies of up to about `n_bytes`, and record the event behind them; return the bytes launched."""
-        stream, launched = self._side.cuda_stream, 0
+        stream = self._side.cuda_stream
+        launched = 0
         while self._ready and launched < n_bytes:
             copy = self._waiting[0]
             allowed = n_bytes - launched

@@ -25,8 +25,11 @@ class RequestAdmission:
     def __init__(
         self, taps: TapSet, step_index: StepIndex, delivery: Delivery, overflow: OverflowWatch, lenses: WorkerLenses
     ) -> None:
-        self._taps, self._step_index, self._delivery = taps, step_index, delivery
-        self._overflow, self._lenses = overflow, lenses
+        self._taps = taps
+        self._step_index = step_index
+        self._delivery = delivery
+        self._overflow = overflow
+        self._lenses = lenses
         self._vectors: dict[bytes, dict[Key, np.ndarray]] = {}
 
     def register(self, name: bytes, keys: list, data: bytes) -> None:
@@ -40,7 +43,8 @@ class RequestAdmission:
     def admit_all(self, new_requests: Sequence[Any], tokens: dict[str, int] | None = None) -> list:
         """Admit vLLM's new requests. With `tokens`, the number of tokens of each in this step, return those that ask
         for nothing in this step and were not admitted yet."""
-        deferred, flags = [], []
+        deferred = []
+        flags = []
         for new in new_requests:
             extra = new.sampling_params.extra_args if new.sampling_params else None
             if tokens is not None and waits(extra, new.num_computed_tokens + tokens[new.req_id]):
@@ -85,7 +89,8 @@ class RequestAdmission:
 
     def _join_groups(self, request: TrackedRequest) -> None:
         """Give tokens that are captured, watched or both their groups, for the taps of this worker."""
-        capture, watch = request.wire.capture, request.wire.watch
+        capture = request.wire.capture
+        watch = request.wire.watch
         keys, taps_before = self._taps.share_of(capture.keys) if capture else ((), 0)
         watched = watch.key if watch and watch.key in self._taps.taps else None
         numbers: list[int] = []
@@ -93,7 +98,9 @@ class RequestAdmission:
             numbers.append(self._taps.join_group(group))
             request.groups.append(group)
         if capture and keys:
-            request.group, request.width, request.taps_before = numbers[0], len(keys), taps_before
+            request.group = numbers[0]
+            request.width = len(keys)
+            request.taps_before = taps_before
             self._delivery.reserve_rows(request)
         if watch and watched:
             self._lenses.admit(request, watch, read_group=numbers[1 if keys else 0], both_group=numbers[-1])

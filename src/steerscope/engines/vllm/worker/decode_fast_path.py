@@ -72,7 +72,8 @@ class DecodeFastPath:
         """Return whether the batch is the last one, one token later."""
         if names != self.names:
             return False
-        count, step = len(names), self.steps % _EXPECTED_STEPS
+        count = len(names)
+        step = self.steps % _EXPECTED_STEPS
         if starts.item(count) == count:
             same_tokens = self.only_decodes
         else:

@@ -26,10 +26,12 @@ log = logging.getLogger("steerscope")
 class Delivery:
     def __init__(self, pool: RowPool, reductions: Reductions, stage: int, writes: bool) -> None:
         """`stage` is the pipeline stage; `writes` says whether this rank writes to shared memory."""
-        self.pool, self.reductions = pool, reductions
+        self.pool = pool
+        self.reductions = reductions
         self._hidden = pool.cells.shape[1]
         self._row_bytes = self._hidden * pool.cells.itemsize
-        self.stage, self.writes = stage, writes
+        self.stage = stage
+        self.writes = writes
         self.arena: Arena | None = None  # of the client that attached one
         self.arenas: dict[str, Arena] = {}  # named by requests
         self.reducing: dict[str, tuple[TrackedRequest, Any]] = {}  # with their partial results
@@ -60,7 +62,8 @@ class Delivery:
             self._set(request, MET + self.stage, 1)
             if self._owned(request):
                 return
-        request.arena, request.left = None, True
+        request.arena = None
+        request.left = True
         request.wire = msgspec.structs.replace(request.wire, capture=None, watch=None)
 
     def reserve_rows(self, request: TrackedRequest) -> None:
@@ -109,7 +112,8 @@ class Delivery:
         reduced: list[tuple[Any, RowSlice]] = []
         ends = False
         for part in slices:
-            capture, entry = part.request.capture, self.reducing.get(part.request.wire.name)
+            capture = part.request.capture
+            entry = self.reducing.get(part.request.wire.name)
             result_written = capture.reduce and entry is None
             ends |= part.stop == capture.most
             if part.request.failed is not None or part.start == part.stop or result_written:
@@ -136,7 +140,8 @@ class Delivery:
                 self.pool.give(*part.freed)
 
     def _copy(self, part: RowSlice) -> None:
-        request, count = part.request, part.stop - part.start
+        request = part.request
+        count = part.stop - part.start
         if not self._reachable(request):
             self.drop(part)
             return
@@ -180,7 +185,8 @@ class Delivery:
 
     def _release_taken(self) -> None:
         """Release the reductions whose clients have taken an early result since, or are gone."""
-        waiting, self._untaken = self._untaken, []
+        waiting = self._untaken
+        self._untaken = []
         for request in waiting:
             entry = self.reducing.get(request.wire.name)
             if entry is None or entry[0] is not request:
@@ -260,18 +266,21 @@ class Delivery:
         assert watched is not None
         watch = watched.asked
         number = watched.number_of(first)
-        skip, stop = max(0, watched.published - number), min(number + count, watched.max_readings)
+        skip = max(0, watched.published - number)
+        stop = min(number + count, watched.max_readings)
         if number + skip >= stop:
             return
         rows = slice(start + skip, start + stop - number)
-        watched.published, watched.until = stop, first + count
+        watched.published = stop
+        watched.until = first + count
         if not self._reachable(request):
             return
         assert request.arena is not None
         size = 4 * watch.words
         at = request.wire.offset + HEADER + watch.place + (number + skip) * size
         out = request.arena.bytes[at : at + (stop - number - skip) * size].view(np.int32).reshape(-1, watch.words)
-        k, found = watch.kept, min(watch.kept, readings.values.shape[1])
+        k = watch.kept
+        found = min(watch.kept, readings.values.shape[1])
         if found < k:
             out[:, found:k], out[:, k + found : 2 * k] = 0, -1
         out[:, :found].view(np.float32)[:] = readings.values[rows, :found]

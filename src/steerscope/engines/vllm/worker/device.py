@@ -211,7 +211,8 @@ class Reductions:
     def push(self, parts: Sequence[tuple[Any, RowSlice]]) -> None:
         """Add rows to partial results. Their cells may be written again after the next `join`."""
         for partial, part in parts:
-            count, width = part.stop - part.start, part.request.width
+            count = part.stop - part.start
+            width = part.request.width
             rows = self._cells[part.cell : part.cell + count * width].view(count, width, -1)
             partial.push(range(part.start, part.stop), rows)
 

@@ -29,7 +29,8 @@ class GraphSets:
     def capture(self, run: Callable[..., int], *args: Any, **kwargs: Any) -> int:
         """Wrap vLLM's own capturing: once with everything, then whole steps again with less. Return the bytes taken; in
         an estimate, include those that the further sets will take."""
-        size, manager = run(*args, **kwargs), getattr(self._runner, "cudagraph_manager", None)
+        size = run(*args, **kwargs)
+        manager = getattr(self._runner, "cudagraph_manager", None)
         if not getattr(manager, "graphs", None) or not hasattr(manager, "_capture_descs"):
             return size
         assert manager is not None

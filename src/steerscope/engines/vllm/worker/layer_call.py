@@ -32,7 +32,10 @@ class LayerCall:
     """A layer and what it was given in the dummy batch, with integers in place of the stream."""
 
     def __init__(self, module: nn.Module, number: int, args: tuple, kwargs: dict[str, Any], hidden: int) -> None:
-        self.module, self.number, self._hidden, self._positional = module, number, hidden, len(args)
+        self.module = module
+        self.number = number
+        self._hidden = hidden
+        self._positional = len(args)
         self._all = {key: _copied(value) for key, value in {**dict(enumerate(args)), **kwargs}.items()}
         self.given = stream_shaped(self._all, hidden)
         self.inputs = {

@@ -79,7 +79,9 @@ def _check_scaled_stream(layers: Layers) -> None:
 
 class LayerProof:
     def __init__(self, layers: Layers, hidden: int, sites: Sequence[Site]) -> None:
-        self._layers, self._hidden, self._sites = layers, hidden, sites
+        self._layers = layers
+        self._hidden = hidden
+        self._sites = sites
         self.places: dict[int, dict[Site, Place]] = {}
         self.refused: dict[Site, str] = {}
         self._pending: LayerCall | None = None  # judged when the next module shows what it takes from it
@@ -102,7 +104,8 @@ class LayerProof:
     def close(self, run: Callable[[], object]) -> None:
         """Judge a last layer that nothing of its owner follows as the others of its class are. Attention runs only
         within a forward of the model, so another dummy batch is that forward."""
-        last, self._pending = self._pending, None
+        last = self._pending
+        self._pending = None
         if last is not None:
             parts = self._parts.get(type(last.module))
             if parts is None:
@@ -154,7 +157,8 @@ class LayerProof:
 
     def _connect(self, before: LayerCall, call: LayerCall) -> None:
         """Find the returned parts whose sum entered the next module, and judge the layer with them."""
-        found, entered = before.returned, sum_of(on_host(call.given[where]) for where in call.stream)
+        found = before.returned
+        entered = sum_of(on_host(call.given[where]) for where in call.stream)
         for parts in [*([where] for where in found), *([list(found)] if len(found) == 2 else [])]:
             total = sum_of(found[where] for where in parts)
             if total.shape == entered.shape and relative_error(total, entered) < EXACT:
@@ -196,10 +200,13 @@ class InnerSites:
     """Finds the sites inside one layer whose stream parts are known."""
 
     def __init__(self, call: LayerCall, parts: list[Where]) -> None:
-        self._call, self._parts, self._candidates = call, parts, call.candidates()
+        self._call = call
+        self._parts = parts
+        self._candidates = call.candidates()
         self._entered = sum_of(on_host(call.inputs[where]) for where in call.stream)
         self._limit = _ROUNDINGS * torch.finfo(call.inputs[call.stream[0]].dtype).eps
-        shape, seed = self._entered.shape, call.number
+        shape = self._entered.shape
+        seed = call.number
         self._numbers = {place: integers(shape, seed, 20 + i) for i, place in enumerate(self._candidates)}
         self._base = self._call.run(self._candidates)
         self._with_more = {

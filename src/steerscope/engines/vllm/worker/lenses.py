@@ -56,7 +56,9 @@ class WorkerLenses:
     def __init__(self, device: torch.device, slots: int, cells: Tensor, tokens: int, delivery: Delivery) -> None:
         self.monitor = Monitor(device, slots=slots)
         self.packs = WorkerPacks(self.monitor)
-        self.delivery, self._cells, self._first = delivery, cells, len(cells) - tokens
+        self.delivery = delivery
+        self._cells = cells
+        self._first = len(cells) - tokens
         self.counts = {"readings": 0, "lens_seconds": 0.0}  # host seconds: the device may take longer
         self._last: WatchedRows | None = None  # of the last step, which the next may repeat
         self._readout: LensReadout | None = None
@@ -151,7 +153,8 @@ class WorkerLenses:
         )
 
     def _read_on_host(self, read: HostRead, offset: int) -> None:
-        rows, position = self._cells.index_select(0, read.rows), read.position + offset
+        rows = self._cells.index_select(0, read.rows)
+        position = read.position + offset
         # The host waits for these few numbers: they must reach the client before the token that comes with them.
         readings = self.monitor.look(read.reader, rows, read.top_k, read.slot, position, read.view).to_host()
         switched = readings.on is not None and readings.off is not None and bool((readings.on | readings.off).any())
@@ -171,7 +174,8 @@ def _record_gates(watched: WatchState, readings: HostStepReadings, start: int, f
     assert readings.off is not None
     for r, rule in enumerate(watched.asked.compiled.rules):
         if rule.kind == "steer":
-            on, off = readings.on[start : start + count, r], readings.off[start : start + count, r]
+            on = readings.on[start : start + count, r]
+            off = readings.off[start : start + count, r]
             for i in (on | off).nonzero()[0].tolist():
                 watched.switch(r + 1, first + i, bool(on[i]))
 
@@ -198,7 +202,9 @@ class WorkerPacks:
 
     def load_state(self, load_id: int) -> dict[str, Any]:
         """Return whether a load is ready, and what its pack's options or its files are refused for."""
-        load, problems, reason = self._loads[load_id], list[list[str]](), ""
+        load = self._loads[load_id]
+        problems = list[list[str]]()
+        reason = ""
         error = load.exception() if load.done() else None
         if isinstance(error, InvalidRequest):
             problems = [[problem.field, problem.what, problem.remedy] for problem in error.problems]

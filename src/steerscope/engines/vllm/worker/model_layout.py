@@ -105,7 +105,8 @@ def attach(layers: Layers, taps: Mapping[Key, Tap], norms: bool = True) -> None:
             holder, name = layer.next_norm
             setattr(holder, name, TappedNorm(getattr(holder, name), tap))
         else:
-            place, name = layer.places[site], f"steerscope_{site}"
+            place = layer.places[site]
+            name = f"steerscope_{site}"
             setattr(place.module, name, tap)  # as an attribute the compiler sees the same code in every layer
             hook_at(place, functools.partial(_visit, name))
 

@@ -15,7 +15,9 @@ class OverflowWatch:
     """Flags on the device, one for each request that steers."""
 
     def __init__(self, max_requests: int, pool: RowPool, step_index: StepIndex, delivery: Delivery) -> None:
-        self._pool, self._step_index, self._delivery = pool, step_index, delivery
+        self._pool = pool
+        self._step_index = step_index
+        self._delivery = delivery
         self._owners: dict[int, TrackedRequest] = {}  # also of flags that were released
         self._free = deque(range(1, 2 * max_requests + 2))  # flags released last are used last
         self._spoilt = Recent()

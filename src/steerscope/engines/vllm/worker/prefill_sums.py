@@ -41,7 +41,8 @@ class PrefillRows:
 
     def __init__(self, prompts: list[PromptSlice], span: int) -> None:
         """`span` is the number of cells of one row of sums; 0: the taps of this step sum nothing."""
-        self.prompts, self._span = prompts, span
+        self.prompts = prompts
+        self._span = span
         if span:
             for prompt in prompts:
                 prompt.summed = _rows_to_sum(prompt)
@@ -53,7 +54,8 @@ class PrefillRows:
         """Give the rows cells from `cell` on, and write their cells and groups to the index."""
         slices = []
         for prompt in self.prompts:
-            request, prompt.cell = prompt.request, cell
+            request = prompt.request
+            prompt.cell = cell
             first = cell + prompt.sum_cells
             slices.append(
                 make_slice(request, prompt.start, prompt.stop, first, prompt.n_cells, prompt.sum_cells, prompt.summed)
@@ -69,12 +71,14 @@ class PrefillRows:
 
         The tokens of one run lie as far apart as the request has runs, so that tokens that are computed at the same
         time lie side by side."""
-        found, done = [], 0
+        found = []
+        done = 0
         for prompt in self.prompts:
             if not prompt.summed:
                 continue
             found.append(_runs_without_sums(done, prompt.token))
-            number, done = np.arange(prompt.n_runs, dtype=np.int32), prompt.token + prompt.summed
+            number = np.arange(prompt.n_runs, dtype=np.int32)
+            done = prompt.token + prompt.summed
             runs = np.empty((prompt.n_runs, RUN_NUMBERS), dtype=np.int32)
             runs[:, 0] = prompt.token + number
             runs[:, 1] = -(-(prompt.summed - number) // prompt.n_runs)
@@ -86,7 +90,8 @@ class PrefillRows:
 
 
 def _rows_to_sum(prompt: PromptSlice) -> int:
-    capture, count = prompt.request.capture, prompt.stop - prompt.start
+    capture = prompt.request.capture
+    count = prompt.stop - prompt.start
     if prompt.recomputed or prompt.request.watched is not None or capture.reduce != "mean":
         return 0
     return count - capture.hold if count >= capture.hold + _MIN_SUMMED else 0

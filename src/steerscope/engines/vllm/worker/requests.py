@@ -125,7 +125,8 @@ class TrackedRequest:
         found = list(asked.positions.within(start, min(stop, asked.most)))  # an extra step has no rows
         if not found:
             return []
-        first, last = found[0][0], found[-1][1]
+        first = found[0][0]
+        last = found[-1][1]
         if asked.positions.count(first) > state.seen:
             self.failed = f"{what} before position {first} were never computed"
             return []
@@ -182,7 +183,8 @@ def make_slice(
 
 def rest_of_page(request: TrackedRequest, page: Page, count: int) -> RowSlice:
     """Return the rows of a page with `count` rows that were not flushed; no more are added to it."""
-    before, size = page.flushed * request.width, page.size * request.width
+    before = page.flushed * request.width
+    size = page.size * request.width
     return make_slice(request, page.start + page.flushed, page.start + count, page.cell + before, size, before)
 
 

@@ -30,7 +30,8 @@ from steerscope.specs.errors import CapacityExceeded
 
 # Rows of pages that are not full are flushed every _PERIOD steps, spread over _TURNS steps: all requests at once would
 # delay the next step, and few at a time cost the host more.
-_PERIOD, _TURNS = 64, 4
+_PERIOD = 64
+_TURNS = 4
 _FEW_REQUESTS = 4
 _MAX_TRIES = 4  # to find room for a step
 _LINE = 16  # integers: an index row fills whole cache lines
@@ -66,7 +67,9 @@ class StepIndex:
     def __init__(self, n_tokens: int, n_columns: int, page_rows: int = PAGE, shared_rows: int = 0) -> None:
         """Make an index for steps of up to `n_tokens`. Pages have `page_rows` rows, or up to PAGE while the pages of
         all tracked requests together have at most `shared_rows`."""
-        self.columns, self._page_rows, self._shared_rows = n_columns, page_rows, shared_rows
+        self.columns = n_columns
+        self._page_rows = page_rows
+        self._shared_rows = shared_rows
         width = -(-(ENTRIES + 3 * n_columns) // _LINE) * _LINE
         self.index = np.zeros((n_tokens, width), dtype=np.int32)
         self.requests: dict[str, TrackedRequest] = {}
@@ -97,11 +100,14 @@ class StepIndex:
             if repeated is not None:
                 return repeated
         self.clear()
-        plan, rows, parts = StepPlan(), _StepRows(), list[_BatchPart]()
+        plan = StepPlan()
+        rows = _StepRows()
+        parts = list[_BatchPart]()
         for number, name in enumerate(names):
             request = self.requests.get(name)
             if request is not None:
-                first, stop = int(starts[number]), int(starts[number + 1])
+                first = int(starts[number])
+                stop = int(starts[number + 1])
                 part = _BatchPart(request, number, first, int(computed[number]), stop - first)
                 parts.append(part)
                 self._dirty = plan.tokens = stop
@@ -144,14 +150,17 @@ class StepIndex:
         """Return the rows of a request's open page, if it has one; no more are added to it."""
         if self._fast is not None and request.page is not None:
             self.leave_fast_path()
-        page, request.page = request.page, None
+        page = request.page
+        request.page = None
         return [] if page is None else [rest_of_page(request, page, page.count)]
 
     # --- one request of a step
 
     def _plan_request(self, part: _BatchPart, plan: StepPlan, rows: _StepRows, flush: FlushRows) -> None:
-        request, stop = part.request, part.position + part.count
-        was_fine, recomputed = not request.failed, part.position < request.next_position
+        request = part.request
+        stop = part.position + part.count
+        was_fine = not request.failed
+        recomputed = part.position < request.next_position
         plan.recomputed += recomputed
         page = request.page
         if page is not None and (part.count > 1 or page.start + page.count != part.position):
@@ -193,7 +202,8 @@ class StepIndex:
         prompts = PrefillRows(rows.prompts, 0 if plan.columns else span)
         first = self._reserve_all(rows.decoded, prompts.n_cells, reserve)
         plan.slices += prompts.place(first, self.index)
-        plan.runs, plan.summed = prompts.runs(plan.tokens), prompts.summed
+        plan.runs = prompts.runs(plan.tokens)
+        plan.summed = prompts.summed
         period = self._period
         for i, (request, token, _) in enumerate(rows.decoded):
             cell = self._add_to_page(request, i % _TURNS, period, plan)
@@ -250,7 +260,8 @@ class StepIndex:
         assert page is not None
         if request.capture.reduce is not None or page.flushed == count:
             return []
-        first, page.flushed = page.flushed, count
+        first = page.flushed
+        page.flushed = count
         cell = page.cell + first * request.width
         return [make_slice(request, page.start + first, page.start + count, cell, n_freed=0)]
 
@@ -319,7 +330,8 @@ class StepIndex:
             plan.watched_rows.offset += 1
         for i in np.flatnonzero((fast.room == 0) & (fast.width > 0)):
             request = fast.requests[i]
-            page, request.page = request.page, None
+            page = request.page
+            request.page = None
             assert page is not None
             plan.slices.append(rest_of_page(request, page, page.size))
         fast.due -= 1
@@ -344,7 +356,8 @@ class StepIndex:
         if not (positions < fast.most).all():
             return False
         for i in np.flatnonzero((fast.room == 0) & (fast.width > 0)):
-            request, position = fast.requests[i], int(positions[i])
+            request = fast.requests[i]
+            position = int(positions[i])
             size = min(self.page, int(fast.most[i]) - position)
             request.page = Page(reserve(size * request.width), position, size)
             fast.cell[i], fast.room[i] = request.page.cell, size
@@ -354,7 +367,8 @@ class StepIndex:
 
     def leave_fast_path(self) -> None:
         """Write what the arrays of the fast path hold back to the requests."""
-        fast, self._fast = self._fast, None
+        fast = self._fast
+        self._fast = None
         if fast is None:
             return
         fast.catch_up()

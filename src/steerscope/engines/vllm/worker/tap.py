@@ -120,7 +120,8 @@ class CudaTables(NamedTuple):
 def _torch_tap(delta: Tensor, residual: Tensor | None, *arguments: Any) -> None:
     """Do what a tap does; the arguments are `TapTables`, and whether to steer and to capture."""
     tables, (steer, capture) = TapTables(*arguments[:-2]), arguments[-2:]
-    pool, index = tables.pool, tables.step_index
+    pool = tables.pool
+    index = tables.step_index
     if delta.ndim != 2 or delta.shape[0] > index.shape[0]:
         raise ValueError(f"the layer's output has shape {tuple(delta.shape)}, not [up to {len(index)} tokens, hidden]")
     mode_of(index)
@@ -205,7 +206,10 @@ class Tap(nn.Module):
         last: bool = False,  # of a step, on CUDA
     ) -> None:
         super().__init__()
-        self.steer, self.capture, self.noop, self.last = steer, capture, noop, last
+        self.steer = steer
+        self.capture = capture
+        self.noop = noop
+        self.last = last
         for name, tensor in (tables._asdict() | (on_cuda._asdict() if on_cuda else {})).items():
             self.register_buffer(name, tensor, persistent=False)
 
@@ -237,7 +241,8 @@ class TappedNorm(nn.Module):
 
     def __init__(self, norm: nn.Module, tap: Tap) -> None:
         super().__init__()
-        self.norm, self.tap = norm, tap
+        self.norm = norm
+        self.tap = tap
         self.fused = tap.pool.device.type == "cuda" and not tap.noop
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

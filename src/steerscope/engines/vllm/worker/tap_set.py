@@ -29,8 +29,10 @@ class TapSet:
         """Make taps for the (layer, site) pairs of `keys` and put them into the model. With `norms`, taps may be parts
         of the norms that follow them."""
         self.keys = tuple(keys)
-        self.hidden, self.device = pool.cells.shape[1], pool.cells.device
-        on_gpu, n_taps = self.device.type == "cuda", len(self.keys)
+        self.hidden = pool.cells.shape[1]
+        self.device = pool.cells.device
+        on_gpu = self.device.type == "cuda"
+        n_taps = len(self.keys)
         self._first_layer = min(layers.found)
         self.table = SlotTable(self.hidden, settings.slots, self.device)
         vectors, coefficients = self.table.reserve(self.keys)

@@ -51,10 +51,14 @@ class WorkerTaps:
 
     def __init__(self, worker: Any, settings: VLLMSettings) -> None:
         """Tap the model of vLLM's worker, whose weights are loaded."""
-        config, runner = worker.vllm_config, worker.model_runner
+        config = worker.vllm_config
+        runner = worker.model_runner
         check_config(config)
-        self.settings, self.runner, self.device = settings, runner, runner.device
-        self.hidden, self.dtype = config.model_config.get_hidden_size(), config.model_config.dtype
+        self.settings = settings
+        self.runner = runner
+        self.device = runner.device
+        self.hidden = config.model_config.get_hidden_size()
+        self.dtype = config.model_config.dtype
         self.stage, self.writes = _place_of_rank()
         layers = self._proven_layers(layer_count(config))
         keys = tuple(key for key in settings.keys(layer_count(config)) if key[0] in layers.found)
@@ -70,7 +74,8 @@ class WorkerTaps:
         self.overflow = OverflowWatch(max_requests, self.pool, self.step_index, self.delivery)
         # Watched requests that run, and as many that were preempted.
         self.lenses = WorkerLenses(self.device, 2 * max_requests + 1, self.pool.cells, tokens, self.delivery)
-        gates, norms = self.lenses.monitor.rules.gates, not settings.noop and plain_norms(config)
+        gates = self.lenses.monitor.rules.gates
+        norms = not settings.noop and plain_norms(config)
         self.taps = TapSet(layers, keys, settings, self.pool, gates, max_requests, norms)
         count_memory(runner, self.device, *self.taps.memory)
         self.admission = RequestAdmission(self.taps, self.step_index, self.delivery, self.overflow, self.lenses)
@@ -78,13 +83,18 @@ class WorkerTaps:
         self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "summed": 0, "stall_s": 0.0}
         self.graphs = GraphSets(runner)
         self.lock = threading.RLock()  # a client in this process calls from another thread
-        self._plan, self._output, self._deferred = IDLE, cast("SchedulerOutput", None), list[Any]()  # of the step
+        # of the step
+        self._plan = IDLE
+        self._output = cast("SchedulerOutput", None)
+        self._deferred = list[Any]()
         self._largest_replayed = tokens  # steps of at most so many tokens may be CUDA graphs, which run no host code
         self._wrap(worker, runner)
         LOCAL_WORKERS.add(self)
 
     def _make_device(self, least_cells: int, max_flags: int) -> tuple[RowPool, Reductions]:
-        device, index, row_bytes = self.device, self.step_index.index, self.hidden * self.dtype.itemsize
+        device = self.device
+        index = self.step_index.index
+        row_bytes = self.hidden * self.dtype.itemsize
         on_gpu = device.type == "cuda"
         memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
         cells = pool_cells(least_cells, row_bytes, len(index), self.settings.pool_bytes, memory)
@@ -128,7 +138,9 @@ class WorkerTaps:
             self.counts["steps"] += 1
             for name in output.finished_req_ids:
                 self._forget(name)
-            self._plan, self._output, self._deferred = IDLE, output, []
+            self._plan = IDLE
+            self._output = output
+            self._deferred = []
             try:
                 result = run(output, *args, **kwargs)
                 if end_forward(self.pool.index):
@@ -155,7 +167,8 @@ class WorkerTaps:
             self.pool.wait_for_copies()
 
     def _before_forward(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
-        batch, runner = self.runner.input_batch, self.runner
+        batch = self.runner.input_batch
+        runner = self.runner
         self._prepare_step(batch.req_ids, runner.query_start_loc.np, batch.num_computed_tokens_cpu)
         if self.device.type == "cpu" and batch.generators:
             repair_generators(runner)

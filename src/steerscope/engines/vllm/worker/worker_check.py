@@ -65,7 +65,8 @@ def check_taps(worker: Any, dummy_run: Callable[..., Any]) -> None:
 def largest_replayed(worker: Any, dummy_run: Callable[..., Any], most: int) -> int:
     """Return the largest number of tokens of a forward that may be replayed without host code; `most` if taps never run
     on the host. On CUDA, also compile the kernels that forwards with more tokens need."""
-    largest, ran = max(graph_sizes(worker.runner.vllm_config), default=0), list[bool]()
+    largest = max(graph_sizes(worker.runner.vllm_config), default=0)
+    ran = list[bool]()
     if largest >= most or not worker.taps.keys:
         return most
 
@@ -76,7 +77,8 @@ def largest_replayed(worker: Any, dummy_run: Callable[..., Any], most: int) -> i
         finally:
             end_forward(worker.pool.index)
 
-    few, many = max(2, largest + 1), max(largest, FEW) + 1
+    few = max(2, largest + 1)
+    many = max(largest, FEW) + 1
     run(few, TapMode())
     if not ran:
         return most
@@ -100,7 +102,8 @@ def _compile_kernels(worker: Any, run: Callable[[int, TapMode], None], sizes: li
 
 def _check_batch(worker: Any, dummy_run: Callable[..., Any], batch: tuple[int, bool]) -> bool:
     """Check the taps in one dummy batch; return False if its numbers are not finite and show nothing."""
-    keys, rng = worker.taps.keys, np.random.default_rng(0)
+    keys = worker.taps.keys
+    rng = np.random.default_rng(0)
     directions = torch.from_numpy(rng.standard_normal((len(keys), worker.hidden)))
     directions = (directions / directions.norm(dim=1, keepdim=True)).float()
     untouched = _run(worker, dummy_run, batch, None)
