@@ -303,15 +303,8 @@ def cuda_tap_norm(
     normed, stream = (torch.empty(tokens, hidden, dtype=delta.dtype, device=delta.device) for _ in range(2))
     block = triton.next_power_of_2(hidden)
     sizes = delta.stride(0), residual.stride(0), index.shape[1], hidden, pool.shape[0] - index.shape[0], epsilon
-    known = {
-        "BLOCK": block,
-        "ADDS_ONE": adds_one,
-        "STEER": steer,
-        "LAST": last,
-        "LARGE": _large(delta.dtype),
-        **_LAYOUT,
-    }
-    known["COLUMNS"] = (index.shape[1] - ENTRIES) // 3
+    known = {"BLOCK": block, "ADDS_ONE": adds_one, "STEER": steer, "LAST": last, **_LAYOUT}
+    known |= {"LARGE": _large(delta.dtype), "COLUMNS": (index.shape[1] - ENTRIES) // 3}
     if tokens <= FEW:
         on_stage = capture and not steer and tokens <= len(staged)
         few_kernel[(tokens,)](  # type: ignore[index]
