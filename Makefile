@@ -118,7 +118,7 @@ test-all: ## every test
 	@$(MAKE) --no-print-directory test MARKS=
 
 # Of our own code around vLLM, without any of vLLM's: make test has run these already.
-WITHOUT_VLLM := $(foreach name,delivery graphs step surface tap versions,--ignore=tests/engines/vllm/test_$(name).py)
+WITHOUT_VLLM := $(foreach name,delivery graph_sets step_index surface tap versions,--ignore=tests/engines/vllm/test_$(name).py)
 
 test-vllm: setup-vllm ## the engines' and the server's tests on vLLM's CPU build
 	@$(VLLM)/bin/pytest $(SPREAD) -m "$(MARKS)" $(WITHOUT_VLLM) tests/engines tests/corpus tests/serving/test_openai.py \

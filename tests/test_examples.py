@@ -31,7 +31,7 @@ from support.examples import (
 )
 
 ELSEWHERE = {
-    "docs/vllm.md": "needs vLLM's own objects; tests/engines/vllm/test_front.py sends the same requests",
+    "docs/vllm.md": "needs vLLM's own objects; tests/engines/vllm/test_stock_frontend.py sends the same requests",
     "docs/evals.md": "lm-evaluation-harness takes its tasks from the hub; tests/evals/test_harness.py runs it",
     "docs/lenses.md": "tests/lenses/test_docs.py",
     "docs/watching.md": "tests/engines/test_watching_docs.py, on the embedded model",

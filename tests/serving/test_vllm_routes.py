@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, saved
-from engines.vllm.test_front import wait_for
+from engines.vllm.test_stock_frontend import wait_for
 from steerscope.engines.hf import HFEngine
 from steerscope.engines.results import TokenPrompt
 from steerscope.specs import Add, Sampling
