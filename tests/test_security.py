@@ -63,7 +63,7 @@ def _is_false(node: ast.expr) -> bool:
 
 def test_nothing_in_the_source_runs_what_it_reads() -> None:
     texts = {str(file.relative_to(SOURCE)): file.read_text(encoding="utf-8") for file in FILES}
-    assert len(texts) > 250
+    assert len(texts) > 150
     found = {file: dangers(text) for file, text in texts.items() if WORDS.search(text)}
     assert {file: what for file, what in found.items() if what} == {}
 

@@ -4,6 +4,7 @@ was made."""
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,6 +172,14 @@ def test_lenses_are_fitted_where_the_model_is_unless_a_device_is_named(
     """The meta device stands for a GPU."""
     assert engine.aio.device == torch.device("cpu")
     monkeypatch.setattr(engine.aio, "device", torch.device("meta"))
+    read_texts = lenses.read_texts
+
+    def read(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.aio, "device", torch.device("cpu"))
+            return read_texts(*args)
+
+    monkeypatch.setattr(lenses, "read_texts", read)
 
     def begin(*tensors: torch.Tensor) -> None:
         assert {tensor.device.type for tensor in tensors} == {where}

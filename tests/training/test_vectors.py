@@ -68,7 +68,7 @@ def engine_nats(engine: HFEngine, found: list[TrainingSample], ops: Learnable) -
             steer=Steering(ops=ops.ops()),
             capture=Capture(layers=last),
         )
-        said = logits(engine, done.rows[last]).log_softmax(-1)
+        said = logits(engine.model, done.rows[last]).log_softmax(-1)
         total -= sum(float(said[at - 1, sample.token_ids[at]]) for at in sample.targets)
         count += len(sample.targets)
     return total / count

@@ -186,9 +186,13 @@ def private(rows: Sequence[Rows], room: Tensor | None = None, threads: int = THR
             else:
                 parts.append((copies[name], tensor))
         made.append(replace(one, tensors={key: copies[id(tensor)] for key, tensor in one.tensors.items()}))
-    n_parts = -(-sum(to.nbytes for to, _ in parts) // _PART)
-    with ThreadPoolExecutor(max(1, min(threads, n_parts))) as pool:
-        list(pool.map(_copy, parts))
+    threads = min(threads, -(-sum(to.nbytes for to, _ in parts) // _PART))
+    if threads > 1:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(_copy, parts))
+    else:  # a few rows are not worth a thread
+        for part in parts:
+            _copy(part)
     return made
 
 
