@@ -1,6 +1,7 @@
 """A tiny model directory, a vector file and a way to call the command line, for all tests of it."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -28,6 +29,15 @@ def vector(tmp_path_factory: pytest.TempPathFactory) -> str:
     generator = torch.Generator().manual_seed(1)
     save_vector(SteeringVector({layer: torch.randn(64, generator=generator) for layer in (1, 2)}), path)
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """Remove what a command sends logs to: the runner closes it when the command ends."""
+    root = logging.getLogger()
+    handlers = root.handlers
+    yield
+    root.handlers = handlers
 
 
 @pytest.fixture
