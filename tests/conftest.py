@@ -35,6 +35,7 @@ ENABLED_BY = {
 SHARED = {"demo", "engine", "live", "llm", "real", "server", "smollm", "start", "stock"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `--dist loadgroup`, run the tests of a file that share an engine or a server in one process."""
     for item in items:

@@ -196,11 +196,11 @@ def test_rows_that_will_never_come_are_asked_for_though_others_run(
 
     copy = Delivery._copy
 
-    def lost(self: Delivery, part: Any, capture: Any) -> None:
+    def lost(self: Delivery, part: Any) -> None:
         if part.request.wire.name.startswith("lost"):
             self.drop(part)
         else:
-            copy(self, part, capture)
+            copy(self, part)
 
     monkeypatch.setattr(Delivery, "_copy", lost)
     asked = asked_of(engine, monkeypatch)

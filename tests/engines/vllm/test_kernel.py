@@ -39,7 +39,9 @@ NAN, INF = float("nan"), float("inf")
 def test_the_kernels_equal_their_definitions_in_tritons_interpreter() -> None:
     """Runs the tests below, and those of the kernels for readings, reductions and lenses."""
     here, root = Path(__file__), Path(__file__).parents[3]
-    files = [str(here.with_name(f"test_{name}.py")) for name in ("kernel", "readout", "reducing", "summing")]
+    files = [
+        str(here.with_name(f"test_{name}.py")) for name in ("kernel", "lens_readout", "reductions", "prefill_sums")
+    ]
     files.append(str(root / "tests" / "lenses" / "test_fused.py"))
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
