@@ -19,6 +19,7 @@ from support.waiting import HUNG_S
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("mode_script.py")
+ROOT = Path(__file__).parents[3]
 LIMIT, CHUNK = 1e-4, 32
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -45,7 +46,8 @@ def mode(tmp_path: Path) -> Mode:
     def run(*arguments: str, **environment: str) -> Verdict:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "STEERSCOPE", "TRITON_"))}
         caches = {"VLLM_CACHE_ROOT": str(tmp_path / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-        verdict = last_line([*arguments], {**inherited, **ENVIRONMENT, **caches, **environment})
+        found_in = {"PYTHONPATH": os.pathsep.join([inherited.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "tests")])}
+        verdict = last_line([*arguments], {**inherited, **ENVIRONMENT, **caches, **found_in, **environment})
         check(verdict)
         return verdict
 
