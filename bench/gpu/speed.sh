@@ -49,6 +49,9 @@ for run in $runs; do
                    --out "$out/lens-$1.json" > "$out/lens-$1.log" 2>&1
                  echo "lens-$1: exit $?"; tail -44 "$out/lens-$1.log"
                done ;;
+    fast)      timeout "$limit" python3 -m bench.gpu.fast_paths --scratch "$tmp/shapes" --out "$out/fast-paths.json" \
+                 > "$out/fast-paths.log" 2>&1
+               echo "fast-paths: exit $?"; tail -60 "$out/fast-paths.log" ;;
     profile)   pair profile --model qwen2.5-3b --cells --profile zero-layer all-layers add ;;
     *) echo "unknown run: $run" ;;
   esac
