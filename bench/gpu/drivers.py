@@ -48,7 +48,7 @@ def widest(loads: Sequence[Setup]) -> Setup:
 
 class Watching(Ours):
     """steerscope, also with watched requests: 267 lenses read every generated token at the middle layer. The times of
-    steps are told, too."""
+    steps are reported, too."""
 
     def __init__(self, setup: Setup, scratch: Path, budget: int) -> None:
         super().__init__(setup, scratch, budget)

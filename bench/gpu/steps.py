@@ -52,7 +52,7 @@ class StepTimes:
     def phases(self, prompts: int) -> dict[str, float]:
         """Milliseconds until the first step, of that step (where the engine is asynchronous, until the device is busy),
         of the steps until the prompts are read (such an engine prepares one more meanwhile), of the rest, behind the
-        last, and of one that decodes. Prompts are read in so many steps."""
+        last, and of one that decodes. The first `prompts` steps read prompts."""
         first = min(prompts + _AHEAD, len(self.done)) - 1
         edges = [self.start, self.begun[0], self.done[0], self.done[first], self.done[-1], self.end]
         names = "coming", "starting", "prompts", "decoding", "going"

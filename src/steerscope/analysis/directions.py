@@ -1,7 +1,7 @@
 """Named sets of directions: loading, random sets of the same lengths, principal components, projections.
 
 Vectors of any known file take part at the layers that all of them have. The folder a file lies in is its group
-(`roles`, `traits`), so that groups can be told apart later.
+(`roles`, `traits`), so that groups can be compared later.
 
 `project` tells what a vector means in terms of named ones: its cosine with each of them, and how much of it they span.
 Chance is exact: the cosine c of any fixed direction with a random one in n dimensions makes c·√((n−1)/(1−c²)) a t of

@@ -249,7 +249,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], err: bool = False)
 
 
 def facts(title: str, found: Mapping[str, object]) -> None:
-    """Print names and values as a table, without those that are None."""
+    """Print names and values as a table, and leave out values that are None."""
     table((title, ""), ((name, str(value)) for name, value in found.items() if value is not None))
 
 

@@ -35,7 +35,7 @@ from steerscope.vectors.vector import SteeringVector
 
 CONCEPTS = ("feelings", "weather", "food")  # of the lenses, with all below them
 LEADING = ("pleasant", "unpleasant")
-LENS_DEPTH = 8 / 15  # of the layer that is read, where concepts are told apart best
+LENS_DEPTH = 8 / 15  # of the layer that is read, where lenses separate concepts best
 MOST_CONCEPTS = 8  # of a map, besides the two that lead
 RANDOM_DIRECTIONS = 8
 TEST_PROMPTS = [

@@ -22,7 +22,7 @@ from steerscope.specs.errors import InvalidRequest, Problem
 from steerscope.specs.tokens import Interval, MessageSpan
 
 _MARKER = re.compile("\ue000([0-9]+)\ue001")
-_MOST_WHOLE = 128  # messages whose template text is told apart: it takes a rendering for each
+_MOST_WHOLE = 128  # messages up to which template text is located, with one rendering per message
 _Render = Callable[[Sequence[str], bool], str]  # of contents, and whether an answer is to follow
 
 

@@ -204,7 +204,7 @@ def parse_json(text: str, remedy: str) -> Any:
 
 
 def parse_some(entries: Iterable[tuple[str, E]], parse: Callable[[E], T]) -> tuple[list[T], list[Problem]]:
-    """Parse named entries; return those that are right, and the problems of the others under their names."""
+    """Parse named entries; return the valid ones, and the problems of the others under their names."""
     parsed: list[T] = []
     problems: list[Problem] = []
     for name, entry in entries:

@@ -23,13 +23,13 @@ _ENGINE = {
     "steps": (CounterMetricFamily, "engine_steps", "steps of the engine"),
     "failed": (CounterMetricFamily, "engine_failed", "choices that failed in the engine"),
     "capture_reserved": (CounterMetricFamily, "capture_reserved_bytes", "bytes reserved for captured rows"),
-    "capture_released": (CounterMetricFamily, "capture_released_bytes", "bytes of those that were given back"),
+    "capture_released": (CounterMetricFamily, "capture_released_bytes", "bytes of captures that were given back"),
     "lens_seconds": (CounterMetricFamily, "lens_seconds", "seconds spent on lenses"),
 }
 
 
 class Metrics:
-    """All metrics of a server. It is itself the collector of those that prometheus_client does not keep."""
+    """All metrics of a server. It also collects the values that prometheus_client does not keep."""
 
     def __init__(self, gauges: Mapping[str, tuple[str, Callable[[], float]]]) -> None:
         """`gauges` maps names to help and current value."""

@@ -48,7 +48,7 @@ class Admission:
         self.max_waiting = max_waiting
         self.running = 0
         self.waiting = 0
-        self._turn = asyncio.Lock()  # held by the first of those that wait
+        self._turn = asyncio.Lock()  # held by the first waiting request
         self._freed = asyncio.Event()
         self._mean_s = 1.0
 

@@ -131,7 +131,7 @@ class BatchCache(Cache):
             w.start = w.end = 0
 
     def _fits(self, rows: int, end: int) -> bool:
-        """Return whether the buffers can hold so many rows that end at this column."""
+        """Return whether the buffers can hold this number of rows, ending at this column."""
         keys = self.own[0].keys
         if keys is None or rows > keys.shape[0] or end > keys.shape[-2]:
             return False

@@ -165,8 +165,8 @@ def _int8(numbers: dict[str, Any]) -> bool:
 
 
 def plain_norms(config: Any) -> bool:
-    """Return whether we may replace the norms. Those of a quantised model the compiler fuses with the quantisation, and
-    some engines must give the same bits in every batch."""
+    """Return whether we may replace the norms. The compiler fuses the norms of a quantised model with the
+    quantisation, and some engines must give the same bits in every batch."""
     from vllm import envs
 
     return config.model_config.quantization is None and not getattr(envs, "VLLM_BATCH_INVARIANT", False)

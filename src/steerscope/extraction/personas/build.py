@@ -209,7 +209,7 @@ def build(out: Path, *, layers: LayersLike | None = None, percentiles: Sequence[
 
 
 class _Build:
-    """One build: `files` are those that it has written, `means` the mean row of each role."""
+    """One build: `files` are the files written so far, `means` the mean row of each role."""
 
     def __init__(self, out: Path, run: PersonaRun, model: str) -> None:
         self.out = out

@@ -29,8 +29,7 @@ _COUNTERS = 4 << 20  # bytes
 
 
 def new_arena(capture_budget: int) -> Arena:
-    """Return shared memory for so many bytes of rows. Every request that asks for something also has counters, and
-    gaps cost a little."""
+    """Return shared memory for `capture_budget` bytes of rows, and room for counters and gaps."""
     size = capture_budget + (capture_budget >> 3) + _COUNTERS
     return Arena(shared_folder(size) / f"steerscope-{secrets.token_hex(8)}", size, create=True)
 

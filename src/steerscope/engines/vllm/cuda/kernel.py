@@ -1,7 +1,7 @@
 """The tap on CUDA: one Triton program per token. A token without work costs one load; any other is read once, steered
 in registers, and written once. Its arithmetic is `core.equation.change`.
 
-This is the kernel of a tap alone; `fused_norm` has those that also compute the model's next norm. Looking up the cell
+This is the kernel of a tap alone; `fused_norm` also computes the model's next norm. Looking up the cell
 of a token's row costs a tap more than writing the row. So in decoding steps without steering the fused taps leave the
 rows of all tokens on a stage, at the token's own number, and one kernel moves them to their cells after the last tap.
 """

@@ -27,7 +27,7 @@ from steerscope.lenses.reader import Reader, StepReadings
 CELL, POSITION, SLOT, VIEW, BASE, NUMBER, MOST, KEPT, TERMS, COUNTER = range(10)
 WIDTH = 10
 MOST_LINES = 64  # of a graph
-_LINE_STEP = 8  # graphs have a multiple of so many lines
+_LINE_STEP = 8  # the lines of a graph are a multiple of this
 _MAX_GRAPHS = 32
 
 

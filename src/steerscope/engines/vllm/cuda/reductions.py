@@ -207,7 +207,7 @@ class CudaReductions(Reductions):
         return counted
 
     def flush(self) -> None:
-        """Return when all results are written, also those that were written early."""
+        """Return when all results are written, also the early ones."""
         if self._ending:
             self._launch(_end_kernel, self._ending, TARGET=TARGET, SURE=SURE, COUNTED=COUNTED)
         if (self._finished or self._fence) and self._side is not None:

@@ -27,7 +27,7 @@ _PROMPT_STEPS = 8  # after a prompt, in which rows may have to wait
 _FIRST_BYTES = 64 << 20  # while nothing was measured
 _MIN_TIMED_BYTES = 1 << 20  # smaller copies measure latency, not the rate of the bus
 _SHARE = 0.7  # of a step; the rest is for the step's own copies
-_TIMED_EVERY = 7  # of so many copies beside steps of a known size, two in a row are timed, at three events more
+_TIMED_EVERY = 7  # of this number of copies beside steps of a known size, two in a row are timed
 _TO_HOST = 2  # cudaMemcpyDeviceToHost
 _TOKEN_STREAMS = "output_copy_stream", "async_output_copy_stream"  # of vLLM's V2 and V1 runners
 
@@ -64,7 +64,7 @@ class Pace:
             self.rate = n_bytes / ms
 
     def beside(self, tokens: int) -> int:
-        """Return the bytes to copy beside a step with so many tokens."""
+        """Return the bytes to copy beside a step with this number of tokens."""
         known = self._steps.get(tokens.bit_length())
         if known is None or not self.rate:
             return _FIRST_BYTES - self._excess
@@ -158,7 +158,7 @@ class RowCopies(RowPool):
         return None
 
     def _wait_for_first(self) -> bool:
-        """Wait for the first copy, or launch those that may be; return False if there is none."""
+        """Wait for the first copy, or launch the waiting ones that are ready; return False if there is none."""
         if self._copies and (done := self._copies[0].done) is not None:
             done.synchronize()
             self._finish()

@@ -146,7 +146,7 @@ class RowPool:
         publish()
 
     def copy_some(self, tokens: int) -> None:
-        """Start copies beside a step with so many tokens, and publish what has arrived."""
+        """Start copies beside a step with this number of tokens, and publish what has arrived."""
 
     def copy_waiting_now(self) -> None:
         """Start the waiting copies behind the forward that was queued last, if they are few."""
@@ -185,7 +185,7 @@ def pool_cells(cells: int, row_bytes: int, tokens: int, max_bytes: int | None, m
         most = max_bytes // row_bytes - tokens
     else:
         raise CapacityExceeded(
-            f"the rows of one step, and those that wait to be sent, can take {(cells + tokens) * row_bytes >> 20} MiB, "
+            f"the rows of one step and rows waiting to be copied can take {(cells + tokens) * row_bytes >> 20} MiB, "
             f"pool_bytes is {max_bytes >> 20} MiB: tap fewer layers or sites, lower max_num_batched_tokens, or raise "
             "pool_bytes"
         )

@@ -28,7 +28,7 @@ class GraphSets:
 
     def capture(self, run: Callable[..., int], *args: Any, **kwargs: Any) -> int:
         """Wrap vLLM's own capturing: once with everything, then whole steps again with less. Return the bytes taken; in
-        an estimate, include those that the further sets will take."""
+        an estimate, include the bytes of the further sets."""
         size = run(*args, **kwargs)
         manager = getattr(self._runner, "cudagraph_manager", None)
         if not getattr(manager, "graphs", None) or not hasattr(manager, "_capture_descs"):

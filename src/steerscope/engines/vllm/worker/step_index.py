@@ -36,7 +36,7 @@ _FEW_REQUESTS = 4
 _MAX_TRIES = 4  # to find room for a step
 _LINE = 16  # integers: an index row fills whole cache lines
 
-ReserveCells = Callable[[int], int]  # returns the first of so many adjacent cells; may close every page to make room
+ReserveCells = Callable[[int], int]  # returns the first of n adjacent cells; may close every page to make room
 FlushRows = Callable[[list[RowSlice]], None]
 
 

@@ -87,7 +87,7 @@ class WorkerTaps:
         self._plan = IDLE
         self._output = cast("SchedulerOutput", None)
         self._deferred = list[Any]()
-        self._largest_replayed = tokens  # steps of at most so many tokens may be CUDA graphs, which run no host code
+        self._largest_replayed = tokens  # larger steps are never CUDA graphs, which run no host code
         self._wrap(worker, runner)
         LOCAL_WORKERS.add(self)
 
@@ -240,7 +240,7 @@ class WorkerTaps:
         return plan
 
     def reserve(self, cells: int) -> int:
-        """Return the first of so many adjacent cells. Without room, wait for copies of earlier steps, then close every
+        """Return the first of `cells` adjacent cells. Without room, wait for copies of earlier steps, then close every
         page; no forward runs meanwhile."""
         first = self.pool.take(cells)
         if first is None:
