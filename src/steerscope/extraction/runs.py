@@ -7,6 +7,7 @@ resumes with the first item that has no line.
 import hashlib
 import json
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -173,9 +174,9 @@ class AnswerRun(Spec):
     rollouts: RolloutSettings = RolloutSettings()
     model: ModelFacts | None = None  # set when the run begins
 
+    @abstractmethod
     def joined(self, before: Any) -> Self:
         """Return this run with everything an earlier one asked."""
-        raise NotImplementedError
 
     def changes(self, before: Any) -> list[str]:
         """Name the settings that differ from those of an earlier run and must not."""
