@@ -8,6 +8,7 @@ path stays when taking it out costs more than 0.3 % on a line that it serves.
 """
 
 import argparse
+import functools
 import random
 import tempfile
 import time
@@ -87,32 +88,33 @@ def main() -> None:
     paths = {name: FAST_PATHS[name] for name in args.only}
     result: dict[str, Any] = about(setup, rounds=args.rounds) | {"threshold": THRESHOLD, "cells": {}, "engines": {}}
     result["what"] = {name: {"what": one.what, "cells": one.cells} for name, one in paths.items()}
-    children: dict[str, Child] = {}
     with tempfile.TemporaryDirectory() as folder:
-        scratch = args.scratch or Path(folder)
+        start = functools.partial(Child, "ours", setup, args.scratch or Path(folder), setup.row_bytes())
+        everything = start()
         try:
-            for name in (EVERYTHING, *(name for name, one in paths.items() if one.at_start)):
-                without = () if name == EVERYTHING else (name,)
-                children[name] = Child("ours", setup, scratch, setup.row_bytes(), without=without)
-            for child in children.values():
-                child.ready()
-            result["hardware"] = children[EVERYTHING].about["hardware"]
-            for beside in (False, True):
-                for cell in dict.fromkeys(cell for one in paths.values() for cell in one.cells):
-                    names = [name for name, one in paths.items() if cell in one.cells and one.at_start == beside]
-                    if not names or time.perf_counter() - began > args.seconds:
-                        continue
-                    if beside:
-                        some = {EVERYTHING: children[EVERYTHING]} | {name: children[name] for name in names}
-                        found = measure_beside(some, cell, args.rounds)
-                    else:
-                        found = measure_cell(children[EVERYTHING], cell, names, args.rounds)
-                    result["engines" if beside else "cells"][cell] = found
+            everything.ready()
+            result["hardware"] = everything.about["hardware"]
+            for cell in dict.fromkeys(cell for one in paths.values() for cell in one.cells):
+                names = [name for name, one in paths.items() if cell in one.cells and not one.at_start]
+                if names and time.perf_counter() - began < args.seconds:
+                    result["cells"][cell] = found = measure_cell(everything, cell, names, args.rounds)
                     write(args.out, result)
                     show(cell, found)
+            for name, one in paths.items():
+                if not one.at_start or time.perf_counter() - began > args.seconds:
+                    continue
+                other = start(without=(name,))
+                try:
+                    other.ready()
+                    for cell in one.cells:
+                        found = measure_beside({EVERYTHING: everything, name: other}, cell, args.rounds)
+                        result["engines"].setdefault(name, {})[cell] = found
+                        write(args.out, result)
+                        show(cell, found)
+                finally:
+                    other.close()
         finally:
-            for child in children.values():
-                child.close()
+            everything.close()
 
 
 if __name__ == "__main__":

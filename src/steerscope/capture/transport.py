@@ -27,17 +27,15 @@ from steerscope.specs.errors import CapacityExceeded
 ALIGN = 64
 STAGES = 7  # workers that write to one region
 # Every region begins with counters, a cache line each: rows written, by stage; whether a stage failed; whether the
-# stage has left the region for good; whether it has seen the request; the owner of the region; the number of readings;
-# and whether the client has taken the result of a reduction.
+# stage has left the region for good; whether it has seen the request; the owner of the region; the number of readings.
 ROWS = 0
 FAILED = STAGES
 LEFT = STAGES + 1
 MET = 2 * STAGES + 1
 OWNER = 3 * STAGES + 1
 READ = 3 * STAGES + 2
-TAKEN = READ + 1
 # then, as text, the reason of a failure
-WHY = (TAKEN + 1) * ALIGN
+WHY = (READ + 1) * ALIGN
 WHY_SIZE = 256
 HEADER = WHY + WHY_SIZE
 _ZEROS = bytes(WHY)

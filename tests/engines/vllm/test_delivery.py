@@ -2,7 +2,6 @@
 are played here."""
 
 import contextlib
-import importlib.util
 import random
 import types
 from collections import deque
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, TAKEN, Arena, Region, Regions
+from steerscope.capture.transport import HEADER, LEFT, MET, OWNER, ROWS, Arena, Region, Regions
 from steerscope.engines.vllm.cuda import row_copies
 from steerscope.engines.vllm.cuda.row_copies import Pace, RowCopies
 from steerscope.engines.vllm.wire import Wire, WireCapture
@@ -102,7 +101,7 @@ def test_a_mean_is_written_at_the_end_and_rows_that_come_later_hurt_nobody(regio
 
 
 def reduces(delivery, region, name):
-    """A request whose mean is written_early: it has all rows that it can have."""
+    """A request that reduces and has all its rows."""
     request = asking(region, name, rows=3, more=0)
     request.wire = structs.replace(request.wire, capture=structs.replace(request.wire.capture, reduce="mean", hold=1))
     delivery.find_region(request)
@@ -110,32 +109,24 @@ def reduces(delivery, region, name):
     cell = delivery.pool.take(3)
     delivery.pool.cells[cell : cell + 3] = torch.arange(3.0).unsqueeze(1)
     delivery.flush([make_slice(request, 0, 3, cell, 3)])
-    assert region.counters[ROWS] == 3
-    assert torch.equal(region.tensor((HIDDEN,), torch.float32), torch.ones(HIDDEN))
     return request
 
 
-def test_what_was_foretold_is_taken_as_it_stands_and_nothing_is_kept_for_it(regions):
-    """The client may take it before the worker leaves, after_copies, or never; or say that the text was shorter."""
+def test_nothing_is_kept_of_a_reduction_that_no_client_wants_any_more(regions):
     delivery = deliver(regions, host_pool())
-    texts = {name: allocate(regions) for name in ("before", "after", "gone", "short", "open")}
+    texts = {name: allocate(regions) for name in ("runs", "gone", "short", "open")}
     requests = {name: reduces(delivery, region, name) for name, region in texts.items()}
-    texts["before"].counters[TAKEN] = 1
-    for request in requests.values():
-        delivery.leave(request)
-        assert request.left
-    assert list(delivery.reducing) == ["after", "gone", "short", "open"]
-    texts["after"].counters[TAKEN] = 1
+    for name in ("gone", "short", "open"):
+        delivery.leave(requests[name])
+        assert requests[name].left
+    texts["runs"].counters[OWNER] += 1  # withdrawn, but the worker still writes to it
     texts["gone"].counters[OWNER] += 1
     delivery.hold_regions({"short"})
     delivery.complete([["short", 2, texts["short"].offset, False]])
     assert texts["short"].counters[ROWS] == 2
     assert torch.equal(texts["short"].tensor((HIDDEN,), torch.float32), torch.full((HIDDEN,), 0.5))
     reduces(delivery, allocate(regions), "next")
-    assert list(delivery.reducing) == ["open", "next"]
-    texts["open"].counters[TAKEN] = 1
-    reduces(delivery, allocate(regions), "last")
-    assert list(delivery.reducing) == ["next", "last"]
+    assert list(delivery.reducing) == ["runs", "open", "next"]
 
 
 def test_finish_forgets_requests_with_an_open_page_at_once_and_others_with_the_next_step(regions):
@@ -310,11 +301,11 @@ def cuda_pool(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", SideStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
     monkeypatch.setattr(row_copies, "runtime_copy", lambda: None)
-    monkeypatch.setattr(row_copies, "CurrentStream", lambda _device: lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
     monkeypatch.setattr(PlayedEvent, "happened", True)
     monkeypatch.setattr(row_copies, "_FIRST_BYTES", 2 * HIDDEN * 4)  # two rows per step
     monkeypatch.setattr(row_copies, "_MIN_COPY_BYTES", 0)
-    return RowCopies(*SIZES, types.SimpleNamespace())
+    return RowCopies(*SIZES)
 
 
 def test_rows_leave_at_the_pace_and_count_when_they_are_there(cuda_pool, regions):
@@ -360,33 +351,26 @@ def test_rows_are_cut_where_the_pace_ends_and_no_crumbs_are_left(cuda_pool, regi
     assert region.tensor((5, HIDDEN), torch.float32).flatten().tolist() == list(range(5 * HIDDEN))
 
 
-def test_the_last_rows_of_a_text_leave_behind_their_step_and_others_with_the_next(cuda_pool, regions, monkeypatch):
+def test_what_a_worker_completes_is_written_and_left_once(cuda_pool, regions):
     region, row = allocate(regions, rows=12), HIDDEN * 4
     delivery, request = deliver(regions, cuda_pool), asking(region, rows=12, more=0)
     delivery.find_region(request)
     delivery.reserve_rows(request)
-    PlayedEvent.happened, waiting = False, []
+    PlayedEvent.happened = False
     for start, stop in ((0, 4), (4, 6), (6, 12)):
         request.flushed = stop
         delivery.flush([RowSlice(request, start, stop, cuda_pool.take(stop - start), stop, stop - start)])
-        waiting.append(cuda_pool.backlog // row)
-    assert waiting == [4, 6, 0]
+        assert cuda_pool.backlog == stop * row
     assert region.counters[ROWS] == 0
     delivery.hold_regions({"a"})
     delivery.complete([["a", 12, region.offset, False]], [request])
     assert (region.counters[ROWS], region.counters[LEFT]) == (12, 1)
     del region
     other = allocate(regions, rows=12)
-    request.flushed, late = 12, cuda_pool.take(1)  # one row comes again
-    delivery.flush([RowSlice(request, 11, 12, late, 12, 1)])
+    delivery.flush([RowSlice(request, 11, 12, cuda_pool.take(1), 12, 1)])  # one row comes again
     assert cuda_pool.backlog == 0
     delivery.leave(request)  # the next step says that it is gone: its region is another's
     assert not other.counters[LEFT]
-    much = sending(regions, cuda_pool, 20)
-    monkeypatch.setattr(row_copies, "_MAX_COPY_BYTES", 19 * row)
-    cuda_pool.copy_waiting_now()
-    assert cuda_pool.backlog == 20 * row, "all of them would delay the sampled tokens"
-    assert much.counters[ROWS] == 0
 
 
 @pytest.mark.parametrize(("sent", "others"), [(4, False), (1, False), (4, True)])
@@ -423,31 +407,6 @@ def test_who_is_asked_for_waits_for_no_forward_behind_its_own(cuda_pool, regions
     assert other.counters[ROWS] == 3
 
 
-@pytest.mark.parametrize("end", ["rows", "none", "failed", "left"])
-def test_a_page_is_free_when_all_that_was_sent_of_it_has_arrived(cuda_pool, regions, end):
-    """Rows leave it while others come; the last of them, or nothing more, ends it."""
-    region = allocate(regions, rows=8)
-    delivery, request = deliver(regions, cuda_pool), asking(region, rows=8)
-    delivery.find_region(request)
-    delivery.reserve_rows(request)
-    cell = cuda_pool.take(64)
-    cuda_pool.cells[cell : cell + 64] = torch.arange(64.0).unsqueeze(1)
-    PlayedEvent.happened = False
-    delivery.flush([RowSlice(request, 0, 4, cell, 4, 0)])
-    cuda_pool.copy_some(1)
-    request.failed, request.left = "why" if end == "failed" else None, end == "left"
-    stop = 4 if end == "none" else 6
-    delivery.flush([RowSlice(request, 4, stop, cell + 4, stop, 64, 4)])
-    assert cuda_pool.take(1) is None
-    PlayedEvent.happened = True
-    for _ in range(4):
-        cuda_pool.copy_some(1)
-    assert cuda_pool.take(64) == 0
-    if end in ("rows", "none"):
-        assert region.counters[ROWS] == stop
-        assert region.tensor((stop, HIDDEN), torch.float32)[:, 0].tolist() == list(range(stop))
-
-
 def sending(regions, pool, rows: int, name: str = "a"):
     """A request with this many rows that wait to be copied."""
     region = allocate(regions, rows=rows)
@@ -456,21 +415,6 @@ def sending(regions, pool, rows: int, name: str = "a"):
     delivery.reserve_rows(request)
     delivery.flush([RowSlice(request, 0, rows, pool.take(rows), rows, rows)])
     return region
-
-
-def test_a_region_is_left_only_behind_a_result_that_was_foretold(cuda_pool, regions):
-    """The text is cancelled, or its engine fails: no caller waits for its result, but the device will write it."""
-    region = allocate(regions)
-    delivery, request = deliver(regions, cuda_pool), asking(region)
-    delivery.find_region(request)
-    delivery.reductions.fence = lambda: PlayedEvent()
-    PlayedEvent.happened = False
-    delivery.leave(request)
-    cuda_pool.copy_some(1)
-    assert not region.counters[LEFT]
-    PlayedEvent.happened = True
-    cuda_pool.copy_some(1)
-    assert region.counters[LEFT] == 1
 
 
 def test_where_nothing_arrives_nothing_more_is_sent_and_nothing_is_lost(cuda_pool, regions):
@@ -485,65 +429,6 @@ def test_where_nothing_arrives_nothing_more_is_sent_and_nothing_is_lost(cuda_poo
         cuda_pool.copy_some(1)
     cuda_pool.copy_some(1)
     assert region.counters[ROWS] == 12
-
-
-@pytest.mark.parametrize("name", ["output_copy_stream", "async_output_copy_stream"])
-def test_rows_leave_behind_the_tokens_of_the_step_before(cuda_pool, regions, monkeypatch, name):
-    """Which are a few bytes, and would wait for all of them. vLLM makes the V1 runner's stream when it needs it."""
-    happened, tokens = list[object](), object()
-
-    class Event(PlayedEvent):
-        def record(self, stream: object = None) -> None:
-            self.stream = stream
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    cuda_pool._tokens_copied, cuda_pool._current = Event(), lambda: "main"
-    cuda_pool._side.wait_event = lambda event: happened.append(event.stream)
-    cuda_pool._copy_bytes = lambda _target, _source, size, _stream: happened.append(size // cuda_pool._cell_bytes)
-    cuda_pool._runner.async_output_copy_stream = None
-    sending(regions, cuda_pool, 4)
-    cuda_pool.copy_some(1)
-    setattr(cuda_pool._runner, name, tokens)
-    cuda_pool.copy_some(1)
-    assert happened == ["main", 2, "main", tokens, 2]
-
-
-@pytest.mark.parametrize(("answered", "silent"), [(8, 8), (3, 3), (1, 1), (0, 1), (None, 1)])
-def test_behind_a_prompt_rows_wait_while_the_device_waits_for_the_host(
-    cuda_pool, regions, monkeypatch, answered, silent
-):
-    """That is, while the tokens of the step before have left when a step is prepared; if anybody can say so."""
-    step = [0]
-
-    class Event(PlayedEvent):
-        def query(self) -> bool:
-            return answered is not None and step[0] <= answered
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    cuda_pool._tokens_copied = Event()
-    cuda_pool._runner.output_copy_stream = None if answered is None else object()
-    region, left = sending(regions, cuda_pool, 60), list[int]()
-    for turn, tokens in enumerate([600, *[32] * 12]):
-        step[0], before = turn, cuda_pool.backlog
-        cuda_pool.copy_some(tokens)
-        left.append((before - cuda_pool.backlog) // (HIDDEN * 4))
-        for part in cuda_pool._batches:
-            part.end.query = lambda: True  # rows arrive at once
-    assert left == [2, *[0] * silent, *[2] * (12 - silent)]
-    monkeypatch.setattr(Event, "query", lambda _event: True)
-    cuda_pool.copy_some(600)
-    cuda_pool.copy_some(32)
-    assert cuda_pool.take_late(60) is not None, "what waits may leave if its room is needed"
-    assert region.counters[ROWS] == 60
-
-
-def test_vllm_has_the_streams_on_which_tokens_leave():
-    vllm = importlib.util.find_spec("vllm")
-    if vllm is None or vllm.origin is None:
-        pytest.skip("vLLM is not installed")
-    worker = Path(vllm.origin).parent / "v1" / "worker"
-    assert "self.output_copy_stream = torch.cuda.Stream" in (worker / "gpu" / "model_runner.py").read_text()
-    assert "self.async_output_copy_stream: torch.cuda.Stream" in (worker / "gpu_model_runner.py").read_text()
 
 
 class Bus:
@@ -682,24 +567,11 @@ def test_no_row_leaves_before_the_forward_that_writes_it(cuda_pool, regions, mon
         sending(regions, cuda_pool, rows, chance.choice(["odd", "even"]))
         total += rows
         if chance.random() < 0.3:
-            cuda_pool.copy_waiting_now()
+            cuda_pool.wait_for_copies({"even"})
         if chance.random() < 0.2:
             cuda_pool.wait_for_copies({"odd"})
     cuda_pool.wait_for_copies()
     assert len(copied) == total
-
-
-def test_what_is_known_is_timed_now_and_then_and_twice_in_a_row():
-    pace = Pace()
-    assert all(pace.timed(32) for _ in range(5)), "nobody knows the bus"
-    pace.rows_took(16 << 20, 1.0)
-    assert pace.timed(32), "nor such a step"
-    pace.step_took(32, 3.0)
-    assert pace.timed(32), "what follows it says when it ended"
-    found = [pace.timed(32) for _ in range(70)]
-    assert sum(found) == 20
-    assert all(found[i - 1] != found[i + 1] for i in range(1, 69) if found[i])
-    assert [pace.timed(4096), pace.timed(32)] == [True, True], "a step that reads prompts, and what follows"
 
 
 def test_whatever_was_timed_rows_go_on_leaving():

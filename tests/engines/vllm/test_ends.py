@@ -118,9 +118,9 @@ def test_rows_that_do_not_come_hold_up_nobody_and_nobody_waits_for_them_for_ever
     wanted, lacks, closing = engine.generate(ONE, SHORT, capture=Capture()), VLLMText.lacks, threading.Event()
     aio: Any = engine.aio
 
-    def never(self: VLLMText, until: float = 0.0) -> Any:
+    def never(self: VLLMText) -> Any:
         if self.name != "short":
-            return lacks(self, until)
+            return lacks(self)
         if self.count == SHORT.max_tokens and aio._closing:
             closing.set()
         return "rows"
@@ -164,7 +164,7 @@ def test_whoever_waits_for_a_slot_has_that_of_one_who_waits_for_rows_when_nobody
     engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lacks, aio = VLLMText.lacks, cast("Any", engine.aio)
-    monkeypatch.setattr(VLLMText, "lacks", lambda one, until=0.0: "rows" if one.name == "short" else lacks(one, until))
+    monkeypatch.setattr(VLLMText, "lacks", lambda one: "rows" if one.name == "short" else lacks(one))
     size = engine.facts.hidden
     one, other = (Add(vector=np.eye(size, dtype=np.float32)[i], scale=0.1, layers="all") for i in (0, 1))
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from engines.conftest import HAS_VLLM, VLLM_ENVIRONMENT, reused_vllm, saved, sta
 from engines.test_watching import PACK
 from steerscope.engines.results import EndEvent, Generation, TokenEvent, TokenPrompt
 from steerscope.engines.sync import SyncEngine
-from steerscope.engines.vllm.worker.graph_sets import GraphSets
 from steerscope.specs import Add, Capture, Sampling
 from steerscope.specs.watch import Watch
 from support.waiting import HUNG_S
@@ -122,31 +120,6 @@ def test_what_is_left_of_requests_goes_when_nothing_runs_and_before_others_come(
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("patience", [0.0, HUNG_S])
-def test_a_result_that_is_on_its_way_is_waited_for_and_asked_for_if_it_takes_too_long(
-    engine: SyncEngine, monkeypatch: pytest.MonkeyPatch, patience: float
-) -> None:
-    from steerscope.engines.vllm.worker.device import Reductions
-
-    write_early, rpc, asked, late = Reductions.write_early, engine.aio._rpc, [], []  # type: ignore[attr-defined]
-
-    def later(*args: Any) -> None:
-        late.append(threading.Timer(0.05, write_early, args))
-        late[-1].start()
-
-    monkeypatch.setattr("steerscope.engines.vllm.client.engine._SOON_S", patience)
-    monkeypatch.setattr(Reductions, "write_early", lambda self, ends: later(self, ends) if ends else None)
-    monkeypatch.setattr(engine.aio, "_rpc", lambda name, *args: (asked.append(name), rpc(name, *args))[1])
-    done = engine.generate(LONG, SAMPLING, capture=Capture(layers=0, reduce="mean"))
-    for timer in late:
-        timer.join()
-    assert len(late) == 1
-    assert ("finish" in asked) == (patience == 0)
-    assert done.rows[0].isfinite().all()
-    assert done.capture is not None
-    done.capture.close()
-
-
 def test_a_mean_of_nothing_is_not_somebody_elses_rows(engine: SyncEngine) -> None:
     before = engine.generate(LONG, SAMPLING, capture=Capture(layers=0))
     assert before.capture is not None
@@ -187,39 +160,19 @@ def test_a_killed_engine_core_ends_its_requests_and_refuses_others() -> None:
     assert all(found[name][1] < 30 for name in ("running", "next", "close"))
 
 
-def test_requests_for_generated_rows_are_registered_behind_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that captures generated tokens alone is registered while the device reads its prompt, in one step or in
-    parts, and has every row."""
-    from steerscope.engines.vllm.worker.worker import LOCAL_WORKERS
-
-    known: list[int] = []
-
-    def use(graphs: GraphSets, *_: bool) -> None:
-        """Once in every step, when it is known what its taps are to do."""
-        known.extend(len(taps.step_index.requests) for taps in LOCAL_WORKERS if taps.graphs is graphs)
-
-    monkeypatch.setattr(GraphSets, "use", use)
+def test_rows_of_generated_tokens_are_the_last_of_all_rows_whatever_the_parts_of_the_prompt() -> None:
     options: dict[str, object] = {"sites": ("resid_post",), "max_num_batched_tokens": 64, "max_batch": 4}
     engine = start_vllm(saved("llama", "bytes", None, {}), "llama", {**options, "enable_prefix_caching": False})
     long, sampling = TokenPrompt([20 + i for i in range(100)]), Sampling(max_tokens=4, ignore_eos=True)
     push = Add(vector=np.ones(64, np.float32), layers="all", tokens="generated")
     try:
-        known.clear()
         plain = engine.generate(long, sampling)
         whole = engine.generate(long, sampling, capture=Capture())
-        assert known == [0] * 5 + [1] * 5  # 64 and 36 tokens of the prompt, then one by one
-        for asked in ({"capture": Capture(tokens="generated")}, {"capture": Capture(), "steer": push}, {"steer": push}):
-            known.clear()
-            done = engine.generate(long, sampling, **asked)  # type: ignore[call-overload]
-            first = 1 if asked.get("capture") == Capture() else 0
-            assert known == [first] + [1] * 4
-            assert (done.token_ids == plain.token_ids) == ("steer" not in asked)
-            if done.capture is not None:
-                done.capture.close()
-        late = engine.generate([long, TokenPrompt([5, 6, 7])], sampling, capture=Capture(tokens="generated"))
+        assert plain.token_ids == whole.token_ids != engine.generate(long, sampling, steer=push).token_ids
+        found = engine.generate([long, TokenPrompt([5, 6, 7])], sampling, capture=Capture(tokens="generated"))
         for key, rows in whole.rows.items():
-            torch.testing.assert_close(late[0].rows[key], rows[100:])
-        assert {len(rows) for one in late for rows in one.rows.values()} == {3}
+            torch.testing.assert_close(found[0].rows[key], rows[100:])
+        assert {len(rows) for one in found for rows in one.rows.values()} == {3}
     finally:
         engine.close()
 

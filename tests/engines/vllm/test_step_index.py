@@ -15,7 +15,7 @@ from msgspec import msgpack, structs
 
 from steerscope.core.slot_table import Lease
 from steerscope.engines.vllm.settings import NAME, PAGE, smallest_pool
-from steerscope.engines.vllm.wire import Envelope, Wire, WireBody, WireCapture, WireColumn, WireWatch, waits
+from steerscope.engines.vllm.wire import Envelope, Wire, WireBody, WireCapture, WireColumn, WireWatch
 from steerscope.engines.vllm.worker.decode_fast_path import StepPlan
 from steerscope.engines.vllm.worker.device import Cells
 from steerscope.engines.vllm.worker.index_layout import CELL, ENTRIES, FLAG, GROUP, STRIDE
@@ -365,8 +365,7 @@ def test_prompts_side_by_side_have_cells_side_by_side() -> None:
 
 
 def test_the_index_is_sent_once_a_page() -> None:
-    """Between two pages the device moves the cells on by itself. What is there before the last row does not wait for
-    it."""
+    """Between two pages the device moves the cells on by itself."""
     step_index, pool = StepIndex(TOKENS, COLUMNS, page_rows=8), Pool()
     for name in "ab":
         step_index.requests[name] = request(name, EVERYWHERE, most=40)
@@ -378,7 +377,7 @@ def test_the_index_is_sent_once_a_page() -> None:
         sent += [] if plan.advance or plan.same else [at]
         sizes += [part.stop - part.start for part in plan.slices if part.request.wire.name == "a"]
     assert sent == [3, 11, 19, 27, 35]
-    assert sizes == [8, 8, 8, 8, 4, 1]
+    assert sizes == [8, 8, 8, 8, 5]
 
 
 def test_pages_are_as_long_as_those_who_ask_leave_room_for() -> None:
@@ -431,61 +430,6 @@ def test_the_rows_of_a_step_always_fit_the_smallest_pool(seed: int) -> None:
             waiting += step_index.forget(name)[1]
 
 
-def test_rows_of_large_pages_leave_a_few_at_a_time() -> None:
-    """Of a few requests in a step, and of each again before long; the page is free when the last of them are out. A
-    reduction takes them in at once."""
-    step_index, pool, names = StepIndex(TOKENS, COLUMNS, page_rows=128), Pool(), [str(i) for i in range(16)]
-    for name in names:
-        step_index.requests[name] = request(name, EVERYWHERE, most=100)
-    step_index.requests["9"].wire = structs.replace(
-        step_index.requests["9"].wire, capture=structs.replace(step_index.requests["9"].wire.capture, reduce="mean")
-    )  # type: ignore[type-var]
-    step(step_index, pool, *((name, 0, 3) for name in names))
-    most: list[int] = []
-    parts: dict[str, list[RowSlice]] = {name: [] for name in names}
-    for at in range(3, 100):
-        found = step(step_index, pool, *((name, at, 1) for name in names)).slices
-        most.append(len(found))
-        for part in found:
-            parts[part.request.wire.name].append(part)
-            assert part.stop == at + 1, "with the row of this step"
-            assert (part.n_freed > 0) == (at == 99)
-    leaving = {at: count for at, count in enumerate(most, start=3) if count}
-    early = {at: 3 if at % 64 == 33 else 4 for at in (31, 32, 33, 34, 95, 96, 97, 98)}  # the ninth is reduced
-    assert leaving == early | {99: 16}, "what is there before the last row does not keep it waiting"
-    for name, mine in parts.items():
-        assert [part.start for part in mine] == [3, *(part.stop for part in mine[:-1])], "each row once, in order"
-        assert [part.cell - mine[0].cell for part in mine] == [2 * (part.start - 3) for part in mine]
-        assert mine[-1].freed == (mine[0].cell, 2 * 97)
-        assert len(mine) == (1 if name == "9" else 3)
-        assert name == "9" or len(range(mine[-1].start, 100)) == 1 + int(name) % 4
-    assert step_index.requests["9"].page is None
-
-
-def test_rows_that_are_due_when_anothers_page_ends_leave_with_it() -> None:
-    step_index, pool = StepIndex(TOKENS, COLUMNS, page_rows=128), Pool()
-    step_index.requests |= {"a": request("a", EVERYWHERE, most=40), "b": request("b", EVERYWHERE, most=123)}
-    step(step_index, pool, ("a", 0, 3), ("b", 0, 20))
-    found = [step(step_index, pool, ("a", 3 + k, 1), ("b", 20 + k, 1)).slices for k in range(37)]
-    left = {
-        k: [(one.request.wire.name, one.start, one.stop) for one in parts] for k, parts in enumerate(found) if parts
-    }
-    assert left == {35: [("a", 3, 39)], 36: [("a", 39, 40), ("b", 20, 57)]}  # 64 + 1 before its last row
-
-
-@pytest.mark.parametrize(("page", "early"), [(128, [34, 98]), (64, [98]), (40, [98])])
-@pytest.mark.parametrize("changes", [False, True])
-def test_rows_leave_as_often_where_no_step_is_like_the_last(page: int, early: list[int], changes: bool) -> None:
-    """And small pages leave when they are full: those of the last row have company that left before it."""
-    step_index, pool, left = StepIndex(TOKENS, COLUMNS, page_rows=page), Pool(), list[int]()
-    step_index.requests |= {"a": request("a", EVERYWHERE, most=100), "b": request("b", None)}
-    step(step_index, pool, ("a", 0, 3), ("b", 0, 3))
-    for at in range(3, 100):
-        found = step(step_index, pool, ("a", at, 1), ("b", at, 1 + changes * (at % 2))).slices
-        left += [at for one in found if not one.n_freed]
-    assert left == early
-
-
 def test_a_request_is_the_same_behind_the_wire() -> None:
     coefficients = {(3, "resid_post"): (0.0, 1.0, 1.0, float("-inf"), 2.5)}
     column = WireColumn(b"\x00\xff", b"\x07", coefficients, EVERYWHERE, 0)  # type: ignore[arg-type]
@@ -493,22 +437,11 @@ def test_a_request_is_the_same_behind_the_wire() -> None:
     watch = WireWatch("p", (1, "resid_mid"), Positions(((2, 9),)), 5, (0, 2), RULES, 4, 17, 640)
     body = WireBody((column,), capture, watch)
     envelope = Envelope("r0.0", ("/somewhere", 1 << 30), 4096, 2**61 + 1, msgpack.encode(body), (b"\x01\x02",))
-    wire = Wire.unpack(envelope.entry(body.first)[NAME])
+    wire = Wire.unpack(envelope.entry()[NAME])
     assert (wire.name, wire.arena, wire.offset, wire.owner) == ("r0.0", ("/somewhere", 1 << 30), 4096, 2**61 + 1)
     assert (wire.capture, wire.watch) == (capture, watch)
     assert wire.columns == (structs.replace(column, content=b"\x01\x02"),)
     assert wire.without_content().columns == (column,)
-
-
-def test_a_request_waits_for_the_first_position_of_which_it_asks_something() -> None:
-    later = WireCapture(((1, "resid_mid"),), Positions(((7, 9), (12, 20))), True, "mean", 4, 17)
-    watch = WireWatch("p", (1, "resid_mid"), Positions(((2, 9),)), 5, (0, 2), RULES, 4, 17, 640)
-    assert WireBody((WireColumn(b"", b"", {}, EVERYWHERE, 0),), later, watch).first == 0
-    assert WireBody((), later, watch).first == 2  # it is watched from there on
-    entry = Envelope("r", None, 0, 1, b"").entry(WireBody((), later).first)
-    assert [waits(entry, stop) for stop in (6, 7, 8)] == [True, True, False]
-    assert not waits({"other": 1}, 1)
-    assert not waits(None, 1)
 
 
 def test_who_is_met_late_is_seen_in_the_next_step() -> None:

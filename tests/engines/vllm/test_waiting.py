@@ -1,6 +1,7 @@
 """Requests that wait: which of them may be overtaken, and what a fault in another request's step does to them."""
 
 import asyncio
+import contextlib
 import gc
 from collections.abc import Iterator
 
@@ -130,8 +131,14 @@ def test_steps_that_fail_leave_no_cells_taken(engine: SyncEngine, monkeypatch: p
 def test_a_fault_behind_the_forward_is_survived(engine: SyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's runner refuses a step while the forward of another one waits to be sampled."""
     wanted = engine.generate(PROMPT, SHORT).token_ids
-    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.end_forward", lambda _: True)
-    with pytest.raises(RequestFailed, match="no tap ran in a step"):
+
+    @contextlib.contextmanager
+    def fails_behind(_mode: object) -> Iterator[None]:
+        yield
+        raise RuntimeError("a fault behind the forward")
+
+    monkeypatch.setattr("steerscope.engines.vllm.worker.worker.launch_mode", fails_behind)
+    with pytest.raises(RequestFailed, match="a fault behind the forward"):
         engine.generate(PROMPT, SHORT)
     monkeypatch.undo()
     assert engine.generate(PROMPT, SHORT).token_ids == wanted

@@ -18,7 +18,6 @@ from steerscope.lenses.rules import Compiled
 from steerscope.specs.steering import Coefficients
 from steerscope.specs.tokens import Positions
 
-FIRST_POSITION = "steerscope_from"  # beside that entry: nothing is asked below this position
 OVERFLOW = "its steering makes the hidden states not finite; lower the strength"  # why a worker gives a request up
 _MAX_BODIES = 256
 _MAX_RECENT = 4096
@@ -94,15 +93,9 @@ class WireBody(msgspec.Struct, array_like=True):
     capture: WireCapture | None
     watch: WireWatch | None = None
 
-    @property
-    def first(self) -> int:
-        """Return the first position of which something is asked."""
-        asked = [one for one in (*self.columns, self.capture, self.watch) if one is not None]
-        return min((one.positions.intervals[0][0] for one in asked if one.positions.intervals), default=0)
-
 
 class Envelope(msgspec.Struct, array_like=True):
-    """One request as it travels. `body` and `first` are those of all requests that ask for the same."""
+    """One request as it travels. `body` is that of all requests that ask for the same."""
 
     name: str
     arena: tuple[str, int] | None  # path and size of the shared memory; None: the one that was attached
@@ -111,9 +104,9 @@ class Envelope(msgspec.Struct, array_like=True):
     body: bytes
     contents: tuple[bytes, ...] = ()  # vectors of each column that the workers do not have
 
-    def entry(self, first: int) -> dict[str, Any]:
+    def entry(self) -> dict[str, Any]:
         """Return what it is in `extra_args`: one piece, which vLLM copies and sends as it is."""
-        return {NAME: msgspec.msgpack.encode(self), FIRST_POSITION: first}
+        return {NAME: msgspec.msgpack.encode(self)}
 
 
 class Wire(msgspec.Struct):
@@ -153,11 +146,6 @@ class Wire(msgspec.Struct):
 _ENVELOPES = msgspec.msgpack.Decoder(Envelope)
 _BODIES = msgspec.msgpack.Decoder(WireBody)
 _decoded = functools.lru_cache(maxsize=_MAX_BODIES)(_BODIES.decode)
-
-
-def waits(extra: dict[str, Any] | None, stop: int) -> bool:
-    """Return whether a request asks for nothing below a position: a step that ends there need not know of it."""
-    return extra is not None and extra.get(FIRST_POSITION, 0) >= stop
 
 
 class Recent:

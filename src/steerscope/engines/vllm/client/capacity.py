@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from steerscope.capture.transport import ALIGN, LEFT, READ, TAKEN, Arena, Region, Regions, shared_folder
+from steerscope.capture.transport import ALIGN, LEFT, READ, Arena, Region, Regions, shared_folder
 from steerscope.core.slot_table import Key, Slot, SlotPool
 from steerscope.engines.plan import Facts, Plan, RequestTemplate
 from steerscope.engines.vllm.settings import VLLMSettings
@@ -40,7 +40,7 @@ class VLLMTemplate:
         self._columns = template.columns
         self._capture = capture = template.capture
         self._most_rows = template.most_rows
-        self._bodies: dict[int, tuple[bytes, int]] = {}  # by the rows that a reduction keeps back
+        self._bodies: dict[int, bytes] = {}  # by the rows that a reduction keeps back
         self.steers = bool(template.columns)
         self.reads_cached = reads_cached(template)
         self.salt = salt_of(template)
@@ -56,13 +56,13 @@ class VLLMTemplate:
             n_bytes = place + self.watch.bytes
         self.n_bytes = n_bytes  # of shared memory
 
-    def body(self, hold: int) -> tuple[bytes, int]:
-        """Return the packed body, and the first position of which it asks something."""
+    def body(self, hold: int) -> bytes:
+        """Return the packed body."""
         found = self._bodies.get(hold)
         if found is None:
             columns = tuple(WireColumn.of(column) for column in self._columns)
             body = WireBody(columns, self._wire_capture(hold), self.watch)
-            found = self._bodies[hold] = msgspec.msgpack.encode(body), body.first
+            found = self._bodies[hold] = msgspec.msgpack.encode(body)
         return found
 
     def _wire_capture(self, hold: int) -> WireCapture | None:
@@ -197,9 +197,9 @@ class Allocation:
         """Return what the request carries to the workers. With an arena of its own it also carries its vectors, which
         the workers were not given."""
         assert self.region is not None
-        body, first = self.shared.body(hold)
+        body = self.shared.body(hold)
         contents = () if arena is None else self.shared.contents()
-        return Envelope(name, arena, self.region.offset, self.region.owner, body, contents).entry(first)
+        return Envelope(name, arena, self.region.offset, self.region.owner, body, contents).entry()
 
     @property
     def failure(self) -> str | None:
@@ -251,7 +251,6 @@ class Allocation:
         count = capture.positions.count(computed)
         found = self.arrived()
         reduce = capture.spec.reduce
-        region.counters[TAKEN] = 1
         if region.failed or (found != count if reduce else found < count):
             raise RequestFailed(f"{count - found} of {count} rows did not arrive")
         size = region.size

@@ -8,7 +8,6 @@ acknowledged by all of them, before the first request that uses them.
 import contextlib
 import functools
 import itertools
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from steerscope.engines.vllm.wire import OVERFLOW
 from steerscope.specs.errors import Problem, RequestFailed, Unsteerable, UnsupportedModel
 from steerscope.specs.sampling import Sampling
 
-_SOON_S = 0.002  # for the results of all texts that end with one step; then the workers are asked for them
 _MIN_RESIDENT = 256  # vectors that workers keep, used or not
 _MAX_FAILURES = 3  # steps that fail in a row: the engine is beyond help
 _Ending = tuple[VLLMText, FinishReason]
@@ -361,12 +359,11 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
             for one, _ in done:
                 one.catch_up()
             self.outputs.abort([one.key for one, _ in done])
-        until = time.monotonic() + _SOON_S
         others_run = len(self._running) > sum(one.key in self._running for one, _ in done)
         asked: list[VLLMText] = []
         now: list[_Ending] = []
         for one, reason in done:
-            lack = one.lacks(until)
+            lack = one.lacks()
             if lack == "rows" and others_run:
                 self._running.pop(one.key, None)
                 self._closing.append((one, reason))

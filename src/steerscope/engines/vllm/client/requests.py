@@ -1,7 +1,6 @@
 """One text of a request inside vLLM: what it carries there, and what comes back."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -131,18 +130,15 @@ class VLLMText(RunningText):
             return True
         wanted = watch.positions.count(rows)
         if allocation.read < wanted:  # a GPU writes readings and tokens beside each other
-            self._await(lambda: allocation.read >= wanted, time.monotonic() + _PATIENCE)
+            until = time.monotonic() + _PATIENCE
+            while allocation.read < wanted and self.failure is None and time.monotonic() < until:
+                time.sleep(1e-5)
         stop = min(allocation.read, wanted)
         if stop > self._n_readings:
             positions = selected(watch.positions, rows)[self._n_readings : stop]
             self.notes.note(allocation.readings(self._n_readings, stop), 0, positions)
             self._n_readings = stop
         return stop == wanted
-
-    def _await(self, there: Callable[[], bool], until: float) -> bool:
-        while not (done := there()) and self.failure is None and time.monotonic() < until:
-            time.sleep(1e-5)
-        return done
 
     def _choice(self, reason: FinishReason) -> Choice:
         self._note(self.computed)
@@ -162,9 +158,8 @@ class VLLMText(RunningText):
         """Return the number of its rows: p + g − 1, and none if it was never started."""
         return len(self.history) - 1 if self.count else 0
 
-    def lacks(self, until: float = 0.0) -> Lack | None:
-        """Return what of a text that has ended is not here. The reduced rows of a text with `max_tokens` tokens are
-        written beside the last one: these are waited for, until then."""
+    def lacks(self) -> Lack | None:
+        """Return what of a text that has ended is not here."""
         allocation = self.allocation
         plan = self.plan
         count = self.count
@@ -178,18 +173,11 @@ class VLLMText(RunningText):
             return "answer"
         if plan.capture is None:
             return None
-        wanted = plan.capture.positions.count(self.computed)
-        arrived = allocation.arrived()
-        if not plan.capture.spec.reduce:
-            if arrived >= wanted:
-                return None
-            return (
-                "answer" if plan.columns or allocation.left() else "rows"
-            )  # its end may hide a fault of the last steps
-        if not wanted or plan.columns:
+        if plan.capture.spec.reduce:
             return "answer"
-        until = until if count == plan.sampling.max_tokens else 0.0
-        return None if arrived == wanted or self._await(lambda: allocation.arrived() == wanted, until) else "answer"
+        if allocation.arrived() >= plan.capture.positions.count(self.computed):
+            return None
+        return "answer" if plan.columns or allocation.left() else "rows"  # its end may hide a fault of the last steps
 
     def ending(self) -> list[Any]:
         assert self.allocation is not None

@@ -3,8 +3,7 @@
 With few tokens the device is mostly idle, and the time goes to loads that wait for each other. So loads that others
 depend on (which vector, which cell) come first, values are loaded before it is known whether they are used, and rows
 are stored last, so that the norm does not wait for them. Ops of decoding tokens may be precomputed
-(`precomputed_ops`). With many tokens memory bandwidth is the limit, and rows of which only the mean is captured are
-summed in registers (`prefill_sums`): storing them would cost a quarter of the norm.
+(`precomputed_ops`).
 """
 
 from typing import Any
@@ -20,7 +19,6 @@ from steerscope.engines.vllm.cuda.kernel import (
     check_shapes,
     cuda_end,
     cuda_tap,
-    gather,
     group_and_ops,
     n_warps,
     overflows,
@@ -32,26 +30,12 @@ from steerscope.engines.vllm.worker import tap
 from steerscope.engines.vllm.worker.index_layout import (
     CELL,
     ENTRIES,
-    FEW,
     FLAG,
     GROUP,
     PRECOMPUTED,
-    ROWS,
-    RUN_NUMBERS,
     STRIDE,
     WATCHED,
 )
-
-_TILE = 2  # tokens of a run that are computed at once
-_LAYOUT = {
-    "FLAG": FLAG,
-    "CELL": CELL,
-    "GROUP": GROUP,
-    "STRIDE": STRIDE,
-    "ENTRIES": ENTRIES,
-    "WATCHED": WATCHED,
-    "PRECOMPUTED": PRECOMPUTED,
-}
 
 
 @triton.jit
@@ -92,17 +76,16 @@ def _normed(x, squares, w, hidden, epsilon, ADDS_ONE: tl.constexpr):
 
 
 @triton.jit
-def few_kernel(
-    delta, residual, weight, normed, stream, precomputed, staged, pool, index, vectors, coefficients, gates, order,
+def fused_kernel(
+    delta, residual, weight, normed, stream, precomputed, pool, index, vectors, coefficients, gates, order,
     before, overflow_flags, precomputed_rows, delta_stride, residual_stride, index_width, hidden, first_watched,
     epsilon,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
     LAST: tl.constexpr, LARGE: tl.constexpr, FLAG: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr,
     STRIDE: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr, PRECOMPUTED: tl.constexpr, TAIL: tl.constexpr,
-    PLACE: tl.constexpr, BEFORE: tl.constexpr, STAGED: tl.constexpr,
+    PLACE: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
-    """Run the tap and vLLM's norm for few tokens: the stream is summed in float32, stored rounded, and normed
-    unrounded."""
+    """Run the tap and vLLM's norm: the stream is summed in float32, stored rounded, and normed unrounded."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < hidden
@@ -136,8 +119,6 @@ def few_kernel(
             )  # fmt: skip
     x = d.to(tl.float32) + r.to(tl.float32)
     tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
-    if STAGED:
-        tl.store(staged + token * hidden + at, x.to(kind), mask=inside)
     if STEER and CAPTURE:  # noqa: SIM102 # a constant of the compiler stands alone
         if is_ready:  # while the sum is computed
             store_row(h, x.to(kind), token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
@@ -167,118 +148,8 @@ def few_kernel(
         if (group != 0) & ~is_ready:
             place, was, cell = cell_of(mine, group, order, before, CELL)
             store_row(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
-    if LAST and (CAPTURE or STAGED):
+    if LAST and CAPTURE:
         advance(mine, CELL, STRIDE)
-
-
-@triton.jit
-def many_kernel(
-    delta, residual, weight, normed, stream, pool, index, vectors, coefficients, gates, order, before, overflow_flags,
-    delta_stride, residual_stride, index_width, hidden, first_watched, epsilon,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr, STEER: tl.constexpr, CAPTURE: tl.constexpr,
-    LAST: tl.constexpr, LARGE: tl.constexpr, FLAG: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr,
-    STRIDE: tl.constexpr, ENTRIES: tl.constexpr, WATCHED: tl.constexpr, PRECOMPUTED: tl.constexpr,
-):  # fmt: skip
-    """Do the same for many tokens, where other programs run while one waits for its loads."""
-    token = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < hidden
-    kind = delta.dtype.element_ty
-    mine = index + token * index_width
-    group, busy, place, was, cell = 0, 0, -1, 0, 0
-    if STEER or CAPTURE:
-        group, busy = group_and_ops(mine, STEER, COLUMNS, GROUP, ENTRIES)
-    d = tl.load(delta + token * delta_stride + at, mask=inside, other=0.0)
-    r = tl.load(residual + token * residual_stride + at, mask=inside, other=0.0)
-    w = tl.load(weight + at, mask=inside, other=0.0)
-    if CAPTURE:
-        place, was, cell = cell_of(mine, group, order, before, CELL)
-    h = d
-    if STEER:
-        h = (d.to(tl.float32) + r.to(tl.float32)).to(kind)
-        if busy != 0:
-            d = steer_row(d, h, mine, vectors, coefficients, gates, at, inside, hidden, COLUMNS, BLOCK, ENTRIES)
-    x = d.to(tl.float32) + r.to(tl.float32)
-    tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
-    squares = tl.sum(x * x)
-    if STEER:
-        large = (busy != 0) & ~(squares < LARGE)
-        if large:
-            lost = overflows(x, kind)
-            if lost:
-                tl.store(overflow_flags + (tl.load(mine + FLAG) & (PRECOMPUTED - 1)), 1)
-                x = tl.zeros([BLOCK], dtype=tl.float32)
-                squares = tl.sum(x * x)
-                tl.store(stream + token * hidden + at, x.to(kind), mask=inside)
-    y = _normed(x, squares, w, hidden, epsilon, ADDS_ONE)
-    tl.store(normed + token * hidden + at, y.to(kind), mask=inside)
-    if CAPTURE:
-        late = x.to(kind)
-        if not STEER:
-            h = late
-        store_row(h, late, token, place, was, cell, pool, at, inside, hidden, first_watched, WATCHED)
-        if LAST:
-            advance(mine, CELL, STRIDE)
-
-
-@triton.jit(do_not_specialize=["tokens", "n_runs", "covered"])
-def sum_kernel(
-    delta, residual, weight, normed, stream, runs, pool, index, order,
-    tokens, n_runs, covered, delta_stride, residual_stride, index_width, hidden, first_watched, epsilon,
-    BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr, LAST: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr,
-    STRIDE: tl.constexpr, WATCHED: tl.constexpr, RUN_NUMBERS: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """Do the same without steering for the tokens of each run, and sum their captured rows; then for the tokens that
-    the runs do not cover."""
-    program = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)[None, :]
-    inside = at < hidden
-    kind = delta.dtype.element_ty
-    first, count, step, group, cell = covered + (program - n_runs) * ROWS, ROWS, 1, 0, 0
-    if program < n_runs:
-        mine = runs + program * RUN_NUMBERS
-        first, count, step = tl.load(mine).to(tl.int64), tl.load(mine + 1), tl.load(mine + 2)
-        group, cell = tl.load(mine + 3), tl.load(mine + 4)
-    w = tl.load(weight + at, mask=inside, other=0.0)
-    total = tl.zeros([1, BLOCK], dtype=tl.float32)
-    for start in range(0, count, TILE):
-        number = (start + tl.arange(0, TILE))[:, None]
-        token = first + number * step
-        there = (number < count) & (token < tokens)
-        whole = there & inside
-        d = tl.load(delta + token * delta_stride + at, mask=whole, other=0.0)
-        r = tl.load(residual + token * residual_stride + at, mask=whole, other=0.0)
-        x = d.to(tl.float32) + r.to(tl.float32)
-        row = x.to(kind)
-        tl.store(stream + token * hidden + at, row, mask=whole)
-        squares = tl.sum(x * x, axis=1, keep_dims=True)
-        y = _normed(x, squares, w, hidden, epsilon, ADDS_ONE)
-        tl.store(normed + token * hidden + at, y.to(kind), mask=whole)
-        total += tl.sum(row.to(tl.float32), axis=0, keep_dims=True)
-        if group == 0:
-            mine = index + token * index_width
-            place = tl.load(order + tl.load(mine + GROUP, mask=there, other=0))
-            at_cell = tl.load(mine + CELL, mask=there, other=0)
-            read = place >= WATCHED - 1
-            tl.store(pool + (token + first_watched) * hidden + at, row, mask=whole & read)
-            place = tl.where(read, place - WATCHED, place)
-            tl.store(pool + (at_cell + place).to(tl.int64) * hidden + at, row, mask=whole & (place >= 0))
-            if LAST:
-                stride = tl.load(mine + STRIDE, mask=there, other=0)
-                tl.store(mine + CELL, at_cell + stride, mask=there & (stride != 0))
-    if group != 0:
-        place = tl.load(order + group)
-        if place >= 0:
-            out = (pool + (cell + place * SPAN).to(tl.int64) * hidden).to(tl.pointer_type(tl.float32))
-            tl.store(out + at, total, mask=inside)
-
-
-def _checked_runs(mode: tap.TapMode, tokens: int, steer: bool, capture: bool) -> Tensor | None:
-    """Return the runs of rows that the taps of this step sum."""
-    if mode.runs is not None and (tokens <= FEW or steer or not capture):
-        raise ValueError(f"a tap was to sum rows of {tokens} tokens, which it does not where it steers, or has few")
-    return mode.runs
 
 
 def _large(dtype: torch.dtype) -> float:
@@ -289,46 +160,23 @@ def _large(dtype: torch.dtype) -> float:
 def cuda_tap_norm(
     delta: Tensor, residual: Tensor, weight: Tensor, epsilon: float, adds_one: bool, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    """Run a tap and the norm. The further arguments are `CudaTables`, `TapTables`, and whether to steer, to capture,
+    """Run a tap and the norm. The further arguments are precomputed ops, `TapTables`, and whether to steer, to capture,
     and to end the step."""
-    precomputed, staged, stage, orders = arguments[:4]
-    tables, (steer, capture, last) = tap.TapTables(*arguments[4:-3]), arguments[-3:]
+    precomputed = arguments[0]
+    tables, (steer, capture, last) = tap.TapTables(*arguments[1:-3]), arguments[-3:]
     pool = tables.pool
     index = tables.step_index
-    mode = tap.mode_of(index)
-    steer = steer and mode.steer
-    capture = capture and mode.capture
+    mode = tap.mode_now()
     tokens, hidden = check_shapes(delta, residual, index)
-    runs = _checked_runs(mode, tokens, steer, capture)
     normed, stream = (torch.empty(tokens, hidden, dtype=delta.dtype, device=delta.device) for _ in range(2))
     block = triton.next_power_of_2(hidden)
     sizes = delta.stride(0), residual.stride(0), index.shape[1], hidden, pool.shape[0] - index.shape[0], epsilon
-    known = {"BLOCK": block, "ADDS_ONE": adds_one, "STEER": steer, "LAST": last, **_LAYOUT}
-    known |= {"LARGE": _large(delta.dtype), "COLUMNS": (index.shape[1] - ENTRIES) // 3}
-    if tokens <= FEW:
-        on_stage = capture and not steer and tokens <= len(staged)
-        few_kernel[(tokens,)](  # type: ignore[index]
-            delta, residual, weight, normed, stream, precomputed, staged, *tables, precomputed.shape[0], *sizes,
-            **known, CAPTURE=capture and not on_stage, TAIL=TAIL, PLACE=PLACE, BEFORE=BEFORE, STAGED=on_stage,
-            num_warps=n_warps(block),
-        )  # fmt: skip
-        if on_stage and last:
-            gather(stage, pool, index, orders, tokens)
-        return normed, stream
-    if runs is None:
-        # Mostly tokens have one op column. Code for several needs more registers, so fewer programs run at a time.
-        one = steer and mode.columns == 1
-        many_kernel[(tokens,)](  # type: ignore[index]
-            delta, residual, weight, normed, stream, *tables, *sizes, **known | ({"COLUMNS": 1} if one else {}),
-            CAPTURE=capture, num_warps=n_warps(block if one else block // 2),
-        )  # fmt: skip
-        return normed, stream
-    programs = len(runs) + max(0, triton.cdiv(tokens - mode.covered, ROWS))
-    some = {name: known[name] for name in ("BLOCK", "ADDS_ONE", "LAST", "CELL", "GROUP", "STRIDE", "WATCHED")}
-    sum_kernel[(programs,)](  # type: ignore[index]
-        delta, residual, weight, normed, stream, runs, pool, index, tables.order, tokens, len(runs), mode.covered,
-        *sizes, **some, RUN_NUMBERS=RUN_NUMBERS, ROWS=ROWS, SPAN=4 // delta.element_size(), TILE=_TILE,
-        num_warps=n_warps(block // 2),
+    fused_kernel[(tokens,)](  # type: ignore[index]
+        delta, residual, weight, normed, stream, precomputed, *tables, precomputed.shape[0], *sizes,
+        COLUMNS=(index.shape[1] - ENTRIES) // 3, BLOCK=block, ADDS_ONE=adds_one, STEER=steer and mode.steer,
+        CAPTURE=capture and mode.capture, LAST=last, LARGE=_large(delta.dtype), FLAG=FLAG, CELL=CELL, GROUP=GROUP,
+        STRIDE=STRIDE, ENTRIES=ENTRIES, WATCHED=WATCHED, PRECOMPUTED=PRECOMPUTED, TAIL=TAIL, PLACE=PLACE,
+        BEFORE=BEFORE, num_warps=n_warps(block),
     )  # fmt: skip
     return normed, stream
 

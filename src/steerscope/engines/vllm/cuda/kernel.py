@@ -1,22 +1,17 @@
 """The tap on CUDA: one Triton program per token. A token without work costs one load; any other is read once, steered
 in registers, and written once. Its arithmetic is `core.equation.change`.
 
-This is the kernel of a tap alone; `fused_norm` also computes the model's next norm. Looking up the cell
-of a token's row costs a tap more than writing the row. So in decoding steps without steering the fused taps leave the
-rows of all tokens on a stage, at the token's own number, and one kernel moves them to their cells after the last tap.
+This is the kernel of a tap alone; `fused_norm` also computes the model's next norm.
 """
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from steerscope.engines.vllm.worker import tap
 from steerscope.engines.vllm.worker.index_layout import CELL, ENTRIES, FLAG, GROUP, PRECOMPUTED, STRIDE, WATCHED
-
-_MAX_STAGE_BYTES = 64 << 20
 
 
 @triton.jit
@@ -48,22 +43,6 @@ def advance(mine, CELL: tl.constexpr, STRIDE: tl.constexpr):
 @triton.jit
 def end_kernel(index, index_width, CELL: tl.constexpr, STRIDE: tl.constexpr):
     advance(index + tl.program_id(0).to(tl.int64) * index_width, CELL, STRIDE)
-
-
-@triton.jit
-def gather_kernel(
-    stage, pool, index, orders, rows, index_width, hidden, groups, first_watched,
-    BLOCK: tl.constexpr, CELL: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, WATCHED: tl.constexpr,
-):  # fmt: skip
-    """Move one row of one tap to its cell, after the last tap has moved the token's cell on."""
-    token, tap = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < hidden
-    mine = index + token * index_width
-    group, cell = tl.load(mine + GROUP), tl.load(mine + CELL) - tl.load(mine + STRIDE)
-    row = tl.load(stage + (tap * rows + token) * hidden + at, mask=inside, other=0.0)
-    place = tl.load(orders + tap * groups + group)
-    store_row(row, row, token, place, 0, cell, pool, at, inside, hidden, first_watched, WATCHED)
 
 
 @triton.jit
@@ -154,7 +133,7 @@ def cuda_tap(delta: Tensor, residual: Tensor | None, *arguments: Any) -> None:
     tables, (steer, capture) = tap.TapTables(*arguments[:-2]), arguments[-2:]
     pool = tables.pool
     index = tables.step_index
-    mode = tap.mode_of(index)
+    mode = tap.mode_now()
     steer = steer and mode.steer
     capture = capture and mode.capture
     if not (steer or capture):
@@ -185,25 +164,7 @@ def n_warps(block: int) -> int:
     return max(1, min(16, block // 256))
 
 
-def make_stage(taps: int, max_requests: int, cells: Tensor) -> Tensor:
-    """Return [taps, rows, hidden] for one row of each decoding request, or for as many as there is memory."""
-    hidden = cells.shape[1]
-    size = cells.dtype.itemsize
-    rows = min(max_requests, _MAX_STAGE_BYTES // max(1, taps * hidden * size))
-    return torch.zeros(taps, rows, hidden, dtype=cells.dtype, device=cells.device)
-
-
-def gather(stage: Tensor, pool: Tensor, index: Tensor, orders: Tensor, tokens: int) -> None:
-    """Move the rows that all taps have left of the first tokens to their cells."""
-    taps, rows, hidden = stage.shape
-    block = triton.next_power_of_2(hidden)
-    gather_kernel[(tokens, taps)](  # type: ignore[index]
-        stage, pool, index, orders, rows, index.shape[1], hidden, orders.shape[1], pool.shape[0] - index.shape[0],
-        BLOCK=block, CELL=CELL, GROUP=GROUP, STRIDE=STRIDE, WATCHED=WATCHED, num_warps=max(1, min(8, block // 512)),
-    )  # fmt: skip
-
-
 def cuda_end(delta: Tensor, index: Tensor, overflow_flags: Tensor) -> None:
     del overflow_flags
-    if tap.mode_of(index).capture:
+    if tap.mode_now().capture:
         end_kernel[(delta.shape[0],)](index, index.shape[1], CELL=CELL, STRIDE=STRIDE, num_warps=1)  # type: ignore[index]

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from steerscope.capture.transport import ALIGN, HEADER, READ
-from steerscope.engines.vllm.cuda.streams import CurrentStream, on_stream
 from steerscope.engines.vllm.worker.delivery import Delivery
 from steerscope.engines.vllm.worker.requests import TrackedRequest
 from steerscope.lenses.graph_pool import GraphPool
@@ -135,7 +134,6 @@ class LensReadout:
         self._cells = cells
         self._first = first
         self._delivery = delivery
-        self._current = CurrentStream(cells.device)
         self._side = torch.cuda.Stream(cells.device)
         self._capturing = torch.cuda.Stream(cells.device)
         self._rows_stored = torch.cuda.Event()
@@ -147,7 +145,7 @@ class LensReadout:
     def event(self) -> torch.cuda.Event:
         """Return an event that is reached when all readings launched until now are in the client's memory."""
         event = torch.cuda.Event()
-        self._rows_stored.record(self._current())
+        self._rows_stored.record(torch.cuda.current_stream(self._cells.device))
         self._side.wait_event(self._rows_stored)
         event.record(self._side)
         return event
@@ -203,7 +201,7 @@ class LensReadout:
 
     def read(self, read: DeviceRead) -> None:
         """Read rows after the forward and before the next one's taps, on the stream that runs them."""
-        here = self._current()
+        here = torch.cuda.current_stream(self._cells.device)
         here.wait_event(self._done)  # the step before may still be reading what is about to be overwritten
         if not read.single or len(read.lines) > MOST_LINES:
             lines = read.lines.to(self._cells.device, non_blocking=True) if read.buffer is None else read.buffer.lines
@@ -222,7 +220,7 @@ class LensReadout:
             return
         self._rows_stored.record(here)
         self._side.wait_event(self._rows_stored)
-        with on_stream(here, self._side):
+        with torch.cuda.stream(self._side):
             self._run(buffer, read.kind)
         self._done.record(self._side)
 

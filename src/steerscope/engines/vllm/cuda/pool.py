@@ -8,7 +8,6 @@ from torch import Tensor
 
 from steerscope.capture.transport import Arena
 from steerscope.engines.vllm.cuda.fused_norm import register
-from steerscope.engines.vllm.cuda.kernel import make_stage
 from steerscope.engines.vllm.cuda.precomputed_ops import PrecomputedOps
 from steerscope.engines.vllm.cuda.row_copies import RowCopies
 from steerscope.engines.vllm.worker.index_layout import FLAG, PRECOMPUTED
@@ -21,11 +20,10 @@ _MAPPED = 2  # cudaHostRegisterMapped
 
 class CudaPool(RowCopies):
     def __init__(
-        self, device: torch.device, cells: int, max_flags: int, hidden: int, dtype: torch.dtype, index: np.ndarray,
-        runner: Any,
-    ) -> None:  # fmt: skip
+        self, device: torch.device, cells: int, max_flags: int, hidden: int, dtype: torch.dtype, index: np.ndarray
+    ) -> None:
         register()
-        super().__init__(device, cells, max_flags, hidden, dtype, index, runner)
+        super().__init__(device, cells, max_flags, hidden, dtype, index)
         self.index = torch.zeros(index.shape, dtype=torch.int32, device=device)
         self._host_index = index
         self._stages = [torch.zeros(index.shape, dtype=torch.int32, pin_memory=True) for _ in range(_STAGES)]
@@ -45,9 +43,6 @@ class CudaPool(RowCopies):
     ) -> Tensor:
         self._precomputed = PrecomputedOps(vectors, coefficients, orders, before, self.index, max_requests)
         return self._precomputed.table
-
-    def make_stage(self, n_taps: int, max_requests: int) -> Tensor:
-        return make_stage(n_taps, max_requests, self.cells)
 
     def upload_index(self, tokens: int, precompute: bool = False) -> None:
         ops = self._precomputed

@@ -15,22 +15,18 @@ import triton
 import triton.language as tl
 
 from steerscope.capture.transport import Arena
-from steerscope.engines.vllm.cuda.streams import CurrentStream, on_stream
 from steerscope.engines.vllm.wire import WireCapture
 from steerscope.engines.vllm.worker.device import Reductions
-from steerscope.engines.vllm.worker.index_layout import ROWS
 from steerscope.engines.vllm.worker.requests import RowSlice
 from steerscope.specs.errors import RequestFailed
 
 # Columns of a work list: addresses of the sum and the ring, the rows, and the place of a result.
 TOTAL, RING, WIDTH, HOLD, LAST, CELL, FIRST, COUNT = range(8)
-SUMMED = 8  # number of leading rows that exist only as partial sums, in front of the cells of the others
-# of requests that end; COUNTER may be 0
+# of requests that end
 TARGET = CELL
 SURE = FIRST
 COUNTED = COUNT
-COUNTER = SUMMED
-_LINE = 9
+_LINE = 8
 _BLOCK = 1024
 _MAX_SPARE_BYTES = 64 << 20
 
@@ -45,10 +41,10 @@ def _add_row(total, row, last):
 def _add_kernel(
     cells, work, hidden, BLOCK: tl.constexpr, LINE: tl.constexpr, TOTAL: tl.constexpr, RING: tl.constexpr,
     WIDTH: tl.constexpr, HOLD: tl.constexpr, LAST: tl.constexpr, CELL: tl.constexpr, FIRST: tl.constexpr,
-    COUNT: tl.constexpr, SUMMED: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
     """Add rows [first, first + count) of a request. Rows that are no longer among the newest are added to the sum: from
-    the ring, then partial sums of the taps, then from the cells; the newest rows replace others in the ring."""
+    the ring, then from the cells; the newest rows replace others in the ring."""
     mine = work + tl.program_id(0) * LINE
     tap = tl.program_id(1)
     width = tl.load(mine + WIDTH)
@@ -56,18 +52,14 @@ def _add_kernel(
         at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         inside = at < hidden
         hold, last = tl.load(mine + HOLD), tl.load(mine + LAST)
-        first, count, summed = tl.load(mine + FIRST), tl.load(mine + COUNT), tl.load(mine + SUMMED)
+        first, count = tl.load(mine + FIRST), tl.load(mine + COUNT)
         sums = tl.load(mine + TOTAL).to(tl.pointer_type(tl.float32)) + tap * hidden + at
         ring = tl.load(mine + RING).to(cells.dtype) + tap * hidden + at
-        runs, cell = tl.cdiv(summed, ROWS), tl.load(mine + CELL)
-        partial = (cells + (cell - (runs * width - tap) * SPAN) * hidden).to(tl.pointer_type(tl.float32)) + at
-        rows = cells + (cell + tap - summed * width) * hidden + at
+        rows = cells + (tl.load(mine + CELL) + tap) * hidden + at
         total = tl.load(sums, mask=inside & (first > 0), other=0.0)
         for i in range(tl.maximum(first - hold, 0), tl.minimum(first, first + count - hold)):
             total = _add_row(total, tl.load(ring + i % hold * width * hidden, mask=inside, other=0.0), last)
-        for i in range(0, runs):  # a run is a row of float32 for each tap
-            total += tl.load(partial + i * width * hidden, mask=inside, other=0.0)
-        for i in range(summed, count - hold):
+        for i in range(0, count - hold):
             total = _add_row(total, tl.load(rows + i * width * hidden, mask=inside, other=0.0), last)
         tl.store(sums, total, mask=inside)
         for i in range(tl.maximum(count - hold, 0), count):
@@ -101,13 +93,6 @@ def _end_kernel(
         tl.store(target + tap * hidden + at, total, mask=inside)
 
 
-@triton.jit
-def _publish_kernel(work, LINE: tl.constexpr, COUNTED: tl.constexpr, COUNTER: tl.constexpr):
-    """Write how many rows a result reduces, after the result: kernels of one stream write in their order."""
-    mine = work + tl.program_id(0) * LINE
-    tl.store(tl.load(mine + COUNTER).to(tl.pointer_type(tl.int64)), tl.load(mine + COUNTED))
-
-
 @dataclass(slots=True)
 class PartialResult:
     """The partial result of one request."""
@@ -118,12 +103,11 @@ class PartialResult:
     last: bool
     next: int = 0  # rows at positions below this were added
     count: int = 0  # rows added
-    written_early: int = 0  # rows of the result that was written early
 
-    def line(self, cell: int, first: int, count: int, summed: int = 0) -> list[int]:
+    def line(self, cell: int, first: int, count: int) -> list[int]:
         """Return a line of the work list; of requests that end, `cell` is the target, and so on."""
         where = self.total.data_ptr(), self.ring.data_ptr()
-        return [*where, self.total.shape[0], self.hold, int(self.last), cell, first, count, summed]
+        return [*where, self.total.shape[0], self.hold, int(self.last), cell, first, count]
 
     @property
     def nbytes(self) -> int:
@@ -135,11 +119,9 @@ class CudaReductions(Reductions):
         super().__init__(cells)
         self._ending: list[list[int]] = []
         self._finished: list[PartialResult] = []  # until the device has written them
-        self._fence: torch.cuda.Event | None = None  # after results that were written early
         self._spare: dict[tuple[int, int], list[PartialResult]] = {}  # memory to be used again, by width and hold
         self._spare_bytes = 0
         self._side = torch.cuda.Stream(cells.device) if cells.is_cuda else None
-        self._current = CurrentStream(cells.device) if cells.is_cuda else None
         self._pushed: torch.cuda.Event | None = None  # after added rows, whose cells the next forward may write to
 
     def start(self, capture: WireCapture, width: int) -> PartialResult:
@@ -161,38 +143,17 @@ class CudaReductions(Reductions):
         for partial, part in parts:
             known = max(0, partial.next - part.start)  # added before
             count = part.stop - part.start - known
-            if known and part.summed:
-                raise RequestFailed("rows that were captured before were recomputed in sums")
             if count > 0:
-                lines.append(partial.line(part.cell + known * part.request.width, partial.count, count, part.summed))
+                lines.append(partial.line(part.cell + known * part.request.width, partial.count, count))
                 partial.next = part.stop
                 partial.count = partial.count + count
         if lines:
-            self._pushed = self._launch(
-                _add_kernel, lines, CELL=CELL, FIRST=FIRST, COUNT=COUNT, SUMMED=SUMMED, ROWS=ROWS,
-                SPAN=4 // self._cells.itemsize,
-            )  # fmt: skip
+            self._pushed = self._launch(_add_kernel, lines, CELL=CELL, FIRST=FIRST, COUNT=COUNT)
 
     def join(self) -> None:
-        if self._pushed is not None and self._current is not None:
-            self._current().wait_event(self._pushed)
+        if self._pushed is not None:
+            torch.cuda.current_stream(self._cells.device).wait_event(self._pushed)
             self._pushed = None
-
-    def write_early(self, ends: Sequence[tuple[PartialResult, int, Arena, int, int]]) -> None:
-        """Write them behind the last forward, while the last token is sampled."""
-        lines = []
-        for partial, counted, arena, place, counter in ends:
-            if partial.count == counted:
-                where = arena.at(place, partial.total.nbytes)
-                lines.append(partial.line(where, max(0, counted - partial.hold), counted, arena.at(counter, 8)))
-                partial.written_early = counted
-        if lines:
-            self._fence = self._launch(_end_kernel, lines, publish=True, TARGET=TARGET, SURE=SURE, COUNTED=COUNTED)
-
-    def fence(self) -> torch.cuda.Event | None:
-        if self._fence is not None and self._fence.query():
-            self._fence = None
-        return self._fence
 
     def finish(self, partial: PartialResult, rows: int, counted: int, arena: Arena, place: int) -> int:
         del rows
@@ -202,17 +163,15 @@ class CudaReductions(Reductions):
         counted = min(counted, partial.count)
         if counted:
             self._finished.append(partial)
-            if partial.written_early != counted:
-                self._ending.append(partial.line(arena.at(place, partial.total.nbytes), sure, counted))
+            self._ending.append(partial.line(arena.at(place, partial.total.nbytes), sure, counted))
         return counted
 
     def flush(self) -> None:
-        """Return when all results are written, also the early ones."""
+        """Return when all results are written."""
         if self._ending:
             self._launch(_end_kernel, self._ending, TARGET=TARGET, SURE=SURE, COUNTED=COUNTED)
-        if (self._finished or self._fence) and self._side is not None:
+        if self._finished and self._side is not None:
             self._side.synchronize()
-        self._fence = None
         for partial in self._finished:
             self.release(partial)
         self._ending = []
@@ -231,23 +190,21 @@ class CudaReductions(Reductions):
     @contextmanager
     def _on_side_stream(self) -> Iterator[None]:
         """Launch kernels and allocate memory on the side stream."""
-        if self._side is None or self._current is None:
+        if self._side is None:
             yield
             return
-        with on_stream(self._current(), self._side):
+        with torch.cuda.stream(self._side):
             yield
 
-    def _launch(
-        self, kernel: triton.JITFunction, lines: list[list[int]], publish: bool = False, **known: int
-    ) -> torch.cuda.Event | None:
+    def _launch(self, kernel: triton.JITFunction, lines: list[list[int]], **known: int) -> torch.cuda.Event | None:
         """Launch a kernel on the side stream behind all forwards so far; return an event after it."""
         hidden = self._cells.shape[1]
         block = min(_BLOCK, triton.next_power_of_2(hidden))
         grid = (len(lines), max(line[WIDTH] for line in lines), triton.cdiv(hidden, block))
         done: torch.cuda.Event | None = None
-        if self._side is not None and self._current is not None:
+        if self._side is not None:
             done = torch.cuda.Event()
-            done.record(self._current())
+            done.record(torch.cuda.current_stream(self._cells.device))
             self._side.wait_event(done)
         with self._on_side_stream():
             work = torch.from_numpy(np.array(lines, dtype=np.int64)).to(self._cells.device, non_blocking=True)
@@ -255,8 +212,6 @@ class CudaReductions(Reductions):
                 self._cells, work, hidden, BLOCK=block, LINE=_LINE, TOTAL=TOTAL, RING=RING, WIDTH=WIDTH, HOLD=HOLD,
                 LAST=LAST, **known, num_warps=4,
             )  # fmt: skip
-            if publish:
-                _publish_kernel[(len(lines),)](work, LINE=_LINE, COUNTED=COUNTED, COUNTER=COUNTER)  # type: ignore[index]
             if done is not None:
                 done = torch.cuda.Event()
                 done.record()

@@ -1,8 +1,8 @@
 """Copies of rows from the pool to the clients' memory, on a side stream, paced.
 
 Copying all rows of a large prompt at once would keep the engine's own small copies (sampled tokens) waiting behind
-gigabytes, step after step. So beside each step a batch is copied that takes less time than the step (`Pace`), after
-the sampled tokens of the step before, and the backlog stays in the pool.
+gigabytes, step after step. So beside each step a batch is copied that takes less time than the step (`Pace`), and the
+backlog stays in the pool.
 """
 
 import ctypes
@@ -10,26 +10,21 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from steerscope.engines.vllm.cuda.streams import CurrentStream
 from steerscope.engines.vllm.worker.device import RowPool
-from steerscope.engines.vllm.worker.index_layout import FEW
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest
 
 _MAX_COPY_BYTES = 64 << 20  # of one batch that is not paced
 _MIN_COPY_BYTES = 1 << 20  # a smaller rest is added to the copy before it
 _MAX_BATCHES = 2  # under way: the host prepares a step while the one before it runs
-_PROMPT_STEPS = 8  # after a prompt, in which rows may have to wait
 _FIRST_BYTES = 64 << 20  # while nothing was measured
 _MIN_TIMED_BYTES = 1 << 20  # smaller copies measure latency, not the rate of the bus
 _SHARE = 0.7  # of a step; the rest is for the step's own copies
-_TIMED_EVERY = 7  # of this number of copies beside steps of a known size, two in a row are timed
 _TO_HOST = 2  # cudaMemcpyDeviceToHost
-_TOKEN_STREAMS = "output_copy_stream", "async_output_copy_stream"  # of vLLM's V2 and V1 runners
 
 
 class Pace:
@@ -44,16 +39,6 @@ class Pace:
         self.rate = 0.0  # bytes per millisecond, of the last rows that arrived
         self._steps: dict[int, tuple[float, float]] = {}  # milliseconds of the last two steps of a size
         self._excess = 0  # bytes copied beyond what was allowed
-        self._turn = 0
-        self._new = False
-
-    def timed(self, tokens: int) -> bool:
-        """Return whether the copies beside the next step are timed. A step lasts from one mark to the next, so the step
-        after one of unknown size is timed too."""
-        before = self._new
-        self._new = not self.rate or tokens.bit_length() not in self._steps
-        self._turn += 1
-        return before or self._new or self._turn % _TIMED_EVERY < 2
 
     def step_took(self, tokens: int, ms: float) -> None:
         size = tokens.bit_length()
@@ -91,14 +76,14 @@ class RowCopy:
 
 
 class CopyBatch(NamedTuple):
-    """Copies launched beside one step, and the event after them. If they were timed, also the event before them, the
-    begin of the step before (with its number of tokens, if it was timed) and its end."""
+    """Copies launched beside one step, between two events; and the begin and the end of the step before, with its
+    number of tokens if rows were copied beside it too."""
 
+    begin: torch.cuda.Event
     end: torch.cuda.Event
     bytes: int
-    begin: torch.cuda.Event | None = None
-    before: tuple[torch.cuda.Event, int] | None = None
-    mark: torch.cuda.Event | None = None
+    before: tuple[torch.cuda.Event, int] | None
+    mark: torch.cuda.Event
 
 
 CopyBytes = Callable[[int, int, int, int], None]  # target, source, bytes, stream
@@ -108,29 +93,21 @@ class RowCopies(RowPool):
     """The part of a pool on a GPU that brings rows to the clients."""
 
     def __init__(
-        self, device: torch.device, cells: int, max_flags: int, hidden: int, dtype: torch.dtype, index: np.ndarray,
-        runner: Any,
-    ) -> None:  # fmt: skip
-        """`runner` is vLLM's model runner."""
+        self, device: torch.device, cells: int, max_flags: int, hidden: int, dtype: torch.dtype, index: np.ndarray
+    ) -> None:
         super().__init__(device, cells, max_flags, hidden, dtype, index)
         self._address = self.cells.data_ptr()
         self._cell_bytes = hidden * dtype.itemsize
-        self._runner = runner
-        self._current = CurrentStream(device)
         self._copy_bytes = runtime_copy() or self._copy_by_torch
         self._side = torch.cuda.Stream(device)
         self._forward_done = torch.cuda.Event()
-        self._tokens_copied = torch.cuda.Event()
-        self._token_stream: torch.cuda.Stream | None = None  # on which vLLM copies the sampled tokens
-        self._spare_events: list[torch.cuda.Event] = []
-        self._steps_since_prompt = _PROMPT_STEPS
         self._copies: deque[RowCopy] = deque()  # launched ones first
         self._waiting: deque[RowCopy] = deque()  # not launched, or not whole
         self.backlog = 0  # bytes of the waiting ones
         self._ready = 0  # number of waiting copies whose forwards the side stream waits for already
         self.pace = Pace()
         self._batches: deque[CopyBatch] = deque()  # of the last few steps
-        self._mark: tuple[torch.cuda.Event, int] | None = None  # begin and tokens of the last step, if it was timed
+        self._mark: tuple[torch.cuda.Event, int] | None = None  # begin and tokens of the last step
 
     # --- the queue
 
@@ -186,46 +163,27 @@ class RowCopies(RowPool):
     # --- copies beside steps
 
     def copy_some(self, tokens: int) -> None:
-        """Launch a batch beside a step, unless more than _MAX_BATCHES are under way or the device waits for the host
-        after a prompt."""
+        """Launch a batch beside a step with this number of tokens, unless more than _MAX_BATCHES are under way."""
         self._collect_batches()
         step_before = self._mark
         self._mark = None
-        self._steps_since_prompt = 0 if tokens > FEW else self._steps_since_prompt + 1
-        if not self._waiting or self._must_wait(step_before):
+        if not self._waiting:
             return
-        timed = self.pace.timed(tokens)
-        free = len(self._batches) <= _MAX_BATCHES
-        mark = _timed_event() if timed else self._forward_done
-        if timed or free:
-            mark.record(self._current())
-        if timed:
-            self._mark = mark, tokens
-        if not free:
+        mark = _timed_event()
+        mark.record(self._current())
+        self._mark = mark, tokens
+        if len(self._batches) > _MAX_BATCHES:
             return
         self._side.wait_event(mark)
-        if self._record_tokens_copied():
-            self._side.wait_event(self._tokens_copied)
         self._ready = len(self._waiting)
         allowed = self.pace.beside(tokens)
-        if timed:
-            begin = _timed_event()
-            end = _timed_event()
-            begin.record(self._side)
-            size = self._launch(allowed, end)
-            batch = CopyBatch(end, size, begin, step_before, mark)
-        else:
-            end = self._spare_events.pop() if self._spare_events else torch.cuda.Event()
-            size = self._launch(allowed, end)
-            batch = CopyBatch(end, size)
+        begin = _timed_event()
+        end = _timed_event()
+        begin.record(self._side)
+        size = self._launch(allowed, end)
         self.pace.copied(size, allowed)
         if size:
-            self._batches.append(batch)
-
-    def copy_waiting_now(self) -> None:
-        """Launch all waiting copies behind the last forward, if they are few."""
-        if 0 < self.backlog <= _MAX_COPY_BYTES:
-            self._launch_now(self.backlog, len(self._waiting))
+            self._batches.append(CopyBatch(begin, end, size, step_before, mark))
 
     def _collect_batches(self) -> None:
         """Learn from the batches that have arrived, and finish their copies."""
@@ -238,47 +196,16 @@ class RowCopies(RowPool):
             self._finish(reached=reached)
 
     def _learn(self, batch: CopyBatch) -> None:
-        """Measure a batch that has arrived. An event without timing is recorded again; a stale waiter on it only waits
-        longer."""
-        if batch.begin is None or batch.mark is None:
-            self._spare_events.append(batch.end)
-            return
+        """Measure a batch that has arrived."""
         self.pace.rows_took(batch.bytes, batch.begin.elapsed_time(batch.end))
         if batch.before is not None:
             begin, tokens = batch.before
             self.pace.step_took(tokens, begin.elapsed_time(batch.mark))
 
-    def _must_wait(self, step_before: tuple[torch.cuda.Event, int] | None) -> bool:
-        """Return whether rows wait in this step. For some steps after a prompt the device waits for the host, and
-        launching copies would delay the host. Rows wait until a step is prepared before the tokens of the step before
-        have arrived; about the first step after a prompt nothing is known. `take_late` copies rows all the same."""
-        if not 0 < self._steps_since_prompt <= _PROMPT_STEPS:
-            return False
-        if self._steps_since_prompt == 1:
-            mark = _timed_event() if step_before is not None else self._forward_done
-            mark.record(self._current())
-            self._side.wait_event(mark)
-            self._ready = len(self._waiting)
-            if step_before is not None:  # still measure the step with the prompts
-                self._batches.append(CopyBatch(mark, 0, mark, step_before, mark))
-        elif not self._record_tokens_copied() or not self._tokens_copied.query():
-            self._steps_since_prompt = _PROMPT_STEPS
-            return False
-        return True
-
-    def _record_tokens_copied(self) -> bool:
-        """Record an event behind the sampled tokens of the step before on vLLM's copy stream; return False without such
-        a stream. The device copies to the host in order, and vLLM waits for these tokens to prepare the next step but
-        one."""
-        if self._token_stream is None:
-            found = (getattr(self._runner, name, None) for name in _TOKEN_STREAMS)
-            self._token_stream = next((stream for stream in found if stream is not None), None)
-        if self._token_stream is None:
-            return False
-        self._tokens_copied.record(self._token_stream)
-        return True
-
     # --- launching and finishing
+
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.cells.device)
 
     def _launch_now(self, n_bytes: int, n_copies: int) -> None:
         """Launch the first waiting copies behind the forwards queued so far."""

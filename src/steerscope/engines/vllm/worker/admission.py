@@ -10,7 +10,7 @@ from torch import Tensor
 
 from steerscope.core.slot_table import Key
 from steerscope.engines.vllm.settings import NAME
-from steerscope.engines.vllm.wire import OVERFLOW, Wire, waits
+from steerscope.engines.vllm.wire import OVERFLOW, Wire
 from steerscope.engines.vllm.worker.delivery import Delivery
 from steerscope.engines.vllm.worker.lenses import WorkerLenses
 from steerscope.engines.vllm.worker.overflow import OverflowWatch
@@ -40,19 +40,14 @@ class RequestAdmission:
     def unregister(self, name: bytes) -> None:
         self._vectors.pop(bytes(name), None)
 
-    def admit_all(self, new_requests: Sequence[Any], tokens: dict[str, int] | None = None) -> list:
-        """Admit vLLM's new requests. With `tokens`, the number of tokens of each in this step, return those that ask
-        for nothing in this step and were not admitted yet."""
-        deferred = []
+    def admit_all(self, new_requests: Sequence[Any]) -> None:
+        """Admit those of vLLM's new requests that ask for something."""
         flags = []
         for new in new_requests:
             extra = new.sampling_params.extra_args if new.sampling_params else None
-            if tokens is not None and waits(extra, new.num_computed_tokens + tokens[new.req_id]):
-                deferred.append(new)
-            elif extra is not None and (flag := self._admit(new, extra.get(NAME))):
+            if extra is not None and (flag := self._admit(new, extra.get(NAME))):
                 flags.append(flag)
         clear_overflow_flags(self._delivery.pool.overflow_flags, flags)
-        return deferred
 
     def _admit(self, new: Any, packed: bytes | None) -> int:
         """Admit one request; return its overflow flag, 0 without one."""

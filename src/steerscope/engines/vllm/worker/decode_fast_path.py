@@ -24,11 +24,9 @@ class StepPlan:
     failed: list[TrackedRequest] = field(default_factory=list)  # requests that failed in this step
     watched_rows: WatchedRows | None = None
     recomputed: int = 0  # requests that were preempted and begin again
-    summed: int = 0  # rows that taps sum
     columns: int = 0  # largest number of op columns of a token
     keeps: bool = False  # rows are captured or read
     same: bool = False  # the index equals that of the last step
-    runs: np.ndarray | None = None  # runs of tokens that taps sum (`prefill_sums`)
     advance: bool = False  # the index is right once the cell of every token has moved by its stride
 
     @property
@@ -56,9 +54,7 @@ class DecodeFastPath:
     plan: StepPlan  # of a step that changes nothing else
     all_tracked: bool  # every request of the batch is tracked
     only_decodes: bool  # every request of the batch computes one token
-    turn: np.ndarray  # offset between the steps in which requests flush pages that are not full
     left: int = 0  # steps until the first page is full
-    due: int = 0  # steps until a page that is not full is flushed
     lag: int = 0
     steps: int = 0  # planned so far
     _expected: list[bytes] = field(default_factory=list)  # the scheduler's positions for the next steps
@@ -84,16 +80,6 @@ class DecodeFastPath:
             self._expected = [positions.tobytes() for positions in ahead.astype(computed.dtype)]
         found = computed if self.all_tracked else computed[self.batch_row]
         return same_tokens and found.tobytes().startswith(self._expected[step])
-
-    @property
-    def rows_left(self) -> np.ndarray:
-        """Return how many rows each request can have after the next one, less its turn."""
-        return self.most - self.position - 1 - self.turn
-
-    def next_due(self, period: int) -> int:
-        """Return the number of steps until `rows_left` of any request is a multiple of the period."""
-        left = self.rows_left
-        return int(np.where(left > 0, (left - 1) % period + 1, NEVER).min())
 
     def has_work(self) -> bool:
         """Return whether a request needs the index, now or when a part of it is computed again: rows are captured once,

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from steerscope.capture.transport import ALIGN, HEADER, LEFT, MET, OWNER, READ, ROWS, TAKEN, Arena
+from steerscope.capture.transport import ALIGN, HEADER, LEFT, MET, OWNER, READ, ROWS, Arena
 from steerscope.engines.vllm.wire import Wire
 from steerscope.engines.vllm.worker.device import Reductions, RowPool
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest
@@ -35,7 +35,6 @@ class Delivery:
         self.arena: Arena | None = None  # of the client that attached one
         self.arenas: dict[str, Arena] = {}  # named by requests
         self.reducing: dict[str, tuple[TrackedRequest, Any]] = {}  # with their partial results
-        self._untaken: list[TrackedRequest] = []  # left before their clients took a result that was written early
         self.counts = {"rows": 0, "row_bytes": 0}
         self.when_read: Callable[[], torch.cuda.Event] | None = None  # on a GPU: event after all readings so far
         self._finishing: set[str] = set()  # requests whose regions the client keeps until `complete`
@@ -74,8 +73,7 @@ class Delivery:
         request.offset = request.wire.offset + HEADER + before * self._row_bytes
         if capture.reduce is None or not self.writes:
             return
-        if self._untaken:
-            self._release_taken()
+        self._release_abandoned()
         self.reducing[request.wire.name] = request, self.reductions.start(capture, request.width)
 
     def _arena_of(self, wire: Wire) -> Arena | None:
@@ -110,12 +108,10 @@ class Delivery:
     def flush(self, slices: list[RowSlice]) -> None:
         """Queue rows to be copied to their clients, or pass them to their reductions."""
         reduced: list[tuple[Any, RowSlice]] = []
-        ends = False
         for part in slices:
             capture = part.request.capture
             entry = self.reducing.get(part.request.wire.name)
             result_written = capture.reduce and entry is None
-            ends |= part.stop == capture.most
             if part.request.failed is not None or part.start == part.stop or result_written:
                 self.drop(part)
             elif entry is not None:
@@ -128,16 +124,11 @@ class Delivery:
                     self.fail(part.request, f"{type(error).__name__}: {error}")
         if reduced:
             self._reduce(reduced)
-        if ends:  # a text has reached its largest length and is about to end
-            self.pool.copy_waiting_now()
 
     def drop(self, *slices: RowSlice) -> None:
-        """Free the cells of slices without copying them, after earlier rows of the same cells were copied."""
+        """Free the cells of slices without copying them."""
         for part in slices:
-            if part.before:
-                self.pool.after_copies(part.request, functools.partial(self.pool.give, *part.freed))
-            else:
-                self.pool.give(*part.freed)
+            self.pool.give(*part.freed)
 
     def _copy(self, part: RowSlice) -> None:
         request = part.request
@@ -168,33 +159,15 @@ class Delivery:
         if not self.writes:
             request.left = True
             return
-        if (fence := self.reductions.fence()) is not None:
-            self.pool.after_copies(request, lambda: None, fence)
         event = self.when_read() if self.when_read is not None and request.wire.watch else None
-        self.pool.after_copies(request, functools.partial(self._left, request), event)
+        self.pool.after_copies(request, functools.partial(self._set, request, LEFT + self.stage, 1), event)
 
-    def _left(self, request: TrackedRequest) -> None:
-        taken = request.arena is not None and self._counter(request, TAKEN)
-        self._set(request, LEFT + self.stage, 1)
-        if request.wire.name not in self.reducing:
-            return
-        if taken:  # the client has the early result and sends no `finish`
-            self.reductions.release(self.reducing.pop(request.wire.name)[1])
-        else:
-            self._untaken.append(request)
-
-    def _release_taken(self) -> None:
-        """Release the reductions whose clients have taken an early result since, or are gone."""
-        waiting = self._untaken
-        self._untaken = []
-        for request in waiting:
-            entry = self.reducing.get(request.wire.name)
-            if entry is None or entry[0] is not request:
-                continue
-            if self._counter(request, TAKEN) or not self._owned(request):
-                self.reductions.release(self.reducing.pop(request.wire.name)[1])
-            else:
-                self._untaken.append(request)
+    def _release_abandoned(self) -> None:
+        """Release the reductions of requests that have ended and whose clients took their regions back."""
+        for name, (request, partial) in list(self.reducing.items()):
+            if request.left and not self._owned(request):
+                del self.reducing[name]
+                self.reductions.release(partial)
 
     def hold_regions(self, names: set[str]) -> None:
         """Note that the client keeps the regions of these requests until `complete`."""
@@ -225,12 +198,6 @@ class Delivery:
     def _reduce(self, parts: list[tuple[Any, RowSlice]]) -> None:
         try:
             self.reductions.push(parts)
-            counter = ALIGN * (ROWS + self.stage)
-            self.reductions.write_early([
-                (partial, r.max_rows, *self._result_place(r), r.wire.offset + counter)
-                for partial, r in ((partial, part.request) for partial, part in parts)
-                if r.complete and self._writes_result(r)
-            ])  # fmt: skip
         except Exception as error:
             for _, part in parts:
                 self.fail(part.request, f"{type(error).__name__}: {error}")

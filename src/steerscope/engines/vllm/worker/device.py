@@ -6,7 +6,6 @@ read the memory of the step index itself. `cuda.pool` and `cuda.reductions` over
 """
 
 import bisect
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ from steerscope.engines.vllm.wire import WireCapture
 from steerscope.engines.vllm.worker.index_layout import CELL, STRIDE
 from steerscope.engines.vllm.worker.requests import RowSlice, TrackedRequest
 from steerscope.specs.errors import CapacityExceeded
-from steerscope.specs.tokens import END
 
 _SMALL = 16  # blocks of at most this part of all cells are taken from the end
 _MEMORY_PART = 20  # of the device's memory, for rows that wait to be copied
@@ -109,12 +107,6 @@ class RowPool:
         del coefficients, orders, before, max_requests
         return torch.zeros(len(vectors), 0)
 
-    def make_stage(self, n_taps: int, max_requests: int) -> Tensor:
-        """Return the memory where taps leave rows until the step ends [taps, rows, …], without rows on a CPU. Called
-        before the first step."""
-        del max_requests
-        return torch.zeros(n_taps, 0)
-
     def upload_index(self, tokens: int, precompute: bool = False) -> None:
         """Give the taps index rows [0, tokens), and zeros beyond. `precompute`: the same ops will run in many steps."""
         del precompute
@@ -147,9 +139,6 @@ class RowPool:
 
     def copy_some(self, tokens: int) -> None:
         """Start copies beside a step with this number of tokens, and publish what has arrived."""
-
-    def copy_waiting_now(self) -> None:
-        """Start the waiting copies behind the forward that was queued last, if they are few."""
 
     def after_copies(
         self, request: TrackedRequest, call: Callable[[], None], event: torch.cuda.Event | None = None
@@ -218,18 +207,6 @@ class Reductions:
 
     def join(self) -> None:
         """Let the next forward wait for everything pushed: it may write to the same cells."""
-
-    def write_early(self, ends: Sequence[tuple[Any, int, Arena, int, int]]) -> None:
-        """Write results before their requests have ended: (partial result, rows, arena, place of the result, place of
-        the row count) each. `finish` may still find that some rows do not count."""
-        for partial, counted, arena, place, counter in ends:
-            reducer = copy.deepcopy(partial).finish(END)
-            if reducer.n == counted:
-                _write(reducer, arena, place)
-                arena.words[counter // 8] = counted
-
-    def fence(self) -> torch.cuda.Event | None:
-        """Return an event after all results written early; None if they are there."""
 
     def finish(self, partial: Any, rows: int, counted: int, arena: Arena, place: int) -> int:
         """Queue the result [taps, hidden] of `counted` rows, all at positions below `rows`, to be written by `flush`;

@@ -1,13 +1,10 @@
-"""Three sets of vLLM's CUDA graphs of whole decoding steps: with taps that steer and capture, with taps that only
-capture, so that the model's norms wait for nothing, and without taps. A step without work for the taps replays the last
-set, which is what vLLM would replay without steerscope."""
+"""Two sets of vLLM's CUDA graphs of whole decoding steps, with taps and without. A step without work for the taps
+replays the second, which is what vLLM would replay without steerscope."""
 
 from collections.abc import Callable
 from typing import Any
 
-from steerscope.engines.vllm.worker.tap import launch_mode
-
-_LESS = ((False, True), (False, False))  # what taps do in the further sets: steer, capture
+from steerscope.engines.vllm.worker.tap import TapMode, launch_mode
 
 
 class GraphSets:
@@ -15,7 +12,7 @@ class GraphSets:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._sets: dict[tuple[bool, bool], Any] = {}  # by what their taps do: steer, capture
+        self._sets: dict[bool, Any] = {}  # by whether taps do something
         self._profiling = False
 
     def profile(self, run: Callable[..., int], *args: Any, **kwargs: Any) -> int:
@@ -27,8 +24,8 @@ class GraphSets:
             self._profiling = False
 
     def capture(self, run: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-        """Wrap vLLM's own capturing: once with everything, then whole steps again with less. Return the bytes taken; in
-        an estimate, include the bytes of the further sets."""
+        """Wrap vLLM's own capturing: once with taps, then whole steps again without. Return the bytes taken; in an
+        estimate, include the bytes of the second set."""
         size = run(*args, **kwargs)
         manager = getattr(self._runner, "cudagraph_manager", None)
         if not getattr(manager, "graphs", None) or not hasattr(manager, "_capture_descs"):
@@ -39,19 +36,18 @@ class GraphSets:
         if self._profiling or kwargs.get("profile_only"):
             # vLLM extrapolates from its own samples: the first holds the pool, each later one the cost of a graph.
             samples = getattr(manager, "_capture_mem_samples", None) or []
-            return size + len(_LESS) * sum(map(len, whole.values())) * max([0, *samples[1:2]])
-        self._sets[True, True] = manager.graphs
+            return size + sum(map(len, whole.values())) * max([0, *samples[1:2]])
+        self._sets[True] = manager.graphs
         try:
             manager._capture_descs = whole
-            for less in _LESS:
-                manager.graphs = {}
-                with launch_mode(*less):
-                    size += run(*args, **kwargs)
-                self._sets[less] = manager.graphs
+            manager.graphs = {}
+            with launch_mode(TapMode(False, False)):
+                size += run(*args, **kwargs)
+            self._sets[False] = manager.graphs
         finally:
             manager._capture_descs = every
         return size
 
-    def use(self, steers: bool = False, busy: bool = False) -> None:
+    def use(self, busy: bool = False) -> None:
         if self._sets:
-            self._runner.cudagraph_manager.graphs = self._sets[steers, steers or busy]
+            self._runner.cudagraph_manager.graphs = self._sets[busy]

@@ -5,7 +5,7 @@ Hooks are traced by the compiler like the layer's own code when they are there b
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -90,11 +90,6 @@ def _next_norm(number: int, layers: Mapping[int, nn.Module], owner: nn.Module) -
     norm = getattr(holder, name, None)
     plain = type(norm).__name__ in _RMS_NORMS and getattr(norm, "variance_size_override", None) is None
     return (holder, name) if plain and type(layers[number]).__name__ in _NORM_FOLLOWS else None
-
-
-def in_norms(layers: Layers, keys: Iterable[Key]) -> bool:
-    """Whether every one of these taps can be a part of the norm that follows it."""
-    return all(site == "resid_post" and layers.found[layer].next_norm is not None for layer, site in keys)
 
 
 def attach(layers: Layers, taps: Mapping[Key, Tap], norms: bool = True) -> None:

@@ -21,7 +21,6 @@ class Page:
     start: int
     size: int  # rows
     count: int = 0  # rows written
-    flushed: int = 0  # rows flushed before the page was full
 
 
 @dataclass(slots=True)
@@ -163,29 +162,23 @@ class RowSlice:
     stop: int
     cell: int
     n_rows: int  # captured rows of the request that exist once this slice is copied
-    n_freed: int  # cells that are free afterwards; 0: their page is still being written
-    before: int = 0  # cells between the first of those and `cell`: flushed earlier, or partial sums
-    summed: int = 0  # number of leading rows that exist only as partial sums; `cell` points at the remaining ones
+    n_freed: int  # cells that are free afterwards
 
     @property
     def freed(self) -> tuple[int, int]:
         """Return the first cell that is free afterwards, and the number of cells."""
-        return self.cell - self.before, self.n_freed
+        return self.cell, self.n_freed
 
 
-def make_slice(
-    request: TrackedRequest, start: int, stop: int, cell: int, n_freed: int, before: int = 0, summed: int = 0
-) -> RowSlice:
+def make_slice(request: TrackedRequest, start: int, stop: int, cell: int, n_freed: int) -> RowSlice:
     """Return a slice and count its rows as flushed."""
     request.flushed = max(request.flushed, request.capture.positions.count(stop))
-    return RowSlice(request, start, stop, cell, request.flushed, n_freed, before, summed)
+    return RowSlice(request, start, stop, cell, request.flushed, n_freed)
 
 
-def rest_of_page(request: TrackedRequest, page: Page, count: int) -> RowSlice:
-    """Return the rows of a page with `count` rows that were not flushed; no more are added to it."""
-    before = page.flushed * request.width
-    size = page.size * request.width
-    return make_slice(request, page.start + page.flushed, page.start + count, page.cell + before, size, before)
+def slice_of_page(request: TrackedRequest, page: Page, count: int) -> RowSlice:
+    """Return the rows of a page with `count` rows; no more are added to it."""
+    return make_slice(request, page.start, page.start + count, page.cell, page.size * request.width)
 
 
 def _is_constant(positions: Positions, start: int, stop: int) -> bool:

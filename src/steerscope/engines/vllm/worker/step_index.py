@@ -5,8 +5,7 @@ of integers per token: the cell of its captured row, its capture group and its o
 Pure numpy; the work grows with the number of tracked requests, not with the batch.
 
 Rows of a decoding request lie side by side in a page, so a repeated step costs one comparison and a few sums
-(`decode_fast_path`). Pages are flushed when they are full, every `_PERIOD` rows, and just before a text reaches its
-largest length.
+(`decode_fast_path`). Pages are flushed when they are full.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -17,21 +16,16 @@ import numpy as np
 from steerscope.engines.vllm.settings import PAGE
 from steerscope.engines.vllm.worker.decode_fast_path import NEVER, DecodeFastPath, StepPlan
 from steerscope.engines.vllm.worker.index_layout import CELL, ENTRIES, FLAG, GROUP, STRIDE
-from steerscope.engines.vllm.worker.prefill_sums import PrefillRows, PromptSlice
 from steerscope.engines.vllm.worker.requests import (
     Page,
     RowSlice,
     TrackedRequest,
     WatchedRows,
     make_slice,
-    rest_of_page,
+    slice_of_page,
 )
 from steerscope.specs.errors import CapacityExceeded
 
-# Rows of pages that are not full are flushed every _PERIOD steps, spread over _TURNS steps: all requests at once would
-# delay the next step, and few at a time cost the host more.
-_PERIOD = 64
-_TURNS = 4
 _FEW_REQUESTS = 4
 _MAX_TRIES = 4  # to find room for a step
 _LINE = 16  # integers: an index row fills whole cache lines
@@ -58,7 +52,7 @@ class _BatchPart:
 class _StepRows:
     """Rows of a step that are captured or read."""
 
-    prompts: list[PromptSlice] = field(default_factory=list)
+    prompts: list[tuple[TrackedRequest, int, int, int]] = field(default_factory=list)  # request, token, start, stop
     decoded: list[tuple[TrackedRequest, int, int]] = field(default_factory=list)  # request, token, position
     watched: list[tuple[TrackedRequest, int, int, int]] = field(default_factory=list)  # request, token, start, stop
 
@@ -90,11 +84,9 @@ class StepIndex:
         computed: np.ndarray,
         reserve: ReserveCells,
         flush: FlushRows,
-        span: int = 0,
     ) -> StepPlan:
         """Write the index for a step in which request i computes tokens [starts[i], starts[i+1]) of the batch, from
-        position computed[i] on, and return the plan. `flush` takes rows of earlier steps; `span` are the cells of one
-        row of partial sums, 0 without sums."""
+        position computed[i] on, and return the plan. `flush` takes rows of earlier steps."""
         if self._fast is not None and self._fast.matches(names, starts, computed):
             repeated = self._repeat(self._fast, reserve)
             if repeated is not None:
@@ -112,7 +104,7 @@ class StepIndex:
                 parts.append(part)
                 self._dirty = plan.tokens = stop
                 self._plan_request(part, plan, rows, flush)
-        self._place_rows(rows, plan, reserve, span)
+        self._place_rows(rows, plan, reserve)
         plan.keeps = bool(rows.prompts or rows.decoded or rows.watched)
         self._fast = self._fast_path_after(list(names), parts, starts, computed, plan)
         self.resting = len(parts) == len(self.requests) and self._fast is not None and not self._fast.has_work()
@@ -152,7 +144,7 @@ class StepIndex:
             self.leave_fast_path()
         page = request.page
         request.page = None
-        return [] if page is None else [rest_of_page(request, page, page.count)]
+        return [] if page is None else [slice_of_page(request, page, page.count)]
 
     # --- one request of a step
 
@@ -174,7 +166,7 @@ class StepIndex:
                 if part.count == 1:
                     rows.decoded.append((request, part.first, start))
                 else:
-                    rows.prompts.append(PromptSlice(request, part.token_of(start), start, end, recomputed))
+                    rows.prompts.append((request, part.token_of(start), start, end))
         if request.watched is not None and not request.failed:
             for start, end in request.rows_to_read(part.position, stop):
                 rows.watched.append((request, part.token_of(start), start, end))
@@ -198,15 +190,18 @@ class StepIndex:
 
     # --- where rows go
 
-    def _place_rows(self, rows: _StepRows, plan: StepPlan, reserve: ReserveCells, span: int) -> None:
-        prompts = PrefillRows(rows.prompts, 0 if plan.columns else span)
-        first = self._reserve_all(rows.decoded, prompts.n_cells, reserve)
-        plan.slices += prompts.place(first, self.index)
-        plan.runs = prompts.runs(plan.tokens)
-        plan.summed = prompts.summed
-        period = self._period
-        for i, (request, token, _) in enumerate(rows.decoded):
-            cell = self._add_to_page(request, i % _TURNS, period, plan)
+    def _place_rows(self, rows: _StepRows, plan: StepPlan, reserve: ReserveCells) -> None:
+        n_cells = sum((stop - start) * request.width for request, _, start, stop in rows.prompts)
+        cell = self._reserve_all(rows.decoded, n_cells, reserve)
+        for request, token, start, stop in rows.prompts:
+            behind = cell + (stop - start) * request.width
+            plan.slices.append(make_slice(request, start, stop, cell, behind - cell))
+            tokens = slice(token, token + stop - start)
+            self.index[tokens, CELL] = np.arange(cell, behind, request.width)
+            self.index[tokens, GROUP] = request.group
+            cell = behind
+        for request, token, _ in rows.decoded:
+            cell = self._add_to_page(request, plan)
             self.index[token, CELL : STRIDE + 1] = cell, request.group, request.width
         for request, token, start, stop in rows.watched:
             self._write_watch_group(request, token, stop - start)
@@ -236,34 +231,14 @@ class StepIndex:
                 return cell or 0
         raise CapacityExceeded("the rows of one step do not fit the pool")
 
-    def _add_to_page(self, request: TrackedRequest, turn: int, period: int, plan: StepPlan) -> int:
-        """Return the cell of one more row; flush the page when it is full, or when its turn has come."""
+    def _add_to_page(self, request: TrackedRequest, plan: StepPlan) -> int:
+        """Return the cell of one more row; flush the page when it is full."""
         page = request.page
         assert page is not None
         page.count += 1
-        rows_left = request.capture.most - page.start - page.count - 1
         if page.count == page.size:
             plan.slices += self.close_page(request)
-        elif rows_left == 0 or (rows_left - turn) % period == 0:
-            plan.slices += self._unflushed(request, page.count)
         return page.cell + (page.count - 1) * request.width
-
-    @property
-    def _period(self) -> int:
-        """Return the rows between two flushes of a page, counted back from the last row of the text: other requests
-        then seldom flush in the step that ends a text."""
-        return _PERIOD if self.page > _PERIOD else NEVER
-
-    def _unflushed(self, request: TrackedRequest, count: int) -> list[RowSlice]:
-        """Return the rows of an open page with `count` rows that were not flushed. Reductions take whole pages."""
-        page = request.page
-        assert page is not None
-        if request.capture.reduce is not None or page.flushed == count:
-            return []
-        first = page.flushed
-        page.flushed = count
-        cell = page.cell + first * request.width
-        return [make_slice(request, page.start + first, page.start + count, cell, n_freed=0)]
 
     # --- repeated decoding steps
 
@@ -299,11 +274,9 @@ class StepIndex:
             plan=repeated,
             all_tracked=len(parts) == len(names),
             only_decodes=int(starts[len(names)]) == len(names),
-            turn=np.arange(len(requests)) % _TURNS,
         )
         if capturing:
             fast.left = int(fast.room[fast.width > 0].min())
-            fast.due = fast.next_due(self._period)
         return fast
 
     def _repeat(self, fast: DecodeFastPath, reserve: ReserveCells) -> StepPlan | None:
@@ -314,10 +287,7 @@ class StepIndex:
             fast.steps += 1
             fast.lag += 1
             fast.left -= 1
-            fast.due -= 1
-            if fast.plan.same or fast.due:
-                return fast.plan
-            return replace(fast.plan, slices=self._due_rows(fast))
+            return fast.plan
         plan = replace(fast.plan, slices=[])
         fast.catch_up()
         if fast.left == 0:
@@ -333,22 +303,8 @@ class StepIndex:
             page = request.page
             request.page = None
             assert page is not None
-            plan.slices.append(rest_of_page(request, page, page.size))
-        fast.due -= 1
-        if not fast.due:
-            plan.slices += self._due_rows(fast)
+            plan.slices.append(slice_of_page(request, page, page.size))
         return plan
-
-    def _due_rows(self, fast: DecodeFastPath) -> list[RowSlice]:
-        """Return rows of pages that are not full and whose turn has come."""
-        slices: list[RowSlice] = []
-        left = fast.rows_left
-        for i in np.flatnonzero((left >= 0) & (left % self._period == 0)):
-            page = fast.requests[i].page
-            if fast.width[i] and page is not None:
-                slices += self._unflushed(fast.requests[i], page.size - int(fast.room[i]) + fast.lag)
-        fast.due = fast.next_due(self._period)
-        return slices
 
     def _open_pages(self, fast: DecodeFastPath, reserve: ReserveCells) -> bool:
         """Open a page for every request whose last one is full; return False when the fast path has ended."""

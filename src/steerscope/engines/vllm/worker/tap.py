@@ -8,7 +8,8 @@ costs more than the arithmetic, so where an RMS norm of the model follows on the
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +23,12 @@ library.define(
     "tap(Tensor(a!) delta, Tensor(d!)? residual, Tensor(b!) pool, Tensor index, Tensor vectors, Tensor coefficients, "
     "Tensor gates, Tensor order, Tensor before, Tensor(c!) overflow_flags, bool steer, bool capture) -> ()"
 )
-# The last tap of a step moves the cells on. Its writes to the index, and those of other taps to the stage, are not in
-# the schema: only taps read them, and taps run in order because all of them write to `overflow_flags`.
+# The last tap of a step moves the cells on. Its writes to the index are not in the schema: only taps read them, and
+# taps run in order because all of them write to `overflow_flags`.
 library.define("end(Tensor delta, Tensor index, Tensor(a!) overflow_flags) -> ()")
 library.define(
     "tap_norm(Tensor delta, Tensor residual, Tensor weight, float epsilon, bool adds_one, Tensor precomputed, "
-    "Tensor staged, Tensor stage, Tensor orders, Tensor(a!) pool, Tensor index, Tensor vectors, Tensor coefficients, "
+    "Tensor(a!) pool, Tensor index, Tensor vectors, Tensor coefficients, "
     "Tensor gates, Tensor order, Tensor before, Tensor(b!) overflow_flags, bool steer, bool capture, bool last) "
     "-> (Tensor, Tensor)"
 )
@@ -49,50 +50,32 @@ class TapMode(NamedTuple):
 
     steer: bool = True
     capture: bool = True
-    runs: Tensor | None = None  # runs of rows that taps sum instead of keeping them (`prefill_sums`)
-    covered: int = 0  # number of leading tokens that the runs cover
-    columns: int = 0  # largest number of op columns of a token; 0: unknown
 
 
-_launch_mode = TapMode()  # of kernels that are launched now: CUDA graphs may be captured with less
+class _Launch(threading.local):
+    mode = TapMode()  # of the kernels that this thread launches now
+
+
+_launch = _Launch()
 
 
 @contextlib.contextmanager
-def launch_mode(steer: bool, capture: bool) -> Iterator[None]:
+def launch_mode(mode: TapMode) -> Iterator[None]:
     """Launch kernels that do no more than this while the context is entered."""
-    global _launch_mode
-    _launch_mode = TapMode(steer, capture)
+    _launch.mode = mode
     try:
         yield
     finally:
-        _launch_mode = TapMode()
+        _launch.mode = TapMode()
 
 
-# An operator takes only tensors, so the step of a forward is found by the address of the index that its taps read. Only
-# forwards that are not replayed have an entry: a function until the first tap runs, then its result.
-_pending: dict[int, Callable[[], TapMode] | TapMode] = {}
+def set_launch_mode(mode: TapMode) -> None:
+    """Change the mode within `launch_mode`, once the step is planned."""
+    _launch.mode = mode
 
 
-def at_first_tap(index: Tensor, plan: Callable[[], TapMode]) -> None:
-    """Call `plan` when the first tap of the next forward is about to read the index: the device then computes the
-    layers before it meanwhile. Only for forwards that are not replayed."""
-    _pending[index.data_ptr()] = plan
-
-
-def end_forward(index: Tensor) -> bool:
-    """End the forward; return whether no tap has run, so that `plan` was never called."""
-    return bool(_pending) and callable(_pending.pop(index.data_ptr(), None))
-
-
-def mode_of(index: Tensor) -> TapMode:
-    """Return the mode of a tap that is about to read the index."""
-    if not _pending:
-        return _launch_mode
-    known = _pending.get(index.data_ptr(), _launch_mode)
-    if callable(known):
-        _pending[index.data_ptr()] = _launch_mode  # in case it fails
-        known = _pending[index.data_ptr()] = known()
-    return known
+def mode_now() -> TapMode:
+    return _launch.mode
 
 
 class TapTables(NamedTuple):
@@ -108,15 +91,6 @@ class TapTables(NamedTuple):
     overflow_flags: Tensor  # [requests]: 1 after a steered row was not finite; on a CPU, [0]: the index has rows
 
 
-class CudaTables(NamedTuple):
-    """What the fused operator reads besides; tables without rows are not used."""
-
-    precomputed: Tensor  # ops of tokens, computed before the step
-    staged: Tensor  # this tap's part of the stage
-    stage: Tensor  # [taps, rows, hidden]: where rows may be left until the step ends
-    orders: Tensor  # [taps, groups]: `order` of all taps
-
-
 def _torch_tap(delta: Tensor, residual: Tensor | None, *arguments: Any) -> None:
     """Do what a tap does; the arguments are `TapTables`, and whether to steer and to capture."""
     tables, (steer, capture) = TapTables(*arguments[:-2]), arguments[-2:]
@@ -124,7 +98,6 @@ def _torch_tap(delta: Tensor, residual: Tensor | None, *arguments: Any) -> None:
     index = tables.step_index
     if delta.ndim != 2 or delta.shape[0] > index.shape[0]:
         raise ValueError(f"the layer's output has shape {tuple(delta.shape)}, not [up to {len(index)} tokens, hidden]")
-    mode_of(index)
     if not tables.overflow_flags[0]:  # the index has no row
         return
     first_watched = pool.shape[0] - index.shape[0]
@@ -199,7 +172,7 @@ class Tap(nn.Module):
     def __init__(
         self,
         tables: TapTables,
-        on_cuda: CudaTables | None = None,
+        precomputed: Tensor | None = None,  # ops of tokens, computed before the step, on CUDA
         steer: bool = True,
         capture: bool = True,
         noop: bool = False,
@@ -210,7 +183,7 @@ class Tap(nn.Module):
         self.capture = capture
         self.noop = noop
         self.last = last
-        for name, tensor in (tables._asdict() | (on_cuda._asdict() if on_cuda else {})).items():
+        for name, tensor in (*tables._asdict().items(), ("precomputed", precomputed)):
             self.register_buffer(name, tensor, persistent=False)
 
     def _tables(self) -> tuple[Any, ...]:
@@ -231,9 +204,8 @@ class Tap(nn.Module):
         stream."""
         adds_one = type(norm).__name__ == "GemmaRMSNorm"  # it multiplies by 1 + weight
         scale = norm.weight.data, norm.variance_epsilon, adds_one
-        on_cuda = self.precomputed, self.staged, self.stage, self.orders
         does = self.steer, self.capture, self.last
-        return torch.ops.steerscope.tap_norm(delta, residual, *scale, *on_cuda, *self._tables(), *does)
+        return torch.ops.steerscope.tap_norm(delta, residual, *scale, self.precomputed, *self._tables(), *does)
 
 
 class TappedNorm(nn.Module):

@@ -9,8 +9,8 @@ from steerscope.core.slot_table import Key, SlotPool, SlotTable
 from steerscope.engines.vllm.settings import VLLMSettings
 from steerscope.engines.vllm.worker.device import RowPool
 from steerscope.engines.vllm.worker.index_layout import WATCHED
-from steerscope.engines.vllm.worker.model_layout import Layers, attach, in_norms
-from steerscope.engines.vllm.worker.tap import CudaTables, Tap, TapTables
+from steerscope.engines.vllm.worker.model_layout import Layers, attach
+from steerscope.engines.vllm.worker.tap import Tap, TapTables
 
 Group = tuple[tuple[Key, ...], bool, Key | None]  # captured taps, whether before steering, and the watched tap
 
@@ -39,22 +39,16 @@ class TapSet:
         self.groups = SlotPool(settings.groups, "capture group")
         self._orders = torch.full((n_taps, settings.groups), -1, dtype=torch.int32, device=self.device)
         self._before = torch.zeros(settings.groups, dtype=torch.bool, device=self.device)
-        precomputed = stage = torch.zeros(n_taps, 0, device=self.device)
+        precomputed = torch.zeros(n_taps, 0, device=self.device)
         if settings.steer:
             precomputed = pool.make_precomputed(vectors, coefficients, self._orders, self._before, max_requests)
-        fused = norms and in_norms(layers, self.keys)
-        if fused:
-            stage = pool.make_stage(n_taps, max_requests)
-        # Cells of a row of partial sums; 0: taps sum no rows.
-        self.span = 4 // pool.cells.itemsize if fused and on_gpu else 0
-        self.memory = pool.cells, vectors, coefficients, precomputed, stage
+        self.memory = pool.cells, vectors, coefficients, precomputed
         self.taps: dict[Key, Tap] = {}
         for i, key in enumerate(self.keys):
             steering = *self.table.tensors(key), gates
             tables = TapTables(pool.cells, pool.index, *steering, self._orders[i], self._before, pool.overflow_flags)
-            on_cuda = CudaTables(precomputed[i], stage[i], stage, self._orders) if on_gpu else None
             last = on_gpu and i == n_taps - 1
-            self.taps[key] = Tap(tables, on_cuda, settings.steer, settings.capture, settings.noop, last)
+            self.taps[key] = Tap(tables, precomputed[i], settings.steer, settings.capture, settings.noop, last)
         attach(layers, self.taps, norms)
 
     def share_of(self, keys: tuple[Key, ...]) -> tuple[tuple[Key, ...], int]:

@@ -24,16 +24,15 @@ from steerscope.engines.vllm.worker.decode_fast_path import StepPlan
 from steerscope.engines.vllm.worker.delivery import Delivery
 from steerscope.engines.vllm.worker.device import Reductions, RowPool, pool_cells
 from steerscope.engines.vllm.worker.graph_sets import GraphSets
-from steerscope.engines.vllm.worker.index_layout import FEW
 from steerscope.engines.vllm.worker.layer_proof import prove_layers
 from steerscope.engines.vllm.worker.lenses import WorkerLenses
 from steerscope.engines.vllm.worker.model_layout import Layers, find_layers, returned
 from steerscope.engines.vllm.worker.overflow import OverflowWatch
 from steerscope.engines.vllm.worker.seeds import repair_generators
 from steerscope.engines.vllm.worker.step_index import StepIndex
-from steerscope.engines.vllm.worker.tap import TapMode, at_first_tap, end_forward
+from steerscope.engines.vllm.worker.tap import TapMode, launch_mode, set_launch_mode
 from steerscope.engines.vllm.worker.tap_set import TapSet
-from steerscope.engines.vllm.worker.worker_check import check_taps, dry_run, largest_replayed
+from steerscope.engines.vllm.worker.worker_check import check_taps, compile_kernels, dry_run
 from steerscope.engines.vllm.wrap import wrap
 from steerscope.specs.errors import CapacityExceeded, UnsupportedModel
 from steerscope.specs.steering import SITES, Site
@@ -80,14 +79,12 @@ class WorkerTaps:
         count_memory(runner, self.device, *self.taps.memory)
         self.admission = RequestAdmission(self.taps, self.step_index, self.delivery, self.overflow, self.lenses)
 
-        self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "summed": 0, "stall_s": 0.0}
+        self.counts = {"steps": 0, "asked_steps": 0, "recomputed": 0, "stall_s": 0.0}
         self.graphs = GraphSets(runner)
         self.lock = threading.RLock()  # a client in this process calls from another thread
         # of the step
         self._plan = IDLE
         self._output = cast("SchedulerOutput", None)
-        self._deferred = list[Any]()
-        self._largest_replayed = tokens  # larger steps are never CUDA graphs, which run no host code
         self._wrap(worker, runner)
         LOCAL_WORKERS.add(self)
 
@@ -105,7 +102,7 @@ class WorkerTaps:
         from steerscope.engines.vllm.cuda.pool import CudaPool  # needs Triton
         from steerscope.engines.vllm.cuda.reductions import CudaReductions
 
-        pool = CudaPool(*arguments, self.runner)
+        pool = CudaPool(*arguments)
         return pool, CudaReductions(pool.cells)
 
     def _proven_layers(self, count: int) -> Layers:
@@ -140,13 +137,10 @@ class WorkerTaps:
                 self._forget(name)
             self._plan = IDLE
             self._output = output
-            self._deferred = []
             try:
-                result = run(output, *args, **kwargs)
-                if end_forward(self.pool.index):
-                    raise RuntimeError("no tap ran in a step, though one did before: its rows would be wrong")
+                with launch_mode(TapMode()):
+                    result = run(output, *args, **kwargs)
             except Exception:  # an engine in this process goes on: its next step needs the cells and a new forward
-                end_forward(self.pool.index)
                 self.delivery.drop(*self._plan.slices)
                 self.runner.execute_model_state = None
                 raise
@@ -161,8 +155,6 @@ class WorkerTaps:
             self.delivery.flush(self._plan.slices)
         if self._plan.steers or self.overflow.steps_left:
             self.overflow.check(self._plan.steers)
-        if self._deferred:
-            self.admission.admit_all(self._deferred)
         if not output.total_num_scheduled_tokens:  # no request runs, so no later step copies the rows
             self.pool.wait_for_copies()
 
@@ -189,35 +181,24 @@ class WorkerTaps:
     def _after_warm_up(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
         result = run(*args, **kwargs)
         check_taps(self, self._dummy_run)
-        self._largest_replayed = largest_replayed(self, self._dummy_run, self._largest_replayed)
+        if self.device.type == "cuda":
+            compile_kernels(self, self._dummy_run)
         return result
 
     def _prepare_step(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> None:
-        """Plan the step and upload the index: in a replayed step at once, in others when the first tap runs, beside the
-        layers before it."""
-        n_tokens = self._output.total_num_scheduled_tokens
-        span = self.taps.span if n_tokens > FEW else 0
-        if n_tokens > self._largest_replayed:
-            at_first_tap(self.pool.index, lambda: self._start_step(names, starts, computed, span))
-        else:
-            self._start_step(names, starts, computed, 0)
-        self.pool.copy_some(n_tokens)  # the step's inputs, which use the same bus, have arrived
-
-    def _start_step(self, names: list[str], starts: np.ndarray, computed: np.ndarray, span: int) -> TapMode:
-        """Admit new requests and plan the step; return what its taps do at most."""
-        if new_requests := self._output.scheduled_new_reqs:
-            self._deferred = self.admission.admit_all(new_requests, self._output.num_scheduled_tokens)
+        """Admit new requests, plan the step and upload the index."""
+        self.admission.admit_all(self._output.scheduled_new_reqs)
         if self.step_index.resting or (not self.step_index.requests and self.step_index.clean):
-            self.graphs.use()
-            return TapMode(False, False)
-        plan = self._plan_step(names, starts, computed, span)
-        runs = (
-            None if plan.runs is None else torch.from_numpy(plan.runs).pin_memory().to(self.device, non_blocking=True)
-        )
-        return TapMode(plan.steers, plan.keeps, runs, plan.tokens, plan.columns)
+            self.graphs.use(busy=False)
+            set_launch_mode(TapMode(False, False))
+        else:
+            plan = self._plan_step(names, starts, computed)
+            self.graphs.use(plan.busy)
+            set_launch_mode(TapMode(plan.steers, plan.keeps))
+        self.pool.copy_some(self._output.total_num_scheduled_tokens)
 
-    def _plan_step(self, names: list[str], starts: np.ndarray, computed: np.ndarray, span: int) -> StepPlan:
-        arguments = names, starts, computed, self.reserve, self.delivery.flush, span
+    def _plan_step(self, names: list[str], starts: np.ndarray, computed: np.ndarray) -> StepPlan:
+        arguments = names, starts, computed, self.reserve, self.delivery.flush
         try:
             self._plan = self.step_index.plan(*arguments)
         except Exception as error:  # our fault: these requests fail, and the step runs without their rows
@@ -226,14 +207,12 @@ class WorkerTaps:
             # They must still be steered, or the step must not run: their keys are cached as steered ones.
             self._plan = self.step_index.plan(*arguments)
         plan = self._plan
-        self.graphs.use(plan.steers, plan.busy)
         if plan.advance:
             self.pool.advance(plan.tokens)
         elif not plan.same:
             self.pool.upload_index(plan.tokens if plan.busy else 0, precompute=plan.busy)
         self.counts["asked_steps"] += 1
         self.counts["recomputed"] += plan.recomputed
-        self.counts["summed"] += plan.summed
         for request in plan.failed:
             self.delivery.fail(request, request.failed or "")
         self.delivery.reductions.join()
@@ -317,9 +296,9 @@ class WorkerTaps:
                 self._flush_pages()
 
     def describe(self) -> dict[str, Any]:
-        taps = {"taps": [list(key) for key in self.taps.keys], "sums": self.taps.span > 0}
+        taps = [list(key) for key in self.taps.keys]
         where = {"stage": self.stage, "runner": type(self.runner).__module__, "pool_bytes": self.pool.cells.nbytes}
-        return self._layer_facts | where | taps
+        return self._layer_facts | where | {"taps": taps}
 
     def stats(self) -> dict[str, float]:
         now = {

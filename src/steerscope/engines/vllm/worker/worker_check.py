@@ -7,6 +7,7 @@ show. What else is in those rows does not matter, and nothing of the check stays
 
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +18,8 @@ import torch
 from steerscope.core.slot_table import Column
 from steerscope.engines.vllm.guards import graph_sizes
 from steerscope.engines.vllm.wire import Wire, WireCapture, WireColumn
-from steerscope.engines.vllm.worker.index_layout import FEW, RUN_NUMBERS
 from steerscope.engines.vllm.worker.requests import TrackedRequest
-from steerscope.engines.vllm.worker.tap import TapMode, at_first_tap, end_forward
+from steerscope.engines.vllm.worker.tap import TapMode, launch_mode
 from steerscope.specs.errors import UnsupportedModel
 from steerscope.specs.steering import Ablate
 from steerscope.specs.tokens import EVERYWHERE
@@ -62,42 +62,15 @@ def check_taps(worker: Any, dummy_run: Callable[..., Any]) -> None:
 
 
 @torch.inference_mode()
-def largest_replayed(worker: Any, dummy_run: Callable[..., Any], most: int) -> int:
-    """Return the largest number of tokens of a forward that may be replayed without host code; `most` if taps never run
-    on the host. On CUDA, also compile the kernels that forwards with more tokens need."""
-    largest = max(graph_sizes(worker.runner.vllm_config), default=0)
-    ran = list[bool]()
-    if largest >= most or not worker.taps.keys:
-        return most
-
-    def run(tokens: int, mode: TapMode) -> None:
-        at_first_tap(worker.pool.index, lambda: ran.append(True) or mode)
-        try:
+def compile_kernels(worker: Any, dummy_run: Callable[..., Any]) -> None:
+    """Run every mode of the taps once in a forward that is not replayed, because a kernel is compiled when it is first
+    launched."""
+    tokens = max(2, max(graph_sizes(worker.runner.vllm_config), default=0) + 1)
+    if tokens > len(worker.step_index.index):
+        return
+    for steer, capture in itertools.product((False, True), repeat=2):
+        with launch_mode(TapMode(steer, capture)):
             dummy_run(tokens)
-        finally:
-            end_forward(worker.pool.index)
-
-    few = max(2, largest + 1)
-    many = max(largest, FEW) + 1
-    run(few, TapMode())
-    if not ran:
-        return most
-    if worker.device.type == "cuda":
-        _compile_kernels(worker, run, [few] if most < many else sorted({few, many}))
-        if worker.taps.span and most >= many:
-            runs = torch.zeros(1, RUN_NUMBERS, dtype=torch.int32, device=worker.pool.index.device)
-            run(many, TapMode(False, True, runs))
-    return largest
-
-
-def _compile_kernels(worker: Any, run: Callable[[int, TapMode], None], sizes: list[int]) -> None:
-    """Run every mode of the taps once, because kernels are compiled when they are first launched."""
-    modes = TapMode(False, False), TapMode(False, True), TapMode(True, False)
-    with_one_column = tuple(TapMode(True, keeps, columns=1) for keeps in (False, True))
-    for tokens in sizes:
-        for mode in modes + with_one_column if tokens > FEW else modes:
-            if worker.settings.steer or not mode.steer:
-                run(tokens, mode)
 
 
 def _check_batch(worker: Any, dummy_run: Callable[..., Any], batch: tuple[int, bool]) -> bool:
@@ -135,7 +108,7 @@ def _run(worker: Any, dummy_run: Callable[..., Any], batch: tuple[int, bool], co
     request = TrackedRequest(wire, leases, taps.join_group(group), len(taps.keys), flag=1)
     index.requests["check"] = request
     plan = index.plan(["check"], np.array([0, tokens]), np.array([0]), worker.reserve, lambda _: None)
-    worker.graphs.use(plan.steers, plan.busy)
+    worker.graphs.use(plan.busy)
     pool.upload_index(tokens, precompute=uniform)
     try:
         index.proving = True
