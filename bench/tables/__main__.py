@@ -349,7 +349,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "steps": gpu_tables.steps, "pairs": gpu_tables.pairs, "hidden_states": gpu_tables.hidden_states,
     "lenses": lenses, "packs": packs, "bursts": bursts, "arrivals": arrivals, "served": served, "store": store,
     "streams": gpu_tables.streams, "headline": overhead.headline,
-    "scale": scale, "costs": gpu_tables.costs, "taps": gpu_tables.taps,
+    "scale": scale, "costs": gpu_tables.costs, "taps": gpu_tables.taps, "fast_paths": gpu_tables.fast_paths,
     "vectors": vectors.study, "vector_answers": vectors.answers,
     "extraction_peers": vectors.peers, "precision": vectors.precision, "evals": evals.study,
     "eval_checks": evals.checks, "eval_caps": evals.caps,

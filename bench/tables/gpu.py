@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bench.gpu.paired import CELLS, GOALS
+from bench.gpu.without import FAST_PATHS
 from steerscope.bench.workload import steers
 from steerscope.report.colours import NEUTRAL, POSITIVE
 from steerscope.report.svg import HEIGHT, WIDTH, Axes, drawing
@@ -53,9 +54,6 @@ def taps(results: Path) -> str:
     size = f"{data['layers']} layers, {data['tokens']} tokens of {data['hidden']}"
     run = f"{data['rounds']} rounds; {data['device']}, torch {data['torch'].partition('+')[0]}"
     lines += ["", f"{size}, the matrix products of a layer between two taps; {run}."]
-    if whole := data.get("prompts_us"):
-        lines += ["", f"| tap and norm of {data['prompts']} prompts of 512 tokens | µs |", "|---|---|"]
-        lines += [f"| {case} | {value:.1f} |" for case, value in whole.items()]
     return "\n".join(lines)
 
 
@@ -318,4 +316,23 @@ def streams(results: Path) -> str:
         f"captured; {', '.join(map(str, n_rounds))} rounds in turns on one {data['hardware']['gpu']}, "
         f"vLLM {data['versions']['vllm']}.",
     ]
+    return "\n".join(lines)
+
+
+def fast_paths(results: Path) -> str:
+    """Return what a round takes longer without each fast path, and which of them stayed."""
+    data = json.loads((results / "gpu" / "fast-paths.json").read_text())
+    lines = ["| fast path | request | a round without it | |", "|---|---|---|---|"]
+    for cell, found in data["cells"].items():
+        again = found["without"]["everything again"]
+        lines.append(f"| *none: the same engine twice* | {REQUESTS.get(cell, cell)} | {interval(again, 2)} | |")
+    beside = {name: {cell: one["without"][name] for cell, one in cells.items()} for name, cells in data["engines"].items()}
+    for name, one in data["what"].items():
+        inside = {cell: found["without"][name] for cell, found in data["cells"].items() if name in found["without"]}
+        decision = "stays" if name in FAST_PATHS else "taken out"
+        for cell, ratio in (inside | beside.get(name, {})).items():
+            lines.append(f"| {one['what']} | {REQUESTS.get(cell, cell)} | {interval(ratio, 2)} | {decision} |")
+    work = data["configuration"]
+    load = f"{work['model']}, {work['batch']} × ({work['prefill']} + {work['decode']})"
+    lines += ["", f"{load}; {work['rounds']} rounds in turns inside one engine; {data['hardware']['gpu']}."]
     return "\n".join(lines)
