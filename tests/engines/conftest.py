@@ -5,7 +5,9 @@ import functools
 import gc
 import importlib.util
 import os
+import sys
 import tempfile
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +31,7 @@ ON_VLLM: dict[str, tuple[Site, ...]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3"), ()),
     **dict.fromkeys(("exaone4", "exaone_moe", "glm4", "granite", "granitemoe", "hyperclovax", "minicpm3"), ()),
     **dict.fromkeys(("ministral3", "mixtral", "nemotron", "olmoe", "opt", "qwen2_moe", "stablelm"), ()),
+    **dict.fromkeys(tiny.VISION_LANGUAGE, ()),
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "gptj"), ("resid_mid",)),
     **dict.fromkeys(("gemma4_text", "granitemoehybrid"), ("mlp_out",)),
 }
@@ -54,6 +57,8 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
             engine = _kept.pop(asked[-1], None) if len(asked) == 1 else None
             engine = engine or start_vllm(saved(architecture, tokenizer, eos, model_options), architecture, options)
         else:
+            if architecture in tiny.VISION_LANGUAGE:
+                pytest.skip("the transformers engine loads no vision-language models; vLLM does")
             model = tiny.model(architecture, **model_options)  # type: ignore[arg-type]
             if dtype := options.pop("dtype", None):
                 model = copy.deepcopy(model).to(dtype)  # type: ignore[arg-type]
@@ -164,6 +169,22 @@ def _settle_heap() -> None:
     gc.freeze = gc.unfreeze = lambda: None
 
 
+@functools.cache
+def register_without_torchvision(architecture: str) -> None:
+    """Register vLLM's class of a vision-language model where torchvision is missing, whose PyPI builds do not load
+    against CPU torch. vLLM's and transformers' modules of these models import it, and call it for images only."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    from vllm import ModelRegistry
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
+            patch.setitem(sys.modules, f"torchvision{name}", types.ModuleType(f"torchvision{name}"))
+        module = importlib.import_module(f"vllm.model_executor.models.{architecture}")
+    class_name = type(tiny.model(architecture)).__name__
+    ModelRegistry.register_model(class_name, getattr(module, class_name))
+
+
 def start_vllm(folder: Path, name: str, options: dict[str, object]) -> SyncEngine:
     close_kept()
     for variable, value in VLLM_ENVIRONMENT.items():
@@ -191,5 +212,8 @@ def start_vllm(folder: Path, name: str, options: dict[str, object]) -> SyncEngin
         "num_gpu_blocks_override": 512,  # the bytes are not heeded on a CPU: it would fill a gigabyte with zeros
         "block_size": 32,
     }
+    if name in tiny.VISION_LANGUAGE:
+        register_without_torchvision(name)
+        defaults["limit_mm_per_prompt"] = {"image": 0, "video": 0}
     made = VLLMEngine(folder, name=name, settings=VLLMSettings.parse(settings), **{**defaults, **options})  # type: ignore[arg-type]
     return made.sync

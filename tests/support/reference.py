@@ -14,6 +14,7 @@ from support.float64 import change_float64
 
 _POST = ("post_attention_layernorm", "post_feedforward_layernorm")
 _TRANSFORMER = ("transformer.h", "attn", "mlp", "transformer.ln_f")
+_QWEN_VL = ("model.language_model.layers", "self_attn", "mlp", "model.language_model.norm")
 # decoder list, attention addend, MLP addend, final norm
 PATHS = {
     "bloom": ("transformer.h", "self_attention.dense", "mlp.dense_4h_to_h", "transformer.ln_f"),
@@ -36,6 +37,9 @@ PATHS = {
     "olmo3": ("model.layers", *_POST, "model.norm"),
     "opt": ("model.decoder.layers", "self_attn", "fc2", "model.decoder.final_layer_norm"),
     "phi": ("model.layers", "self_attn", "mlp", "model.final_layernorm"),
+    "qwen2_5_vl": _QWEN_VL,
+    "qwen2_vl": _QWEN_VL,
+    "qwen3_vl": _QWEN_VL,
 }
 DEFAULT = ("model.layers", "self_attn", "mlp", "model.norm")
 # What a block multiplies the outputs of these modules by before it adds them, as its family's code says.

@@ -7,7 +7,13 @@ import functools
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog. How was your week at work? I had a wonderful time at the beach, "
@@ -90,6 +96,9 @@ _LINEAR: dict[str, object] = {
 _LAYER_TYPES = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 _SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 _SPARSE = ["dense", "sparse", "sparse", "sparse"]
+_MROPE: dict[str, object] = {"rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+_TOWER: dict[str, object] = {"depth": 4, "hidden_size": 64, "num_heads": 2}  # as many layers as the decoder has
+_TOWER_OUT: dict[str, object] = {**_TOWER, "intermediate_size": 128, "out_hidden_size": 64}
 # Every other architecture that users were seen to bring. Multipliers differ from 1 wherever a family has them.
 MORE: dict[str, dict[str, object]] = {
     "apertus": _FEW,
@@ -192,7 +201,9 @@ MORE: dict[str, dict[str, object]] = {
     "opt": {**_FEW, "ffn_dim": 128, "word_embed_proj_dim": 64},
     "phi": _FEW,
     "phimoe": {**_FEW, **_EXPERTS},
+    "qwen2_5_vl": {**_FEW, "rope_parameters": _MROPE, "vision_config": {**_TOWER_OUT, "fullatt_block_indexes": [1, 3]}},
     "qwen2_moe": {**_FEW, **_MOE, "shared_expert_intermediate_size": 64},
+    "qwen2_vl": {**_FEW, "rope_parameters": _MROPE, "vision_config": {**_TOWER, "embed_dim": 64}},
     "qwen3_5_moe_text": {
         **_HEADS,
         **_MOE,
@@ -202,6 +213,11 @@ MORE: dict[str, dict[str, object]] = {
     },
     "qwen3_5_text": {**_HEADS, **_LINEAR, "layer_types": _LAYER_TYPES},
     "qwen3_next": {**_HEADS, **_MOE, **_LINEAR, "layer_types": _LAYER_TYPES, "shared_expert_intermediate_size": 64},
+    "qwen3_vl": {
+        **_HEADS,
+        "rope_parameters": {**_MROPE, "mrope_interleaved": True},
+        "vision_config": {**_TOWER_OUT, "deepstack_visual_indexes": [1, 2]},
+    },
     "recurrent_gemma": {
         **_HEADS,
         "lru_width": 64,
@@ -212,6 +228,14 @@ MORE: dict[str, dict[str, object]] = {
     "smollm3": _FEW,
     "stablelm": _FEW,
     "starcoder2": _FEW,
+}
+# The vLLM engine runs these with text prompts; the transformers engine does not load them.
+VISION_LANGUAGE = [name for name, settings in MORE.items() if "vision_config" in settings]
+_PLACEHOLDERS = {
+    "vision_start_token_id": 508,
+    "vision_end_token_id": 509,
+    "image_token_id": 510,
+    "video_token_id": 511,
 }
 
 
@@ -224,8 +248,7 @@ def model(architecture: str = "llama", layers: int = 4, seed: int = 0, **changes
 def _model(architecture: str, layers: int, seed: int, changes: tuple[tuple[str, object], ...]) -> PreTrainedModel:
     torch.manual_seed(seed)
     settings = {**_COMMON, **{**ARCHITECTURES, **MORE}[architecture], "num_hidden_layers": layers, **dict(changes)}
-    config = AutoConfig.for_model(architecture, **settings)
-    built = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    built = _random(architecture, settings).eval()
     with torch.no_grad():
         for name, parameter in built.named_parameters():
             if parameter.dim() > 1:
@@ -238,6 +261,15 @@ def _model(architecture: str, layers: int, seed: int, changes: tuple[tuple[str, 
             if name.endswith("layer_scalar"):  # Gemma 4 scales the stream behind each layer
                 buffer.fill_(0.94)
     return built
+
+
+def _random(architecture: str, settings: dict[str, object]) -> PreTrainedModel:
+    if architecture not in VISION_LANGUAGE:
+        config = AutoConfig.for_model(architecture, **settings)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tower = settings.pop("vision_config")
+    config = AutoConfig.for_model(architecture, text_config=settings, vision_config=tower, **_PLACEHOLDERS)
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
 
 
 @functools.cache
