@@ -178,13 +178,3 @@ def own_figure(result: AnalysisResult) -> go.Figure:
     }
     order = _extreme(np.concatenate([values for *_, values in grids.values()], axis=1))
     return _over_layers(grids, "z %{z:+.1f}", order)
-
-
-def components_figure(result: AnalysisResult) -> go.Figure:
-    """Mean |z| over layers by the number of the principal component."""
-    lines: dict[str, tuple[list[int], list[float]]] = {}
-    for one in cast("list[dict]", result.about["components"]):
-        numbers, means = lines.setdefault(one["measure"], ([], []))
-        numbers.append(one["component"])
-        means.append(one["mean"])
-    return lines_figure(lines, across="component", up="mean |z| over layers").update_xaxes(dtick=1)
