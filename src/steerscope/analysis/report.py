@@ -192,11 +192,6 @@ def attention(result: AnalysisResult) -> Sections:
             div(figures.heads_figure(result), "plot-heads"),
             _top(result, z),
         ),
-        "Directions that keep themselves": section(
-            "z of each direction's affinity for itself, and of what a token writes along it when all heads look at a "
-            "token that has it; all heads together, among random directions.",
-            div(figures.own_figure(result), "plot-own"),
-        ),
     }
     if result.about["tuned"] is not None:
         sections["Where looking changed"] = section(
@@ -208,7 +203,7 @@ def attention(result: AnalysisResult) -> Sections:
 
 
 def _passed(result: AnalysisResult, what: str) -> Sections:
-    """Return what both passes have: profiles over layers, ranks of directions, groups and components."""
+    """Return what both passes have: profiles over layers, ranks of directions, and groups."""
     focus = cast("dict[str, int]", result.about["focus"])
     places = " and ".join(f"layer {layer} ({_MEASURES[name]})" for name, layer in focus.items())
     title = what[:1].upper() + what[1:] + " over layers"

@@ -153,13 +153,11 @@ def lines_figure(
     across: str,
     up: str,
     marks: Mapping[str, Sequence] | None = None,
-    mode: str = "lines+markers",
-    colours: Sequence[str] = PALETTE,
 ) -> go.Figure:
     """Return curves by name; `marks` are x values of a curve that have large dots."""
     figure = go.Figure()
     for i, (name, (x, y)) in enumerate(lines.items()):
-        add_line(figure, x, y, name, colours[i % len(colours)], marks=(marks or {}).get(name, ()), mode=mode)
+        add_line(figure, x, y, name, PALETTE[i % len(PALETTE)], marks=(marks or {}).get(name, ()))
     figure.update_traces(hovertemplate=f"%{{fullData.name}}<br>{across} %{{x}}<br>%{{y:.4g}}<extra></extra>")
     return framed(figure, across, up)
 
