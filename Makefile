@@ -161,9 +161,9 @@ acceptance: setup-test setup-vllm ## the claims on real models; writes bench/res
 	@$(VLLM)/bin/python -m bench.stress.soak --engine vllm --out bench/results/soak.json
 	@$(BIN)/python -m bench.tables
 
-bench: setup-serve setup-vllm ## both engines against bare generate and stock vLLM on the CPU (< 10 min); report in bench-report/
+bench: setup-serve setup-vllm ## both engines against bare generate and stock vLLM on the CPU (< 10 min)
 	@$(BIN)/python -m bench.hf_speed --rounds 2 --out bench/results/hf.json
-	@VLLM_CPU_KVCACHE_SPACE=1 $(VLLM)/bin/steerscope bench suite --eager --report bench-report --prefill 32 --decode 16 --iterations $(BENCH_ROUNDS) \
+	@VLLM_CPU_KVCACHE_SPACE=1 $(VLLM)/bin/steerscope bench suite --eager --prefill 32 --decode 16 --iterations $(BENCH_ROUNDS) \
 	  $(foreach cell,$(BENCH_CELLS),--cell $(cell)) --out bench/results/cpu_suite.json
 	@$(BIN)/python -m bench.tables
 
@@ -180,4 +180,4 @@ docs: setup-docs ## these pages as a site in site/, with the reference; open sit
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict && echo site/index.html
 
 clean: ## remove what make made
-	rm -rf $(VENV) $(VLLM) $(OLDEST) .venv-audit dist demo-report bench-report bench-store bench-personas analysis site .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(OLDEST) .venv-audit dist demo-report bench-store bench-personas analysis site .pytest_cache .ruff_cache

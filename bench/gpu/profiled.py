@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from bench.profiles import TOP, profiled, top_functions
 from steerscope.bench.drivers import Ours
-from steerscope.bench.one import TOP, profiled, top_functions
 from steerscope.bench.workload import Setup
 
 

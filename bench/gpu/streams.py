@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.stream_client import play
 from steerscope.bench.one import hardware, paired, versions
 from steerscope.bench.shapes import shape_config
-from steerscope.bench.stream_client import play
 
 KINDS = ("stock-http", "ours-http", "stock-library", "ours-library")
 NARROW = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}  # of vLLM without a usage context: `ours-narrow`

@@ -95,7 +95,7 @@ def _told(result: AnalysisResult) -> dict[str, object]:
         name: where(ranked, "measure", name).slice(0, 3).to_pylist()
         for name in dict.fromkeys(ranked["measure"].to_pylist())
     }
-    told = {name: result.about[name] for name in ("focus", "groups", "components")}
+    told = {name: result.about[name] for name in ("focus", "groups")}
     contrast = where(where(result.tables["written"], "group", "contrast"), "sign", 1)
     told["contrast"] = {
         name: {z: float(np.abs(where(contrast, "name", name)[z].to_numpy()).mean()) for z in CHANGES}

@@ -48,9 +48,6 @@ def passes(results: Path) -> str:
         rows.append(
             (f"{what}: change along the direction, mean \\|z\\| over layers (against exchanged labels)", scores)
         )
-    for found, measure in ((mlp, "z_parallel"), (attention, "z_self"), (attention, "z_write")):
-        one = next(one for one in found["components"] if (one["measure"], one["component"]) == (measure, 1))
-        rows.append((f"pc1 among 10 components, mean \\|{measure}\\|", f"{one['mean']:.2f}, p {one['p']:.1f}"))
     seconds = [found["seconds"] for found in (mlp, attention)]
     times = ", ".join(f"{one['processor']:.0f} ({one['clock']:.0f})" for one in seconds)
     rows.append(("MLP and attention, seconds of the processor (and of the clock, on a very busy machine)", times))

@@ -16,7 +16,6 @@ from steerscope.analysis.attention import ALL, attention_pass
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
 from steerscope.analysis.layerwise import z_by_rank
-from steerscope.analysis.report import self_significance
 from steerscope.analysis.results import AnalysisResult, load_results
 from steerscope.specs.errors import InvalidRequest
 
@@ -245,17 +244,11 @@ def test_p_of_a_direction_with_itself_counts_random_directions(tmp_path: Path) -
     selves = [row for row in found if row["query"] == row["key"]]
     assert own["p_change"] == pytest.approx(2 / 1000 * len(selves), rel=1e-6), "Benjamini-Hochberg over 32 of them"
     assert all(row["p_change"] >= own["p_change"] for row in selves)
-    told = result.about["self_p"]
-    assert (told["tests"], told["least_corrected"]) == (len(selves), pytest.approx(own["p_change"]))
-    said = self_significance(result)
-    assert "a single direction cannot get below 0.064 after it, only 2 of them together below 0.05" in said
-    enough = attention_pass(checkpoints[0], directions, checkpoints[1], random=told["random_needed"])
+    enough = attention_pass(checkpoints[0], directions, checkpoints[1], random=40 * len(selves))
     again = enough.tables["pairs"].to_pylist()
     assert [row["p_change"] < 0.05 for row in again if (row["layer"], row["query"], row["key"]) == (1, "d3", "d3")] == [
         True
     ]
-    assert "1 of the change" in self_significance(enough)
-    assert "cannot" not in self_significance(enough)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

@@ -13,7 +13,7 @@ from torch import nn
 from analysis.families import FAMILIES, family, named, negated, saved
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
-from steerscope.analysis.layerwise import component_ranks, group_tests, mlp_pass, p_by_rank, ranking, z_by_rank
+from steerscope.analysis.layerwise import group_tests, mlp_pass, p_by_rank, ranking, z_by_rank
 from steerscope.analysis.results import where
 from steerscope.specs.errors import InvalidRequest
 from support import tiny
@@ -178,20 +178,6 @@ def test_groups_are_compared_with_welchs_test_corrected_over_measures() -> None:
     assert first["p"] == pytest.approx(2 * plain.pvalue)
     assert (first["a"], first["b"]) == ("roles", "traits")
     assert second["p"] > 0.05
-
-
-def test_the_first_component_is_special_only_where_it_is() -> None:
-    def table(first: float):  # noqa: ANN202
-        z = np.random.default_rng(1).normal(size=(6, 21))
-        z[:, 0] *= first
-        names = np.array([*(f"components/pc{k}" for k in range(1, 21)), "other"], object)
-        blank = np.full(21, "", object)
-        parts = [{"layer": np.full(21, i), "name": names, "group": blank, "z": row} for i, row in enumerate(z)]
-        return component_ranks(joined(parts), ("z",))
-
-    assert [one["component"] for one in table(1.0)] == list(range(1, 21))
-    assert table(8.0)[0]["p"] == 0.05
-    assert table(0.01)[0]["p"] == 1.0
 
 
 def test_wrong_input_is_refused_with_every_reason(tmp_path: Path) -> None:

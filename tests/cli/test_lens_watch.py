@@ -75,16 +75,14 @@ def test_the_terminal_shows_prompt_text_rules_and_who_led(cli: Cli, model: str, 
     assert all(word in shown for word in tail), "the text itself is there"
 
 
-def test_a_page_holds_the_heat_map_the_tree_the_curves_and_no_foreign_html(
-    cli: Cli, model: str, pack: Path, tmp_path: Path
-):
+def test_a_page_holds_the_heat_map_the_tree_and_no_foreign_html(cli: Cli, model: str, pack: Path, tmp_path: Path):
     page = tmp_path / "page.html"
     arguments = ("lens", "report", PROMPT, "--pack", pack, "--model", model, "--max-tokens", 8, "--out", page)
     result = cli(*arguments, "--flag-when", "c0.0>0.0001")
     assert result.exit_code == 0, result.output
     assert result.stdout.strip() == str(page)
     text = page.read_text(encoding="utf-8")
-    for plot in ("plot-heat", "plot-tree", "plot-curves"):
+    for plot in ("plot-heat", "plot-tree"):
         assert f'id="{plot}"' in text
     body = text.split("</script></head>")[1]
     assert '"type":"heatmap"' in body.replace(" ", "")

@@ -7,12 +7,11 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from steerscope.demo.report import html_report, telling_lines
-from steerscope.demo.results import Answer, Control, Dose, Lenses, Plane, Point, Results, TokenMap
+from steerscope.demo.results import Answer, Control, Dose, Lenses, Results, TokenMap
 
 EVIL = "<script>alert('x')</script>&\"quoted\""
 PLOTS = [
     "plot-heat-0", "plot-heat-1", "plot-heat-2", "plot-lens-0", "plot-lens-1", "plot-lens-2", "plot-dose",
-    "plot-control", "plot-layers", "plot-pca",
 ]  # fmt: skip
 CONDITIONS = ["unsteered", "happy", "sad", "capped", "ablated"]
 
@@ -22,9 +21,8 @@ def results(text: str = "I had a wonderful day.") -> Results:
     tokens = ["How", " was", f" {text}", "?", "\n", " I"]
     layers = [f"layer {layer}" for layer in range(6)]
     places = [[0.1 * (layer - token) for token in range(6)] for layer in range(6)]
-    heat = [TokenMap(name, text, tokens, layers, places, 4, (text, 2, 7.0)) for name in CONDITIONS[:3]]
+    heat = [TokenMap(name, text, tokens, layers, places, 4) for name in CONDITIONS[:3]]
     lenses = [TokenMap(name, text, tokens, [text, text], [[0.1] * 6] * 2) for name in CONDITIONS[:3]]
-    groups = ["happy sentence", "sad sentence", "happy held out", "sad held out", "unsteered answer", "happy answer"]
     return Results(
         model=text,
         layers=6,
@@ -39,8 +37,7 @@ def results(text: str = "I had a wonderful day.") -> Results:
         scale=0.3,
         class_distance=0.16,
         cap_at=0.0034,
-        auroc=[0.5, 0.6, 0.7, 0.9125, 1.0, 1.0],
-        plane=Plane([Point(group, text, 0.1, -0.1) for group in groups], (0.27, 0.12), 0.99, (0.25, 0.42), 1.0),
+        heldout_auroc=0.9125,
         doses=[
             Dose(-1.0, 48.0, 0.5, -3.2),
             Dose(-0.3, 7.5, 0.8, -3.1),

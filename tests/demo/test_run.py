@@ -46,7 +46,6 @@ def test_the_lenses_see_what_the_steering_does(demo: tuple[Path, Results]) -> No
 
 def test_the_direction_tells_sentences_apart_that_it_has_not_seen(demo: tuple[Path, Results]) -> None:
     _, results = demo
-    assert len(results.auroc) == results.layers == 30
     assert results.heldout_auroc > 0.9
 
 
@@ -57,14 +56,6 @@ def test_steering_moves_the_words_more_than_random_directions_do(demo: tuple[Pat
     assert up - down == pytest.approx(results.control.gap)
     assert results.control.z > 3
     assert results.control.gap > 2 * max(map(abs, results.control.random_gaps))
-
-
-def test_steered_answers_are_happier_or_sadder_also_to_a_reader_that_is_not_steered(
-    demo: tuple[Path, Results],
-) -> None:
-    _, results = demo
-    assert results.plane.readback_auroc > 0.9
-    assert results.plane.cosine > 0.9
 
 
 def test_the_unsteered_model_is_surprised_by_steered_answers_and_most_by_overdone_ones(

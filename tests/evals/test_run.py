@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -37,8 +36,6 @@ def test_every_question_is_answered_under_every_condition(done: Path) -> None:
         for item in run.items
         for sample in range(1 if item.choices else 2)
     }
-    table = pq.read_table(done / "rollouts.parquet")
-    assert table["text"].to_pylist() == [one["text"] for one in records]
     told = {one["system"] for one in records if one["condition"] == "prompted" and one["question"] == "What?"}
     assert told == {"Be quick.", "Jump!"}  # wordings take turns
 

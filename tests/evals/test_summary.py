@@ -12,7 +12,7 @@ from statsmodels.stats.multitest import multipletests
 from bench.studies.evals import simulated
 from steerscope.evals.items import Item
 from steerscope.evals.run import Condition, EvalRun
-from steerscope.evals.scoring import compare, mean_of, out_of_reach
+from steerscope.evals.scoring import compare, out_of_reach
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "eval_study.json"
 
@@ -71,11 +71,6 @@ def test_perplexity_is_averaged_and_tested_as_a_logarithm() -> None:
     assert plain["mean"] == pytest.approx(10 ** (5 / 3))
     assert twice["mean"] == pytest.approx(2 * 10 ** (5 / 3))
     assert twice["difference"] == pytest.approx(np.log(2))
-
-
-def test_tables_and_summary_have_the_same_mean() -> None:
-    assert mean_of("perplexity", [2.0, 8.0]) == pytest.approx(4)
-    assert mean_of("judge", [2.0, 8.0]) == 5
 
 
 @pytest.mark.parametrize("name", ["x", "perplexity"])

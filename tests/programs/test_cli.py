@@ -81,23 +81,6 @@ def test_stream(tmp_path: Path) -> None:
         assert one["tokens_per_s"] == pytest.approx(2 * 4 / one["total_s"])
 
 
-def test_the_top_costs_of_a_fetch_have_names(tmp_path: Path) -> None:
-    """Among them the copies of all rows, in the thread that is looked at."""
-    found = bench(tmp_path, "capture", "--mode", "all-layers", "--profile")
-    costs = found["top_costs"]
-    assert {"function", "file", "calls", "own_us", "total_us"} == costs[0].keys()
-    copies = [one for one in costs if "_copy" in one["function"]]
-    assert sum(one["calls"] for one in copies) == 2 * 4  # requests times layers
-    assert found.keys() == {"configuration", "versions", "hardware", "engine", "top_costs"}
-
-
-def test_a_fetch_of_nothing_is_not_profiled(tmp_path: Path) -> None:
-    words = ["bench", "capture", "--mode", "baseline", "--profile", *SMALL, "--out", str(tmp_path / "x.json")]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 2
-    assert "baseline captures nothing" in done.output
-
-
 @pytest.mark.parametrize("mode", ["baseline", "all-layers", "mean"])
 def test_requests_that_end_one_after_the_other(tmp_path: Path, mode: str) -> None:
     done = bench(tmp_path, "capture", "--mode", mode, "--decode", "8", "--stagger", "3")

@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 
-from steerscope.bench.stream_client import play
+from bench.stream_client import play
 
 PAUSE_S = 0.3
 HEADERS = b"HTTP/1.1 200 OK\r\ncontent-security-policy: img-src data: blob:\r\nconnection: close\r\n\r\n"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from steerscope.bench import suite
-from steerscope.bench.suite import command, html_report, markdown, run_suite, suite_cells
+from steerscope.bench.suite import command, markdown, run_suite, suite_cells
 from steerscope.bench.workload import Setup
 
 SETUP = Setup(model="tiny", batch=2, prefill=6, decode=4)
@@ -60,17 +60,13 @@ def test_processes_take_turns_and_ratios_stay_within_a_repeat(order: list[str]) 
     assert found["engines"]["hf"]["stream"]["tokens_per_s"]["median"] == 8.0
 
 
-def test_the_report_stands_alone(order: list[str]) -> None:
+def test_the_table_has_costs_against_the_baseline(order: list[str]) -> None:
     del order
     found = run_suite(SETUP, ["hf"], 1, 1)
     text = markdown(found)
     assert "| zero-layer | 1.100 | 1.100 | +1.0 % | 2.00 |" in text
     assert "| last | 1.100 | 1.100 | +1.0 % |  |" in text  # too little to tell
     assert "A captured layer costs 50.00 ms of a round, +4.55 %." in text
-    page = html_report(found)
-    assert all(f'id="plot-{name}"' in page for name in ("ratio", "layers", "drift"))
-    assert "http" not in page.split("<body>")[1].replace("https://plotly.com", "").replace("https://plot.ly", "")
-    assert "<td>zero-layer</td>" in page
 
 
 @pytest.mark.parametrize("cell", suite_cells(4))

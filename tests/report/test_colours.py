@@ -1,4 +1,4 @@
-"""Heat maps with one extreme value: the rest stays readable, large values stay apart, and the map says so."""
+"""Heat maps with one extreme value: the rest stays readable, and the map says where its colours end."""
 
 from collections.abc import Sequence
 
@@ -50,39 +50,18 @@ def test_one_extreme_value_leaves_the_rest_as_readable_as_without_it(extreme: fl
         values, spoilt = np.abs(values), np.abs(spoilt)
     alone, beside = (colours_of(drawn(grid, signed=signed)) for grid in (values, spoilt))
     assert apart(beside) > 0.6 * apart(alone)
-    assert tuple(beside[2, 3]) not in {tuple(colour) for colour in np.delete(beside.reshape(-1, 3), 21, axis=0)}
 
 
-def test_large_values_are_not_cut_to_one_colour() -> None:
-    values = np.random.default_rng(0).standard_normal((10, 10))
-    values[0, :6] = [20, 60, 200, 600, 2000, 6000]
-    large = colours_of(drawn(values))[0, :6]
-    assert np.linalg.norm(np.diff(large, axis=0), axis=1).min() > 3
-
-
-def test_the_map_says_where_its_colours_are_logarithmic_and_keeps_its_numbers() -> None:
+def test_the_map_says_where_its_colours_end_and_keeps_its_numbers() -> None:
+    assert not drawn(np.ones((4, 5))).layout.annotations
     values = np.random.default_rng(0).standard_normal((4, 5))
-    assert not drawn(values).layout.annotations
-    assert drawn(values).data[0].colorscale == tuple(map(tuple, DIVERGING))
     values[1, 1] = 4321.0
     figure = drawn(values)
     (note,) = figure.layout.annotations
-    assert note.text.startswith("Colours: linear up to ±")
-    assert note.text.endswith("logarithmic from there to ±4,321")
+    assert note.text.startswith("Colours end at ±")
+    assert note.text.endswith("the largest value is ±4,321")
+    assert figure.data[0].colorscale == tuple(map(tuple, DIVERGING))
     assert np.array(figure.data[0].z, dtype=float) == pytest.approx(values, rel=1e-3)
-    assert figure.data[1].marker.colorbar.ticktext[-1] == "4,321"
-
-
-def test_the_key_has_each_value_at_the_colour_it_has_in_the_map() -> None:
-    values = np.append(np.linspace(-1, 1, 40), 500.0).reshape(1, -1)
-    figure = drawn(values)
-    bar, scale = figure.data[1].marker.colorbar, figure.data[1].marker.colorscale
-    colours = Colours.of(values, signed=True)
-    for value in (-1.0, 0.0, 0.4, 30.0, 500.0):
-        shown = between(scale, np.array((colours.place(value) + 1) / 2))
-        cell = colours_of(drawn(np.append(values[0, :-1], [value, 500.0]).reshape(1, -1)))[0, -2]
-        assert np.abs(shown - cell).max() < 6
-    assert list(bar.tickvals) == sorted(bar.tickvals)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +73,5 @@ def test_maps_of_nothing_have_a_scale(values: np.ndarray) -> None:
     assert heat.zmin < heat.zmax
 
 
-def test_probabilities_keep_a_linear_scale_up_to_1() -> None:
-    colours = Colours.of([0.001] * 50 + [0.9], signed=False, least=1.0)
-    assert (colours.limit, colours.bend) == (1.0, None)
-    assert Colours.of([0.5] * 50 + [300.0], signed=False, least=1.0).place(0.5) == pytest.approx(0.35)
+def test_probabilities_keep_a_scale_up_to_1() -> None:
+    assert Colours.of([0.001] * 50 + [0.9], signed=False, least=1.0).limit == 1.0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.analysis.directions import Directions
-from steerscope.analysis.layerwise import Inputs, LayerPass, along, least_p, p_by_rank, with_z, written, z_by_rank
+from steerscope.analysis.layerwise import Inputs, LayerPass, along, p_by_rank, with_z, written, z_by_rank
 from steerscope.analysis.onelayer import Heads, OneLayer
 from steerscope.analysis.results import AnalysisResult, column, long_table, where
 from steerscope.analysis.statistics import benjamini_hochberg
@@ -50,11 +50,8 @@ def attention_pass(
     tables = {name: pa.concat_tables([part[name] for part in parts]) for name in parts[0]}
     tables |= {"pairs": _corrected(tables["pairs"]), "top": _largest(tables["top"])}
     together = where(tables["heads"], "head", ALL)
-    measures = ("self", "write")
-    ranked = (*measures, "change_self", "change_write") if tuned else measures
-    self_p = least_p(len(directions.names) * len(parts), run.random)
-    more = {"distance": distance, "self_p": self_p}
-    return run.result("attention", "attention", tables, together, ranked, measures, **more)
+    ranked = ("self", "write", "change_self", "change_write") if tuned else ("self", "write")
+    return run.result("attention", "attention", tables, together, ranked, distance=distance)
 
 
 # --- one layer of one checkpoint

@@ -164,27 +164,3 @@ def heads_figure(result: AnalysisResult) -> go.Figure:
         single = [i for i, head in enumerate(heads) if head != ALL]
         grids[titles[by]] = [f"head {heads[i]}" for i in single], layers, values[single]
     return _over_layers(grids, "%{z:.2f} % of pairs", signed=False)
-
-
-def own_figure(result: AnalysisResult) -> go.Figure:
-    """z of each direction's affinity for itself, and of what looking at it writes along it, over layers."""
-    table = where(result.tables["heads"], "head", ALL)
-    measures = {"z_self": "looks at itself", "z_write": "writes itself"}
-    measures |= {"z_change_self": "change of looking", "z_change_write": "change of writing"}
-    grids = {
-        title: pivot(table, "name", "layer", measure)
-        for measure, title in measures.items()
-        if measure in table.column_names
-    }
-    order = _extreme(np.concatenate([values for *_, values in grids.values()], axis=1))
-    return _over_layers(grids, "z %{z:+.1f}", order)
-
-
-def components_figure(result: AnalysisResult) -> go.Figure:
-    """Mean |z| over layers by the number of the principal component."""
-    lines: dict[str, tuple[list[int], list[float]]] = {}
-    for one in cast("list[dict]", result.about["components"]):
-        numbers, means = lines.setdefault(one["measure"], ([], []))
-        numbers.append(one["component"])
-        means.append(one["mean"])
-    return lines_figure(lines, across="component", up="mean |z| over layers").update_xaxes(dtick=1)

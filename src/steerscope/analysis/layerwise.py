@@ -9,8 +9,6 @@ reinforces it) and across it. Between two checkpoints the absolute (L2) and angu
 and the layers where they are largest come out as focus layers.
 """
 
-import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -33,7 +31,6 @@ from steerscope.vectors.vector import Json
 
 FEWEST_RANDOM = 100
 FEWEST_GIVEN = 8
-_COMPONENT = re.compile(r"(?:^|/)pc(\d+)$")
 Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
 
@@ -169,18 +166,15 @@ class LayerPass:
         tables: Mapping[str, pa.Table],
         measured: pa.Table,
         ranked: Sequence[str],
-        measures: Sequence[str],
         **more: Json,
     ) -> AnalysisResult:
-        """Return the tables, a ranking of directions by the columns `ranked` of `measured`, and what is found there;
-        principal components are compared by `measures`."""
+        """Return the tables, a ranking of directions by the columns `ranked` of `measured`, and what is found there."""
         second = f", and of {self.tuned.name}" if self.tuned else ""
         ranks = ranking(measured, ranked)
         found: dict[str, Json] = {
             "summary": f"{len(self.directions.names)} directions through the {what} of {self.base.name}{second}.",
             "focus": peaks(tables["written"], ("change", "turn") if self.tuned else ("norm", "parallel")),
             "groups": group_tests(ranks),
-            "components": component_ranks(measured, [f"z_{name}" for name in measures]),
         }
         return AnalysisResult(kind, self.about | found | more, {**tables, "ranking": ranks})
 
@@ -196,9 +190,8 @@ def mlp_pass(
     run = LayerPass(base=base, directions=directions, tuned=tuned, **options)
     layers = run.layers("MLP", lambda model, inputs: model.mlp(inputs.rows))
     table = pa.concat_tables([written(inputs, number, outs) for number, inputs, outs in layers])
-    measures = ("parallel", "norm")
-    ranked = ("change", "turn", *measures) if tuned else measures
-    return run.result("mlp", "MLPs", {"written": table}, table, ranked, measures)
+    ranked = ("change", "turn", "parallel", "norm") if tuned else ("parallel", "norm")
+    return run.result("mlp", "MLPs", {"written": table}, table, ranked)
 
 
 # --- measures
@@ -228,21 +221,6 @@ def p_by_rank(values: Tensor, baseline: Tensor) -> Tensor:
     """Return two-sided p of values [m] among a baseline [r], by counting; it is 2 / (r + 1) or more for any tails."""
     above, below = ((order(baseline, values[:, None])).sum(1) for order in (torch.ge, torch.le))
     return (2 * (1 + torch.minimum(above, below)) / (1 + len(baseline))).clamp_max(1)
-
-
-def least_p(tests: int, random: int, level: float = 0.05) -> dict[str, Json]:
-    """Return how small `p_by_rank` can be against `random` directions, for one test and after correction for `tests`.
-
-    Also: how many tests must have the least p `together` to be below `level` after correction (Benjamini and
-    Hochberg), and the number of random directions with which a single one can be."""
-    least = 2 / (random + 1)
-    return {
-        "tests": tests,
-        "least": least,
-        "least_corrected": min(1.0, least * tests),
-        "together": math.floor(least * tests / level) + 1,
-        "random_needed": math.ceil(2 * tests / level),
-    }
 
 
 def along(units: Tensor, out: Tensor, tuned: Tensor | None = None) -> dict[str, Tensor]:
@@ -326,21 +304,6 @@ def group_tests(ranked: pa.Table) -> list[Json]:
                 found.append({**one, "mean_a": of[a].mean().item(), "mean_b": of[b].mean().item(), "p": p})
     corrected = holm(np.array([one["p"] for one in found]))
     return [{**one, "p": float(p)} for one, p in zip(found, corrected, strict=True)]
-
-
-def component_ranks(table: pa.Table, measures: Sequence[str]) -> list[Json]:
-    """Return the mean |z| over layers of every component, and p: the share of components with as large a mean.
-
-    Components, not layers, are the cases: what one does in a layer it does in the next."""
-    found: list[Json] = []
-    for measure in measures:
-        names, _, z = over_layers(table, measure)
-        numbers = {int(match[1]): i for i, name in enumerate(names) if (match := _COMPONENT.search(name))}
-        size = {number: float(np.abs(z[i]).mean()) for number, i in sorted(numbers.items())}
-        for number, mean in size.items():
-            p = sum(other >= mean for other in size.values()) / len(size)
-            found.append({"measure": measure, "component": number, "mean": mean, "p": p})
-    return found
 
 
 def peaks(table: pa.Table, measures: Sequence[str]) -> dict[str, Json]:

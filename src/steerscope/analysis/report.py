@@ -36,10 +36,6 @@ _MEASURES = {
     "change_self": "change of the affinity for itself",
     "change_write": "change of what is written along it",
 }
-_GIVEN = (
-    "The same z, not against random directions but against {}. Where those were made of similar data, they share the "
-    "spread of activations, and what still stands out is more than that."
-)
 
 
 def analysis_page(results: Mapping[str, AnalysisResult]) -> str:
@@ -107,15 +103,15 @@ def projections(result: AnalysisResult) -> Sections:
 
 
 def susceptibility(result: AnalysisResult) -> Sections:
-    against = "against_z" in result.tables["cells"].column_names
+    z, baseline = _best_z(result)
     least = 1 / (1 + cast("int", result.about["random"]))
-    given = {"against_z": ("z, given vectors", "+.1f")} if against else {}
+    given = {z: ("z, given vectors", "+.1f")} if z != "z" else {}
     sides = {"direction": "direction", "side": "", "counted": "p ≤ 0.05", "z": ("median z", "+.1f")}
     sides |= {field: (f"median {title}", form) for field, (title, form) in given.items()}
     cells = {"direction": "direction", "layer": "layer", "matrix": "matrix", "side": ""}
     cells |= {"alignment": ("alignment", ".3f"), "ratio": ("× chance", ".1f"), "z": ("z", "+.1f"), "p": ("p", ".3f")}
     cells |= given
-    found = {
+    return {
         "How much each matrix changed": section(
             "Length of the change over the length of the weights. The embedding stands at the first layer, the head at "
             "the last.",
@@ -126,20 +122,24 @@ def susceptibility(result: AnalysisResult) -> Sections:
             "that is from what random directions give, in their standard deviations. p is the chance that a random "
             f"direction reaches as large a z anywhere; with {result.about['random']} of them it is {least:.2g} or "
             "more. First all matrices that read the stream, or write to it; then the three strongest ones of each "
-            "direction.",
+            f"direction; then z {baseline} everywhere.",
             _records(sides, by_side(result)),
             _records(cells, [{**row, "ratio": row["alignment"] / row["chance"]} for row in strongest(result)]),
-            div(figures.susceptibility_figure(result), "plot-cells"),
+            div(figures.susceptibility_figure(result, z), "plot-cells"),
         ),
         "Over layers": section(
             "All matrices of a layer together. Grey: |z| below 3. Large dots: peaks.",
             div(figures.peaks_figure(result), "plot-profile"),
         ),
     }
-    if against:
-        drawn = div(figures.susceptibility_figure(result, "against_z"), "plot-against")
-        found["Against the vectors given for that"] = section(_GIVEN.format("vectors that were given"), drawn)
-    return found
+
+
+def _best_z(result: AnalysisResult) -> tuple[str, str]:
+    """Return the column of z against the better baseline, and its name: vectors that were given share the spread of
+    activations with those that are measured, random directions do not."""
+    if result.about["against"]:
+        return "against_z", "against the vectors that were given for comparison"
+    return "z", "against random directions"
 
 
 def strongest(result: AnalysisResult, count: int = _STRONGEST) -> list[dict]:
@@ -167,63 +167,43 @@ def by_side(result: AnalysisResult) -> list[dict]:
 
 
 def mlp(result: AnalysisResult) -> Sections:
-    heading = "What MLPs make of directions"
+    z, baseline = _best_z(result)
     said = (
         "Each direction goes through the norm and MLP of every layer. z of the part of the output that lies along it, "
-        "against random directions: above 0 the layer reinforces it, below 0 it opposes it, more than others. The menu "
-        "has the opposite direction, for which an MLP may do something else."
+        f"{baseline}: above 0 the layer reinforces it, below 0 it opposes it, more than others. The menu has the "
+        "opposite direction, for which an MLP may do something else."
     )
-    return {
-        heading: section(said, div(figures.written_figure(result, "z_parallel"), "plot-mlp-parallel")),
-        **_given(result, heading, figures.written_figure, "against_z_parallel"),
-        **_passed(result, "MLPs"),
-    }
+    drawn = div(figures.written_figure(result, f"{z}_parallel"), "plot-mlp-parallel")
+    return {"What MLPs make of directions": section(said, drawn), **_passed(result, "MLPs")}
 
 
 def attention(result: AnalysisResult) -> Sections:
-    heading = "Which directions look at which"
+    z, baseline = _best_z(result)
     far = f"at a distance of {result.about['distance']}" if result.about["distance"] else "without RoPE"
     sections = {
-        heading: section(
-            f"Logits of attention between directions, all heads together, {far}: rows look at columns. z is the weaker "
-            "of two: the column among random keys, the row among random queries. " + _significant(result, "p"),
-            div(figures.pairs_figure(result, "z"), "plot-pairs"),
+        "Which directions look at which": section(
+            f"Logits of attention between directions, all heads together, {far}: rows look at columns. z, {baseline}, "
+            "is the weaker of two: the column among keys, the row among queries. " + _significant(result, "p"),
+            div(figures.pairs_figure(result, z), "plot-pairs"),
         ),
-        **_given(result, heading, figures.pairs_figure, "against_z"),
         "Single heads": section(
             "How many of the pairs are beyond |z| = 3 in each head; of random directions 0.27 % are at most. Below, "
             "the most extreme pairs.",
             div(figures.heads_figure(result), "plot-heads"),
-            _top(result, "z"),
-        ),
-        "Directions that keep themselves": section(
-            "z of each direction's affinity for itself, and of what a token writes along it when all heads look at a "
-            "token that has it; all heads together, among random directions. " + self_significance(result),
-            div(figures.own_figure(result), "plot-own"),
+            _top(result, z),
         ),
     }
     if result.about["tuned"] is not None:
         sections["Where looking changed"] = section(
             f"The same of the change from one checkpoint to the other. {_significant(result, 'p_change')}",
-            div(figures.pairs_figure(result, "z_change"), "plot-pairs-change"),
-            _top(result, "z_change"),
+            div(figures.pairs_figure(result, f"{z}_change"), "plot-pairs-change"),
+            _top(result, f"{z}_change"),
         )
     return {**sections, **_passed(result, "attention")}
 
 
-def _given(
-    result: AnalysisResult, heading: str, figure: Callable[[AnalysisResult, str], go.Figure], z: str
-) -> Sections:
-    """Return the section of z against the vectors that were given, if there were any."""
-    if not result.about.get("against"):
-        return {}
-    drawn = div(figure(result, z), f"plot-{result.kind}-against")
-    said = _GIVEN.format("vectors that were given and their opposites")
-    return {f"{heading}, against the vectors given": section(said, drawn)}
-
-
 def _passed(result: AnalysisResult, what: str) -> Sections:
-    """Return what both passes have: profiles over layers, ranks of directions, groups and components."""
+    """Return what both passes have: profiles over layers, ranks of directions, and groups."""
     focus = cast("dict[str, int]", result.about["focus"])
     places = " and ".join(f"layer {layer} ({_MEASURES[name]})" for name, layer in focus.items())
     title = what[:1].upper() + what[1:] + " over layers"
@@ -234,13 +214,10 @@ def _passed(result: AnalysisResult, what: str) -> Sections:
         for name in focus
     ]
     said = f"Mean over directions of what the {what} add to the stream, largest at {places}."
-    sections: dict[str, str] = {
+    return {
         title: section(said, *profiles),
         f"Directions by what {what} do": section(*_ranks(result), *_groups(result)),
     }
-    if result.about["components"]:
-        sections[f"Is the first component special for {what}?"] = _components(result)
-    return sections
 
 
 def _ranks(result: AnalysisResult) -> tuple[str, Html]:
@@ -258,30 +235,8 @@ def _significant(result: AnalysisResult, p: str) -> str:
     return f"{found} of {count} pairs and layers have p < 0.05 after correction for that many (Benjamini and Hochberg)."
 
 
-def self_significance(result: AnalysisResult) -> str:
-    """Return how many directions are significant with themselves, and how many could be."""
-    pairs = result.tables["pairs"]
-    known = cast("dict[str, float]", result.about.get("self_p"))
-    if not known:  # results of an older version
-        return ""
-    own = [row for row in pairs.to_pylist() if row["query"] == row["key"]]
-    found = {name: sum(row[name] < _LEVEL for row in own) for name in ("p", "p_change") if name in pairs.column_names}
-    changed = f" ({found['p_change']} of the change)" if "p_change" in found else ""
-    said = (
-        f"{found['p']} of {known['tests']} directions and layers{changed} have p < {_LEVEL} for themselves after "
-        f"correction. With {result.about['random']} random directions a p is {known['least']:.2g} or more before "
-        "correction"
-    )
-    if known["least_corrected"] < _LEVEL:
-        return f"{said} and {known['least_corrected']:.2g} or more after it."
-    return (
-        f"{said}: a single direction cannot get below {known['least_corrected']:.2g} after it, only "
-        f"{known['together']} of them together below {_LEVEL}. For single ones take --random {known['random_needed']}."
-    )
-
-
 def _top(result: AnalysisResult, by: str) -> Html:
-    value = "affinity" if by == "z" else "change"
+    value = "change" if by.endswith("change") else "affinity"
     rows = where(result.tables["top"], "by", by).slice(0, _SHOWN).to_pylist()
     columns = {"layer": "layer", "head": "head", "query": "looks", "key": "at"}
     return _records({**columns, value: (value, "+.2f"), by: ("z", "+.1f")}, rows)
@@ -299,20 +254,6 @@ def _groups(result: AnalysisResult) -> tuple[str, ...]:
     columns = {"measure": "measure", "a": "group", "mean_a": ("mean", ".3g"), "b": "group", "mean_b": ("mean", ".3g")}
     columns |= {"t": ("t", "+.2f"), "p": ("p", ".3g")}
     return said, _records(columns, [{**one, "measure": _MEASURES[one["measure"]]} for one in smallest])
-
-
-def _components(result: AnalysisResult) -> Html:
-    ones = cast("list[dict]", result.about["components"])
-    numbers = {one["component"] for one in ones}
-    first = [
-        f"{_MEASURES[one['measure'].removeprefix('z_')]}: mean |z| {one['mean']:.2f}, and {one['p']:.0%} of the "
-        "components have as much"
-        for one in ones
-        if one["component"] == min(numbers)
-    ]
-    least = f"Of {len(numbers)} components no share is below {1 / len(numbers):.0%}."
-    drawn = div(figures.components_figure(result), f"plot-{result.kind}-pc")
-    return section(f"The first one: {'; '.join(first)}. {least}", drawn)
 
 
 SECTIONS: dict[str, Callable[[AnalysisResult], Sections]] = {

@@ -1,12 +1,10 @@
 """One configuration in one process: `steerscope bench capture`, `steer` and `stream`."""
 
 import asyncio
-import cProfile
 import hashlib
 import json
 import os
 import platform
-import pstats
 import statistics
 import tempfile
 import time
@@ -23,14 +21,11 @@ from steerscope import __version__
 from steerscope.analysis.statistics import mean_interval, median_interval
 from steerscope.bench.drivers import Driver, Ours, TimedRound, make_driver
 from steerscope.bench.workload import NotMeasured, Setup, capture_of, check_cell, check_setup, check_streams
-from steerscope.capture.handle import private
 from steerscope.engines.results import EndEvent, TokenPrompt
 from steerscope.files import write_text
 from steerscope.specs import Sampling
-from steerscope.specs.errors import InvalidRequest, Problem
 
 AnyDriver = TypeVar("AnyDriver", bound=Driver)
-TOP = 25  # functions of a profile
 
 
 def versions() -> dict[str, str]:
@@ -196,41 +191,3 @@ def stream_round(driver: Ours, cell: str, prompts: list[list[int]]) -> dict[str,
         "total_s": total,
         "tokens_per_s": sum(counts) / total,
     }
-
-
-def profiled(work: Callable[[], object], wrap: Callable[[Callable[[], None]], Any] = lambda call: call()) -> Any:
-    """Return the profile (`pstats.Stats`) of this thread, or of the thread in which `wrap` runs a call."""
-    profile = cProfile.Profile()
-    wrap(profile.enable)
-    try:
-        work()
-    finally:
-        wrap(profile.disable)
-    return pstats.Stats(profile)
-
-
-def top_functions(stats: Any) -> list[dict[str, Any]]:
-    """Return the functions of a profile that take the most time of their own."""
-    ranked = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:TOP]
-    return [
-        {
-            "function": name,
-            "file": f"{'/'.join(file.split('/')[-2:])}:{line}",
-            "calls": calls,
-            "own_us": 1e6 * own,
-            "total_us": 1e6 * total,
-        }
-        for (file, line, name), (_, calls, own, total, _) in ranked
-    ]
-
-
-def top_costs(setup: Setup, cell: str) -> dict[str, Any]:
-    """Return the functions in which a fetch spends its time. It runs in one thread, since a profile sees no other."""
-    if not capture_of(check_cell(cell), 4):
-        raise InvalidRequest([Problem("profile", f"{cell} captures nothing", "profile a mode that captures")])
-    with opened(lambda scratch: Ours(setup, scratch, setup.row_bytes())) as driver:
-        prompts = setup.prompts(0)
-        driver.run(prompts, cell, fetch=True)
-        handles = [one.capture for one in driver.asking(prompts, cell)() if one.capture is not None]
-        costs = top_functions(profiled(lambda: private([handle.fetch() for handle in handles], threads=1)))
-        return about_driver(driver, cell=cell) | {"top_costs": costs}

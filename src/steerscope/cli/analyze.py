@@ -159,13 +159,10 @@ def attention(
 ) -> None:
     """Measure which directions attend to which in every layer and head; with --tuned, how that changed."""
     from steerscope.analysis.attention import attention_pass
-    from steerscope.analysis.report import self_significance
 
     first, second, named, settings = _opened(base, tuned, vectors, options)
     with ProgressBars() as bars:
         result = attention_pass(first, named, second, distance=distance, progress=bars, **settings)
-    if summary := self_significance(result):
-        o.note(summary)
     by = "z_change" if tuned else "z"
     value = "change" if tuned else "affinity"
     rows = [row for row in result.tables["top"].to_pylist() if row["by"] == by][:10]

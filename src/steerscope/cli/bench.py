@@ -1,6 +1,5 @@
 """`steerscope bench`: what capturing and steering cost. One configuration per process; `suite` runs them all."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -53,22 +52,13 @@ def capture(
     load: Load,
     layers: Annotated[str | None, Option(help="For custom: 0,5,10 or 4-7.")] = None,
     iterations: Iterations = 10,
-    profile: Annotated[bool, Option("--profile", help="List the most expensive functions of a fetch.")] = False,
 ) -> None:
     """Time one capture configuration."""
     if (mode == "custom") != (layers is not None):
         raise o.mistake("--layers", "goes with --mode custom", "give both or neither")
-    from steerscope.bench.one import measure, top_costs, write
+    from steerscope.bench.one import measure
 
-    cell = f"layers={layers}" if layers else mode
-    if not profile:
-        _write(out, measure(load.parse(), cell, iterations))
-        return
-    found = top_costs(load.parse(), cell)
-    write(out, found)
-    costs = found["top_costs"][:10]
-    rows = [(one["function"], one["file"][-50:], str(one["calls"]), f"{one['own_us']:.0f}") for one in costs]
-    o.table(("function", "where", "calls", "own µs"), rows)
+    _write(out, measure(load.parse(), f"layers={layers}" if layers else mode, iterations))
 
 
 @app.command()
@@ -96,21 +86,8 @@ def stream(
     out: Out,
     load: Load,
     iterations: Iterations = 10,
-    http: Annotated[bool, Option("--http", help="Alternate with the same streams over HTTP.")] = False,
-    cell: Annotated[str, Option(help="With --http, cell of each stream: zero-layer, add, …")] = "zero-layer",
 ) -> None:
     """Time all requests as streams: to the first token, and tokens per second."""
-    if http:
-        from steerscope.bench.served import served
-
-        result = served(load.parse(), iterations, cell)
-        _write(out, result)
-        found = result["summary"]
-        for name, what in (("ratio", "time"), ("cpu_ratio", "processor time")):
-            low, high = found[name]["interval"]
-            o.note(f"server / engine, {what}: {found[name]['median']:.3f} ({low:.3f} to {high:.3f})")
-        o.note(f"server's thread: {found['loop_us_per_token']:.1f} µs per token")
-        return
     from steerscope.bench.one import stream as measure
 
     _write(out, measure(load.parse(), iterations))
@@ -121,7 +98,6 @@ def stream(
 def suite(
     out: Out,
     load: SuiteLoad,
-    report: Annotated[Path | None, Option(help="Folder for report.html and report.md.")] = None,
     engines: Annotated[str, Option(help="Engines to time, with commas.")] = "hf,vllm",
     cells: Annotated[list[str] | None, Option("--cell", help="Only these cells; repeatable.")] = None,
     repeats: Annotated[int, Option(min=1, help="New processes per cell.")] = 2,
@@ -129,13 +105,8 @@ def suite(
 ) -> None:
     """Time all cells, each in new processes that alternate."""
     from steerscope.bench.one import write
-    from steerscope.bench.suite import html_report, markdown, run_suite
+    from steerscope.bench.suite import markdown, run_suite
 
     result = run_suite(load.parse(), engines.split(","), repeats, iterations, cells or (), o.note)
     write(out, result)
-    if report is not None:
-        report.mkdir(parents=True, exist_ok=True)
-        (report / "report.html").write_text(html_report(result), encoding="utf-8")
-        (report / "report.md").write_text(markdown(result) + "\n", encoding="utf-8")
-        o.note(f"report in {report}")
-    typer.echo(markdown(json.loads(out.read_text())))
+    typer.echo(markdown(result))

@@ -239,7 +239,7 @@ def _generate(
     for failure in failures:
         o.note(f"failed, the next run tries again: {failure}")
     _print_missing(out, done)
-    typer.echo(f"{out}: {len(done.conditions)} conditions, {len(done.items)} questions, rollouts.parquet")
+    typer.echo(f"{out}: {len(done.conditions)} conditions, {len(done.items)} questions, rollouts.jsonl")
     return done
 
 
@@ -296,7 +296,7 @@ def _score(
             loaded = stack.enter_context(o.open_engine(run.model.name, o.Given(o.EngineOptions, options)))
             scorers = [*scorers, ModelScorer(loaded, load_vectors(out, run))]
         score(out, run, scorers, bars)
-    typer.echo(f"{out}: answers.parquet, questions.parquet, datasets.parquet")
+    typer.echo(f"{out}: answers.parquet")
 
 
 def _print_facts(out: Path) -> None:

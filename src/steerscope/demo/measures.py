@@ -107,11 +107,11 @@ def set_up(engine: SyncEngine, data: ContrastSet) -> Subject:
     return Subject(engine, data, unit, push, norms, middle, extraction, heldout)
 
 
-def heldout_auroc(subject: Subject) -> list[float]:
-    """Return the AUROC of the projection on held-out positive and negative sentences, per layer."""
+def heldout_auroc(subject: Subject) -> float:
+    """Return the AUROC of the projection on held-out positive and negative sentences, at the read layer."""
     n = len(subject.data.heldout)
-    places = [subject.place(subject.heldout[:, layer], layer).tolist() for layer in subject.norms]
-    return [float(roc_auc_score([1] * n + [0] * n, place)) for place in places]
+    rows = subject.heldout[:, subject.read_layer]
+    return float(roc_auc_score([1] * n + [0] * n, subject.place(rows, subject.read_layer).tolist()))
 
 
 def answers(

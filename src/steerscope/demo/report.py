@@ -4,20 +4,17 @@ Colours mean the same everywhere: orange is positive, blue negative, grey unstee
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from importlib import resources
-from itertools import product
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from steerscope.demo.results import Answer, Results, TokenMap
-from steerscope.report.colours import AXIS, BAND, DIVERGING, INK, NEGATIVE, NEUTRAL, POSITIVE, Colours
+from steerscope.report.colours import AXIS, DIVERGING, INK, NEGATIVE, NEUTRAL, POSITIVE, Colours
 from steerscope.report.page import Html, div, document, fill
-from steerscope.report.plots import framed, lines_figure, token_figure, wrapped
+from steerscope.report.plots import framed, token_figure
 
-_SYMBOLS = {"sentence": "circle", "held out": "circle-open", "answer": "diamond"}
 _DOTTED = {"color": INK, "width": 1, "dash": "dot"}
 _CARD = """<article class="card" style="border-top-color:{colour}">
 <header><b style="color:{colour}">{name}</b><code>{op}</code></header><p>{text}</p>
@@ -80,9 +77,7 @@ def _texts(results: Results) -> dict[str, object]:
     ops = _ops(results)
     item = '<li><b style="color:{}">{}</b><span>{}</span></li>'
     return {
-        "longest_token": results.heat[0].longest[0].strip(),
         "lens_means": "; ".join(f"{_title(one)} {one.mean(0):.2f} and {one.mean(1):.2f}" for one in maps),
-        "plain_cosines": " and ".join(f"{cosine:.2f}" for cosine in results.plane.plain_cosines),
         "gradient": ", ".join(f"{ink} {stop:.0%}" for stop, ink in DIVERGING),
         "test_prompts": " · ".join(f"{prompt} …" for prompt in control.prompts),
         "sweep_prompts": " · ".join(results.sweep_prompts),
@@ -140,9 +135,6 @@ def _plots(results: Results) -> dict[str, Html]:
         "heat_plots": _maps(results, results.heat, "plot-heat", heat_figure),
         "lens_plots": _maps(results, results.lenses.maps, "plot-lens", lens_figure, room=120),
         "dose_plot": div(dose_figure(results), "plot-dose"),
-        "control_plot": div(control_figure(results), "plot-control"),
-        "layers_plot": div(layers_figure(results), "plot-layers"),
-        "plane_plot": div(plane_figure(results), "plot-pca"),
     }
 
 
@@ -168,9 +160,8 @@ def colour(results: Results, condition: str) -> str:
 
 
 def heat_limit(results: Results) -> float:
-    """Return one colour range for all heat maps: the 98th percentile, so that few outliers do not pale the others."""
-    sizes = np.concatenate([np.abs(heat.values).ravel() for heat in results.heat])
-    return float(np.quantile(sizes, 0.98, method="lower")) or 1.0
+    """Return one colour range for all heat maps."""
+    return Colours.of(np.concatenate([np.ravel(heat.values) for heat in results.heat]), signed=True).limit
 
 
 def heat_figure(results: Results, heat: TokenMap) -> go.Figure:
@@ -181,12 +172,12 @@ def heat_figure(results: Results, heat: TokenMap) -> go.Figure:
         heat.values, heat.rows, heat.tokens, colours=colours, hover=hover, answer_start=heat.answer_start
     )
     figure.update_layout(height=238 + figure.layout.margin.b, margin={"l": 46, "t": 8})  # type: ignore[union-attr]
-    ticks = _layer_ticks(results)
+    steered = results.steered_layers
+    ticks = sorted({0, steered[0], steered[-1], results.layers - 1})
     title = {"text": "layer", "standoff": 6, "font": {"size": 13}}
     figure.update_yaxes(title=title, tickvals=ticks, ticktext=ticks, autorange=True)
     if heat.condition != "unsteered":
-        first, last = _steered(results)
-        figure.add_hrect(y0=first, y1=last, line=_DOTTED, fillcolor="rgba(0,0,0,0)")
+        figure.add_hrect(y0=steered[0] - 0.5, y1=steered[-1] + 0.5, line=_DOTTED, fillcolor="rgba(0,0,0,0)")
     return figure
 
 
@@ -194,15 +185,6 @@ def lens_figure(_: Results, found: TokenMap) -> go.Figure:
     """Tokens from left to right, concepts from top to bottom."""
     colours = Colours(1.0, signed=False)
     return token_figure(found.values, found.rows, found.tokens, colours=colours, hover="%{z:.3f}")
-
-
-def _layer_ticks(results: Results) -> list[int]:
-    return sorted({0, *results.steered_layers[:: len(results.steered_layers) - 1 or 1], results.layers - 1})
-
-
-def _steered(results: Results) -> tuple[float, float]:
-    """Return the edges of the steered layers on an axis."""
-    return results.steered_layers[0] - 0.5, results.steered_layers[-1] + 0.5
 
 
 def dose_figure(results: Results) -> go.Figure:
@@ -229,64 +211,3 @@ def dose_figure(results: Results) -> go.Figure:
     figure.update_yaxes(type="log", tickvals=[1, 2, 5, 10, 20, 50, 100, 200, 500], row=2, col=1)
     figure.update_yaxes(range=[0, 105], row=3, col=1)
     return figure.update_xaxes(title={"text": "scale (mean row norms, in all)"}, row=3, col=1)
-
-
-def control_figure(results: Results) -> go.Figure:
-    """The ± gap of the vector beside the ± gaps of random directions."""
-    control = results.control
-    spread = control.gap / control.z
-    figure = go.Figure().add_vrect(x0=-spread, x1=spread, fillcolor=BAND, line_width=0)
-    beside = "right" if control.gap > 0 else "left"
-    for values, name, ink, size, at, text, anchor in (
-        (control.random_gaps, "random direction", NEUTRAL, 11, 0.0, "{n} random directions", "center"),
-        ([control.gap], "this vector", POSITIVE, 16, control.gap, "this vector {gap:+.1f}", beside),
-    ):
-        marker = {"size": size, "color": ink, "opacity": 0.85, "line": {"color": "#ffffff", "width": 1}}
-        hover = f"{name}<br>%{{x:+.2f}} nats<extra></extra>"
-        figure.add_scatter(x=values, y=[0] * len(values), mode="markers", marker=marker, hovertemplate=hover)
-        words = {"text": text.format(n=len(values), gap=control.gap), "xanchor": anchor, "yshift": 26}
-        look = {"font": {"color": ink, "size": 13}, "bgcolor": "rgba(255,255,255,0.8)", "showarrow": False}
-        figure.add_annotation(x=at, y=0, **words, **look)
-    margin = {"l": 16, "r": 24, "t": 8, "b": 48}
-    framed(figure, "± gap of the log-odds (nats)", "", 170, margin=margin, showlegend=False)
-    figure.update_yaxes(visible=False, range=[-1, 1.4])
-    return figure.update_xaxes(zeroline=True, zerolinecolor=AXIS)
-
-
-def layers_figure(results: Results) -> go.Figure:
-    """Held-out AUROC at every layer."""
-    lines = {"": (range(results.layers), results.auroc)}
-    up = "held-out AUROC"
-    figure = lines_figure(lines, across="layer", up=up, marks={"": [results.read_layer]}, colours=[INK])
-    first, last = _steered(results)
-    figure.add_vrect(x0=first, x1=last, fillcolor=BAND, line_width=0)
-    figure.add_hline(y=0.5, line={**_DOTTED, "color": AXIS})
-    figure.update_layout(height=470, showlegend=False, margin_t=12)
-    figure.update_xaxes(tickvals=_layer_ticks(results))
-    return figure.update_yaxes(range=[min(0.45, *results.auroc), 1.03])
-
-
-def plane_figure(results: Results) -> go.Figure:
-    """Sentences and answers on the first two principal components."""
-    figure = go.Figure()
-    plane = results.plane
-    for (part, symbol), side in product(_SYMBOLS.items(), (results.positive, results.negative, "unsteered")):
-        points = [point for point in plane.points if point.group == f"{side} {part}"]
-        if not points:
-            continue
-        ink = colour(results, side)
-        size, edge, width = (12, INK, 1.2) if part == "answer" else (9, ink, 1.6)
-        figure.add_scatter(
-            x=[point.x for point in points],
-            y=[point.y for point in points],
-            mode="markers",
-            name=f"{side} {part}",
-            marker={"symbol": symbol, "color": ink, "size": size, "line": {"color": edge, "width": width}},
-            customdata=[wrapped(point.text) for point in points],
-            hovertemplate=f"<b>{escape(side)} {part}</b><br>%{{customdata}}<extra></extra>",
-        )
-    first, second = (
-        f"component {i} (mean row norms; {part:.0%} of variance)" for i, part in enumerate(plane.explained, 1)
-    )
-    framed(figure, first, second, 520, margin={"l": 72, "r": 16, "t": 84, "b": 52})
-    return figure.update_xaxes(zeroline=True, zerolinecolor=AXIS)

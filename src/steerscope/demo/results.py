@@ -25,7 +25,6 @@ class TokenMap:
     rows: list[str]  # layers, or concepts: the positive one first, then the negative one
     values: list[list[float]]
     answer_start: int = 0
-    longest: tuple[str, int, float] = ("", 0, 0.0)  # token, layer and length (in mean row norms) of the longest row
 
     def mean(self, row: int) -> float:
         """Return the mean over the answer's tokens."""
@@ -56,27 +55,6 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One text in the PCA plane, in mean row norms."""
-
-    group: str
-    text: str
-    x: float
-    y: float
-
-
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """Sentences and answers on two principal components of the topic-free sentences."""
-
-    points: list[Point]
-    explained: tuple[float, ...]  # share of variance of the two components
-    cosine: float  # of the first component with the vector
-    plain_cosines: tuple[float, ...]  # the same for the two components that PCA finds with the topics left in
-    readback_auroc: float  # positive against negative answers, by projection, read without steering
-
-
-@dataclass(frozen=True, slots=True)
 class Lenses:
     """A small pack fitted on the model, and what it read."""
 
@@ -102,8 +80,7 @@ class Results:
     scale: float
     class_distance: float  # between the two class means at the read layer, in mean row norms
     cap_at: float  # at the read layer, in mean row norms, 0 = midway
-    auroc: list[float]  # per layer, held-out sentences
-    plane: Plane
+    heldout_auroc: float  # at the read layer
     doses: list[Dose]
     sweep_prompts: list[str]
     control: Control
@@ -112,10 +89,6 @@ class Results:
     lenses: Lenses
     seconds: float
     version: str
-
-    @property
-    def heldout_auroc(self) -> float:
-        return self.auroc[self.read_layer]
 
     def dose(self, scale: float) -> Dose:
         return min(self.doses, key=lambda dose: abs(dose.scale - scale))

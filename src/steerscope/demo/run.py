@@ -5,27 +5,24 @@ the statistics come from the test prompts in `measures`.
 """
 
 import itertools
-import re
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from sklearn.decomposition import PCA
-from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 import steerscope
 from steerscope.demo import measures
 from steerscope.demo.measures import Subject
 from steerscope.demo.report import html_report, telling_lines
-from steerscope.demo.results import Answer, Dose, Plane, Point, Results, TokenMap
+from steerscope.demo.results import Answer, Dose, Results, TokenMap
 from steerscope.engines.load import load
 from steerscope.engines.results import Generation
-from steerscope.extraction import load_contrast_set, sentence_rows, sentences
+from steerscope.extraction import load_contrast_set
 from steerscope.files import atomic_path
 from steerscope.progress import ProgressBars
 from steerscope.specs.capture import Capture
@@ -39,7 +36,7 @@ SHOWN_PROMPTS = [
     "Tell me a short story about a lighthouse.",
     "What do you see when you look out of the window?",
 ]
-STEPS = 8
+STEPS = 7
 
 
 def sweep(subject: Subject, odds: Sequence[float], tokens: int) -> tuple[dict[float, list[Generation]], list[Dose]]:
@@ -81,10 +78,7 @@ def look(subject: Subject, condition: str, prompt: str, done: Generation, nats: 
     tokens = subject.texts(rows.labels.token_id[chosen])
     kept = {layer: rows[layer][torch.from_numpy(chosen)] for layer in rows.layers}
     places = torch.stack([subject.place(row, layer) for layer, row in kept.items()]).tolist()
-    lengths = torch.stack([row.float().norm(dim=-1) / subject.norms[layer] for layer, row in kept.items()])
-    layer, column = divmod(int(lengths.argmax()), len(tokens))
-    longest = (tokens[column], layer, float(lengths[layer, column]))
-    found = TokenMap(condition, prompt, tokens, [f"layer {layer}" for layer in kept], places, start, longest)
+    found = TokenMap(condition, prompt, tokens, [f"layer {layer}" for layer in kept], places, start)
     finished = done.finish_reason == "stop"
     answer = Answer(condition, prompt, done.text, finished, found.mean(subject.read_layer), measures.perplexity([nats]))
     return answer, found
@@ -98,59 +92,6 @@ def looks(
     flat = [generation for group in shown for generation in group]
     nats = measures.surprises(subject, flat)
     return [look(subject, *names, g, n) for names, g, n in zip(asked, flat, nats, strict=True)]
-
-
-def plane(subject: Subject, texts: Mapping[str, Sequence[str]]) -> Plane:
-    """PCA of the extraction sentences at the read layer; held-out sentences and answers are only placed in it.
-
-    Topic is removed before: each pair is centred, and so are the answers to each prompt. Answers are read like the
-    sentences: as plain text up to their last full stop, without steering. `texts` maps condition → answers, in the
-    order unsteered, positive, negative and with the same prompts in each.
-    """
-    layer = subject.read_layer
-    data = subject.data
-    direction = subject.unit[layer]
-    read_texts = [_finished(text) for group in texts.values() for text in group]
-    read = sentence_rows(subject.engine, read_texts, layers=layer)[:, 0]
-    extraction = _centred(subject.extraction[:, layer], 2)
-    components, explained = _principal(extraction, direction)
-    plain, _ = _principal(subject.extraction[:, layer], direction)
-    centred = torch.cat([extraction, _centred(subject.heldout[:, layer], 2), _centred(read, len(texts))])
-    groups = [f"{side} sentence" for side in (data.positive, data.negative) for _ in data.extraction]
-    groups += [f"{side} held out" for side in (data.positive, data.negative) for _ in data.heldout]
-    groups += [f"{side} answer" for side, found in texts.items() for _ in found]
-    shown = sentences(data.extraction) + sentences(data.heldout) + read_texts
-    places = (centred @ components.T / subject.norms[layer]).tolist()
-    _, positive, negative = subject.place(read, layer).view(len(texts), -1).tolist()
-    return Plane(
-        points=[Point(group, text, x, y) for group, text, (x, y) in zip(groups, shown, places, strict=True)],
-        explained=explained,
-        cosine=float(components[0] @ direction),
-        plain_cosines=tuple((plain @ direction).tolist()),
-        readback_auroc=float(roc_auc_score([1] * len(positive) + [0] * len(negative), positive + negative)),
-    )
-
-
-def _centred(rows: Tensor, groups: int) -> Tensor:
-    """Subtract from each row of `groups` equal parts the mean of the rows at its place in all parts."""
-    parts = rows.view(groups, -1, rows.shape[-1])
-    return (parts - parts.mean(0)).flatten(0, 1)
-
-
-def _principal(rows: Tensor, direction: Tensor) -> tuple[Tensor, tuple[float, ...]]:
-    """Return the first two principal components [2, hidden], and their shares of the variance.
-
-    The sign of a component is arbitrary: here it is that of its cosine with the direction.
-    """
-    found = PCA(2, svd_solver="full").fit(rows.numpy())
-    components = torch.from_numpy(found.components_)
-    return components * (components @ direction).sign()[:, None], tuple(found.explained_variance_ratio_.tolist())
-
-
-def _finished(text: str) -> str:
-    """Return the text up to its last full stop, if there is one."""
-    found = re.match(r".*[.!?]", text, re.DOTALL)
-    return (found[0] if found and len(found[0]) > 20 else text).strip()
 
 
 def measure(model: str, bars: ProgressBars, packs: Path, *, sweep_tokens: int = 24, answer_tokens: int = 40) -> Results:
@@ -179,15 +120,13 @@ def measure(model: str, bars: ProgressBars, packs: Path, *, sweep_tokens: int = 
         step("projecting every token at every layer")
         looked = looks(subject, list(steered), shown)
         step(f"lenses for {', '.join(measures.CONCEPTS)}")
-        three = dict(zip(steered, (0.0, SCALE, -SCALE), strict=False))  # without capped and ablated
+        three = dict(list(steered.items())[:3])  # without capped and ablated
         pack = measures.fit_small_pack(subject, packs)
-        lenses = measures.watch(subject, pack, SHOWN_PROMPTS[0], {name: steered[name] for name in three}, answer_tokens)
-        step("principal components")
+        lenses = measures.watch(subject, pack, SHOWN_PROMPTS[0], three, answer_tokens)
         return Results(
             **facts(subject, model),
             cap_at=(caps[subject.read_layer] - subject.middle[subject.read_layer]) / subject.norms[subject.read_layer],
-            auroc=auroc,
-            plane=plane(subject, texts_of(three, shown, swept)),
+            heldout_auroc=auroc,
             doses=doses,
             control=tested,
             answers=[answer for answer, _ in looked],
@@ -195,12 +134,6 @@ def measure(model: str, bars: ProgressBars, packs: Path, *, sweep_tokens: int = 
             lenses=lenses,
             seconds=time.perf_counter() - began,
         )
-
-
-def texts_of(scales: dict[str, float], shown: list, swept: dict[float, list]) -> dict[str, list[str]]:
-    """Return the texts of the shown answers and of the sweep at these scales, by name."""
-    both = {name: group + swept[scales[name]] for name, group in zip(scales, shown, strict=False)}
-    return {name: [generation.text for generation in group] for name, group in both.items()}
 
 
 def facts(subject: Subject, model: str) -> dict[str, Any]:

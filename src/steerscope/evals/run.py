@@ -3,7 +3,6 @@
     OUT/run.json          settings and model
     OUT/vectors/          the vectors as they were added
     OUT/rollouts.jsonl    answers, appended in batches
-    OUT/rollouts.parquet  the same as a table
 
 Seeds depend on the question and the number of the answer and not on the condition, so conditions are compared under
 the same luck. A choice of two is not answered: the probabilities of its letters are read instead.
@@ -30,7 +29,6 @@ from steerscope.vectors.files import load as load_vector
 from steerscope.vectors.files import save as save_vector
 from steerscope.vectors.vector import SteeringVector
 
-_COLUMNS = ("id", "condition", "dataset", "question", "sample", "system", "text", "finish_reason")
 UNSTEERED = "unsteered"
 PROMPTED = "prompted"
 OPPOSITE = "opposite"
@@ -118,6 +116,10 @@ class EvalRollout:
     sample: int
     system: str
 
+    @property
+    def question(self) -> str:
+        return self.item.question
+
 
 def wanted(run: EvalRun) -> list[EvalRollout]:
     """All rollouts of a run. A choice is read once, because nothing is sampled."""
@@ -176,9 +178,6 @@ def generate(
         for name, vector in load_vectors(out, run).items():
             engine.register(name, vector)
         failures = _answer(engine, run, out, batch, progress)
-        records = answers_of(out, run)
-        rows = [{**{name: one[name] for name in _COLUMNS}, "tokens": len(one["token_ids"])} for one in records]
-        runs.write_table(out / "rollouts.parquet", rows)
     return run, failures
 
 
@@ -186,25 +185,22 @@ def _answer(engine: SyncEngine, run: EvalRun, out: Path, batch: int, progress: r
     ledger = runs.Ledger(out / "rollouts.jsonl")
     failures = list[str]()
     with_system = runs.takes_system(engine)
+    letters: dict[str, tuple[int, int] | None] = {}  # of the rollouts that were asked
 
-    def work(part: Sequence[EvalRollout]) -> Iterator[list[runs.Record]]:
+    def generate(part: Sequence[EvalRollout]) -> Sequence[Generation]:
         asked = [_request(engine, run, one, with_system) for one in part]
-        done, reasons = runs.generate_each(
-            lambda start, stop: engine.generate(
-                [prompt for prompt, _, _ in asked[start:stop]],
-                [sampling for _, sampling, _ in asked[start:stop]],
-                steer=[one.condition.steering for one in part[start:stop]],
-            ),
-            [one.item.question for one in part],
+        letters.update((one.id, tokens) for one, (_, _, tokens) in zip(part, asked, strict=True))
+        prompts = [prompt for prompt, _, _ in asked]
+        return engine.generate(
+            prompts, [sampling for _, sampling, _ in asked], steer=[one.condition.steering for one in part]
         )
-        if reasons:
-            failures.append("\n".join(reasons))
-        each = zip(part, asked, done, strict=True)
-        yield [_record(one, found, letters) for one, (_, _, letters), found in each if found]
+
+    def records_of(part: Sequence[EvalRollout], done: Sequence[Generation | None]) -> list[runs.Record]:
+        return [_record(one, found, letters[one.id]) for one, found in zip(part, done, strict=True) if found]
 
     items = {one.id: one for one in wanted(run)}
     n_done = 0
-    for n in runs.store_missing(items, ledger, batch, work):
+    for n in runs.answer_missing(items, ledger, batch, generate, records_of, failures):
         n_done += n
         progress("answers", n_done, len(items))
     if failures and not ledger.records:

@@ -1,10 +1,8 @@
-"""Scores of a run's answers: stored one by one, and collected in tables.
+"""Scores of a run's answers: stored one by one, and collected in a table.
 
 OUT/scores/NAME.jsonl   a line per answer, under a hash of the scorer and the answer: nothing is scored twice
 OUT/scores/NAME.json    facts about the scorer, and how many answers have a score, or why not
 OUT/answers.parquet     every answer with all its scores
-OUT/questions.parquet   means over the answers to a question, under each condition
-OUT/datasets.parquet    means over those, of each set of questions
 OUT/summary.json        of each condition a mean, an interval, and the difference from the unsteered model
 
 A question is the unit of statistics, because answers to one question are alike: intervals (Student's t) come from the
@@ -20,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
+from steerscope.analysis.results import save_table
 from steerscope.analysis.statistics import holm, least_paired_p, mean_interval, permutation, share_interval
 from steerscope.evals.run import UNSTEERED, EvalRun, answers_of, wanted
 from steerscope.evals.scorers import Scored, Scorer
@@ -49,7 +49,7 @@ def score(out: Path, run: EvalRun, scorers: Sequence[Scorer], progress: runs.Pro
                 _score(out, scorer, answers, progress)
             except runs.Interrupted as error:
                 failures.append(error)
-        write_tables(out, run)
+        write_table(out, run)
     if failures:
         raise failures[0]
 
@@ -132,11 +132,6 @@ def score_names(rows: Sequence[Row]) -> list[str]:
     return sorted({name for row in rows for name in row["scores"]})
 
 
-def mean_of(name: str, values: Sequence[float]) -> float:
-    """Return the mean, of perplexities the geometric one."""
-    return float(np.exp(np.mean(np.log(values))) if name == "perplexity" else np.mean(values))
-
-
 def question_means(rows: Sequence[Row], name: str) -> dict[tuple[str, str, str], list[float]]:
     """Return the values of one score by condition, set and question."""
     found: dict[tuple[str, str, str], list[float]] = {}
@@ -147,27 +142,14 @@ def question_means(rows: Sequence[Row], name: str) -> dict[tuple[str, str, str],
     return found
 
 
-def write_tables(out: Path, run: EvalRun) -> None:
+def write_table(out: Path, run: EvalRun) -> None:
     rows = scored_answers(out, run)
     names = score_names(rows)
-    fields = ("id", "condition", "series", "at", "dataset", "question", "sample", "text")
+    fields = ("id", "condition", "series", "at", "dataset", "question", "sample", "system", "text", "finish_reason")
     answers = [
         {field: row[field] for field in fields} | {name: row["scores"].get(name) for name in names} for row in rows
     ]
-    questions = list[Row]()
-    datasets = list[Row]()
-    for name in names:
-        means: dict[tuple[str, str], list[float]] = {}
-        for (condition, dataset, question), values in question_means(rows, name).items():
-            means.setdefault((condition, dataset), []).append(mean_of(name, values))
-            about = {"score": name, "condition": condition, "dataset": dataset, "question": question}
-            questions.append({**about, "mean": means[condition, dataset][-1], "n": len(values)})
-        datasets += [
-            {"score": name, "condition": one, "dataset": dataset, "mean": mean_of(name, own), "questions": len(own)}
-            for (one, dataset), own in means.items()
-        ]
-    for name, table in (("answers", answers), ("questions", questions), ("datasets", datasets)):
-        runs.write_table(out / f"{name}.parquet", table)
+    save_table(pa.Table.from_pylist(answers), out / "answers.parquet")
 
 
 # --- how complete a run is

@@ -10,10 +10,8 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import Field
 
 from steerscope.engines.results import Generation
@@ -24,6 +22,7 @@ from steerscope.specs.base import Spec
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem, RequestFailed, SteerscopeError
 
 T = TypeVar("T")
+Q = TypeVar("Q", bound="Asked")
 Record = Mapping[str, Any]
 Progress = Callable[[str, int, int], None]  # what, number done, total
 Results = Sequence[T] | Iterator[tuple[int, T]]  # a result for each item in order, or (index, result) in any order
@@ -50,12 +49,6 @@ def file_digest(path: Path) -> str:
 
 def write_json(path: Path, data: object) -> None:
     write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-
-
-def write_table(path: Path, rows: Sequence[Record]) -> None:
-    """Write rows with the same fields as Parquet."""
-    with atomic_path(path) as temporary:
-        pq.write_table(pa.Table.from_pylist(list(rows)), temporary)
 
 
 def read_json(path: Path, what: str) -> Any:
@@ -219,6 +212,13 @@ class AnswerRun(Spec):
 # --- asking
 
 
+class Asked(Protocol):
+    """An item that a model answers."""
+
+    @property
+    def question(self) -> str: ...
+
+
 def takes_system(engine: SyncEngine) -> bool:
     """Whether the chat template renders a system message; some templates refuse it, some drop it."""
     question = Message(role="user", content="Hello")
@@ -238,24 +238,43 @@ def conversation(system: str, question: str, takes_system: bool) -> list[Message
     return [Message(role="user", content=f"{system}\n\n{question}" if system else question)]
 
 
-def generate_each(
-    generate: Callable[[int, int], Sequence[Generation]], questions: Sequence[str], start: int = 0
+def answer_missing(
+    items: Mapping[str, Q],
+    ledger: Ledger,
+    size: int,
+    generate: Callable[[Sequence[Q]], Sequence[Generation]],
+    records_of: Callable[[Sequence[Q], Sequence[Generation | None]], Sequence[Record]],
+    failures: list[str],
+) -> Iterator[int]:
+    """Answer items without a line as `store_missing` does. An answer that fails, or that the engine refuses (too long
+    for the model), gets no line, and its reason is added to `failures`; the next run tries it again."""
+
+    def work(part: Sequence[Q]) -> Iterator[Sequence[Record]]:
+        done, reasons = _generate_each(generate, part)
+        if reasons:
+            failures.append("\n".join(reasons))
+        yield records_of(part, done)
+
+    return store_missing(items, ledger, size, work)
+
+
+def _generate_each(
+    generate: Callable[[Sequence[Q]], Sequence[Generation]], items: Sequence[Q]
 ) -> tuple[list[Generation | None], list[str]]:
     """Return the finished answers, None where one failed, and why they failed.
 
-    `generate` answers the questions of a range. The engine refuses a call as a whole, so a refused range is halved
-    until the refused question is alone."""
-    half = len(questions) // 2
+    The engine refuses a call as a whole, so refused items are halved until one is alone."""
+    half = len(items) // 2
     reasons = list[str]()
     try:
-        done = generate(start, start + len(questions))
+        done = generate(items)
     except RequestFailed as error:
-        done = error.completed or [None] * len(questions)
+        done = error.completed or [None] * len(items)
         reasons.append(str(error))
     except InvalidRequest as error:
         if not half:
-            return [None], [f"{questions[0][:60]!r}: {error}"]
-        first, first_reasons = generate_each(generate, questions[:half], start)
-        second, second_reasons = generate_each(generate, questions[half:], start + half)
+            return [None], [f"{items[0].question[:60]!r}: {error}"]
+        first, first_reasons = _generate_each(generate, items[:half])
+        second, second_reasons = _generate_each(generate, items[half:])
         return first + second, first_reasons + second_reasons
     return [one if one and one.finish_reason != "cancelled" else None for one in done], reasons

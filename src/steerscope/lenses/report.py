@@ -1,19 +1,17 @@
-"""Readings of one text as a page: concepts over tokens, the tree of concepts, what the lenses' scores mean, firings."""
+"""Readings of one text as a page: concepts over tokens, the tree of concepts, firings."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import plotly.graph_objects as go
-import torch
 
+from steerscope.lenses.pack import Pack
 from steerscope.lenses.readings import Firing, Readings
-from steerscope.lenses.stack import calibrate
 from steerscope.report.colours import SEQUENTIAL, Colours
 from steerscope.report.page import Html, div, fill, page, table
-from steerscope.report.plots import label, lines_figure, styled, token_figure
+from steerscope.report.plots import label, styled, token_figure
 
 _MOST_SHOWN = 24  # concepts in the heat map
-_MOST_CURVES = 8
 
 
 def html_report(
@@ -34,17 +32,9 @@ def html_report(
         "Text": fill('<p class="text">{}<b>{}</b></p>', prompt, generated),
         "Concepts over tokens": over + heat,
         "Tree": tree + div(tree_figure(readings), "plot-tree"),
-        "What the scores mean": _curves(readings, best[:_MOST_CURVES]),
         "Rules": _firings(firings, texts),
     }
     return page(f"What lenses read in {model}", about, sections)
-
-
-def _curves(readings: Readings, lenses: Sequence[int]) -> str:
-    if readings.pack.calibration is None:
-        return "<p>This pack has no calibration: the scores are what each lens says alone.</p>"
-    said = "<p>From what a lens says alone to the score that is shown, for the strongest concepts.</p>"
-    return said + div(curve_figure(readings, lenses), "plot-curves")
 
 
 def _best(readings: Readings) -> list[int]:
@@ -68,7 +58,7 @@ def heat_figure(readings: Readings, texts: Sequence[str], best: Sequence[int], p
         colours=Colours.of(values, signed=False, least=1.0),
         hover="%{z:.3f}",
         answer_start=int((readings.positions < prompt_length).sum()),
-        details=[" › ".join(pack.path(lens)) for lens in shown],
+        details=[_measured(pack, lens) for lens in shown],
     )
 
 
@@ -99,24 +89,11 @@ def tree_figure(readings: Readings) -> go.Figure:
     return styled(figure, 560, margin={"l": 8, "r": 8, "t": 8, "b": 8})
 
 
-def curve_figure(readings: Readings, lenses: Sequence[int]) -> go.Figure:
-    """What a probability becomes: noise floor, then calibration."""
-    pack = readings.pack
-    said = torch.linspace(0, 1, 201)
-    assert pack.calibration is not None
-    floor = pack.tensors["floor"] if "floor" in pack.tensors else torch.full((len(pack),), -1.0)
-    index = torch.tensor(list(lenses), dtype=torch.long)
-    chosen = type(pack.calibration)(*(part[index] for part in pack.calibration))
-    scores = calibrate(said[:, None].expand(-1, len(index)), floor[index], chosen)
-    curves = {_measured(readings, lens): (said.tolist(), scores[:, i].tolist()) for i, lens in enumerate(lenses)}
-    figure = lines_figure(curves, across="the lens alone", up="score", mode="lines")
-    figure.update_xaxes(range=[0, 1])
-    return figure.update_yaxes(range=[0, 1.02])
-
-
-def _measured(readings: Readings, lens: int) -> str:
-    concept = readings.pack.concepts[lens]
-    return concept.name + (f" (AUROC {concept.metrics['auroc']:.2f})" if "auroc" in concept.metrics else "")
+def _measured(pack: Pack, lens: int) -> str:
+    """Return the path of a concept, and how well its lens separates held-out rows."""
+    metrics = pack.concepts[lens].metrics
+    auroc = f" (AUROC {metrics['auroc']:.2f})" if "auroc" in metrics else ""
+    return " › ".join(pack.path(lens)) + auroc
 
 
 def _firings(firings: Sequence[Firing], texts: Sequence[str]) -> str:

@@ -1,6 +1,5 @@
 """Figures of one look: heat maps, curves and points. Texts that a model or a user wrote are escaped here."""
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -20,11 +19,6 @@ _MOST_TICKS = 12
 def label(text: object) -> str:
     """Return a text for plotly, which reads a little HTML but no quotes."""
     return escape(str(text), quote=False)
-
-
-def wrapped(text: str, width: int = 46) -> str:
-    """Return a hover text in short lines."""
-    return "<br>".join(escape(line) for line in textwrap.wrap(text, width))
 
 
 def styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
@@ -95,7 +89,7 @@ def heat_figure(
     top = 56 if len(grids) > 1 else 12
     bottom = _room(names) + 20 if slant else 52
     styled(figure, 22 + top + bottom + 24 * len(labels), margin={"l": _room(labels), "r": 8, "t": top, "b": bottom})
-    _explain(figure, colours)
+    _explain(figure, colours.note)
     figure.update_xaxes(title=_title(across), type="category", tickangle=slant, showgrid=False, zeroline=False)
     figure.update_yaxes(tickvals=list(range(len(labels))), ticktext=labels, autorange="reversed", showgrid=False)
     return add_menu(figure, {name: {"z": [grid]} for name, grid in shown.items()})
@@ -142,17 +136,12 @@ def _rounded(value: float) -> float | None:
     return None if np.isnan(value) else float(f"{value:.4g}")
 
 
-def _explain(figure: go.Figure, colours: Colours) -> None:
-    """Where the scale has a bend, add a key with the values at their places and a note above the map."""
-    if colours.bend is None:
+def _explain(figure: go.Figure, note: str) -> None:
+    """Add a note above a heat map."""
+    if not note:
         return
-    ticks = colours.ticks
-    bar = {"thickness": 12, "outlinewidth": 0, "tickvals": list(ticks), "ticktext": list(ticks.values())}
-    lowest = -1.0 if colours.signed else 0.0
-    marker = {"color": [0.0], "cmin": lowest, "cmax": 1.0, "colorscale": colours.scale, "colorbar": bar}
-    figure.add_scatter(x=[None], y=[None], mode="markers", marker={**marker, "showscale": True}, name="key")
     about = {"xref": "paper", "yref": "paper", "x": 1, "y": 1, "xanchor": "right", "yanchor": "bottom"}
-    figure.add_annotation(text=colours.note, showarrow=False, font={"size": 11}, yshift=6, **about)
+    figure.add_annotation(text=note, showarrow=False, font={"size": 11}, yshift=6, **about)
     layout: Any = figure.layout
     above = layout.margin.t or 0
     layout.update(margin_t=max(above, _NOTE_HEIGHT), height=layout.height + max(0, _NOTE_HEIGHT - above))
@@ -164,13 +153,11 @@ def lines_figure(
     across: str,
     up: str,
     marks: Mapping[str, Sequence] | None = None,
-    mode: str = "lines+markers",
-    colours: Sequence[str] = PALETTE,
 ) -> go.Figure:
     """Return curves by name; `marks` are x values of a curve that have large dots."""
     figure = go.Figure()
     for i, (name, (x, y)) in enumerate(lines.items()):
-        add_line(figure, x, y, name, colours[i % len(colours)], marks=(marks or {}).get(name, ()), mode=mode)
+        add_line(figure, x, y, name, PALETTE[i % len(PALETTE)], marks=(marks or {}).get(name, ()))
     figure.update_traces(hovertemplate=f"%{{fullData.name}}<br>{across} %{{x}}<br>%{{y:.4g}}<extra></extra>")
     return framed(figure, across, up)
 

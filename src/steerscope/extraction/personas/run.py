@@ -245,25 +245,19 @@ def answer_all(
     batch: int,
     failures: list[str],
 ) -> Iterator[int]:
-    """Answer what the ledger lacks; yields how many were there, then the size of each batch.
-
-    An answer that fails, or that the engine refuses (too long for the model), is left out of the ledger, and its reason
-    is added to `failures`; the next run tries it again.
-    """
+    """Answer what the ledger lacks; yields how many were there, then the size of each batch."""
     with_system = runs.takes_system(engine)
 
-    def work(part: Sequence[PersonaRollout]) -> Iterator[Sequence[runs.Record]]:
-        chats = [runs.conversation(one.system, one.question, with_system) for one in part]
-        samplings = [settings.sampling(one.id) for one in part]
-        done, reasons = runs.generate_each(
-            lambda start, stop: engine.chat(chats[start:stop], samplings[start:stop], capture=_MEAN),
-            [one.question for one in part],
-        )
-        if reasons:
-            failures.append("\n".join(reasons))
-        yield _records(part, chats, done, shards)
+    def chat(one: PersonaRollout) -> list[Message]:
+        return runs.conversation(one.system, one.question, with_system)
 
-    return runs.store_missing({one.id: one for one in wanted}, ledger, batch, work)
+    def generate(part: Sequence[PersonaRollout]) -> Sequence[Generation]:
+        return engine.chat([chat(one) for one in part], [settings.sampling(one.id) for one in part], capture=_MEAN)
+
+    def records_of(part: Sequence[PersonaRollout], done: Sequence[Generation | None]) -> list[runs.Record]:
+        return _records(part, [chat(one) for one in part], done, shards)
+
+    return runs.answer_missing({one.id: one for one in wanted}, ledger, batch, generate, records_of, failures)
 
 
 def _records(

@@ -1,9 +1,12 @@
-"""`bench stream --http`: the same streams through the engine alone and through HTTP, in turns, in one process.
+"""The same streams through the engine alone and through HTTP, in turns, in one process.
+
+    python -m bench.served --model smollm2-135m --out bench/results/served.json
 
 The clients run in a process of their own. The ratio of times is blurred by a busy machine, so the result also has the
 ratio of the process's processor times, the server thread's time per token, and the functions in which it is spent.
 """
 
+import argparse
 import asyncio
 import gc
 import json
@@ -15,10 +18,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from bench.profiles import profiled, top_functions
 from steerscope.bench.drivers import Ours, Prompts
-from steerscope.bench.one import about_driver, budget_of, opened, paired, profiled, stream_round, summary, top_functions
+from steerscope.bench.one import about_driver, budget_of, opened, paired, stream_round, summary, write
 from steerscope.bench.shapes import SHAPES, NoTokenizer
 from steerscope.bench.workload import NotMeasured, Setup, check_streams
 from steerscope.engines.detokenizer import Decoder
@@ -28,6 +35,26 @@ from steerscope.serving.settings import ServerSettings
 from steerscope.specs import Steering
 
 LENGTHS = 5  # of the prompts
+_SETTINGS = {"model": str, "engine": str, "batch": int, "prefill": int, "decode": int, "dtype": str}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, kind in _SETTINGS.items():
+        parser.add_argument(f"--{name}", type=kind, default=getattr(Setup(), name))
+    parser.add_argument("--cell", default="zero-layer", help="what each stream asks: zero-layer, add, …")
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    setup = Setup(**{name: getattr(args, name) for name in _SETTINGS})
+    result = served(setup, args.iterations, args.cell)
+    write(args.out, result)
+    console = Console(highlight=False, soft_wrap=True)
+    found = result["summary"]
+    for name, what in (("ratio", "time"), ("cpu_ratio", "processor time")):
+        low, high = found[name]["interval"]
+        console.print(f"server / engine, {what}: {found[name]['median']:.3f} ({low:.3f} to {high:.3f})")
+    console.print(f"server's thread: {found['loop_us_per_token']:.1f} µs per token")
 
 
 class Words(NoTokenizer):
@@ -93,7 +120,7 @@ def _running(driver: Ours) -> Iterator[Server]:
 @contextmanager
 def _clients() -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
     """Start the clients' process, and yield a function that plays one round there."""
-    command = [sys.executable, "-m", "steerscope.bench.stream_client"]
+    command = [sys.executable, "-m", "bench.stream_client"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -187,3 +214,7 @@ def _body(ids: list[int], tokens: int, op: Any) -> str:
     if op is not None:
         body["steerscope"] = {"steer": Steering(ops=(op,)).model_dump(mode="json", exclude_none=True)}
     return json.dumps(body)
+
+
+if __name__ == "__main__":
+    main()
