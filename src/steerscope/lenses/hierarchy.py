@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-from steerscope.lenses.spec import Concept, HierarchySummary
+from steerscope.lenses.spec import Concept
 from steerscope.specs.errors import Problem
 
 Children = slice | tuple[int, ...]
@@ -86,13 +86,6 @@ class Hierarchy:
         ends = [sum(counts[: level + 1]) for level in range(len(counts))]
         levels = tuple(slice(end - count, end) for end, count in zip(ends, counts, strict=True))
         return cls(levels, parents, tuple(as_slice(each) for each in members))
-
-    def summary(self) -> HierarchySummary:
-        return HierarchySummary(
-            levels=tuple(level.stop - level.start for level in self.levels),
-            roots=sum(not parents for parents in self.parents),
-            several_parents=sum(len(parents) > 1 for parents in self.parents),
-        )
 
     def path(self, i: int) -> tuple[int, ...]:
         """Return the concepts from the root to this one, by first parents."""

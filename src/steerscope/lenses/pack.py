@@ -89,7 +89,7 @@ class Pack:
 
     def save(self, path: str | Path) -> None:
         """Write the directory, which appears complete or not at all, and replaces an older pack."""
-        own.write(Path(path), self.info, self.hierarchy.summary(), self.concepts, self.tensors, self.entries)
+        own.write(Path(path), self.info, self.concepts, self.tensors, self.entries)
 
     def release_tensors(self) -> None:
         """Free the tensors and the file that they are mapped from. Names, hierarchy and digest stay."""

@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, JsonValue, model_validator
 
 from steerscope.specs.base import Spec
 from steerscope.specs.steering import Site
@@ -49,8 +49,8 @@ class PackInfo(Spec):
     version: str = "1"
     normalisation: Normalisation = "layernorm"
     architecture: Architecture = Architecture()
-    training: dict[str, object] = {}
-    calibration: dict[str, object] = {}
+    training: dict[str, JsonValue] = {}
+    calibration: dict[str, JsonValue] = {}
 
 
 class Concept(Spec):
@@ -72,33 +72,19 @@ class Concept(Spec):
         return {**data, "name": data.get("name") or data.get("id", "")} if isinstance(data, dict) else data
 
 
-class HierarchySummary(Spec):
-    levels: tuple[int, ...]  # how many concepts each level has
-    roots: int
-    several_parents: int
-
-
 class TensorEntry(Spec):
     dtype: str
     shape: tuple[int, ...]
     sha256: str
 
 
-class FileEntry(Spec):
-    file: str
-    bytes: int
-    sha256: str | None = None  # None for the tensors, which have one checksum each
-
-
 class Manifest(Spec):
-    """The content of `pack.json`."""
+    """The content of `pack.json`; `digest` is a hash of the whole pack. Files of earlier versions have more fields."""
 
+    model_config = ConfigDict(extra="ignore")
     format: Literal["steerscope-pack"] = FORMAT
     format_version: Literal[1] = VERSION
     info: PackInfo
-    hierarchy: HierarchySummary
-    concepts: FileEntry
-    tensors: FileEntry
     entries: dict[str, TensorEntry]
     digest: str
 

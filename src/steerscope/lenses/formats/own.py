@@ -1,8 +1,7 @@
 """A pack on disk: a directory with `pack.json`, `concepts.json` and `lenses.safetensors`.
 
-`pack.json` holds the sizes of both other files and checksums of the concepts and of every tensor. The directory is
-written under another name and moved into place, so it appears complete or not at all. Reading reports all problems in
-one error.
+`pack.json` holds the checksum of every tensor and one hash of everything. The directory is written under another name
+and moved into place, so it appears complete or not at all. Reading reports all problems in one error.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from torch import Tensor
 from steerscope.files import check_folder, flush, why_unreadable
 from steerscope.lenses import hierarchy
 from steerscope.lenses import tensors as arrays
-from steerscope.lenses.spec import Concept, ConceptList, FileEntry, HierarchySummary, Manifest, PackInfo, TensorEntry
+from steerscope.lenses.spec import Concept, ConceptList, Manifest, PackInfo, TensorEntry
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 
 MANIFEST = "pack.json"
@@ -39,12 +38,10 @@ def digest(info: PackInfo, concepts: Sequence[Concept], entries: Mapping[str, Te
 def write(
     path: Path,
     info: PackInfo,
-    summary: HierarchySummary,
     concepts: Sequence[Concept],
     tensors: Mapping[str, Tensor],
     entries: dict[str, TensorEntry],
 ) -> None:
-    _must_survive(path, info)
     with _atomic_directory(path) as folder:
         listed = [concept.model_dump(mode="json", exclude_defaults=True) for concept in concepts]
         text = json.dumps({"concepts": listed}, ensure_ascii=False, indent=0).encode()
@@ -54,23 +51,10 @@ def write(
         (folder / TENSORS).chmod((folder / CONCEPTS).stat().st_mode)  # safetensors leaves 0600
         manifest = Manifest(
             info=info,
-            hierarchy=summary,
-            concepts=FileEntry(file=CONCEPTS, bytes=len(text), sha256=hashlib.sha256(text).hexdigest()),
-            tensors=FileEntry(file=TENSORS, bytes=(folder / TENSORS).stat().st_size),
             entries=entries,
             digest=digest(info, concepts, entries),
         )
         (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
-
-
-def _must_survive(path: Path, info: PackInfo) -> None:
-    notes = {"training": info.training, "calibration": info.calibration}
-    try:
-        survives = json.loads(json.dumps(notes, allow_nan=False)) == notes
-    except (TypeError, ValueError, RecursionError):
-        survives = False
-    if not survives:
-        raise BadFile(f"cannot write {path}: training or calibration is not plain JSON; use text, numbers and lists")
 
 
 def _shares(tensor: Tensor) -> bool:
@@ -133,7 +117,7 @@ def read(path: Path, verify: bool) -> tuple[Manifest, tuple[Concept, ...], dict[
         raise _refused(path, [problem.under(MANIFEST) for problem in error.problems]) from error
     except (OSError, RecursionError) as error:
         raise BadFile(f"{path / MANIFEST} cannot be read: {why_unreadable(error)}") from error
-    problems, concepts = _read_concepts(path, manifest)
+    problems, concepts = _read_concepts(path)
     more, tensors = _open_tensors(path, manifest)
     problems += more
     if concepts is not None:
@@ -159,45 +143,26 @@ def _refused(path: Path, problems: Sequence[Problem]) -> BadFile:
     return BadFile(f"{path} is not a readable pack: {InvalidRequest(problems)}")
 
 
-def _file(path: Path, entry: FileEntry, expected: str) -> list[Problem]:
-    again = "copy the pack again"
-    if entry.file != expected:
-        return [Problem(MANIFEST, f"names the file {entry.file!r}", f"expected {expected}")]
-    file = path / expected
-    if not file.is_file():
-        return [Problem(expected, "is missing", again)]
-    if file.stat().st_size != entry.bytes:
-        return [Problem(expected, f"has {file.stat().st_size} bytes instead of {entry.bytes}", again)]
-    return []
-
-
-def _read_concepts(path: Path, manifest: Manifest) -> tuple[list[Problem], tuple[Concept, ...] | None]:
-    problems = _file(path, manifest.concepts, CONCEPTS)
-    file = path / CONCEPTS
-    if not file.is_file():
-        return problems, None
-    data = file.read_bytes()
-    if not problems and hashlib.sha256(data).hexdigest() != manifest.concepts.sha256:
-        problems.append(Problem(CONCEPTS, "has another checksum than the pack names", "copy the pack again"))
+def _read_concepts(path: Path) -> tuple[list[Problem], tuple[Concept, ...] | None]:
     try:
-        concepts = ConceptList.from_json(data).concepts
+        concepts = ConceptList.from_json((path / CONCEPTS).read_bytes()).concepts
     except InvalidRequest as error:
-        return [*problems, *(problem.under(CONCEPTS) for problem in error.problems)], None
-    wrong = hierarchy.problems_of(concepts)
-    if not wrong and hierarchy.order(concepts) != list(range(len(concepts))):
-        wrong.append(Problem(CONCEPTS, "is not in the order of the hierarchy", "make the pack anew with Pack(…)"))
-    return problems + wrong, concepts if concepts else None
+        return [problem.under(CONCEPTS) for problem in error.problems], None
+    except OSError:
+        return [Problem(CONCEPTS, "is missing or cannot be read", "copy the pack again")], None
+    problems = hierarchy.problems_of(concepts)
+    if not problems and hierarchy.order(concepts) != list(range(len(concepts))):
+        problems.append(Problem(CONCEPTS, "is not in the order of the hierarchy", "make the pack anew with Pack(…)"))
+    return problems, concepts or None
 
 
 def _open_tensors(path: Path, manifest: Manifest) -> tuple[list[Problem], dict[str, Tensor]]:
     """Map the tensors: each page is read when it is first used."""
-    problems = _file(path, manifest.tensors, TENSORS)
-    if problems:
-        return problems, {}
+    problems: list[Problem] = []
     try:
         tensors = load_file(path / TENSORS)
     except (SafetensorError, OSError, ValueError, RuntimeError):
-        return [Problem(TENSORS, "is damaged or of another kind", "copy the pack again")], {}
+        return [Problem(TENSORS, "is missing, damaged or of another kind", "copy the pack again")], {}
     named = {name: _described(entry) for name, entry in manifest.entries.items()}
     found = {name: _described(arrays.entry(tensor)) for name, tensor in tensors.items()}
     for name in sorted(named.keys() | found.keys()):
