@@ -7,16 +7,15 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
+from pydantic import ByteSize
+
 from steerscope.specs.errors import CapacityExceeded, EngineClosed
 
 _POLL_S = 0.02
 
 
 def human(size: int) -> str:
-    if size < 1024:
-        return f"{size} B"
-    unit, name = next((u, n) for u, n in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")) if size >= u)
-    return f"{size / unit:.1f} {name}"
+    return ByteSize(size).human_readable(separator=" ")
 
 
 class Reservation:

@@ -25,7 +25,7 @@ from torch import Tensor
 from steerscope.capture.rows import TYPES
 from steerscope.core.rows import Labels
 from steerscope.core.slot_table import Key
-from steerscope.files import atomic_path
+from steerscope.files import atomic_path, write_text
 from steerscope.specs.base import Spec
 from steerscope.specs.capture import Capture
 from steerscope.specs.steering import Site
@@ -219,8 +219,7 @@ class ShardWriter:
             tokens=sum(line["tokens"] for line in self._documents),
             **digests,
         )
-        with atomic_path(part_path(folder, "commits", self.shard)) as temporary:
-            temporary.write_text(self.commit.to_json() + "\n", encoding="utf-8")
+        write_text(part_path(folder, "commits", self.shard), self.commit.to_json() + "\n")
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from steerscope.capture.rows import Rows
 from steerscope.capture.shards import HEADER, PARTS, Commit, StoreInfo, checksum, digest, part_path
 from steerscope.core.rows import Labels
 from steerscope.core.slot_table import Key
-from steerscope.files import atomic_path, reading
+from steerscope.files import reading, write_text
 from steerscope.specs.errors import BadFile, InvalidRequest, Problem
 
 Part = Literal["all", "train", "test"]
@@ -39,8 +39,7 @@ _BUFFER_BYTES = 256 << 20
 def create(folder: Path, info: StoreInfo) -> None:
     for part in PARTS:
         (folder / part).mkdir(parents=True, exist_ok=True)
-    with atomic_path(folder / "store.json") as temporary:
-        temporary.write_text(info.to_json() + "\n", encoding="utf-8")
+    write_text(folder / "store.json", info.to_json() + "\n")
 
 
 def read_info(folder: Path) -> StoreInfo:
@@ -72,8 +71,7 @@ def finish(folder: Path, info: StoreInfo) -> str | None:
     if [c.shard for c in commits] != list(range(info.shards)):
         return None
     whole = {"checksum": checksum(commits), "shards": [c.model_dump() for c in commits]}
-    with atomic_path(folder / "manifest.json") as temporary:
-        temporary.write_text(json.dumps(whole) + "\n", encoding="utf-8")
+    write_text(folder / "manifest.json", json.dumps(whole) + "\n")
     return checksum(commits)
 
 

@@ -141,7 +141,7 @@ def report(
     out: Annotated[Path, Option(help="The page to write.")] = Path("lens-report.html"),
     model: o.ModelName = "smollm2-135m",
 ) -> None:
-    """Generate, and write a page: concepts over tokens, the tree of concepts, the lenses' calibration."""
+    """Generate, and write a page: concepts over tokens, the tree of concepts, rules that fired."""
     asked = options.parse()
     wanted, settings, _ = o.together(asked.watch, sampling.parse, lambda: o.check_target(out))
     from steerscope.files import write_text

@@ -232,8 +232,9 @@ class Stack:
         result = self.outputs(logits, slots)
         if not self.floored:
             return result
-        curve = Calibration(*(self._of(name, slots) for name in Calibration._fields)) if self.calibrated else None
-        return result.copy_(calibrate(result, self._of("floor", slots), curve))
+        curve = Calibration(*(self._of(name, slots) for name in Calibration._fields))
+        scores = curve.apply(result) if self.calibrated else result
+        return result.copy_(torch.where(result > self._of("floor", slots), scores, 0.0))
 
     def _of(self, name: str, slots: Tensor | None) -> Tensor:
         return self.tensors[name] if slots is None else self.tensors[name][slots]
@@ -280,12 +281,6 @@ def gather(tensors: Mapping[str, Tensor], lenses: Sequence[int]) -> dict[str, Te
     chosen = as_slice(lenses)
     index = chosen if isinstance(chosen, slice) else torch.tensor(chosen, dtype=torch.long)
     return {name: tensor[index] for name, tensor in tensors.items() if name != "decoder"}
-
-
-def calibrate(probabilities: Tensor, floor: Tensor, calibration: Calibration | None) -> Tensor:
-    """Calibrate probabilities; those at or below the noise floor become 0."""
-    scores = probabilities if calibration is None else calibration.apply(probabilities)
-    return torch.where(probabilities > floor, scores, 0.0)
 
 
 def available_kernels(device: torch.device) -> ModuleType | None:

@@ -1,11 +1,12 @@
 """Chat messages."""
 
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from steerscope.specs.base import Spec
-from steerscope.specs.errors import InvalidRequest, Problem
+from steerscope.specs.errors import InvalidRequest, problems_of
 
 
 class Message(Spec):
@@ -18,20 +19,12 @@ class Message(Spec):
 Chat = Sequence[Message | Mapping[str, str]]
 
 
+_CHAT = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
+
+
 def parse_chat(chat: Chat) -> list[Message]:
     """Return the messages of a chat, or refuse it with all problems."""
-    problems: list[Problem] = []
-    messages: list[Message] = []
-    if not isinstance(chat, list | tuple):
-        what = f"a chat is a list of messages, not {type(chat).__name__}"
-        raise InvalidRequest([Problem("messages", what, 'write [{"role": "user", "content": "…"}]')])
-    if not chat:
-        problems.append(Problem("messages", "the chat is empty", "give at least one message"))
-    for i, message in enumerate(chat):
-        try:
-            messages.append(message if isinstance(message, Message) else Message.parse(message))
-        except InvalidRequest as error:
-            problems += [problem.under(f"messages[{i}]") for problem in error.problems]
-    if problems:
-        raise InvalidRequest(problems)
-    return messages
+    try:
+        return _CHAT.validate_python(chat)
+    except ValidationError as error:
+        raise InvalidRequest(problem.under("messages") for problem in problems_of(error)) from None

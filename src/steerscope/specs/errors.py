@@ -217,7 +217,7 @@ def problems_of(error: ValidationError) -> list[Problem]:
 
 def problems_in(details: Sequence[Any]) -> list[Problem]:
     """Translate a list of pydantic's errors. A list with wrong items is not also reported as too short."""
-    wrong = {detail["loc"][:-1] for detail in details}
+    wrong = {detail["loc"][:-1] for detail in details if detail["loc"]}
     listed = [one for one in details if not (one["type"] == "too_short" and one["loc"] in wrong)]
     return [problem for detail in listed for problem in _problems(detail)]
 

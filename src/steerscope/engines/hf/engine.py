@@ -77,7 +77,7 @@ class HFEngine(ThreadedEngine[Row]):
         )
         self._prepare()
         self_test(model, self._taps, self._table)
-        self._prompts = PrefillQueue(self.settings.prefill_chunk, can_continue(model, self.blocks, self._last_only))
+        self._prompts = PrefillQueue(self.settings.prefill_chunk, can_continue(model, self._last_only))
         self._run()
 
     def _prepare(self) -> None:
