@@ -326,7 +326,9 @@ def fast_paths(results: Path) -> str:
     for cell, found in data["cells"].items():
         again = found["without"]["everything again"]
         lines.append(f"| *none: the same engine twice* | {REQUESTS.get(cell, cell)} | {interval(again, 2)} | |")
-    beside = {name: {cell: one["without"][name] for cell, one in cells.items()} for name, cells in data["engines"].items()}
+    beside = {
+        name: {cell: one["without"][name] for cell, one in cells.items()} for name, cells in data["engines"].items()
+    }
     for name, one in data["what"].items():
         inside = {cell: found["without"][name] for cell, found in data["cells"].items() if name in found["without"]}
         decision = "stays" if name in FAST_PATHS else "taken out"

@@ -91,7 +91,7 @@ def test_help_lists_every_command(cli: Cli) -> None:
         (("bench", "capture", "--mode", "custom", "--output", "x.json"), "--layers"),
         (("serve", "no-such-model", "--lens", "no-such-pack"), "no-such-model"),
         (("lens", "fit", "--layer", "all", "--out", "x"), "all is too many"),
-        (("train", "--layer", "3", "--bf16", "--data", "no-such-set", "--out", "x"), "no-such-set"),
+        (("train", "--layer", "3", "--data", "no-such-set", "--out", "x"), "no-such-set"),
     ],
 )
 def test_second_names_of_options_are_understood(cli: Cli, arguments: tuple[str, ...], said: str) -> None:

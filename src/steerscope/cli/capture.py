@@ -1,17 +1,16 @@
 """`steerscope capture`: rows of a corpus, on disk."""
 
-import math
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
+from steerscope.progress import ProgressBars
 
 if TYPE_CHECKING:
     from steerscope.corpus.run import Status
@@ -65,8 +64,8 @@ def run(
     with alone(out) as lock:
         begin(out, data, job, capture, rows, resume)
         try:
-            with CorpusProgress(elsewhere=workers > 1 or ray is not None) as bar:
-                whole = _run(out, workers, ray, device, bar, lock)
+            with ProgressBars() as bars:
+                whole = _run(out, workers, ray, device, CorpusProgress(bars), lock)
             if whole is None:
                 raise BadFile(f"the run has ended, and commits of {out} are missing or not of this corpus")
         except BaseException:
@@ -139,29 +138,25 @@ def _summary(folder: Path) -> None:
             o.note(f"and {bad - len(lines):,} more: documents/*.parquet, where error is not null")
 
 
-class CorpusProgress(Progress):
-    """A progress bar with the rows and bytes per second of this run, and the time left.
+class CorpusProgress:
+    """Shows the rows per second of this run, and the time left.
 
-    Loading a model does not count: the clock starts with the first status of an engine in this process, or with the
-    first finished shard where engines run `elsewhere`.
+    Loading a model does not count: the clock starts with the first shard of this run.
     """
 
-    def __init__(self, elsewhere: bool) -> None:
-        rate = TextColumn("shards {task.fields[rate]}")
-        columns = BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn()
-        # by default rich estimates from the last 30 s, and a shard may take longer
-        super().__init__(*columns, console=Console(stderr=True), speed_estimate_period=math.inf)
-        self._shards = self.add_task("", total=None, rate="")
-        self._first: Status | None = None
-        self._began = 0.0
-        self._wait = elsewhere
+    def __init__(self, bars: ProgressBars) -> None:
+        self._bars = bars
+        self._shards_before: int | None = None
+        self._first: tuple[Status, float] | None = None
 
     def __call__(self, now: "Status") -> None:
-        first = self._first
-        if first is None or (self._wait and now.shards > first.shards):
-            self._wait = self._wait and first is None
-            self._first = first = now
-            self._began = time.monotonic()
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        rate = f"{(now.rows - first.rows) / seconds:,.0f} rows/s {(now.bytes - first.bytes) / seconds / 1e9:.3f} GB/s"
-        self.update(self._shards, total=now.of, completed=now.shards, rate=f"{rate}, {now.bad} bad")
+        words = f"{now.bad} bad"
+        if self._first is not None and now.shards > self._first[0].shards:
+            first, began = self._first
+            seconds = time.monotonic() - began
+            left = timedelta(seconds=round(seconds / (now.shards - first.shards) * (now.of - now.shards)))
+            words = f"{(now.rows - first.rows) / seconds:,.0f} rows/s, {left} left, {words}"
+        elif self._shards_before is not None and now.shards > self._shards_before:
+            self._first = now, time.monotonic()
+        self._shards_before = now.shards
+        self._bars("shards", now.shards, now.of, f"shards: {words}")

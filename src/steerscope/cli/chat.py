@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -13,7 +14,7 @@ import steerscope as ss
 from steerscope.cli import options as o
 
 if TYPE_CHECKING:
-    from steerscope.client import Answer, Client
+    from steerscope.client import Client
     from steerscope.engines.sync import SyncEngine
     from steerscope.vectors.text import SteerArg
 
@@ -55,13 +56,12 @@ def chat(
             *(partial(parse, text, known) for text in steer or ()),
         )
         if client is not None:
-            partner = _Server(client, asked)
+            session = _Session(client, partial(_answer_of_server, client), asked, system, known)
         else:
             loaded = stack.enter_context(o.open_engine(model or "", engine))
             if not getattr(loaded.aio.tokenizer, "chat_template", None):
                 raise o.mistake(model or "", "has no chat template", "use steerscope generate")
-            partner = _Engine(loaded, asked)
-        session = _Session(partner, system, known)
+            session = _Session(loaded, partial(_answer_here, loaded), asked, system, known)
         session.set_steers(steers)
         session.run()
 
@@ -83,75 +83,54 @@ class _Shown(NamedTuple):
     rows: "ss.Rows | None"
 
 
-class _Engine:
-    """An engine in this process."""
-
-    def __init__(self, engine: "SyncEngine", sampling: "ss.Sampling") -> None:
-        self._engine = engine
-        self._sampling = sampling
-
-    def try_out(self, **asked: Any) -> None:
-        """Send a request of one token, which refuses steering and captures that do not fit the model."""
-        tried = self._engine.chat(_TRIAL, ss.Sampling(max_tokens=1), **asked)
-        if tried.capture is not None:
-            tried.capture.close()
-
-    def answer(self, messages: Messages, **asked: Any) -> _Shown:
-        events = self._engine.stream_chat(messages, self._sampling, **asked, request_id=o.REQUEST)
-        done = o.print_text(self._engine, events)
-        return _Shown(done.text, o.speed(done), done.rows if done.capture else None)
+def _answer_here(engine: "SyncEngine", messages: Messages, sampling: "ss.Sampling", **asked: Any) -> _Shown:
+    events = engine.stream_chat(messages, sampling, **asked, request_id=o.REQUEST)
+    done = o.print_text(engine, events)
+    return _Shown(done.text, o.speed(done), done.rows if done.capture else None)
 
 
-class _Server:
-    """A server, used like an engine."""
+def _answer_of_server(client: "Client", messages: Messages, sampling: "ss.Sampling", **asked: Any) -> _Shown:
+    from steerscope.client import Answer
 
-    def __init__(self, client: "Client", sampling: "ss.Sampling") -> None:
-        self._client = client
-        self._sampling = sampling
-
-    def try_out(self, **asked: Any) -> None:
-        tried = self._client.chat(_TRIAL, ss.Sampling(max_tokens=1), **asked)
-        if tried.capture is not None:
-            self._client.forget(tried.capture)
-
-    def answer(self, messages: Messages, **asked: Any) -> _Shown:
-        from steerscope.client import Answer
-
-        began = time.perf_counter()
-        pieces = self._client.stream_chat(messages, self._sampling, **asked)
-        text = ""
-        n_tokens = 0
-        answer: Answer | None = None
-        try:
-            for piece in pieces:
-                if isinstance(piece, Answer):
-                    answer = piece
-                    break
-                typer.echo(piece.text, nl=False)
-                text += piece.text
-                n_tokens += len(piece.tokens)
-        except KeyboardInterrupt:  # closing the stream ends the request; the text so far is the answer
-            pass
-        finally:
-            pieces.close()
-        typer.echo()
-        reason = answer.finish_reason if answer else "cancelled"
-        note = o.speed_of(n_tokens, time.perf_counter() - began, reason)
-        return _Shown(text, note, self._rows(answer))
-
-    def _rows(self, answer: "Answer | None") -> "ss.Rows | None":
-        if answer is None or answer.capture is None:
-            return None
-        rows = self._client.rows(answer.capture)
-        self._client.forget(answer.capture)
-        return rows
+    began = time.perf_counter()
+    text = ""
+    n_tokens = 0
+    answer: Answer | None = None
+    # After Ctrl-C the text so far is the answer; closing the stream ends the request.
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        contextlib.closing(client.stream_chat(messages, sampling, **asked)) as pieces,
+    ):
+        for piece in pieces:
+            if isinstance(piece, Answer):
+                answer = piece
+                break
+            typer.echo(piece.text, nl=False)
+            text += piece.text
+            n_tokens += len(piece.tokens)
+    typer.echo()
+    note = o.speed_of(n_tokens, time.perf_counter() - began, answer.finish_reason if answer else "cancelled")
+    if answer is None or answer.capture is None:
+        return _Shown(text, note, None)
+    rows = client.rows(answer.capture)
+    client.forget(answer.capture)
+    return _Shown(text, note, rows)
 
 
 class _Session:
     """The conversation, steering and capture that the next answer depends on."""
 
-    def __init__(self, partner: _Engine | _Server, system: str | None, vectors: list[str]) -> None:
+    def __init__(
+        self,
+        partner: "SyncEngine | Client",
+        answer: Callable[..., _Shown],
+        sampling: "ss.Sampling",
+        system: str | None,
+        vectors: list[str],
+    ) -> None:
         self.partner = partner
+        self.show_answer = answer
+        self.sampling = sampling
         self.system = system
         self.vectors = vectors
         self.history: Messages = []
@@ -202,7 +181,7 @@ class _Session:
         start = [{"role": "system", "content": self.system}] if self.system is not None else []
         asked = [*self.history, {"role": "user", "content": text}]
         o.check_text(*(message["content"] for message in start + asked))
-        said = self.partner.answer(start + asked, **self.asked)
+        said = self.show_answer(start + asked, self.sampling, **self.asked)
         self.history = [*asked, {"role": "assistant", "content": said.text}]
         o.note(said.note)
         self.rows = said.rows
@@ -212,6 +191,12 @@ class _Session:
             o.table(("layer", "site", "rows", "norm of mean"), cells, err=True)
             if self.save_to:
                 self.save(self.save_to)
+
+    def try_out(self, **asked: Any) -> None:
+        """Send a request of one token, which refuses steering and captures that do not fit the model."""
+        rows: Any = self.partner.chat(_TRIAL, ss.Sampling(max_tokens=1), **asked).capture
+        if rows is not None:
+            self.partner.forget(rows) if isinstance(self.partner, ss.Client) else rows.close()
 
     def steer(self, text: str) -> None:
         from steerscope.vectors.text import parse
@@ -232,14 +217,14 @@ class _Session:
 
         steering = joined(steers)
         if steering.ops:
-            self.partner.try_out(steer=steering)
+            self.try_out(steer=steering)
         self.asked["steer"] = steering
         self.steers = steers
 
     def capture(self, layers: str) -> None:
         wanted = ss.Capture.parse({"layers": layers}) if layers else None
         if wanted is not None:
-            self.partner.try_out(capture=wanted)
+            self.try_out(capture=wanted)
         self.asked["capture"] = wanted
 
     def save(self, file: str) -> None:

@@ -23,7 +23,6 @@ _PROMPTED = "Instruction of the prompted baseline; default: that of a shipped se
 _SHARED = "schedule epochs batch target_tokens val_tokens patience init site tokens rank gradient_checkpointing seed"
 _NAMES = {"learning_rate": ("--lr",), "patience": ("--early-stop-patience",)}
 Prompted = Annotated[list[str] | None, Option(help=_PROMPTED)]
-Bf16 = Annotated[bool, Option("--bf16", help="Same as --dtype bfloat16.")]
 DtypeOnly = Annotated[o.Given[o.EngineOptions], o.Fields(o.EngineOptions, "dtype", panel=o.ENGINE_PANEL)]
 
 
@@ -39,7 +38,6 @@ def train(
     model: o.ModelName = "smollm2-135m",
     asked: Annotated[o.Given[TrainSettings], o.Fields(TrainSettings, f"learning_rate {_SHARED}", names=_NAMES)],
     prompted: Prompted = None,
-    bf16: Bf16 = False,
     as_json: o.AsJson = False,
 ) -> None:
     """Learn a steering vector from texts by gradient descent; the model itself stays as it is.
@@ -56,7 +54,7 @@ def train(
         lambda: asked.parse(layers=_needed("--layers", layers)),
         lambda: _needed("--out", out),
     )
-    with o.open_engine(model, engine, **_dtype(bf16)) as loaded, ProgressBars() as bars:
+    with o.open_engine(model, engine) as loaded, ProgressBars() as bars:
         show = partial(_show_line, bars, settings.epochs)
         done = run(loaded, known, folder, settings, prompts=tuple(prompted or ()) or None, told=show)
     if as_json:
@@ -80,7 +78,6 @@ def sweep(
     engine: DtypeOnly,
     model: o.ModelName = "smollm2-135m",
     prompted: Prompted = None,
-    bf16: Bf16 = False,
     devices: Annotated[str | None, Option(help="cuda:0,cuda:1; default: all GPUs, or the CPU.")] = None,
     as_json: o.AsJson = False,
 ) -> None:
@@ -96,7 +93,7 @@ def sweep(
     with ProgressBars() as bars:
         done = s.sweep(
             runs,
-            lambda device: o.open_engine(model, engine, device=device, **_dtype(bf16)),
+            lambda device: o.open_engine(model, engine, device=device),
             devices.split(",") if devices else _all_devices(),
             prompts=tuple(prompted or ()) or None,
             told=lambda run, line, most: _show_line(bars, settings[0].epochs, line, most, run),
@@ -116,10 +113,6 @@ def _needed(name: str, value: Any) -> Any:
     if value is None:
         raise o.mistake(name, "is missing", "give it; steerscope train --help lists all options")
     return value
-
-
-def _dtype(bf16: bool) -> dict[str, str]:
-    return {"dtype": "bfloat16"} if bf16 else {}
 
 
 def _all_devices() -> list[str | None]:

@@ -7,13 +7,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AliasChoices, AliasPath, BeforeValidator, Field, StrictInt, StrictStr, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from steerscope.specs.errors import InvalidRequest, Problem, SteerscopeError
 
+T = TypeVar("T")
 Json = dict[str, Any]  # an object as it came over the wire
 DONE = "[DONE]"
 
@@ -119,6 +120,11 @@ class ServerChoice:
         return [token.id for token in self.tokens]
 
 
+def _first(field: T) -> T:
+    """Return a property: this field of the first choice."""
+    return property(lambda answer: field.__get__(answer.choices[0]))  # type: ignore
+
+
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
     """The answer to one request: `n` choices. Attributes of the first choice are also attributes of the answer."""
@@ -129,28 +135,14 @@ class ServerAnswer:
     usage: Usage | None = None
 
     @property
-    def text(self) -> str:
-        return self.choices[0].text
-
-    @property
     def token_ids(self) -> list[int]:
         return self.choices[0].token_ids
 
-    @property
-    def finish_reason(self) -> str | None:
-        return self.choices[0].finish_reason
-
-    @property
-    def readings(self) -> tuple[ServerReading, ...]:
-        return self.choices[0].readings
-
-    @property
-    def firings(self) -> tuple[ServerFiring, ...]:
-        return self.choices[0].firings
-
-    @property
-    def capture(self) -> CaptureRef | None:
-        return self.choices[0].capture
+    text = _first(ServerChoice.text)
+    finish_reason = _first(ServerChoice.finish_reason)
+    readings = _first(ServerChoice.readings)
+    firings = _first(ServerChoice.firings)
+    capture = _first(ServerChoice.capture)
 
 
 @dataclass(frozen=True, slots=True)

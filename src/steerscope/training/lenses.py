@@ -8,6 +8,7 @@ calibration) and test (measures).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -178,7 +179,7 @@ class _Fitting:
         judged, tested = (score(done.weights, data, self.relations, part) for part in (VALIDATION, TEST))
         return measure(tested[0], best_thresholds(judged[0])), measure(tested[1], best_thresholds(judged[1]))
 
-    def notes(self, layers: dict[int, float], measured: dict[str, tuple[Measures, Measures]]) -> dict[str, object]:
+    def notes(self, layers: dict[int, float], measured: dict[str, tuple[Measures, Measures]]) -> dict[str, Any]:
         """Return the pack's account of its training: plain JSON."""
         at = {name: sorted(form for form, one in self.parts.items() if one == part) for part, name in PARTS.items()}
         notes = {"settings": self.settings.model_dump(mode="json"), "texts": len(self.examples), "forms": at}

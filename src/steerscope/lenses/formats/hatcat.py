@@ -108,7 +108,7 @@ def load_hatcat(
 # --- pack_info.json
 
 
-def _about(path: Path, problems: list[Problem]) -> dict[str, object]:
+def _about(path: Path, problems: list[Problem]) -> dict[str, Any]:
     if not path.is_dir():
         problems.append(Problem("", "it is no directory", "give the directory with pack_info.json"))
     try:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -121,7 +122,7 @@ def _pack(path: Path, config: Mapping, weights: Mapping[str, Tensor], model: str
     if output == "jumprelu":
         threshold = weights["log_threshold"].exp() if "log_threshold" in weights else weights["threshold"]
         tensors["threshold"] = threshold.relu()
-    kept = {key: value for key, value in config.items() if isinstance(value, str | int | float | bool)}
+    kept: dict[str, Any] = {k: value for k, value in config.items() if isinstance(value, str | int | float | bool)}
     with reading(path, "SAE"):
         info = PackInfo(
             name=path.absolute().name,
