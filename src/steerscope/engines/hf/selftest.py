@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from steerscope.core.sites import TABLE
 from steerscope.core.slot_table import Key, Lease, PlacedOp, SlotTable, pack
@@ -29,7 +28,7 @@ from steerscope.engines.hf.blocks import (
     other_than_sum,
     stream_scale,
 )
-from steerscope.engines.hf.decode_batch import BatchCache
+from steerscope.engines.hf.decode_batch import BatchCache, prompt_cache
 from steerscope.engines.hf.forward_index import Gather, Pass, SteeredTokens
 from steerscope.engines.hf.prefill import prefill_inputs
 from steerscope.engines.hf.settings import context_of
@@ -54,7 +53,7 @@ def self_test(model: PreTrainedModel, taps: Taps, table: SlotTable) -> None:
         with torch.no_grad():
             for sites in _TOGETHER:
                 _steering(model, taps, table, [site for site in sites if site not in taps.blocks.refused])
-            _batching(model, len(taps.blocks))
+            _batching(model)
     except SteerscopeError:
         raise
     except Exception as error:
@@ -141,13 +140,13 @@ def _lost(
     return None if arrived else "resid_post"
 
 
-def _batching(model: PreTrainedModel, layers: int) -> None:
+def _batching(model: PreTrainedModel) -> None:
     # Ordinary tokens: the first ids are special, and in bfloat16 SmolLM2's rows of those round ten times as coarsely.
     a, b, c, last = (len(model.get_input_embeddings().weight) // part for part in (2, 3, 5, 7))  # type: ignore[arg-type]
     device = model.device
     texts = ([a, b, c], [b])
-    prefilled = DynamicCache()
-    cache = BatchCache(layers)
+    prefilled = prompt_cache(model.config)
+    cache = BatchCache(model.config)
     model(**prefill_inputs(texts, 0, device), past_key_values=prefilled, use_cache=True)
     cache.join(prefilled, [3, 1])
     together = model(**cache.inputs([last, last], device), use_cache=True).logits[:, -1]
@@ -203,7 +202,7 @@ def _in_pieces(
     model: PreTrainedModel, blocks: Blocks, ids: list[int], cuts: Sequence[int], last_only: dict[str, int]
 ) -> tuple[Tensor, Tensor]:
     """Return the rows [tokens, hidden] that leave the last block, and logits of the last tokens."""
-    cache = DynamicCache()
+    cache = prompt_cache(model.config)
     kept = dict[int, Tensor]()
     rows: list[Tensor] = []
     logits = torch.empty(0)
