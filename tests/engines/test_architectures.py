@@ -26,10 +26,8 @@ from steerscope.specs.steering import SITES, Site
 from support import tiny
 from support.reference import Reference, RefOp, distance
 
-STATEFUL = (
-    "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_next", "recurrent_gemma",
-)  # fmt: skip
+STATEFUL = ("recurrent_gemma",)  # the state is in its modules
+ONE_SUM = ("falcon_h1", "nemotron_h")  # what a block adds has other parts than one mixer's and one MLP's
 PARALLEL = ("cohere", "cohere2", "cohere2_moe", "falcon", "gptj", "phi")  # no state between attention and MLP
 OFFERED = [name for name in tiny.MORE if name not in STATEFUL]
 # Their addends are scaled, normed, split, or returned in another shape than the stream's.
@@ -37,6 +35,10 @@ IN_BFLOAT16 = ("bloom", "cohere2", "gemma4_text", "glm4", "granite", "hyperclova
 PROMPTS = [TokenPrompt(list(range(20, 32))), TokenPrompt([40, 41, 42])]  # the first is longer than sliding windows
 LENGTHS = Sampling(max_tokens=6, ignore_eos=True)
 TOLERANCE = 1e-5  # of float32
+# Prompts and single tokens go through states by different sums; rounding in a router's choice of experts grows.
+STATES = dict.fromkeys(
+    ("bamba", "granitemoehybrid", "jamba", "kimi_linear", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), 1e-4
+)
 LAYERS = range(4)
 
 
@@ -46,7 +48,8 @@ def offered(architecture: str, engine: SyncEngine) -> tuple[Site, ...]:
         tapped = {site for _, site in engine.facts.tapped}
         return tuple(site for site in SITES if site in tapped)
     refused = engine.facts.refused_sites
-    assert set(refused) == ({"resid_mid"} if architecture in PARALLEL else set())
+    inside = {"attn_out", "mlp_out", "resid_mid"} if architecture in ONE_SUM else set()
+    assert set(refused) == ({"resid_mid"} if architecture in PARALLEL else inside)
     assert all(len(why) > 20 for why in refused.values())
     return tuple(site for site in SITES if site not in refused)
 
@@ -68,12 +71,13 @@ class TestEveryArchitecture:
         engine, model = start(architecture), tiny.model(architecture)
         reference = Reference(model)
         sites = offered(architecture, engine)
+        tolerance = STATES.get(architecture, TOLERANCE)
         for done in engine.generate(PROMPTS, LENGTHS, capture=Capture(sites=sites)):
             rows = done.rows
             _, wanted = reference.run([*done.prompt_token_ids, *done.token_ids[:-1]])
             assert set(rows) == {(layer, site) for layer in LAYERS for site in sites}
             for key, tensor in rows.items():
-                assert distance(tensor, wanted[key]) < TOLERANCE, key
+                assert distance(tensor, wanted[key]) < tolerance, key
             for layer in LAYERS:
                 if layer:
                     assert torch.equal(rows[layer, "resid_pre"], rows[layer - 1, "resid_post"])
@@ -104,7 +108,7 @@ class TestEveryArchitecture:
             for layer, tensor in done.rows.items():
                 # resid_post of a layer is the tap of the next layer's resid_pre: its rows are after the ops of both.
                 key = (layer[0] + 1, "resid_pre") if layer[0] < 3 else layer
-                assert distance(tensor, wanted[key]) < 2 * TOLERANCE, (site, layer)
+                assert distance(tensor, wanted[key]) < 2 * STATES.get(architecture, TOLERANCE), (site, layer)
 
 
 @pytest.mark.filterwarnings("ignore:.*mkldnn_matmul")

@@ -15,10 +15,13 @@ from support.float64 import change_float64
 _POST = ("post_attention_layernorm", "post_feedforward_layernorm")
 _TRANSFORMER = ("transformer.h", "attn", "mlp", "transformer.ln_f")
 _QWEN_VL = ("model.language_model.layers", "self_attn", "mlp", "model.language_model.norm")
-# decoder list, attention addend, MLP addend, final norm
+_MAMBA = ("model.layers", "mamba|self_attn", "feed_forward", "model.final_layernorm")
+# decoder list, attention addend, MLP addend, final norm; of names with | between them the one that a block has
 PATHS = {
+    "bamba": _MAMBA,
     "bloom": ("transformer.h", "self_attention.dense", "mlp.dense_4h_to_h", "transformer.ln_f"),
     "exaone4": ("model.layers", *_POST, "model.norm"),
+    "falcon_h1": ("model.layers", "self_attn", "feed_forward", "model.final_layernorm"),
     "falcon": ("transformer.h", "self_attention", "mlp", "transformer.ln_f"),
     "gemma2": ("model.layers", *_POST, "model.norm"),
     "gemma3_text": ("model.layers", *_POST, "model.norm"),
@@ -30,9 +33,13 @@ PATHS = {
     "gpt_neox": ("gpt_neox.layers", "attention", "mlp", "gpt_neox.final_layer_norm"),
     "gptj": _TRANSFORMER,
     "granitemoe": ("model.layers", "self_attn", "block_sparse_moe", "model.norm"),
+    "granitemoehybrid": ("model.layers", "mamba|self_attn", "shared_mlp", "model.norm"),
     "hyperclovax": ("model.layers", "post_norm1", "post_norm2", "model.norm"),
+    "jamba": _MAMBA,
+    "lfm2": ("model.layers", "conv|self_attn", "feed_forward", "model.embedding_norm"),
     "llama4_text": ("model.layers", "self_attn", "feed_forward", "model.norm"),
     "mpt": ("transformer.blocks", "attn", "ffn.down_proj", "transformer.norm_f"),
+    "nemotron_h": ("model.layers", "mixer", "mixer", "model.norm_f"),
     "olmo2": ("model.layers", *_POST, "model.norm"),
     "olmo3": ("model.layers", *_POST, "model.norm"),
     "opt": ("model.decoder.layers", "self_attn", "fc2", "model.decoder.final_layer_norm"),
@@ -41,16 +48,21 @@ PATHS = {
     "qwen2_vl": _QWEN_VL,
     "qwen3_vl": _QWEN_VL,
 }
-DEFAULT = ("model.layers", "self_attn", "mlp", "model.norm")
+DEFAULT = ("model.layers", "linear_attn|self_attn", "mlp", "model.norm")
 # What a block multiplies the outputs of these modules by before it adds them, as its family's code says.
 MULTIPLIERS: dict[str, Callable[[PreTrainedConfig], float]] = {
     "granite": lambda config: config.residual_multiplier,
     "granitemoe": lambda config: config.residual_multiplier,
+    "granitemoehybrid": lambda config: config.residual_multiplier,
     "hyperclovax": lambda config: config.residual_multiplier,
     "minicpm3": lambda config: config.scale_depth / config.num_hidden_layers**0.5,
 }
 # The first part of what is added behind the attention, where another one follows.
-FIRST_PARTS = {"gemma4_text": "post_feedforward_layernorm"}
+FIRST_PARTS = {"gemma4_text": "post_feedforward_layernorm", "granitemoehybrid": "block_sparse_moe"}
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    return dict(module.named_modules()).get(path)
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ class Reference:
 
         def keep(layer: int) -> Callable[..., object]:
             def hook(_module: nn.Module, _args: tuple, output: Tensor) -> None:
-                rests[layer, "mlp_out"] = output
+                rests[layer, "mlp_out"] = output * self.multiplier
 
             return hook
 
@@ -118,7 +130,7 @@ class Reference:
 
         for i, block in enumerate(self.layers.children()):
             handles.append(block.register_forward_pre_hook(enter(i), with_kwargs=True))
-            attention = block.get_submodule(self.attention)
+            attention = next(found for name in self.attention.split("|") if (found := _submodule(block, name)))
             added = leave(i, "attn_out", "resid_mid", multiplier=self.multiplier)
             handles.append(attention.register_forward_hook(added))
             added = leave(i, "mlp_out", multiplier=self.multiplier)

@@ -193,6 +193,7 @@ MORE: dict[str, dict[str, object]] = {
         "ssm_state_size": 16,
         "n_groups": 1,
         "chunk_size": 8,
+        "time_step_min": 1e-9,  # transformers heeds it in prompts and not in single tokens
         "moe_shared_expert_intermediate_size": 64,
     },
     "olmo": _FEW,

@@ -16,19 +16,27 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from steerscope.specs.errors import SteerscopeError, UnsupportedModel
 from steerscope.specs.steering import Site
 
-_ATTENTION = ("self_attn", "attn", "attention", "self_attention")
-_MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "fc2")
-_ATTENTION_NORMS = ("post_self_attn_layernorm", "post_norm1")
+_MIXERS = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mamba", "conv", "mixer")  # of tokens
+_MLP = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "ffn", "fc2")
+_MIXER_NORMS = ("post_self_attn_layernorm", "post_norm1")
 _MLP_NORMS = ("post_mlp_layernorm", "post_norm2", "post_feedforward_layernorm")
 # Where one of these exists, `post_attention_layernorm` stands behind the attention and not before the MLP.
 _NORMS_AROUND_MLP = ("post_feedforward_layernorm", "pre_mlp_layernorm")
 _MULTIPLIERS = ("residual_multiplier", "residual_scale")
 PROBE_TOKENS = 4
+_STATEFUL = LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer
 _LARGEST = 8  # of the integers: sums of a dozen of them are exact in bfloat16
 _ROUNDING = 4  # tolerance in units of the dtype's eps, where multipliers make the sums inexact
 K = TypeVar("K")  # whatever names a place
@@ -98,22 +106,22 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     fits = {
         name: m
         for name, m in lists.items()
-        if len(m) == count and all(_named(block, *_ATTENTION) is not None for block in m)
+        if len(m) == count and all(_named(block, *_MIXERS) is not None for block in m)
     }
     if len(fits) != 1:
         seen = ", ".join(f"{name} ({len(m)} × {type(m[0]).__name__})" for name, m in lists.items() if len(m)) or "none"
         raise UnsupportedModel(
             f"{type(model).__name__} is not supported: looked for one ModuleList of {count} decoder blocks "
-            f"(num_hidden_layers) with an attention module named {', '.join(_ATTENTION)}; found {len(fits)} that fit. "
+            f"(num_hidden_layers) with an attention module named {', '.join(_MIXERS)}; found {len(fits)} that fit. "
             f"Module lists seen: {seen}"
         )
     return next(iter(fits.values()))
 
 
 def block_of(module: nn.Module) -> Block:
-    attention = _named(module, *_ATTENTION)
+    attention = _named(module, *_MIXERS)
     mlp = _named(module, *_MLP)
-    attn_names = _ATTENTION_NORMS
+    attn_names = _MIXER_NORMS
     if _named(module, *_NORMS_AROUND_MLP) is not None:
         attn_names = (*attn_names, "post_attention_layernorm")
     attn_addend = _named(module, *attn_names) or _projection(attention)
@@ -122,6 +130,9 @@ def block_of(module: nn.Module) -> Block:
     if per_layer := _named(module, "post_per_layer_input_norm"):  # Gemma 4 adds this to what the MLP has added
         mlp_part = mlp_addend
         mlp_addend = per_layer
+    if (experts := _named(module, "block_sparse_moe")) and (shared := _named(module, "shared_mlp")):  # Granite 4
+        mlp_part = experts
+        mlp_addend = shared
     found = [value for name in _MULTIPLIERS if isinstance(value := getattr(module, name, None), int | float)]
     multiplier = float(found[0]) if found else 1.0
     return Block(module, attention, mlp, attn_addend, mlp_addend, multiplier, mlp_part)
@@ -148,13 +159,12 @@ def _check_state(model: PreTrainedModel) -> None:
     if type(cache) is not DynamicCache:
         found = "no keys and values" if cache is None else f"a {type(cache).__name__}"
         raise UnsupportedModel(f"{name} is not supported: it returns {found} where a DynamicCache was looked for")
-    known = (DynamicLayer, DynamicSlidingWindowLayer)
+    known = (DynamicLayer, DynamicSlidingWindowLayer, *_STATEFUL)
     odd = {i: type(layer).__name__ for i, layer in enumerate(cache.layers) if type(layer) not in known}
     if odd:
         raise UnsupportedModel(
-            f"{name} is not supported: layers {', '.join(map(str, odd))} have a state besides keys and values "
-            f"({', '.join(sorted(set(odd.values())))}: linear attention, Mamba or a convolution), which the batch of "
-            "the transformers engine cannot keep"
+            f"{name} is not supported: layers {', '.join(map(str, odd))} remember a text in a way that the batch of the "
+            f"transformers engine cannot keep ({', '.join(sorted(set(odd.values())))})"
         )
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(cache.layers) != count:
@@ -320,7 +330,7 @@ def _check_unbroken(i: int, name: str, dtype: torch.dtype, run: Probe) -> None:
 def _why_not_additive(i: int, block: Block, run: Probe) -> str | None:
     name = type(block.module).__name__
     if block.attn_addend is None or block.mlp_addend is None:
-        sought = " or ".join((*_ATTENTION, *_MLP))
+        sought = " or ".join((*_MIXERS, *_MLP))
         return f"no attention and MLP module was found in layer {i}, {name} (looked for {sought})"
     if i not in run.by_itself:
         return f"the MLP of layer {i} ({name}) does not return a hidden state"

@@ -1,8 +1,9 @@
-"""Keys and values of the requests that decode together: each has a row of the cache.
+"""What the requests that decode together remember: each has a row of the cache.
 
-All rows end at the same column, so the batch is left-padded and the model's own masks and positions apply; a row that
-joins is copied to end there too, a row that leaves is replaced by the last one. Buffers are written in place, never
-concatenated per token.
+Keys and values of all rows end at the same column, so the batch is left-padded and the model's own masks and positions
+apply; a row that joins is copied to end there too, a row that leaves is replaced by the last one. Buffers are written in
+place, never concatenated per token. States of linear attention, Mamba and convolutions have no columns: a row that joins
+is appended to them.
 """
 
 from collections.abc import Sequence
@@ -10,9 +11,32 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 _FIRST_COLUMNS = 256
+_STATES = "conv_states", "recurrent_states"  # attributes of a layer: tensors [rows, …] by number
+_FACTS = "is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size"
+
+
+def prompt_cache(config: PreTrainedConfig) -> Cache:
+    """Return an empty cache for prompts. It keeps the whole past of sliding-window layers, which mask it themselves."""
+    layers: list[CacheLayerMixin | LinearAttentionLayer] = []
+    for layer in DynamicCache(config=config).layers:
+        if not isinstance(layer, LinearAttentionLayer):
+            layers.append(DynamicLayer())
+        elif isinstance(layer, DynamicLayer):
+            layers.append(LinearAttentionAndFullAttentionLayer(layer.number_of_states))
+        else:
+            layers.append(layer)
+    return Cache(layers=layers)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
@@ -47,6 +71,14 @@ class _Layer(DynamicLayer):
         return self.window.end - self.window.start
 
 
+class _MixedLayer(_Layer, LinearAttentionLayer):
+    """A layer with attention and with states."""
+
+    def __init__(self, window: Window, number_of_states: int) -> None:
+        _Layer.__init__(self, window)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+
 def _buffers(layer: object) -> tuple[Tensor, Tensor]:
     assert isinstance(layer, CacheLayerMixin)
     assert layer.keys is not None
@@ -57,22 +89,34 @@ def _buffers(layer: object) -> tuple[Tensor, Tensor]:
 class BatchCache(Cache):
     """The cache of the running batch, whose rows have the same order as the engine's list of requests."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         self.window = Window()
         self.lengths: list[int] = []  # tokens of each row
-        self.own = [_Layer(self.window) for _ in range(layers)]
-        super().__init__(layers=list(self.own))
+        every = [self._layer_like(layer) for layer in prompt_cache(config).layers]
+        self.own = [layer for layer in every if isinstance(layer, _Layer)]
+        self._stateful = [layer for layer in every if isinstance(layer, LinearAttentionLayer)]
+        super().__init__(layers=every)  # type: ignore[arg-type]
 
-    def join(self, prefilled: DynamicCache, lengths: Sequence[int]) -> None:
+    def _layer_like(self, layer: object) -> _Layer | LinearAttentionLayer:
+        if not isinstance(layer, LinearAttentionLayer):
+            return _Layer(self.window)
+        return _MixedLayer(self.window, layer.number_of_states) if isinstance(layer, DynamicLayer) else layer
+
+    def join(self, prefilled: Cache, lengths: Sequence[int]) -> None:
         """Add rows from a left-padded prefill. If this raises, none has joined."""
         w = self.window
         new = prefilled.get_seq_length()
         rows = w.rows + len(lengths)
         end = max(w.end, new)
+        fresh_states = [layer for layer in prefilled.layers if isinstance(layer, LinearAttentionLayer)]
+        states = [_appended(*pair, w.rows) for pair in zip(self._stateful, fresh_states, strict=True)]
+        with_columns = [layer for layer in prefilled.layers if isinstance(layer, DynamicLayer)]
         if not self._fits(rows, end):
             capacity = _buffers(self.own[0])[0].shape[0] if w.rows else 0
-            self._move(prefilled.layers, max(rows, capacity), _columns(end), end)
-        for mine, theirs in zip(self.own, prefilled.layers, strict=True):
+            self._move(with_columns, max(rows, capacity), _columns(end), end)
+        for layer, theirs, tensors in zip(self._stateful, fresh_states, states, strict=True):
+            _take_states(layer, theirs, tensors)
+        for mine, theirs in zip(self.own, with_columns, strict=True):
             for buffer, fresh in zip(_buffers(mine), _buffers(theirs), strict=True):
                 clear(buffer[w.rows : rows, :, : end - new])
                 buffer[w.rows : rows, :, end - new : end] = fresh
@@ -88,6 +132,12 @@ class BatchCache(Cache):
             for layer in self.own:
                 for buffer in _buffers(layer):
                     buffer[row] = buffer[last]
+        for layer in self._stateful:
+            for states in (getattr(layer, name) for name in _STATES):
+                for number, tensor in states.items():
+                    if tensor is not None:
+                        tensor[row] = tensor[last]
+                        states[number] = tensor[:last]
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
         self.window.rows = last
@@ -154,6 +204,27 @@ class BatchCache(Cache):
             layer.is_initialized = True
         w.start = start
         w.end = end
+
+
+def _appended(mine: LinearAttentionLayer, fresh: LinearAttentionLayer, rows: int) -> dict[str, dict[int, Tensor | None]]:
+    """Return the states of a layer with the rows of a prefill behind the first `rows` of its own."""
+    return {
+        name: {
+            number: torch.cat([getattr(mine, name)[number][:rows], tensor]) if rows and tensor is not None else tensor
+            for number, tensor in getattr(fresh, name).items()
+        }
+        for name in _STATES
+    }
+
+
+def _take_states(
+    mine: LinearAttentionLayer, fresh: LinearAttentionLayer, tensors: dict[str, dict[int, Tensor | None]]
+) -> None:
+    for name, states in tensors.items():
+        setattr(mine, name, states)
+    for name in _FACTS:
+        setattr(mine, name, dict(getattr(fresh, name)))
+    mine.device, mine.dtype = fresh.device, fresh.dtype
 
 
 def clear(padding: Tensor) -> None:

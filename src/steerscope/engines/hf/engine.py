@@ -16,14 +16,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import DynamicCache
 
 from steerscope.capture.budget import ByteBudget
 from steerscope.core.slot_table import SlotTable
 from steerscope.engines.detokenizer import Decoder
 from steerscope.engines.engine_thread import ThreadedEngine
 from steerscope.engines.hf.blocks import find_blocks
-from steerscope.engines.hf.decode_batch import BatchCache
+from steerscope.engines.hf.decode_batch import BatchCache, prompt_cache
 from steerscope.engines.hf.forward_index import Pass, PassBuilder, deliver
 from steerscope.engines.hf.lenses import MonitorStore, read
 from steerscope.engines.hf.prefill import PrefillQueue, prefill_inputs
@@ -77,7 +76,7 @@ class HFEngine(ThreadedEngine[Row]):
         )
         self._prepare()
         self_test(model, self._taps, self._table)
-        self._prompts = PrefillQueue(self.settings.prefill_chunk, can_continue(model, self._last_only))
+        self._prompts = PrefillQueue(self.settings.prefill_chunk, can_continue(model, self.blocks, self._last_only))
         self._run()
 
     def _prepare(self) -> None:
@@ -190,7 +189,7 @@ class HFEngine(ThreadedEngine[Row]):
 
     def _clear_batch(self) -> None:
         self._decoding: list[Row] = []
-        self._cache = BatchCache(self.facts.layers)
+        self._cache = BatchCache(self.model.config)
 
     def _inputs(self) -> dict[str, object]:
         """Return the inputs of the next decoding step."""
@@ -249,7 +248,7 @@ class HFEngine(ThreadedEngine[Row]):
         spans = self._prompts.next_spans(self._streaming)
         rows = [one.row for one in spans]
         first = rows[0]
-        cache = first.prefilled or DynamicCache()
+        cache = first.prefilled or prompt_cache(self.model.config)
         try:
             texts = [one.row.history[one.start : one.stop] for one in spans]
             inputs = prefill_inputs(texts, spans[0].start, self.device)
