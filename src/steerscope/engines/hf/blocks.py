@@ -163,8 +163,8 @@ def _check_state(model: PreTrainedModel) -> None:
     odd = {i: type(layer).__name__ for i, layer in enumerate(cache.layers) if type(layer) not in known}
     if odd:
         raise UnsupportedModel(
-            f"{name} is not supported: layers {', '.join(map(str, odd))} remember a text in a way that the batch of the "
-            f"transformers engine cannot keep ({', '.join(sorted(set(odd.values())))})"
+            f"{name} is not supported: layers {', '.join(map(str, odd))} keep of a text what the batch of the "
+            f"transformers engine cannot ({', '.join(sorted(set(odd.values())))})"
         )
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(cache.layers) != count:

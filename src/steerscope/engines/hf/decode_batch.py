@@ -1,9 +1,9 @@
 """What the requests that decode together remember: each has a row of the cache.
 
 Keys and values of all rows end at the same column, so the batch is left-padded and the model's own masks and positions
-apply; a row that joins is copied to end there too, a row that leaves is replaced by the last one. Buffers are written in
-place, never concatenated per token. States of linear attention, Mamba and convolutions have no columns: a row that joins
-is appended to them.
+apply; a row that joins is copied to end there too, a row that leaves is replaced by the last one. Buffers are written
+in place, never concatenated per token. States of linear attention, Mamba and convolutions have no columns: a row that
+joins is appended to them.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class _Layer(DynamicLayer):
         return self.window.end - self.window.start
 
 
-class _MixedLayer(_Layer, LinearAttentionLayer):
+class _MixedLayer(_Layer, LinearAttentionLayer):  # type: ignore[override] # as transformers' own mixed layers
     """A layer with attention and with states."""
 
     def __init__(self, window: Window, number_of_states: int) -> None:
@@ -206,7 +206,9 @@ class BatchCache(Cache):
         w.end = end
 
 
-def _appended(mine: LinearAttentionLayer, fresh: LinearAttentionLayer, rows: int) -> dict[str, dict[int, Tensor | None]]:
+def _appended(
+    mine: LinearAttentionLayer, fresh: LinearAttentionLayer, rows: int
+) -> dict[str, dict[int, Tensor | None]]:
     """Return the states of a layer with the rows of a prefill behind the first `rows` of its own."""
     return {
         name: {

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache
 
 from steerscope.capture.handle import CaptureHandle
 from steerscope.core.rows import Reducer, RowBuffer
@@ -30,7 +30,7 @@ class Row(RunningText):
         super().__init__(job, context)
         self.context = context
         self.fed = 0  # number of tokens of its history that the model has seen
-        self.prefilled: DynamicCache | None = None  # of the part of its prompt that the model has seen
+        self.prefilled: Cache | None = None  # of the part of its prompt that the model has seen
         self.alone = False  # its prefill failed, and is tried once more without other prompts
         self.tapped = self.plan.template.tapped
         self.leases: list[Lease] = []
