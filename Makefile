@@ -28,7 +28,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: help setup setup-serve setup-test setup-check setup-docs setup-vllm setup-vllm-oldest demo test test-all \
-  test-vllm test-vllm-oldest test-fast check acceptance bench bench-peers bench-store serve docs audit wheel clean
+  test-vllm test-vllm-oldest test-long test-fast check acceptance bench bench-peers bench-store serve docs audit wheel clean
 .NOTPARALLEL: # two installations into one environment would disturb each other
 .DEFAULT_GOAL := help
 
@@ -128,6 +128,12 @@ test-vllm: setup-vllm ## the engines' and the server's tests on vLLM's CPU build
 test-vllm-oldest: setup-vllm-oldest ## what every engine promises, and the silent wrongs, on the oldest vLLM
 	@$(OLDEST)/bin/pytest $(SPREAD) -m "not slow and not long" $(WITHOUT_VLLM) tests/engines/test_contract.py tests/engines/vllm \
 	  -k "vllm and not kernel"
+
+# On kernels, processes of several ranks, and killed engines: too long for make test, too important to be left out of CI.
+LONG := engines/vllm/test_kernel engines/vllm/test_modes engines/vllm/test_lifetimes serving/test_vllm_killed
+
+test-long: setup-vllm ## the long tests that CI runs beside make test
+	@$(VLLM)/bin/pytest $(SPREAD) -m long $(LONG:%=tests/%.py)
 
 test-fast: setup-test ## without the real model and the slow ones (two minutes)
 	@$(BIN)/pytest $(SPREAD) -m "not slow and not long and not smollm"

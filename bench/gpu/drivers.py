@@ -14,6 +14,7 @@ from bench.random_packs import make_pack
 from steerscope.bench.drivers import BareVLLM, Ours, Prompts, TimedRound, check_copies, clocked, vllm_environment
 from steerscope.bench.workload import NotMeasured, Setup
 from steerscope.capture.handle import CaptureHandle, private
+from steerscope.capture.rows import Rows
 from steerscope.capture.transport import shared_folder
 from steerscope.engines.results import Generation
 from steerscope.lenses.stack import Weights
@@ -86,12 +87,14 @@ class Watching(Ours):
         return asked
 
     def count(self, run: TimedRound, handles: list[CaptureHandle], wanted: int, verify: bool, fetch: bool) -> None:
-        """Also time a copy into fresh memory."""
-        super().count(run, handles, wanted, verify, fetch)
+        """Also time a copy into fresh memory, before the copy that closes the handles."""
+        fresh: list[Rows] = []
         if verify and fetch:
             rows = self.engine.fetch_all(handles)
-            run.extra["fetch_fresh"], copies = clocked(lambda: private(rows))
-            check_copies(run, copies)
+            run.extra["fetch_fresh"], fresh = clocked(lambda: private(rows))
+        super().count(run, handles, wanted, verify, fetch)
+        if fresh:
+            check_copies(run, fresh)
 
     def _watch(self, weights: Weights) -> Watch:
         if weights not in self.engine.packs:

@@ -80,6 +80,10 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     began = time.monotonic()
     engine = start(args, scratch / "model")
     started = time.monotonic() - began
+    mode = {}
+    if args.engine == "vllm":
+        aio: Any = engine.aio
+        mode = {"mode": aio.mode, "core_process": aio.context.core_is_apart}
     run = Run(engine, args.rounds)
     cases: dict[str, Callable[[], None]] = {case.__name__: functools.partial(case, run) for case in CASES}
     cases["gaps"] = functools.partial(gaps, run, args, scratch)
@@ -89,9 +93,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     finally:
         engine.close()
     names = "engine", "shape", "dtype", "rounds", "pack_bytes", "streams", "repeats", "alone_s", "more_s"
-    configuration = {name: getattr(args, name) for name in names}
-    if args.engine == "vllm":
-        configuration |= {"mode": engine.aio.mode, "core_process": engine.aio.separate}  # type: ignore[attr-defined]
+    configuration = {name: getattr(args, name) for name in names} | mode
     busy = {"load_average": os.getloadavg()[1]}  # of five minutes, other programs included
     result = {"configuration": configuration, "versions": versions(), "hardware": hardware() | busy}
     result |= {"start_s": started, "seconds": time.monotonic() - began, "gaps": run.gaps, "checks": run.checks}

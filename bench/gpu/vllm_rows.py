@@ -165,7 +165,6 @@ def alone(
 
 def reduced(engine: SyncEngine, prompts: list, samplings: list, steers: list, together: list) -> dict[str, float]:
     """Means made on the device against the mean of the rows, where the tokens are the same."""
-    before = engine.stats()["worker_summed"]
     done = engine.generate(prompts, samplings, steer=steers, capture=Capture(reduce="mean"))
     far, compared = 0.0, 0
     for mean, full in zip(done, together, strict=True):
@@ -174,7 +173,7 @@ def reduced(engine: SyncEngine, prompts: list, samplings: list, steers: list, to
             for layer in range(engine.facts.layers):
                 wanted = full.rows[layer].double().mean(0)
                 far = max(far, float((mean.rows[layer].double().view(-1) - wanted).norm() / wanted.norm()))
-    return {"compared": compared, "relative_l2": far, "summed": engine.stats()["worker_summed"] - before}
+    return {"compared": compared, "relative_l2": far}
 
 
 def long_means(engine: SyncEngine, rng: np.random.Generator) -> dict[str, float]:
@@ -228,7 +227,6 @@ def main() -> None:
     result["holds"] = far["float32"] <= limit and result["cosine"] >= COSINE
     result["holds"] &= min(result["mistakes_would_be"].values()) > 2 * limit
     result["holds"] &= max(result[name]["relative_l2"] for name in ("reduced", "long_means")) <= MEAN
-    result["holds"] &= bool(result["long_means"]["summed"]) == result["taps"][0]["sums"]
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({k: v for k, v in result.items() if k not in ("taps",)}))  # noqa: T201
     gc.collect()

@@ -53,6 +53,7 @@ main()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_told_to_end_leaves_no_engine_behind(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, how: signal.Signals

@@ -111,6 +111,21 @@ class TestEveryArchitecture:
                 assert distance(tensor, wanted[key]) < 2 * STATES.get(architecture, TOLERANCE), (site, layer)
 
 
+@pytest.mark.parametrize("architecture", [*STATES, *ONE_SUM, "lfm2"])
+def test_states_of_requests_that_join_and_leave_the_batch_are_their_own(architecture: str) -> None:
+    engine = HFEngine(tiny.model(architecture), tiny.tokenizer(), name=architecture, max_batch=3).sync
+    rng = np.random.default_rng(0)
+    prompts = [TokenPrompt(rng.integers(20, 400, size).tolist()) for size in (5, 1, 9, 3, 7, 2)]
+    lengths = [Sampling(max_tokens=count, ignore_eos=True) for count in (9, 3, 6, 8, 2, 5)]
+    together = engine.generate(prompts, lengths, capture=Capture())
+    for i, done in enumerate(together):
+        alone = engine.generate(prompts[i], lengths[i], capture=Capture())
+        assert done.token_ids == alone.token_ids
+        for key, rows in alone.rows.items():
+            assert distance(done.rows[key], rows) < STATES.get(architecture, 1e-4), key
+    engine.close()
+
+
 @pytest.mark.filterwarnings("ignore:.*mkldnn_matmul")
 @pytest.mark.parametrize("architecture", IN_BFLOAT16)
 def test_in_bfloat16_what_a_layer_adds_is_its_addends_to_a_hundredth(start: Start, architecture: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
 from lenses.packs import make
@@ -103,7 +104,7 @@ class TestPrefill:
 
     def test_a_join_that_fails_half_way_leaves_nothing_in_the_cache(self) -> None:
         """What is masked must still be a number: 0 · NaN is NaN."""
-        cache, fresh = BatchCache(2), self.prefilled
+        cache, fresh = BatchCache(LlamaConfig(num_hidden_layers=2)), self.prefilled
         cache.join(fresh(2, 5, 1.0), [5, 5])
         cache.leave(1)
         bad = fresh(1, 5, float("nan"))

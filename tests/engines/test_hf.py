@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
 from steerscope.engines.hf import HFEngine
@@ -90,7 +91,7 @@ class TestCache:
 
     def test_rows_that_join_grow_and_leave_keep_their_own_keys(self) -> None:
         rng = np.random.default_rng(0)
-        cache, truth = BatchCache(2), []
+        cache, truth = BatchCache(LlamaConfig(num_hidden_layers=2)), []
         for turn in range(60):
             if rng.random() < 0.4 and len(truth) < 6:
                 lengths = [int(n) for n in rng.integers(1, 90, size=int(rng.integers(1, 3)))]
@@ -115,7 +116,7 @@ class TestCache:
             assert all(torch.equal(self.row(cache, i), t) for i, t in enumerate(truth))
 
     def test_the_mask_shows_each_row_its_own_tokens_and_the_new_one(self) -> None:
-        cache = BatchCache(2)
+        cache = BatchCache(LlamaConfig(num_hidden_layers=2))
         cache.join(self.prefill([3, 5], 0)[0], [3, 5])
         mask = cache.mask(torch.device("cpu"))
         assert mask is not None

@@ -368,6 +368,7 @@ def test_a_reload_keeps_the_conversation_and_every_setting(page: Screen) -> None
     assert page.js("steerscope.state.turns.length") == 0
 
 
+@pytest.mark.long
 def test_two_thousand_tokens_cost_the_document_each_token_once(page: Screen) -> None:
     page.js("steerscope.settings.maxTokens = 2000")
     page.js(COUNT_CHANGES)

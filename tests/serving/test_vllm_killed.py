@@ -93,6 +93,7 @@ def served(vectors: Path) -> Iterator[Served]:
     one.reader.shutdown()
 
 
+@pytest.mark.long
 def test_a_killed_core_fails_its_requests_and_is_started_again_and_sigterm_ends_it_even_then(served: Served) -> None:
     served.ready()
     body = {**SHORT, "steerscope": {"steer": "joy", "capture": {"layers": [1]}}}

@@ -40,6 +40,7 @@ def bench(output: Path, *words: str, **environment: str) -> dict[str, Any]:
     return json.loads(output.read_text())
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 @pytest.mark.slow
 def test_stock_vllm_and_all_layers(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ GROUPS, SLOTS, CELLS = 5, 7, 64
 NAN, INF = float("nan"), float("inf")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(INTERPRETED or not HAS_TRITON, reason="this is that process, or there is none")
 def test_the_kernels_equal_their_definitions_in_tritons_interpreter() -> None:
     """Runs the tests below, and those of the kernels for readings, reductions and lenses."""

@@ -146,6 +146,7 @@ def test_more_sets_of_layers_than_the_workers_know_at_once_wait_their_turn() -> 
         engine.close()
 
 
+@pytest.mark.long
 def test_a_killed_engine_core_ends_its_requests_and_refuses_others() -> None:
     script = Path(__file__).with_name("kill_script.py")
     environment = {**os.environ, **VLLM_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

@@ -123,6 +123,7 @@ def test_two_engines_beside_each_other(mode: Mode) -> None:
     assert verdict["children"] == ["SpawnProcess EngineCore"] * 2
 
 
+@pytest.mark.long
 def test_the_second_model_runner(mode: Mode) -> None:
     """GPUs run it by default. On a CPU its kernels run in Triton's interpreter."""
     if importlib.util.find_spec("triton") is None:
@@ -131,6 +132,7 @@ def test_the_second_model_runner(mode: Mode) -> None:
     assert worker["runner"] == "vllm.v1.worker.cpu.model_runner"
 
 
+@pytest.mark.long
 def test_tensor_parallel(mode: Mode) -> None:
     """Every rank steers, one writes the rows."""
     workers = mode("--tensor-parallel", "2")["workers"]
@@ -138,6 +140,7 @@ def test_tensor_parallel(mode: Mode) -> None:
     assert [layers_of(worker) for worker in workers] == [{0, 1, 2, 3}] * 2
 
 
+@pytest.mark.long
 def test_pipeline_parallel(mode: Mode) -> None:
     """Each stage writes the rows of its own layers. Compiled: without the warm-up of that, vLLM's CPU build never makes
     what a later stage receives its input in."""
