@@ -1,17 +1,20 @@
 """A model folder that holds an adapter: its base model alone is never loaded in its place without an error."""
 
+import copy
 import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+import steerscope as ss
 from engines.conftest import HAS_VLLM
 from steerscope.analysis.checkpoint import Checkpoint
 from steerscope.cli.main import app
@@ -19,13 +22,14 @@ from steerscope.engines.hf import HFEngine
 from steerscope.engines.load import load_engine
 from steerscope.engines.vllm.guards import adapter_refusal
 from steerscope.models import has_adapter
-from steerscope.specs import Sampling
-from steerscope.specs.errors import UnsupportedModel
+from steerscope.specs import Add, Capture, Sampling
+from steerscope.specs.errors import InvalidRequest, UnsupportedModel
 from support import tiny
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 without_peft = pytest.mark.skipif(HAS_PEFT, reason="peft is installed")
 RANK, HIDDEN, LAYERS = 4, 64, 4
+FEW = Sampling(max_tokens=8, ignore_eos=True)
 CONFIG = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": ["o_proj"],
     "inference_mode": True,
@@ -125,3 +129,81 @@ def test_with_peft_the_adapter_acts(adapter: Path, tmp_path: Path) -> None:
         with load_engine(folder).sync as engine:
             texts.append(engine.generate("hello", Sampling(max_tokens=8, ignore_eos=True)).token_ids)
     assert texts[0] != texts[1]
+
+
+# --- models that are loaded already
+
+
+def test_a_loaded_model_is_used_as_it_is_and_left_as_it_was() -> None:
+    model = copy.deepcopy(tiny.model())
+    ids = torch.arange(5, 17).unsqueeze(0)
+    before = model(ids).logits
+    with ss.load(model, tokenizer=tiny.tokenizer(), max_batch=2) as engine:
+        add = Add(vector=torch.ones(HIDDEN), scale=2.0, layers="all")
+        plain, steered = engine.generate(["hello"] * 2, FEW, steer=[None, add], capture=Capture())
+        assert plain.token_ids != steered.token_ids
+        prompt = torch.tensor([plain.prompt_token_ids])
+        whole: Any = model
+        wanted = whole.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=-1)
+        assert wanted[0, prompt.shape[1] :].tolist() == list(plain.token_ids)
+    assert torch.equal(model(ids).logits, before)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, ["tokenizer: a loaded model comes without one"]),
+        (
+            {"engine": "vllm", "dtype": "float32"},
+            ["model: vLLM loads models itself", "tokenizer: ", "dtype: the model is"],
+        ),
+        ({"tokenizer": 1, "device": "cpu", "adapter": "x"}, ["device: the model is loaded", "adapter: the model is"]),
+    ],
+)
+def test_what_a_loaded_model_cannot_take_is_named_at_once(options: dict[str, Any], named: list[str]) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        ss.load(tiny.model(), **options)
+    assert len(refusal.value.problems) == len(named)
+    assert all(name in str(refusal.value) for name in named)
+
+
+def test_other_modules_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match=r"Linear is no model of transformers"):
+        ss.load(torch.nn.Linear(2, 2), tokenizer=tiny.tokenizer())
+    with pytest.raises(InvalidRequest, match="adapter: is for transformers; merge it with peft"):
+        ss.load("smollm2-135m", engine="vllm", adapter="x")
+
+
+@without_peft
+def test_without_peft_an_adapter_beside_the_model_is_refused(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    with pytest.raises(UnsupportedModel, match="needs peft: run pip install peft"):
+        ss.load(base, adapter=write_adapter(tmp_path / "adapter", base))
+
+
+@pytest.mark.skipif(not HAS_PEFT, reason="peft is not installed")
+def test_with_peft_adapters_are_on_and_off_in_one_process(tmp_path: Path) -> None:
+    """As a folder and as a loaded model of peft: rows and texts are peft's own."""
+    from peft import PeftModel, PromptTuningConfig, get_peft_model  # type: ignore[import-not-found]
+
+    base = write_base(tmp_path / "base")
+    folder = write_adapter(tmp_path / "adapter", base)
+    loaded = PeftModel.from_pretrained(copy.deepcopy(tiny.model()), folder)
+    ids = torch.tensor([tiny.tokenizer()("hello").input_ids])
+    wanted = loaded.generate(input_ids=ids, max_new_tokens=8, do_sample=False, eos_token_id=-1)
+    states = loaded(input_ids=wanted[:, :-1], output_hidden_states=True).hidden_states
+    with (
+        ss.load(base) as plain,
+        ss.load(base, adapter=folder) as from_folder,
+        ss.load(loaded, tokenizer=tiny.tokenizer()) as from_peft,
+    ):
+        without = plain.generate("hello", FEW)
+        for engine in (from_folder, from_peft):
+            done = engine.generate("hello", FEW, capture=Capture())
+            assert list(done.token_ids) == wanted[0, ids.shape[1] :].tolist() != list(without.token_ids)
+            for layer in range(LAYERS - 1):
+                assert torch.allclose(done.rows[layer], states[layer + 1][0], atol=1e-4, rtol=1e-4)
+    tuned = get_peft_model(copy.deepcopy(tiny.model()), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(UnsupportedModel, match="puts learned vectors before every prompt"):
+        ss.load(tuned, tokenizer=tiny.tokenizer())

@@ -1,19 +1,26 @@
 """One way in: a name, a directory or a hub id → a running engine."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from steerscope.engines.engine_thread import ThreadedEngine
 from steerscope.engines.sync import SyncEngine
 from steerscope.models import resolve
 from steerscope.specs.errors import InvalidRequest, Problem
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
 
 class LoadOptions(TypedDict, total=False):
     """What can be said about an engine before it starts."""
 
     engine: Literal["hf", "vllm"]  # transformers, or vLLM where it is installed
+    tokenizer: "PreTrainedTokenizerBase | None"  # needed with a loaded model; else the model's own
+    adapter: str | Path | None  # hf only: folder or hub id of a LoRA or another adapter of peft
     device: str | None  # hf only
     dtype: str | None
     max_batch: int  # sequences that decode together
@@ -25,7 +32,7 @@ class LoadOptions(TypedDict, total=False):
     vllm: Mapping[str, Any]  # vllm only: vLLM's own engine arguments
 
 
-def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> ThreadedEngine[Any]:
+def load_engine(model: "str | Path | nn.Module", **options: Unpack[LoadOptions]) -> ThreadedEngine[Any]:
     """The same model for code with `await`; it takes the options of `load`.
 
     ```python
@@ -46,20 +53,22 @@ def load_engine(model: str | Path, **options: Unpack[LoadOptions]) -> ThreadedEn
     asyncio.run(main())
     ```
     """
-    _check(options)
-    given: dict[str, Any] = dict(options)
+    _check(model, options)
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     kind = given.pop("engine", "hf")
     progress = given.pop("progress", None)
     taps = given.pop("taps", {})
     vllm = given.pop("vllm", {})
-    if kind == "vllm":
-        return _vllm(model, progress, {**taps}, vllm, given)
     from steerscope.engines.hf import HFEngine
 
+    if not isinstance(model, str | os.PathLike):
+        return HFEngine.from_loaded(model, **given)
+    if kind == "vllm":
+        return _vllm(model, progress, {**taps}, vllm, given)
     return HFEngine.from_pretrained(resolve(str(model), progress=progress), name=str(model), **given)
 
 
-def _check(options: LoadOptions) -> None:
+def _check(model: object, options: LoadOptions) -> None:
     kind = options.get("engine", "hf")
     taps = options.get("taps")
     vllm = options.get("vllm")
@@ -70,17 +79,38 @@ def _check(options: LoadOptions) -> None:
         problems.append(Problem("device", "vLLM chooses it itself", "leave it out, or set CUDA_VISIBLE_DEVICES"))
     if kind == "vllm" and "prefill_chunk" in options:
         problems.append(Problem("prefill_chunk", "is for transformers", 'give vllm={"max_num_batched_tokens": …}'))
+    if kind == "vllm" and options.get("adapter") is not None:
+        problems.append(Problem("adapter", "is for transformers", "merge it with peft, and give the merged model"))
+    if not isinstance(model, str | os.PathLike):
+        problems += _problems_of_loaded(kind, options)
     if kind == "hf" and (taps or vllm):
         problems.append(Problem("taps" if taps else "vllm", "is for the vLLM engine", "leave it out"))
     if problems:
         raise InvalidRequest(problems)
 
 
-def load(model: str | Path, **options: Unpack[LoadOptions]) -> SyncEngine:
+def _problems_of_loaded(kind: str, options: LoadOptions) -> list[Problem]:
+    problems = []
+    if kind == "vllm":
+        remedy = "save it with save_pretrained, and give the folder"
+        problems.append(Problem("model", "vLLM loads models itself", remedy))
+    if options.get("tokenizer") is None:
+        remedy = "give tokenizer=AutoTokenizer.from_pretrained(…)"
+        problems.append(Problem("tokenizer", "a loaded model comes without one", remedy))
+    for name in ("device", "dtype", "adapter"):
+        if options.get(name) is not None:
+            problems.append(Problem(name, "the model is loaded already", "change the model before it is given"))
+    return problems
+
+
+def load(model: "str | Path | nn.Module", **options: Unpack[LoadOptions]) -> SyncEngine:
     """Load a model and start its engine; close it with `close()` or a `with` block.
 
-    `model` is `smollm2-135m` (embedded), a model directory, or a hub id. Options:
+    `model` is `smollm2-135m` (embedded), a model directory, a hub id, or a model that transformers or peft has loaded.
+    A loaded model is used as it is, and left as it was when the engine is closed. Options:
 
+    - `tokenizer`: needed with a loaded model
+    - `adapter`: with transformers, the folder or hub id of a LoRA or another adapter that peft reads
     - `engine`: `"hf"` (transformers, the default) or `"vllm"`
     - `device`, `dtype`: default a GPU where there is one; float32 on a CPU, else as stored
     - `max_batch`: sequences that decode together, each choice of a request one; more wait their turn. Default 64 with

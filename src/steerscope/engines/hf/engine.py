@@ -8,8 +8,10 @@ request's buffer; a request that fails ends alone.
 import inspect
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -112,6 +114,8 @@ class HFEngine(ThreadedEngine[Row]):
         *,
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        adapter: str | Path | None = None,
         **options: int | float | str | None,
     ) -> "HFEngine":
         """Load a directory or hub id. The default dtype is float32 on CPU and the checkpoint's own elsewhere."""
@@ -120,12 +124,16 @@ class HFEngine(ThreadedEngine[Row]):
         try:
             with no_bars():
                 check_adapter(model)
-                tokenizer = AutoTokenizer.from_pretrained(model)
+                tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
                 loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=chosen)
+                if adapter is not None:
+                    check_adapter(adapter)
+                    loaded.load_adapter(str(adapter))
         except UnsupportedModel:
             raise
         except Exception as error:  # transformers and its readers raise all sorts for a bad path, file or dtype
-            raise ModelNotFound(f"cannot load {model}: {first_line(error)}") from error
+            what = model if adapter is None else f"{model} with adapter {adapter}"
+            raise ModelNotFound(f"cannot load {what}: {first_line(error)}") from error
         placed = hasattr(loaded, "hf_device_map") or hasattr(loaded.config, "quantization_config")
         try:
             if not placed:
@@ -133,6 +141,21 @@ class HFEngine(ThreadedEngine[Row]):
         except (RuntimeError, AssertionError) as error:  # torch raises either for a device it does not have
             raise UnsupportedModel(f"cannot put {model} on device {device!r}: {first_line(error)}") from error
         return cls(loaded, tokenizer, **{"name": str(model), **options})  # type: ignore[arg-type]
+
+    @classmethod
+    def from_loaded(cls, model: nn.Module, tokenizer: PreTrainedTokenizerBase, **options: Any) -> "HFEngine":
+        """Start the engine on a model of transformers, or of peft, that is loaded already."""
+        config = getattr(model, "active_peft_config", None)
+        if config is not None and config.is_prompt_learning:
+            raise UnsupportedModel(
+                f"{config.peft_type} puts learned vectors before every prompt, so positions would not be those of the "
+                "prompt's tokens: use an adapter that changes weights, such as LoRA"
+            )
+        base_of: Any = getattr(model, "get_base_model", None)
+        base = model if base_of is None else base_of()
+        if not isinstance(base, PreTrainedModel):
+            raise UnsupportedModel(f"{type(base).__name__} is no model of transformers (PreTrainedModel)")
+        return cls(base, tokenizer, **options)
 
     # --- the Engine's side (any thread)
 
