@@ -57,8 +57,6 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
             engine = _kept.pop(asked[-1], None) if len(asked) == 1 else None
             engine = engine or start_vllm(saved(architecture, tokenizer, eos, model_options), architecture, options)
         else:
-            if architecture in tiny.VISION_LANGUAGE:
-                pytest.skip("the transformers engine loads no vision-language models; vLLM does")
             model = tiny.model(architecture, **model_options)  # type: ignore[arg-type]
             if dtype := options.pop("dtype", None):
                 model = copy.deepcopy(model).to(dtype)  # type: ignore[arg-type]

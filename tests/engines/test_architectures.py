@@ -6,6 +6,7 @@
 import copy
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -144,6 +145,18 @@ def test_in_bfloat16_what_a_layer_adds_is_its_addends_to_a_hundredth(start: Star
         for site in sites:
             found, true = (rows.double().flatten() for rows in (done.rows[layer, site], wanted[layer, site]))
             assert abs(float(found @ true / true.norm() ** 2) - 1) < 1e-2, (layer, site)
+
+
+@pytest.mark.parametrize("architecture", [*tiny.VISION_LANGUAGE, "gemma3_text", "qwen3_next"])
+def test_models_with_and_without_a_tower_load_from_their_folders(architecture: str, tmp_path: Path) -> None:
+    model = tiny.model(architecture)
+    model.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    with HFEngine.from_pretrained(tmp_path).sync as engine:
+        (done,) = engine.generate(PROMPTS[1:], LENGTHS, capture=Capture())
+    _, wanted = Reference(model).run([*done.prompt_token_ids, *done.token_ids[:-1]])
+    for layer, rows in done.rows.items():
+        assert distance(rows, wanted[layer]) < STATES.get(architecture, TOLERANCE)
 
 
 @pytest.mark.parametrize("architecture", STATEFUL)

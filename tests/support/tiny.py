@@ -230,7 +230,7 @@ MORE: dict[str, dict[str, object]] = {
     "stablelm": _FEW,
     "starcoder2": _FEW,
 }
-# The vLLM engine runs these with text prompts; the transformers engine does not load them.
+# Both engines run these with text prompts.
 VISION_LANGUAGE = [name for name, settings in MORE.items() if "vision_config" in settings]
 _PLACEHOLDERS = {
     "vision_start_token_id": 508,

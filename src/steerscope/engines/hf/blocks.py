@@ -102,7 +102,8 @@ def find_blocks(model: PreTrainedModel) -> Blocks:
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     config = model.config.get_text_config(decoder=True)
     count = config.num_hidden_layers
-    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    decoder = model.get_decoder()  # without the towers of images and audio, which may have as many layers
+    lists = {name: m for name, m in decoder.named_modules() if isinstance(m, nn.ModuleList)}
     fits = {
         name: m
         for name, m in lists.items()

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -125,7 +128,10 @@ class HFEngine(ThreadedEngine[Row]):
             with no_bars():
                 check_adapter(model)
                 tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-                loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=chosen)
+                config = AutoConfig.from_pretrained(model)
+                has_text_alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+                kind = AutoModelForCausalLM if has_text_alone else AutoModelForImageTextToText
+                loaded: PreTrainedModel = kind.from_pretrained(model, dtype=chosen)
                 if adapter is not None:
                     check_adapter(adapter)
                     loaded.load_adapter(str(adapter))
