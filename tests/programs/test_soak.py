@@ -1,6 +1,7 @@
 """The soak's own judgement: what it must notice, and that what is committed holds."""
 
 import json
+import mmap
 import os
 import time
 from pathlib import Path
@@ -74,7 +75,9 @@ def test_an_answer_that_drifts_is_noticed() -> None:
 def test_a_process_is_seen_with_what_it_holds() -> None:
     before = look(os.getpid())
     handle = os.open("/dev/null", os.O_RDONLY)
-    kept = b"x" * (256 << 20)  # more than what the allocator may have kept of earlier tests
+    kept = mmap.mmap(-1, 64 << 20)  # not from the allocator, which may have kept memory of earlier tests
+    for _ in range(64):
+        kept.write(b"x" * (1 << 20))
     spent = time.process_time()
     while time.process_time() - spent < 0.1:
         pass
