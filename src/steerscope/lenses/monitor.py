@@ -5,7 +5,7 @@ seat and position of each, and gets tensors: the top concepts of every row, and 
 `monitor.rules.gates` are switched by then. `Notes.note` adds the results to each request's notes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,19 @@ class _KeptPack:
     reader: Reader
     leaves: bool = False
     seats: int = 0
+
+
+def slots_and_views(
+    seats: Sequence[Seat], counts: Sequence[int], device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the rule slot and the view of every row, None where no row has one. Seat i has `counts[i]` rows."""
+
+    def per_row(values: list[int]) -> Tensor | None:
+        if not any(values):
+            return None
+        return torch.tensor(values).repeat_interleave(torch.tensor(counts)).to(device)
+
+    return per_row([seat.slot for seat in seats]), per_row([seat.view for seat in seats])
 
 
 class Monitor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from steerscope.engines.hf.forward_index import Gather, RowPart
-from steerscope.lenses.monitor import Monitor
+from steerscope.lenses.monitor import Monitor, slots_and_views
 from steerscope.lenses.reader import Reader, Registered, StepReadings, load_reader
 from steerscope.specs.errors import RequestFailed
 
@@ -44,14 +44,8 @@ def _scores(monitor: Monitor, parts: list[RowPart], rows: Tensor) -> tuple[StepR
     """Return the scores, and the rule slot and the position of each row."""
     device = monitor.device
     seats = [part.row.seat for part in parts if part.row.seat is not None]
-    counts = torch.tensor([len(part.positions) for part in parts])
-
-    def per_row(values: list[int]) -> Tensor:
-        return torch.tensor(values).repeat_interleave(counts).to(device)
-
     position = torch.tensor([position for part in parts for position in part.positions]).to(device)
-    slot = per_row([seat.slot for seat in seats]) if any(seat.slot for seat in seats) else None
-    view = per_row([seat.view for seat in seats]) if any(seat.view for seat in seats) else None
+    slot, view = slots_and_views(seats, [len(part.positions) for part in parts], device)
     most = max(seat.top_k for seat in seats)
     return monitor.read(seats[0].reader, rows, most, slot, view), slot, position
 

@@ -22,7 +22,7 @@ from steerscope.engines.packs import not_loaded
 from steerscope.engines.vllm.wire import WireWatch
 from steerscope.engines.vllm.worker.delivery import Delivery
 from steerscope.engines.vllm.worker.requests import TrackedRequest, WatchedRows, WatchState
-from steerscope.lenses.monitor import Monitor, WatchPlan
+from steerscope.lenses.monitor import Monitor, WatchPlan, slots_and_views
 from steerscope.lenses.pack import Pack
 from steerscope.lenses.reader import HostStepReadings, PackOptions, Reader, Registered, load_reader
 from steerscope.specs.errors import BadFile, InvalidRequest, RequestFailed, SteerscopeError
@@ -135,12 +135,8 @@ class WorkerLenses:
 
     def _host_read(self, parts: list[RowsOfRequest]) -> HostRead:
         seats = [request.watched.seat for request, *_ in parts if request.watched is not None]
-        counts = torch.tensor([b - a for _, _, a, b in parts])
         device = self.monitor.device
-
-        def per_row(values: list[int]) -> Tensor:
-            return torch.tensor(values).repeat_interleave(counts).to(device)
-
+        slot, view = slots_and_views(seats, [b - a for _, _, a, b in parts], device)
         rows = [self._first + token + i for _, token, a, b in parts for i in range(b - a)]
         return HostRead(
             reader=seats[0].reader,
@@ -148,8 +144,8 @@ class WorkerLenses:
             parts=[(request, a, b - a) for request, _, a, b in parts],
             rows=torch.tensor(rows).to(device),
             position=torch.tensor([at for _, _, a, b in parts for at in range(a, b)]).to(device),
-            slot=per_row([seat.slot for seat in seats]) if any(seat.slot for seat in seats) else None,
-            view=per_row([seat.view for seat in seats]) if any(seat.view for seat in seats) else None,
+            slot=slot,
+            view=view,
         )
 
     def _read_on_host(self, read: HostRead, offset: int) -> None:
