@@ -1,16 +1,20 @@
 """`steerscope doctor`: it finds what works and what does not, and says what to do."""
 
 import json
+import re
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import Result
 
+import steerscope as ss
 from steerscope import SteeringVector, __version__
 from steerscope.cli import doctor as module
 from steerscope.cli import options
+from steerscope.engines.hf.decode_batch import BatchCache, cache_bytes, prompt_cache
 from support import tiny
 
 pytestmark = pytest.mark.slow  # make test-fast leaves this file out
@@ -23,7 +27,8 @@ def test_a_working_model_is_described_and_tried(cli: Cli, model: str) -> None:
     result = cli("doctor", model, "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert set(report) == {"installed", "hardware", "model", "engines", "problems"}
+    assert set(report) == {"installed", "hardware", "model", "engines", "problems", "verdict"}
+    assert report["verdict"] == f"verdict: {model} works, with every site of 4 layers"
     assert report["problems"] == []
     assert report["installed"]["steerscope"] == __version__
     assert report["installed"]["torch"] == metadata.version("torch")
@@ -54,6 +59,39 @@ def test_a_refused_site_is_shown_with_the_reason(cli: Cli, tmp_path: Path) -> No
     assert found["resid_mid"].startswith("refused: ")
     assert "parallel" in found["resid_mid"]
     assert found["resid_post"] == "available"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next", "falcon_h1"])
+def test_the_memory_of_a_load_is_what_the_batch_then_takes(cli: Cli, tmp_path: Path, architecture: str) -> None:
+    tiny.model(architecture).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    with ss.load(tmp_path) as engine:
+        said = engine.aio.room_for(3, 700)
+        config = engine.aio.model.config
+        cache, prompts = BatchCache(config), prompt_cache(config)
+        with torch.no_grad():
+            engine.aio.model(torch.zeros(3, 700, dtype=torch.long), past_key_values=prompts)
+        cache.join(prompts, [700] * 3)
+        tensors = [tensor for layer in cache.own for tensor in (layer.keys, layer.values)]
+        for layer in cache.stateful:
+            tensors += [*layer.conv_states.values(), *layer.recurrent_states.values()]
+        taken = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        assert cache_bytes(engine.aio.model, 3, 700) == taken
+    assert re.fullmatch(
+        r"3 × 700 tokens need [\d.]+ GiB \(weights 0.00 GiB, cache [\d.]+ GiB\) of .* GiB: they fit", said
+    )
+    result = cli("doctor", tmp_path, "--fit", "3x700")
+    assert result.exit_code == 0, result.output
+    last = result.stdout.strip().splitlines()[-1]
+    assert last.startswith(f"verdict: {tmp_path} works, with every site ")
+    assert last.endswith("GiB: they fit")
+
+
+@pytest.mark.parametrize("fit", ["8", "x", "0x5", "8x", "-1x5", "8x4k"])
+def test_a_load_that_is_none_is_refused_before_the_model_is_loaded(cli: Cli, fit: str) -> None:
+    result = cli("doctor", "nowhere", "--fit", fit)
+    assert result.exit_code == 2
+    assert f"--fit: cannot be {fit!r}; give the number of texts and their tokens, such as 8x4096" in result.output
 
 
 def test_without_a_model_and_without_the_wheel_a_tiny_one_is_made(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

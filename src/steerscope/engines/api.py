@@ -96,6 +96,10 @@ class Engine(Scopes, ABC):
         """Counters and sizes since the start."""
 
     @abstractmethod
+    def room_for(self, batch: int, tokens: int) -> str:
+        """Say what memory so many texts of a length take, and whether it is there."""
+
+    @abstractmethod
     def _stop(self) -> None:
         """Release the model; running requests end as cancelled."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 )
 
 _FIRST_COLUMNS = 256
+_SHORT = 8, 16  # tokens of prompts that are measured
 _STATES = "conv_states", "recurrent_states"  # attributes of a layer: tensors [rows, …] by number
 _FACTS = "is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size"
 
@@ -94,7 +95,7 @@ class BatchCache(Cache):
         self.lengths: list[int] = []  # tokens of each row
         every = [self._layer_like(layer) for layer in prompt_cache(config).layers]
         self.own = [layer for layer in every if isinstance(layer, _Layer)]
-        self._stateful = [layer for layer in every if isinstance(layer, LinearAttentionLayer)]
+        self.stateful = [layer for layer in every if isinstance(layer, LinearAttentionLayer)]
         super().__init__(layers=every)  # type: ignore[arg-type]
 
     def _layer_like(self, layer: object) -> _Layer | LinearAttentionLayer:
@@ -109,12 +110,12 @@ class BatchCache(Cache):
         rows = w.rows + len(lengths)
         end = max(w.end, new)
         fresh_states = [layer for layer in prefilled.layers if isinstance(layer, LinearAttentionLayer)]
-        states = [_appended(*pair, w.rows) for pair in zip(self._stateful, fresh_states, strict=True)]
+        states = [_appended(*pair, w.rows) for pair in zip(self.stateful, fresh_states, strict=True)]
         with_columns = [layer for layer in prefilled.layers if isinstance(layer, DynamicLayer)]
         if not self._fits(rows, end):
             capacity = _buffers(self.own[0])[0].shape[0] if w.rows else 0
             self._move(with_columns, max(rows, capacity), _columns(end), end)
-        for layer, theirs, tensors in zip(self._stateful, fresh_states, states, strict=True):
+        for layer, theirs, tensors in zip(self.stateful, fresh_states, states, strict=True):
             _take_states(layer, theirs, tensors)
         for mine, theirs in zip(self.own, with_columns, strict=True):
             for buffer, fresh in zip(_buffers(mine), _buffers(theirs), strict=True):
@@ -132,7 +133,7 @@ class BatchCache(Cache):
             for layer in self.own:
                 for buffer in _buffers(layer):
                     buffer[row] = buffer[last]
-        for layer in self._stateful:
+        for layer in self.stateful:
             for states in (getattr(layer, name) for name in _STATES):
                 for number, tensor in states.items():
                     if tensor is not None:
@@ -233,6 +234,26 @@ def clear(padding: Tensor) -> None:
     """Clear a row's columns before its first token: a masked column still has the weight 0, and 0 · NaN of a request
     that had the row before and failed is NaN."""
     padding.zero_()
+
+
+def cache_bytes(model: PreTrainedModel, batch: int, tokens: int) -> int:
+    """Return the bytes that the cache of so many texts of a length takes, from what two short prompts take."""
+    sizes = []
+    for length in _SHORT:
+        cache = prompt_cache(model.config)
+        model(input_ids=torch.zeros(1, length, dtype=torch.long, device=model.device), past_key_values=cache)
+        sizes.append(sum(map(_layer_bytes, cache.layers)))
+    per_token = (sizes[1] - sizes[0]) // (_SHORT[1] - _SHORT[0])
+    per_text = sizes[0] - per_token * _SHORT[0]
+    return batch * (per_token * _columns(tokens) + per_text)
+
+
+def _layer_bytes(layer: object) -> int:
+    size = sum(buffer.nbytes for buffer in _buffers(layer)) if isinstance(layer, DynamicLayer) else 0
+    if isinstance(layer, LinearAttentionLayer):
+        tensors = (tensor for name in _STATES for tensor in getattr(layer, name).values())
+        size += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return size
 
 
 def _columns(end: int) -> int:

@@ -27,14 +27,14 @@ from steerscope.core.slot_table import SlotTable
 from steerscope.engines.detokenizer import Decoder
 from steerscope.engines.engine_thread import ThreadedEngine
 from steerscope.engines.hf.blocks import find_blocks
-from steerscope.engines.hf.decode_batch import BatchCache, prompt_cache
+from steerscope.engines.hf.decode_batch import BatchCache, cache_bytes, prompt_cache
 from steerscope.engines.hf.forward_index import Pass, PassBuilder, deliver
 from steerscope.engines.hf.lenses import MonitorStore, read
 from steerscope.engines.hf.prefill import PrefillQueue, prefill_inputs
 from steerscope.engines.hf.sampler import choose
 from steerscope.engines.hf.selftest import can_continue, self_test
 from steerscope.engines.hf.sequence import HFContext, Row, TokenSpan
-from steerscope.engines.hf.settings import HFSettings, context_of, eos_ids, no_bars
+from steerscope.engines.hf.settings import HFSettings, context_of, eos_ids, gib, memory_of, no_bars
 from steerscope.engines.hf.taps import Taps
 from steerscope.engines.packs import Packs
 from steerscope.engines.plan import Facts
@@ -168,6 +168,16 @@ class HFEngine(ThreadedEngine[Row]):
     def stats(self) -> dict[str, float]:
         now = {"running": len(self._admitted), "waiting": len(self._waiting), "slots_in_use": self._table.in_use}
         return {**self._counts, **now, "packs": len(self.monitor), **self.budget.stats()}
+
+    def room_for(self, batch: int, tokens: int) -> str:
+        weights = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+        with torch.no_grad():
+            cache = self._call(lambda: cache_bytes(self.model, batch, tokens), "room_for()")
+        total = memory_of(self.device)
+        need = f"{batch} × {tokens} tokens need {gib(weights + cache)} (weights {gib(weights)}, cache {gib(cache)})"
+        if total is None:
+            return need
+        return f"{need} of {gib(total)}: {'they fit' if weights + cache < total else 'they do not fit'}"
 
     # --- the thread
 

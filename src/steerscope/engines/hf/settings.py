@@ -1,6 +1,7 @@
 """What an engine is started with: its options, and what is read off the model and its configuration."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import torch
@@ -48,6 +49,19 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> froze
         if found is not None:
             return frozenset(found if isinstance(found, list | tuple) else [found])
     return frozenset()
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Return the bytes of memory that a device has, if the system says so."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if not hasattr(os, "sysconf"):  # Windows
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
 
 
 @contextlib.contextmanager

@@ -149,6 +149,12 @@ class VLLMEngine(ThreadedEngine[VLLMText]):
         """Return what is tapped, per worker."""
         return self._call(lambda: self._rpc("describe"), "describe()")
 
+    def room_for(self, batch: int, tokens: int) -> str:
+        cache = self._llm.vllm_config.cache_config
+        held = (cache.num_gpu_blocks or 0) * cache.block_size
+        fit = "they fit" if batch * tokens <= held else "some of them wait"
+        return f"{batch} × {tokens} tokens of the {held} that vLLM's cache holds: {fit}"
+
     # --- the thread
 
     def _loop(self) -> None:
