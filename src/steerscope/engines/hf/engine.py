@@ -198,6 +198,7 @@ class HFEngine(ThreadedEngine[Row]):
             row.end("cancelled")
         self._drop_waiting(cancelled_only=False)
         # Memory is freed even while the caller keeps the closed engine.
+        self._taps.attach(())  # a model that was loaded by others is left as it was
         self._lenses.close()
         self.monitor.close()
         del self.model, self.blocks, self._taps, self._passes, self.context
