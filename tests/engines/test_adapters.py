@@ -135,7 +135,7 @@ def test_with_peft_the_adapter_acts(adapter: Path, tmp_path: Path) -> None:
 
 
 def test_a_loaded_model_is_used_as_it_is_and_left_as_it_was() -> None:
-    model = copy.deepcopy(tiny.model())
+    model = tiny.model(seed=7)  # no other engine has it
     ids = torch.arange(5, 17).unsqueeze(0)
     before = model(ids).logits
     with ss.load(model, tokenizer=tiny.tokenizer(), max_batch=2) as engine:
