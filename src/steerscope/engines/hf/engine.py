@@ -41,7 +41,7 @@ from steerscope.engines.plan import Facts
 from steerscope.engines.result_channels import together
 from steerscope.engines.results import EngineJob
 from steerscope.lenses.monitor import Monitor
-from steerscope.models import check_adapter
+from steerscope.models import check_adapter, has_adapter
 from steerscope.specs.errors import (
     CapacityExceeded,
     ModelNotFound,
@@ -128,10 +128,7 @@ class HFEngine(ThreadedEngine[Row]):
             with no_bars():
                 check_adapter(model)
                 tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-                config = AutoConfig.from_pretrained(model)
-                has_text_alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-                kind = AutoModelForCausalLM if has_text_alone else AutoModelForImageTextToText
-                loaded: PreTrainedModel = kind.from_pretrained(model, dtype=chosen)
+                loaded: PreTrainedModel = _class_for(model).from_pretrained(model, dtype=chosen)
                 if adapter is not None:
                     check_adapter(adapter)
                     loaded.load_adapter(str(adapter))
@@ -424,3 +421,10 @@ class HFEngine(ThreadedEngine[Row]):
             self._cache.leave(at)
             self._decoding[at] = self._decoding[-1]
             self._decoding.pop()
+
+
+def _class_for(model: str | Path) -> Any:
+    """Return transformers' class for a folder or hub id. An adapter alone has no config; its base is found by name."""
+    if has_adapter(model) or type(AutoConfig.from_pretrained(model)) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
