@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engines.conftest import HAS_VLLM, Start, saved, start_vllm
 from steerscope.capture.rows import Rows
@@ -164,6 +164,20 @@ def test_a_model_with_a_state_besides_keys_and_values_is_refused_with_the_reason
     model = tiny.model(architecture)
     with pytest.raises(UnsupportedModel, match=rf"{type(model).__name__} is not supported: .*keys and values"):
         HFEngine(model, tiny.tokenizer(), name=architecture)
+
+
+def test_a_model_without_attention_is_refused_with_the_reason() -> None:
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 1,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba2", **sizes))
+    with pytest.raises(UnsupportedModel, match="Mamba2ForCausalLM is not supported: it returns no keys and values"):
+        HFEngine(model, tiny.tokenizer(), name="mamba2")
 
 
 def test_layers_that_share_keys_and_values_are_refused_with_the_reason() -> None:

@@ -97,7 +97,7 @@ class Engine(Scopes, ABC):
 
     @abstractmethod
     def room_for(self, batch: int, tokens: int) -> str:
-        """Say what memory so many texts of a length take, and whether it is there."""
+        """Say what memory `batch` texts of `tokens` tokens take, and whether the device has it."""
 
     @abstractmethod
     def _stop(self) -> None:

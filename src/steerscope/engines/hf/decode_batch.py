@@ -237,7 +237,7 @@ def clear(padding: Tensor) -> None:
 
 
 def cache_bytes(model: PreTrainedModel, batch: int, tokens: int) -> int:
-    """Return the bytes that the cache of so many texts of a length takes, from what two short prompts take."""
+    """Return the bytes of the cache of `batch` texts of `tokens` tokens, extrapolated from two short prompts."""
     sizes = []
     for length in _SHORT:
         cache = prompt_cache(model.config)

@@ -151,8 +151,8 @@ class HFEngine(ThreadedEngine[Row]):
         config = getattr(model, "active_peft_config", None)
         if config is not None and config.is_prompt_learning:
             raise UnsupportedModel(
-                f"{config.peft_type} puts learned vectors before every prompt, so positions would not be those of the "
-                "prompt's tokens: use an adapter that changes weights, such as LoRA"
+                f"{config.peft_type} puts learned vectors before every prompt, so a position would no longer be "
+                "the number of a prompt's token: use an adapter that changes weights, such as LoRA"
             )
         base_of: Any = getattr(model, "get_base_model", None)
         base = model if base_of is None else base_of()
@@ -168,8 +168,7 @@ class HFEngine(ThreadedEngine[Row]):
 
     def room_for(self, batch: int, tokens: int) -> str:
         weights = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
-        with torch.no_grad():
-            cache = self._call(lambda: cache_bytes(self.model, batch, tokens), "room_for()")
+        cache = self._call(lambda: cache_bytes(self.model, batch, tokens), "room_for()")
         total = memory_of(self.device)
         need = f"{batch} × {tokens} tokens need {gib(weights + cache)} (weights {gib(weights)}, cache {gib(cache)})"
         if total is None:

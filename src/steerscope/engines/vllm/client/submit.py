@@ -1,7 +1,7 @@
 """Submitting requests to vLLM.
 
-Prompts and sampling parameters were checked here, so that vLLM's own check cannot fail. vLLM keeps each request under
-our name, which never comes again, so that it can be looked up.
+Prompts and sampling parameters are checked before, so that a caller sees our errors and not vLLM's. vLLM keeps each
+request under our name, which never comes again, so that it can be looked up.
 """
 
 from collections.abc import Callable

@@ -41,7 +41,7 @@ class RequestAdmission:
         self._vectors.pop(bytes(name), None)
 
     def admit_all(self, new_requests: Sequence[Any]) -> None:
-        """Admit those of vLLM's new requests that ask for something."""
+        """Admit new requests of vLLM that steer, capture or are watched."""
         flags = []
         for new in new_requests:
             extra = new.sampling_params.extra_args if new.sampling_params else None
